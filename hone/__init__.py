@@ -1,0 +1,45 @@
+"""hone makes language models cheap to build and cheap to run, and shows what every optimization cost and saved."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone.base.artifact import Artifact
+    from hone.base.errors import HoneError
+    from hone.compress.stage import compress
+    from hone.data.stage import curate
+    from hone.eval.stage import evaluate
+    from hone.model.hf import load, save
+    from hone.model.tokenizer import load_tokenizer
+    from hone.recipe import Recipe
+    from hone.report import report
+    from hone.serve.engine import Engine
+    from hone.serve.request import SamplingParams
+    from hone.train.stage import train
+
+# Name to home. Everything loads on first use, so that `import hone` and the CLI stay fast.
+_HOMES = {
+    "Artifact": "hone.base.artifact",
+    "Engine": "hone.serve.engine",
+    "HoneError": "hone.base.errors",
+    "Recipe": "hone.recipe",
+    "SamplingParams": "hone.serve.request",
+    "load": "hone.model.hf",
+    "load_tokenizer": "hone.model.tokenizer",
+    "save": "hone.model.hf",
+}
+
+__all__ = sorted(_HOMES)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hone' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

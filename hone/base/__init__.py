@@ -1,0 +1,1 @@
+"""Typed specs, figures, artifacts, technique tables and errors: what every other room stands on."""

@@ -1,0 +1,454 @@
+"""Artifacts: a folder others can use as it is, plus `hone.json`, written last, that says how it came about.
+
+Life of one: `start` makes `<folder>.partial` (or returns the finished artifact, or resumes a partial one), the stage
+writes into `Draft.folder`, `Draft.commit` hashes and syncs every file, writes hone.json and renames. So a folder with
+hone.json is whole. Two subfolders of a draft are special: `state/` (what a killed stage resumes from) is removed at
+commit, and `log/` (timings, TensorBoard) is kept but is no content: it may differ between two runs of the same spec.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from hone.base.errors import ArtifactError, DriftError
+from hone.base.figure import Estimate, Figure
+from hone.base.run import Run
+from hone.base.spec import Spec, fingerprint
+
+MANIFEST = "hone.json"
+STATE = "state"
+LOG = "log"
+FORMAT = 1
+_RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "pyarrow")
+
+
+class _Window(Protocol):
+    """What `Draft.record_window` needs of a finished `measure.Window` (a room above this one)."""
+
+    def figures(self) -> list[Figure]: ...
+
+
+class Artifact:
+    """A finished folder, or a foreign one (a Hugging Face folder without hone.json) adopted as it is."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Artifact:
+        """The artifact in `folder`; a folder without hone.json is adopted, its files its identity.
+
+        Raises ArtifactError when the folder is missing, unfinished (`.partial`) or its hone.json is broken.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            if _partial(folder).is_dir():
+                raise ArtifactError(
+                    f"{folder} is unfinished: its stage was interrupted",
+                    fix="run the same command again, it resumes where it stopped",
+                )
+            raise ArtifactError(f"no folder {folder}", fix=f"check the path; {_nearest(folder)}")
+        path = folder / MANIFEST
+        if not path.exists():
+            return cls(
+                folder,
+                {
+                    "kind": "foreign",
+                    "name": folder.name,
+                    "fingerprint": _foreign_fingerprint(folder),
+                    "spec": {},
+                    "figures": [],
+                    "files": {},
+                    "parents": [],
+                    "techniques": [],
+                },
+            )
+        try:
+            manifest = json.loads(path.read_text(encoding="utf8"))
+            known = manifest["format"] == FORMAT
+        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise ArtifactError(
+                f"{path} is corrupt: {error}", fix="delete the folder and run its stage again"
+            ) from None
+        if not known:
+            raise ArtifactError(
+                f"{path} has format {manifest['format']}, this hone reads {FORMAT}",
+                fix="use the hone version that wrote it",
+            )
+        return cls(folder, manifest)
+
+    @property
+    def kind(self) -> str:
+        """The stage that made it: data, train, compress, eval, serve; 'foreign' when none did."""
+        return self.manifest["kind"]
+
+    @property
+    def name(self) -> str:
+        return self.manifest["name"]
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest["fingerprint"]
+
+    @property
+    def techniques(self) -> list[dict[str, Any]]:
+        """What was done to it, in order, its parents' techniques first."""
+        return self.manifest["techniques"]
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        return {row["name"]: Figure.model_validate(row) for row in self.manifest["figures"]}
+
+    @property
+    def content(self) -> str:
+        """Digest of every content file: two runs of one spec must agree on it, however often they were killed."""
+        return fingerprint(
+            {name: row["sha256"] for name, row in self.manifest["files"].items() if not name.startswith(f"{LOG}/")}
+        )
+
+    def need(self, *files: str) -> None:
+        """Raises ArtifactError unless every one of `files` is in the folder."""
+        for name in files:
+            if not (self.folder / name).exists():
+                raise ArtifactError(
+                    f"{self.folder} has no {name}", fix="point at a folder that a hone stage or transformers wrote"
+                )
+
+    def verify(self) -> None:
+        """Re-hashes every file. Raises ArtifactError on the first that is missing or differs."""
+        for name, row in self.manifest["files"].items():
+            path = self.folder / name
+            if not path.exists() or path.stat().st_size != row["bytes"] or _sha256(path) != row["sha256"]:
+                raise ArtifactError(
+                    f"{path} is not the file that {MANIFEST} describes", fix="delete the folder and run its stage again"
+                )
+
+
+class Draft:
+    """An artifact in the making. `resumed` is true when an earlier run of the same spec was interrupted."""
+
+    def __init__(
+        self, target: Path, identity: dict[str, Any], lock: Any, *, resumed: bool, parents: list[Artifact]
+    ) -> None:
+        self.target = target
+        self.folder = _partial(target)
+        self.resumed = resumed
+        self._identity = identity
+        self._lock = lock
+        self._parents = parents
+        self._figures: dict[str, Figure] = {}
+        self._estimates: dict[str, Estimate] = {}
+        self._techniques = [row for parent in parents[:1] for row in parent.techniques]
+        self._command: str | None = None
+        self._started = time.monotonic()
+        self.state.mkdir(exist_ok=True)
+        (self.folder / LOG).mkdir(exist_ok=True)
+
+    @property
+    def state(self) -> Path:
+        """What a killed stage resumes from; gone at commit."""
+        return self.folder / STATE
+
+    @property
+    def log(self) -> Path:
+        """Kept, but no content: timings, TensorBoard events."""
+        return self.folder / LOG
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds spent on this artifact by this process and, as far as `keep_time` was called, by killed ones before it."""
+        try:
+            before = float((self.state / "elapsed_s").read_text())
+        except (OSError, ValueError):
+            before = 0.0
+        return before + time.monotonic() - self._started
+
+    def keep_time(self) -> None:
+        """Notes the seconds spent so far; call it at every durable step."""
+        spent = self.elapsed_s
+        write_atomic(self.state / "elapsed_s", repr(spent).encode())
+        self._started = time.monotonic()
+
+    def predict(self, estimates: dict[str, Estimate]) -> None:
+        """Says before the work what its figures should come to; joined to the figure of the same name."""
+        self._estimates.update(estimates)
+
+    def record(self, name: str, value: float | None, unit: str, **more: Any) -> None:
+        """Adds figure `name` (see `Figure` for `more`)."""
+        self._figures[name] = Figure(name=name, value=value, unit=unit, **more)
+
+    def record_window(self, window: _Window) -> None:
+        """Adds time, peak memory and energy as a `measure.Window` saw them; time includes killed runs."""
+        for figure in window.figures():
+            if figure.name == "time_s":
+                figure = figure.model_copy(
+                    update={"value": self.elapsed_s, "note": "with interrupted runs" if self.resumed else ""}
+                )
+            self._figures[figure.name] = figure
+
+    def did(self, technique: dict[str, Any]) -> None:
+        """Appends one applied technique (its spec with `kind` and `slot`) to what was done to the artifact."""
+        self._techniques.append(technique)
+
+    def command(self, text: str) -> None:
+        """The exact command that makes this artifact again."""
+        self._command = text
+
+    def commit(self) -> Artifact:
+        """Hashes and syncs the files, writes hone.json, renames the folder. Returns the finished artifact."""
+        shutil.rmtree(self.state)
+        files = {}
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+            name = path.relative_to(self.folder).as_posix()
+            if name in ("begun.json", MANIFEST):
+                continue
+            _sync(path)
+            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        figures = [
+            figure.model_copy(update={"estimate": self._estimates.get(name)}) for name, figure in self._figures.items()
+        ]
+        missing = [name for name in self._estimates if name not in self._figures]
+        assert not missing, f"predicted but never measured: {missing}"
+        manifest = {
+            "format": FORMAT,
+            **self._identity,
+            "techniques": self._techniques,
+            "figures": [figure.model_dump(mode="json") for figure in figures],
+            "provenance": {**provenance(), "command": self._command or " ".join(sys.argv)},
+            "files": files,
+        }
+        write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
+        (self.folder / "begun.json").unlink()
+        _sync(self.folder)
+        os.rename(self.folder, self.target)
+        _sync(self.target.parent)
+        self._lock.close()
+        return Artifact(self.target, manifest)
+
+
+def start(
+    out: Path | str, *, kind: str, spec: Spec, parents: dict[str, Artifact] | None = None, run: Run | None = None
+) -> Artifact | Draft:
+    """Opens folder `out` for a stage of `kind`: the finished Artifact when it is already there, else a Draft.
+
+    `parents` maps a role ('data', 'model') to the artifact that fills it; their fingerprints are part of the identity.
+    Raises DriftError when `out` was made from another spec or other parents (unless `run.redo`), ArtifactError when
+    another process is making it right now.
+    """
+    out = Path(out)
+    run = run or Run()
+    parents = parents or {}
+    roles = [
+        {"role": role, "name": f"{parent.kind}-{parent.name}", "fingerprint": parent.fingerprint}
+        for role, parent in parents.items()
+    ]
+    spec_values = spec.model_dump(mode="json")
+    identity = {
+        "kind": kind,
+        "name": out.name.removeprefix(f"{kind}-"),
+        "spec": spec_values,
+        "parents": roles,
+        "fingerprint": fingerprint(
+            {"kind": kind, "spec": spec_values, "parents": {row["role"]: row["fingerprint"] for row in roles}}
+        ),
+        "machine": run.machine,
+    }
+    finished = _finished(out, identity, run)
+    if finished is not None:
+        return finished
+    partial = _partial(out)
+    partial.mkdir(parents=True, exist_ok=True)
+    begun = partial / "begun.json"
+    lock = open(begun, "a+", encoding="utf8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ArtifactError(
+            f"another process is making {out}", fix="wait for it, or give this run another folder"
+        ) from None
+    finished = _finished(out, identity, run)  # the other process may have finished between the look and the lock
+    if finished is not None:
+        return finished
+    lock.seek(0)
+    before = lock.read()
+    resumed = before == identity["fingerprint"] and not run.redo
+    if not resumed:
+        for path in partial.iterdir():
+            if path != begun:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if before:
+            run.say(f"{partial} was begun with another spec and never finished; starting it again")
+        lock.seek(0)
+        lock.truncate()
+        lock.write(identity["fingerprint"])
+        lock.flush()
+        os.fsync(lock.fileno())
+    else:
+        run.say(f"resuming {out.name}")
+    return Draft(out, identity, lock, resumed=resumed, parents=list(parents.values()))
+
+
+def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
+    """The artifact in `out` if it is whole and of this identity; removes it for `run.redo`; raises on drift."""
+    if not out.exists():
+        return None
+    if not (out / MANIFEST).exists():
+        raise ArtifactError(
+            f"{out} exists and is no artifact of hone",
+            fix="give another output folder; hone overwrites nothing it did not make",
+        )
+    there = Artifact.read(out)
+    if run.redo:
+        shutil.rmtree(out)
+        return None
+    if there.fingerprint == identity["fingerprint"]:
+        return there
+    before = {
+        "kind": there.kind,
+        "spec": there.manifest["spec"],
+        "parents": {row["role"]: row["fingerprint"] for row in there.manifest["parents"]},
+    }
+    now = {
+        "kind": identity["kind"],
+        "spec": identity["spec"],
+        "parents": {row["role"]: row["fingerprint"] for row in identity["parents"]},
+    }
+    raise DriftError(
+        f"{out} was made from another spec: {difference(before, now)}",
+        fix=f"keep it and give the new one another name, or make it again with --redo={out.name}",
+    )
+
+
+def difference(before: Any, now: Any, path: str = "") -> str:
+    """The first field in which two specs differ: 'spec.steps was 10, is 20'; '' when they are equal."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(key for key in now if key not in before)]:
+            found = difference(before.get(key, "absent"), now.get(key, "absent"), f"{path}.{key}" if path else str(key))
+            if found:
+                return found
+        return ""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for position, (one, other) in enumerate(zip(before, now, strict=True)):
+            found = difference(one, other, f"{path}.{position}")
+            if found:
+                return found
+        return ""
+    return "" if before == now else f"{path} was {before!r}, is {now!r}"
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Writes `content` so that a kill leaves either the old file or the whole new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; [] when it does not exist."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes rows as JSONL, atomically."""
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+@cache
+def provenance() -> dict[str, Any]:
+    """Who made it: hone's version and commit, package versions, arguments."""
+    packages = {}
+    for name in _RECORDED_PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5
+        ).stdout.strip()
+        dirty = bool(
+            subprocess.run(
+                [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, timeout=5
+            ).stdout.strip()
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        commit, dirty = "", False
+    try:
+        hone = version("hone-llm")
+    except PackageNotFoundError:
+        hone = "source"
+    return {
+        "hone": hone,
+        "commit": commit or None,
+        "dirty": dirty,
+        "packages": packages,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def _nearest(folder: Path) -> str:
+    import difflib
+
+    beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, beside, n=1)
+    return (
+        f"did you mean {folder.parent / near[0]}?"
+        if near
+        else f"{folder.parent} holds: {', '.join(sorted(beside)[:8]) or 'no folders'}"
+    )
+
+
+def _foreign_fingerprint(folder: Path) -> str:
+    """Identity of a folder hone did not make: names and sizes of all files, content of the small ones, ends of the large."""
+    rows = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            digest.update(file.read(1 << 20))
+            if size > 2 << 20:
+                file.seek(-(1 << 20), os.SEEK_END)
+                digest.update(file.read())
+            elif size > 1 << 20:
+                digest.update(file.read())
+        rows[path.relative_to(folder).as_posix()] = [size, digest.hexdigest()]
+    return fingerprint(rows)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

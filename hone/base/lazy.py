@@ -1,0 +1,21 @@
+"""Modules that load on first use, so that reading a spec never imports torch."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+
+class _Lazy(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def lazy(name: str) -> Any:
+    """A stand-in for module `name` that imports it at the first attribute access.
+
+    Technique files hold a spec (read by the CLI, which must start fast) and the work itself (which needs
+    torch). They write `torch = lazy("torch")` where another file would write `import torch`.
+    """
+    return _Lazy(name)

@@ -1,0 +1,176 @@
+"""Typed specs: frozen pydantic models that print as YAML, parse from it, and take dotted overrides."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hone.base.errors import HoneError, SpecError
+
+
+class Spec(BaseModel):
+    """Says what to compute. Frozen; unknown fields are errors; every field has a description, which is its help text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def read(cls, values: Any) -> Self:
+        """A spec from a mapping. Raises SpecError that names the field, its value and the nearest known name."""
+        if not isinstance(values, dict):
+            raise SpecError(
+                f"{cls.__name__} must be a mapping of fields, got {values!r}",
+                fix=f"write its fields as `name: value`: {', '.join(cls.model_fields)}",
+            )
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise _first_mistake(cls, error) from None
+
+    def override(self, changes: dict[str, str]) -> Self:
+        """A copy with dotted `changes` applied: {'quantizer.bits': '3'}. Values are parsed as YAML scalars.
+
+        Raises SpecError for an unknown field or an impossible value.
+        """
+        values = self.model_dump(mode="json")
+        for path, text in changes.items():
+            set_dotted(values, path, parse_scalar(text), where=type(self).__name__)
+        return type(self).read(values)
+
+    def to_yaml(self) -> str:
+        """The spec's exact print; `read(yaml.safe_load(...))` gives an equal spec."""
+        return dump_yaml(self.model_dump(mode="json"))
+
+
+def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
+    """The first of pydantic's complaints as one line with a way out."""
+    detail = error.errors()[0]
+    path = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        known = _fields_at(cls, detail["loc"][:-1])
+        name = str(detail["loc"][-1])
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        return SpecError(f"{cls.__name__} has no field '{path}'", fix=f"{hint}known fields: {', '.join(known)}")
+    if detail["type"] == "missing":
+        return SpecError(f"{cls.__name__} needs the field '{path}'", fix=f"add {path}: VALUE")
+    message = detail["msg"].removeprefix("Value error, ")
+    return SpecError(
+        f"{cls.__name__}.{path} = {detail['input']!r}: {message}",
+        fix=f"give {path or 'it'} a value that fits; `hone schema` prints every field with its type",
+    )
+
+
+def _fields_at(cls: type[BaseModel], location: tuple) -> list[str]:
+    """Field names of the model found by following `location` from `cls`, as far as types tell."""
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = cls.model_fields.get(str(part))
+        inner = _model_of(field.annotation) if field is not None else None
+        if inner is None:
+            break
+        cls = inner
+    return list(cls.model_fields)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model inside an annotation such as `X`, `X | None`, `list[X]` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list, tuple, typing.Annotated):
+        for argument in typing.get_args(annotation):
+            found = _model_of(argument)
+            if found is not None:
+                return found
+    return None
+
+
+def set_dotted(values: Any, path: str, value: Any, *, where: str) -> None:
+    """Sets `path` ('a.b', 'steps.0.bits') in nested dicts and lists. Raises SpecError when a part of it is unknown."""
+    here = values
+    parts = path.split(".")
+    for position, part in enumerate(parts):
+        last = position == len(parts) - 1
+        if isinstance(here, list):
+            if not part.isdigit() or int(part) >= len(here):
+                raise SpecError(
+                    f"{where}.{path}: '{part}' is no position in a list of {len(here)}",
+                    fix=f"use a position from 0 to {len(here) - 1}",
+                )
+            part = int(part)  # type: ignore[assignment]
+        elif isinstance(here, dict):
+            if part not in here and not last:
+                near = difflib.get_close_matches(part, here, n=1)
+                hint = f"did you mean '{near[0]}'? " if near else ""
+                raise SpecError(f"{where} has no field '{path}'", fix=f"{hint}known here: {', '.join(map(str, here))}")
+        else:
+            raise SpecError(
+                f"{where}.{path}: '{'.'.join(parts[:position])}' is {here!r} and has no fields",
+                fix=f"set {'.'.join(parts[:position])} itself",
+            )
+        if last:
+            here[part] = value
+        else:
+            here = here[part]  # type: ignore[index]
+
+
+def parse_scalar(text: str) -> Any:
+    """A command-line value as YAML reads it, except that 1e-3 is a number (YAML 1.1 wants 1.0e-3)."""
+    try:
+        return float(text) if "e" in text.lower() and text.lower().strip("+-")[:1].isdigit() else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def read_yaml(path: Path) -> Any:
+    """The YAML document in `path`. Raises SpecError when it is missing or not YAML."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise SpecError(f"no file {path}", fix="check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise SpecError(
+            f"{path} is not a YAML file: {str(error).splitlines()[0]}", fix="correct the file at that place"
+        ) from None
+
+
+def dump_yaml(values: Any) -> str:
+    """`values` as YAML in field order."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def fingerprint(values: Any) -> str:
+    """SHA-256 (first 16 hex digits) of the canonical JSON of `values`. Raises TypeError on anything JSON cannot say."""
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def describe_fields(cls: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """Rows (dotted name, type, default, description) of all fields, nested specs expanded."""
+    rows = []
+    for name, field in cls.model_fields.items():
+        inner = _model_of(field.annotation)
+        if inner is not None and field.default is not None and issubclass(inner, Spec) and not field.metadata:
+            rows += describe_fields(inner, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+        rows.append((prefix + name, _type_name(field.annotation), default, field.description or ""))
+    return rows
+
+
+def _type_name(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(str(argument) for argument in typing.get_args(annotation))
+    return (
+        getattr(annotation, "__name__", None)
+        if isinstance(annotation, type)
+        else str(annotation).replace("typing.", "")
+    )

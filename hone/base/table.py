@@ -1,0 +1,117 @@
+"""A slot's table: technique names to the classes behind them, imported on use."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import core_schema
+
+from hone.base.errors import SpecError
+from hone.base.figure import Estimate
+from hone.base.spec import Spec
+
+TABLES: tuple[str, ...] = (
+    "hone.model.linear:LINEARS",
+    "hone.model.mixers:MIXERS",
+    "hone.model.feed_forward:FEED_FORWARDS",
+    "hone.data:FILTERS",
+    "hone.data:DEDUPS",
+    "hone.train:SCHEDULES",
+    "hone.train:OBJECTIVES",
+    "hone.train:REMATS",
+    "hone.compress:QUANTIZERS",
+    "hone.compress:PRUNERS",
+    "hone.serve:DRAFTERS",
+)
+"""Where every slot's table stands; `hone techniques` and the contract tests walk this list."""
+
+
+class Technique(Spec):
+    """One alternative of a slot. Its fields are its options; its first docstring line says what it does and cites its paper.
+
+    `kind` is its name in the slot's table (filled in by the table). `needs` and `gives` are facts, never names
+    of other techniques: a chain is valid when each step's needs are given by the input or an earlier step.
+    """
+
+    kind: str = Field("", description="Name of the technique in its slot.")
+    needs: ClassVar[frozenset[str]] = frozenset()
+    gives: ClassVar[frozenset[str]] = frozenset()
+    paper: ClassVar[str] = ""
+
+    def estimates(self, **facts: Any) -> dict[str, Estimate]:
+        """What this technique should do to the figures named by the keys. Slots say which `facts` they pass."""
+        raise NotImplementedError(f"{type(self).__name__} predicts nothing: write estimates()")
+
+
+class Table:
+    """Slot `slot`: a literal mapping of technique name to 'module:Class', resolved when a name is looked up."""
+
+    def __init__(self, slot: str, rows: dict[str, str]) -> None:
+        self.slot = slot
+        self.rows = dict(rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> type[Technique]:
+        """The class named `name`. Raises SpecError with the nearest name when there is none."""
+        if name not in self.rows:
+            near = difflib.get_close_matches(name, self.rows, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise SpecError(f"unknown {self.slot} '{name}'", fix=f"{hint}the {self.slot}s are: {', '.join(self.rows)}")
+        module, _, attribute = self.rows[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def read(self, value: Any) -> Technique:
+        """A technique from its name, from a mapping with `kind` and options, or from an instance (passed through).
+
+        Raises SpecError when the kind is missing or unknown, or an option is wrong.
+        """
+        if isinstance(value, Technique):
+            return value if value.kind else value.model_copy(update={"kind": self.name_of(type(value))})
+        if isinstance(value, str):
+            value = {"kind": value}
+        if not isinstance(value, dict) or not value.get("kind"):
+            raise SpecError(
+                f"a {self.slot} needs a 'kind', got {value!r}", fix=f"write kind: NAME, one of: {', '.join(self.rows)}"
+            )
+        return self[value["kind"]].read(value)
+
+    def name_of(self, cls: type[Technique]) -> str:
+        """The name under which `cls` stands in this table."""
+        target = f"{cls.__module__}:{cls.__name__}"
+        for name, row in self.rows.items():
+            if row == target:
+                return name
+        raise SpecError(
+            f"{target} is not in the {self.slot} table", fix=f'add the line "NAME": "{target}" to the table'
+        )
+
+
+class Choice:
+    """Marks a spec field as 'one technique of this table': `quantizer: Annotated[Technique, Choice(QUANTIZERS)]`."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.table.read,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda technique: technique.model_dump(mode="json")
+            ),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        options = []
+        for name in self.table:
+            option = self.table[name].model_json_schema()
+            option.setdefault("properties", {})["kind"] = {"const": name}
+            options.append(option)
+        return {"title": self.table.slot, "oneOf": options}

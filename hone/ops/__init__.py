@@ -1,0 +1,1 @@
+"""Numeric operations: one function an op, a plain torch reference for each; fast twins come beside them."""

@@ -1,0 +1,76 @@
+"""Fixtures every room's tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real data beside the checkout; the test skips where it is absent."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no ../shared/data beside the checkout")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random two-layer Llama and a byte-level tokenizer, made by transformers itself."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():  # wider than transformers' init, so that greedy text is not constant
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer():
+    """A byte-level BPE tokenizer of 320 tokens trained on one sentence, with `<|endoftext|>` and a chat template."""
+    import tokenizers
+    import transformers
+
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    core.train_from_iterator(["the quick brown fox jumps over the lazy dog and the cat sat on the mat"] * 4, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
