@@ -1,0 +1,102 @@
+"""What goes into the engine and what comes out: sampling parameters, requests, outputs, completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from hone.base.spec import Spec
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(Spec):
+    """How one request's tokens are chosen and when it ends. Field meanings follow the OpenAI API and its extensions."""
+
+    max_tokens: int = Field(16, ge=0, description="Most tokens to generate; 0 only scores the prompt.")
+    min_tokens: int = Field(0, ge=0, description="Tokens before which neither end-of-text nor a stop may end it.")
+    temperature: float = Field(1.0, ge=0, le=100, description="Divides the logits; 0 takes the most likely token.")
+    top_k: int = Field(0, ge=0, description="Sample among the k most likely tokens; 0 is all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample among the fewest tokens whose probability reaches this.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this fraction of the most likely one.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Same seed and prompt, same text.")
+    stop: tuple[str, ...] = Field((), description="Texts that end the generation.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end the generation.")
+    include_stop: bool = Field(False, description="Keep the stop text in the output.")
+    ignore_eos: bool = Field(False, description="Go on after end-of-text.")
+    logprobs: int | None = Field(None, ge=0, le=1000, description="Alternatives reported beside each token's logprob.")
+    prompt_logprobs: int | None = Field(None, ge=0, le=1000, description="The same for each token of the prompt.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="Taken off logits of tokens already generated.")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="The same, times the count of the token.")
+    repetition_penalty: float = Field(1.0, gt=0, description="Divides logits of tokens in prompt or output (1 is off).")
+    logit_bias: dict[int, float] = Field({}, description="Added to the logits of single tokens.")
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("a stop text must not be empty")
+        return stop
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature == 0
+
+
+@dataclass
+class Request:
+    """One prompt to continue. A lower `priority` value is served first; `salt` keeps its prefix cache apart."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    salt: str = ""
+
+
+@dataclass
+class TokenLogprob:
+    """Log-probability (nats, of the raw model) of `token`, and the most likely (token, logprob) pairs, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass
+class Output:
+    """What one engine step brought for one request: new tokens, new text, and whether it is over.
+
+    `prompt_logprobs` comes once, complete, with the first output; its first entry is None. `text` never ends inside a
+    UTF-8 character and holds back what may become a stop text.
+    """
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class Completion:
+    """A finished request as `Engine.generate` returns it: all tokens and all text."""
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    finish: Finish
+    stop_reason: str | int | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
