@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hone.base.artifact import Artifact
     from hone.base.errors import HoneError
-    from hone.compress.stage import compress
-    from hone.data.stage import curate
-    from hone.eval.stage import evaluate
+    from hone.base.run import Run
     from hone.model.hf import load, save
     from hone.model.tokenizer import load_tokenizer
-    from hone.recipe import Recipe
-    from hone.report import report
+    from hone.recipe import Recipe, make
     from hone.serve.engine import Engine
     from hone.serve.request import SamplingParams
-    from hone.train.stage import train
 
 # Name to home. Everything loads on first use, so that `import hone` and the CLI stay fast.
 _HOMES = {
@@ -25,13 +21,26 @@ _HOMES = {
     "Engine": "hone.serve.engine",
     "HoneError": "hone.base.errors",
     "Recipe": "hone.recipe",
+    "Run": "hone.base.run",
     "SamplingParams": "hone.serve.request",
     "load": "hone.model.hf",
     "load_tokenizer": "hone.model.tokenizer",
+    "make": "hone.recipe",
     "save": "hone.model.hf",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Artifact",
+    "Engine",
+    "HoneError",
+    "Recipe",
+    "Run",
+    "SamplingParams",
+    "load",
+    "load_tokenizer",
+    "make",
+    "save",
+]
 __version__ = "0.1.0"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +16,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hone.base.errors import HoneError, SpecError
+
+_WORDS = {"null": None, "none": None, "true": True, "false": False}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Spec(BaseModel):
@@ -33,6 +38,26 @@ class Spec(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             raise _first_mistake(cls, error) from None
+
+    @classmethod
+    def from_overrides(cls, changes: dict[str, str]) -> Self:
+        """A spec from dotted command-line values alone, defaults elsewhere: {'engine.page_size': '32'}.
+
+        A value is parsed as YAML, so lists and mappings can be written inline. Raises SpecError.
+        """
+        values: dict[str, Any] = {}
+        for path, text in changes.items():
+            here = values
+            *parents, last = path.split(".")
+            for part in parents:
+                here = here.setdefault(part, {})
+                if not isinstance(here, dict):
+                    raise SpecError(
+                        f"{cls.__name__}.{path}: '{part}' was given a value of its own",
+                        fix=f"set either {part} or its fields",
+                    )
+            here[last] = parse_scalar(text)
+        return cls.read(values)
 
     def override(self, changes: dict[str, str]) -> Self:
         """A copy with dotted `changes` applied: {'quantizer.bits': '3'}. Values are parsed as YAML scalars.
@@ -123,11 +148,19 @@ def set_dotted(values: Any, path: str, value: Any, *, where: str) -> None:
 
 
 def parse_scalar(text: str) -> Any:
-    """A command-line value as YAML reads it, except that 1e-3 is a number (YAML 1.1 wants 1.0e-3)."""
-    try:
-        return float(text) if "e" in text.lower() and text.lower().strip("+-")[:1].isdigit() else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
-        return text
+    """A command-line value: null, true, false, a number, a YAML list or mapping in brackets; anything else is text."""
+    if text.startswith(("[", "{")):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SpecError(
+                f"cannot read {text!r}: {str(error).splitlines()[0]}", fix="close its brackets and quotes"
+            ) from None
+    if text in _WORDS:
+        return _WORDS[text]
+    if _NUMBER.fullmatch(text):
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    return text
 
 
 def read_yaml(path: Path) -> Any:
@@ -157,20 +190,33 @@ def describe_fields(cls: type[BaseModel], prefix: str = "") -> list[tuple[str, s
     """Rows (dotted name, type, default, description) of all fields, nested specs expanded."""
     rows = []
     for name, field in cls.model_fields.items():
-        inner = _model_of(field.annotation)
-        if inner is not None and field.default is not None and issubclass(inner, Spec) and not field.metadata:
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Spec) and not _tables(field.metadata):
             rows += describe_fields(inner, f"{prefix}{name}.")
             continue
-        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
-        rows.append((prefix + name, _type_name(field.annotation), default, field.description or ""))
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = "required" if field.is_required() else getattr(value, "kind", None) or str(value)
+        kind = _type_name(field.annotation, _tables(field.metadata))
+        rows.append((prefix + name, kind, default, field.description or ""))
     return rows
 
 
-def _type_name(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Literal:
-        return "|".join(str(argument) for argument in typing.get_args(annotation))
-    return (
-        getattr(annotation, "__name__", None)
-        if isinstance(annotation, type)
-        else str(annotation).replace("typing.", "")
-    )
+def _tables(metadata: Iterable[Any]) -> list[Iterable[str]]:
+    """The technique tables among an annotation's metadata (`Choice` lives one module up, so by shape)."""
+    return [item.table for item in metadata if hasattr(item, "table")]
+
+
+def _type_name(annotation: Any, tables: list[Iterable[str]]) -> str:
+    """A type as a reader of `--help` wants it: 'int', 'fp32|bf16', 'list of rtn|gptq'."""
+    if tables:
+        return "|".join(name for table in tables for name in table)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0], _tables(annotation.__metadata__))
+    if origin is typing.Literal:
+        return "|".join(str(argument) for argument in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return "|".join("null" if argument is type(None) else _type_name(argument, []) for argument in arguments)
+    if origin in (list, tuple):
+        return f"list of {_type_name(arguments[0], [])}"
+    return getattr(annotation, "__name__", str(annotation))

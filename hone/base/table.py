@@ -30,6 +30,16 @@ TABLES: tuple[str, ...] = (
 """Where every slot's table stands; `hone techniques` and the contract tests walk this list."""
 
 
+def all_tables() -> dict[str, Table]:
+    """Slot name to table, for everything in TABLES."""
+    tables = {}
+    for row in TABLES:
+        module, _, attribute = row.partition(":")
+        table = getattr(importlib.import_module(module), attribute)
+        tables[table.slot] = table
+    return tables
+
+
 class Technique(Spec):
     """One alternative of a slot. Its fields are its options; its first docstring line says what it does and cites its paper.
 

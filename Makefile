@@ -1,0 +1,30 @@
+# Two commands: `make demo` and `make test`. Each sets up .venv when needed; a second run installs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/.all
+	$(BIN)/hone run recipes/tiny.yaml
+
+test: .venv/.dev
+	$(BIN)/python -m pytest
+
+lint: .venv/.dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+.venv/bin/pip:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "hone needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv || { echo "fix: on Debian or Ubuntu, apt install python3-venv"; rm -rf .venv; exit 1; }
+
+# The stamps change with what is installed, so that an edit of either file installs again.
+.venv/.all: .venv/bin/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	touch $@
+
+.venv/.dev: .venv/.all
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv work build *.egg-info

@@ -1,0 +1,376 @@
+"""The command line: a thin layer over the Python API; every option is a field of a spec."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HELP = """hone: language models cheap to build and cheap to run, and what every optimization cost and saved.
+
+usage: hone VERB [ARGUMENT] [--field=value ...]
+
+a whole line
+  run RECIPE        make every stage of a recipe that is not there yet, then its report
+  report LINE       draw the report of a line's artifacts again
+one stage (hone VERB --help lists its fields)
+  data SOURCE       text to curated, tokenized, packed shards
+  train DATA        a model from packed shards
+  compress MODEL    quantize, prune
+  eval MODEL        perplexity, bits per byte, distance to a reference
+  serve MODEL       an OpenAI-compatible server
+looking
+  show THING        a recipe, an artifact or a model folder in words
+  schema [STAGE]    the JSON schema of a stage, or of all
+  techniques [SLOT] every technique: slot, name, paper, file
+  calibrate         measure this machine's bandwidth and matmul rates, for estimates
+
+options for all: --out=FOLDER --device=cpu|cuda --redo --quiet --help --version
+"""
+
+_RUN_OPTIONS = ("out", "device", "redo", "quiet", "work", "help", "version")
+_FLAGS = ("redo", "quiet", "help", "version")
+_MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0 done, 2 a user's mistake, 130 interrupted."""
+    from hone.base.errors import HoneError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except HoneError as error:
+        return _complain(error.what, error.fix)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command resumes where it stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _complain(
+                f"no space left while writing {error.filename or 'a file'}",
+                "free some space and run the same command again; it resumes",
+            )
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return _complain(f"not allowed: {error.strerror}: {error.filename}", "give a folder you may read and write")
+        raise
+
+
+def _complain(what: str, fix: str) -> int:
+    print(f"error: {what}\nfix: {fix}", file=sys.stderr)
+    return 2
+
+
+def _dispatch(arguments: list[str]) -> int:
+    from hone.base.errors import SpecError
+
+    words, options = parse(arguments)
+    if not words:
+        if "version" in options:
+            from hone import __version__
+
+            print(f"hone {__version__}")
+        else:
+            print(HELP, end="")
+        return 0
+    verbs: dict[str, Callable[[list[str], dict[str, str]], int]] = {
+        "run": _run,
+        "report": _report,
+        "data": _stage,
+        "train": _stage,
+        "compress": _stage,
+        "eval": _stage,
+        "serve": _serve,
+        "show": _show,
+        "schema": _schema,
+        "techniques": _techniques,
+        "calibrate": _calibrate,
+    }
+    verb = words[0]
+    if verb not in verbs:
+        import difflib
+
+        near = difflib.get_close_matches(verb, verbs, n=1)
+        raise SpecError(
+            f"unknown command '{verb}'", fix=f"{f'did you mean hone {near[0]}? ' if near else ''}hone --help lists them"
+        )
+    return verbs[verb](words, options)
+
+
+def parse(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Splits arguments into words and options: `--a.b=c`, `--a.b c`, or a bare flag (value 'true')."""
+    words: list[str] = []
+    options: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("-h", "-help"):
+            options["help"] = "true"
+        elif not argument.startswith("--"):
+            words.append(argument)
+        else:
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_") if name.replace("-", "_") in ("api_key", "chat_template") else name
+            if not equals and name not in _FLAGS and rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif not equals:
+                value = "true"
+            options[name] = value
+    return words, options
+
+
+def _need(words: list[str], what: str) -> str:
+    from hone.base.errors import SpecError
+
+    if len(words) < 2:
+        raise SpecError(
+            f"hone {words[0]} needs {what}", fix=f"hone {words[0]} {what}; hone {words[0]} --help says more"
+        )
+    if len(words) > 2:
+        raise SpecError(f"hone {words[0]} takes one {what}, got {' '.join(words[1:])}", fix="options start with --")
+    return words[1]
+
+
+def _circumstances(options: dict[str, str]):
+    """The Run that `--device`, `--redo` and `--quiet` ask for; checks that the device exists."""
+    from hone.base.errors import MachineError
+    from hone.base.run import Run
+    from hone.measure.machine import describe
+
+    device = options.get("device", "cpu")
+    if device != "cpu":
+        import torch
+
+        if not device.startswith("cuda") or not torch.cuda.is_available():
+            raise MachineError(
+                f"no device '{device}' on this machine", fix="use --device=cpu, or run where torch.cuda.is_available()"
+            )
+    return Run(
+        device=device,
+        redo="redo" in options,
+        quiet="quiet" in options,
+        machine=describe(device).model_dump(mode="json"),
+    )
+
+
+def _run(words: list[str], options: dict[str, str]) -> int:
+    from hone.base.artifact import Artifact
+    from hone.recipe import Node, Recipe
+
+    if "help" in options:
+        print(
+            "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|all] [--device=cuda]\n\n"
+            "Makes every stage of the recipe that is not there yet, resumes an interrupted one, then draws the report.\n"
+            "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
+            "name (--train-base.steps=100). hone show RECIPE prints all fields."
+        )
+        return 0
+    recipe = Recipe.load(_need(words, "RECIPE"))
+    changes = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
+    recipe = recipe.override(changes)
+    redo = tuple(name for name in options.pop("redo", "").split(",") if name)
+    if redo == ("true",):
+        redo = ("all",)
+    run = _circumstances(options)
+    _calibrate_once(run)
+    started = time.monotonic()
+
+    def watch(position: int, total: int, node: Node, artifact: Artifact, seconds: float) -> None:
+        took = artifact.figures.get("time_s")
+        predicted = (
+            f", predicted {took.estimate.value:.1f} s" if took and took.estimate and not took.estimate.bound else ""
+        )
+        note = (
+            f"{took.value:.1f} s{predicted}" if took and took.value is not None and seconds > 0.5 else "there already"
+        )
+        run.say(f"[{position}/{total}] {node.folder:24} {note}")
+
+    work = options.get("work", "work")
+    line = recipe.run(work, run, redo, watch)
+    from hone.report import build
+
+    page = build(line)
+    compressed = next((node.folder for node in recipe.nodes() if node.stage == "compress"), None)
+    served = line / (compressed or "train-base")
+    print(
+        f"\ndone in {time.monotonic() - started:.0f} s; the report: {page}\n\ntry next:\n"
+        f"  hone serve {served}\n"
+        f"  hone compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine\n"
+        f"  hone run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours"
+    )
+    return 0
+
+
+def _calibrate_once(run) -> None:
+    """Fills in this machine's calibration (measured once, then cached), so that estimates are predictions, not bounds."""
+    from hone.measure.calibrate import calibrate
+    from hone.measure.machine import Machine
+
+    machine = Machine.model_validate(run.machine)
+    if machine.calibration is None:
+        machine = machine.model_copy(update={"calibration": calibrate(run.device)})
+        run.machine = machine.model_dump(mode="json")
+
+
+def _stage(words: list[str], options: dict[str, str]) -> int:
+    from hone.base.artifact import Artifact
+    from hone.base.errors import SpecError
+    from hone.recipe import describe_artifact, stage_class
+
+    verb = words[0]
+    cls = stage_class(verb)
+    if "help" in options:
+        print(_stage_help(verb, cls))
+        return 0
+    inputs = {name.removeprefix("from."): value for name, value in options.items() if name.startswith("from.")}
+    changes = {
+        name: value for name, value in options.items() if name not in _RUN_OPTIONS and not name.startswith("from.")
+    }
+    if verb == "data":
+        if len(words) > 1:
+            changes["source"] = _need(words, "SOURCE")
+    elif len(words) > 1 or _MAIN_ROLE[verb] not in inputs:
+        inputs[_MAIN_ROLE[verb]] = _need(words, _MAIN_ROLE[verb].upper())
+    if "out" not in options:
+        raise SpecError(f"hone {verb} needs --out=FOLDER", fix=f"add --out=work/{verb}-NAME")
+    parents = {role: Artifact.read(folder) for role, folder in inputs.items()}
+    spec = cls.from_overrides(changes)
+    run = _circumstances(options)
+    _calibrate_once(run)
+    run.command = "hone " + " ".join(
+        word for word in [*words, *(f"--{name}={value}" for name, value in options.items())]
+    )
+    artifact = spec.make(options["out"], parents, run)
+    print(describe_artifact(artifact))
+    return 0
+
+
+def _stage_help(verb: str, cls) -> str:
+    from hone.base.spec import describe_fields
+
+    roles = ", ".join(f"{role}{'' if required else ' (optional)'}" for role, required in cls.roles.items())
+    lines = [
+        f"usage: hone {verb} {'SOURCE' if verb == 'data' else _MAIN_ROLE.get(verb, 'MODEL').upper()} --out=FOLDER [--field=value ...]",
+        "",
+        (cls.__doc__ or "").strip().splitlines()[0],
+    ]
+    if roles:
+        lines += ["", f"inputs: {roles}; give one with --from.ROLE=FOLDER"]
+    lines += ["", "fields:"]
+    for name, kind, default, description in describe_fields(cls):
+        lines.append(f"  --{name}={kind}")
+        lines.append(f"        {description} [{default}]")
+    return "\n".join(lines)
+
+
+def _serve(words: list[str], options: dict[str, str]) -> int:
+    from hone.serve.http import ServerSpec, serve
+
+    if "help" in options:
+        from hone.base.spec import describe_fields
+
+        print(
+            "usage: hone serve MODEL_FOLDER [--port=8000] [--field=value ...]\n\nAn OpenAI-compatible server over the folder's model.\n\nfields:"
+        )
+        for name, kind, default, description in describe_fields(ServerSpec):
+            print(f"  --{name}={kind}\n        {description} [{default}]")
+        return 0
+    folder = _need(words, "MODEL_FOLDER")
+    changes = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
+    spec = ServerSpec.from_overrides(changes)
+    serve(folder, spec, run=_circumstances(options))
+    return 0
+
+
+def _report(words: list[str], options: dict[str, str]) -> int:
+    if "help" in options:
+        print(
+            "usage: hone report LINE_FOLDER\n\nReads the line's artifacts and writes LINE_FOLDER/report/index.html, report.md and report.json."
+        )
+        return 0
+    from hone.report import build
+
+    print(build(Path(_need(words, "LINE_FOLDER"))))
+    return 0
+
+
+def _show(words: list[str], options: dict[str, str]) -> int:
+    from hone.base.artifact import Artifact
+    from hone.base.spec import dump_yaml
+    from hone.recipe import Recipe, describe_artifact
+
+    if "help" in options:
+        print(
+            "usage: hone show RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (the print is a recipe again), or an artifact with its figures."
+        )
+        return 0
+    thing = Path(_need(words, "RECIPE_OR_FOLDER"))
+    if thing.suffix in (".yaml", ".yml"):
+        recipe = Recipe.load(thing)
+        stages = [
+            {
+                "stage": node.stage,
+                "name": node.name,
+                **({"from": node.inputs} if node.inputs else {}),
+                **node.read().model_dump(mode="json"),
+            }
+            for node in recipe.nodes()
+        ]
+        print(dump_yaml({"line": recipe.line, "stages": stages}), end="")
+    else:
+        print(describe_artifact(Artifact.read(thing)))
+    return 0
+
+
+def _schema(words: list[str], options: dict[str, str]) -> int:
+    from hone.base.stage import STAGES
+    from hone.recipe import Recipe, stage_class
+
+    names = [words[1]] if len(words) > 1 else [*STAGES]
+    schemas = {name: stage_class(name).model_json_schema() for name in names}
+    if len(words) == 1:
+        schemas["recipe"] = Recipe.model_json_schema()
+    print(json.dumps(schemas if len(schemas) > 1 else schemas[names[0]], indent=1))
+    return 0
+
+
+def _techniques(words: list[str], options: dict[str, str]) -> int:
+    from hone.base.errors import SpecError
+    from hone.base.table import all_tables
+
+    tables = all_tables()
+    wanted = words[1] if len(words) > 1 else None
+    if wanted and wanted not in tables:
+        raise SpecError(f"unknown slot '{wanted}'", fix=f"the slots are: {', '.join(tables)}")
+    for slot, table in tables.items():
+        if wanted in (None, slot):
+            for name in table:
+                cls = table[name]
+                summary = (cls.__doc__ or "").strip().splitlines()[0]
+                print(f"{slot:14} {name:18} {cls.paper or '-':22} {cls.__module__.replace('.', '/')}.py  {summary}")
+    return 0
+
+
+def _calibrate(words: list[str], options: dict[str, str]) -> int:
+    from hone.measure.calibrate import calibrate
+
+    if "help" in options:
+        print(
+            "usage: hone calibrate [--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and keeps them for estimates."
+        )
+        return 0
+    run = _circumstances(options)
+    for row in calibrate(run.device, fresh=True).table():
+        print("  ".join(str(cell) for cell in row))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,238 @@
+"""Recipes: a list of stages with their parents and branches, run in order, resumed where they stopped."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from hone.base.artifact import Artifact, write_atomic
+from hone.base.errors import DriftError, SpecError
+from hone.base.figure import human_bytes
+from hone.base.run import Run
+from hone.base.spec import Spec, dump_yaml, parse_scalar, read_yaml, set_dotted
+from hone.base.stage import STAGES, Stage
+
+_RESERVED = ("stage", "name", "from", "each")
+
+
+class Node(Spec):
+    """One stage of a recipe after its branches are expanded."""
+
+    stage: str = Field(description="Which stage: one of data, train, compress, eval, serve.")
+    name: str = Field(description="The artifact's name within its stage; its folder is STAGE-NAME.")
+    inputs: dict[str, str] = Field(
+        default_factory=dict, description="Role to an earlier stage's folder name, or a folder."
+    )
+    spec: dict[str, Any] = Field(default_factory=dict, description="The stage's own fields.")
+
+    @property
+    def folder(self) -> str:
+        return f"{self.stage}-{self.name}"
+
+    def read(self) -> Stage:  # type: ignore[override]
+        """The stage with its fields checked. Raises SpecError."""
+        return stage_class(self.stage).read(self.spec)
+
+
+class Recipe(Spec):
+    """A line of work: stages in order, each made from earlier ones or from folders.
+
+    In YAML a stage is a mapping with `stage`, `name`, `from` (role: earlier stage or folder), `each` (one role: a list,
+    which makes one branch per value) and, beside them, the stage's own fields.
+    """
+
+    line: str = Field(description="Name of the line; its artifacts go to WORK/LINE/.")
+    stages: list[dict[str, Any]] = Field(description="The stages in order.")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Recipe:
+        """The recipe in a YAML file. Raises SpecError."""
+        recipe = cls.read(read_yaml(Path(path)))
+        recipe.nodes()  # a mistake shows now, not an hour into the run
+        return recipe
+
+    def nodes(self) -> list[Node]:
+        """The stages with branches expanded and references checked."""
+        found: dict[str, Node] = {}
+        for position, entry in enumerate(self.stages):
+            for node in _expand(entry, f"stages.{position}"):
+                if node.folder in found:
+                    raise SpecError(f"two stages are named {node.folder}", fix="give one of them another name")
+                for role, source in node.inputs.items():
+                    if source not in found and not Path(source).is_dir():
+                        near = difflib.get_close_matches(source, found, n=1)
+                        hint = f"did you mean '{near[0]}'? " if near else ""
+                        raise SpecError(
+                            f"{node.folder}: {role} is '{source}', which is neither an earlier stage nor a folder",
+                            fix=f"{hint}earlier stages: {', '.join(found) or 'none'}",
+                        )
+                node.read()
+                found[node.folder] = node
+        return list(found.values())
+
+    def override(self, changes: dict[str, str]) -> Recipe:
+        """A copy with changes such as {'data.source': PATH} or {'train-base.steps': '20'}.
+
+        The first part of a path is a stage, when only one of that kind is there, or its folder name.
+        """
+        stages = [dict(entry) for entry in self.stages]
+        for path, text in changes.items():
+            where, _, field = path.partition(".")
+            entry = self._entry(stages, where, field)
+            cls = stage_class(entry["stage"])
+            top = field.partition(".")[0]
+            if top not in cls.model_fields:
+                near = difflib.get_close_matches(top, cls.model_fields, n=1)
+                hint = f"did you mean '{near[0]}'? " if near else ""
+                raise SpecError(
+                    f"{where} has no field '{field}'", fix=f"{hint}its fields: {', '.join(cls.model_fields)}"
+                )
+            fields = {key: value for key, value in entry.items() if key not in _RESERVED}
+            values = cls.read(fields).model_dump(mode="json")
+            set_dotted(values, field, parse_scalar(text), where=where)
+            entry[top] = values[top]
+        changed = Recipe(line=self.line, stages=stages)
+        changed.nodes()
+        return changed
+
+    def _entry(self, stages: list[dict[str, Any]], where: str, field: str) -> dict[str, Any]:
+        if not field:
+            raise SpecError(f"'{where}' names no field", fix="write --STAGE.FIELD=VALUE, such as --data.source=PATH")
+        matches = [entry for entry in stages if where in (entry["stage"], f"{entry['stage']}-{entry.get('name', '')}")]
+        names = [f"{entry['stage']}-{entry['name']}" if entry.get("name") else entry["stage"] for entry in stages]
+        if not matches:
+            near = difflib.get_close_matches(where, names, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise SpecError(f"the recipe has no stage '{where}'", fix=f"{hint}its stages: {', '.join(names)}")
+        if len(matches) > 1:
+            several = [name for name, entry in zip(names, stages) if entry in matches]
+            raise SpecError(
+                f"'{where}' could be any of {', '.join(several)}", fix=f"name one: --{several[0]}.{field}=VALUE"
+            )
+        return matches[0]
+
+    def run(
+        self,
+        work: Path | str = "work",
+        run: Run | None = None,
+        redo: tuple[str, ...] = (),
+        watch: Callable[[int, int, Node, Artifact, float], None] | None = None,
+    ) -> Path:
+        """Makes every stage that is not there yet and returns the line's folder.
+
+        `redo` names stages to make again ('all' for every one); what was made from them follows when it changed.
+        `watch(position, total, node, artifact, seconds)` is called after each stage.
+        Raises DriftError when an artifact of the line was made from another spec.
+        """
+        run = run or Run()
+        nodes = self.nodes()
+        line = Path(work) / self.line
+        line.mkdir(parents=True, exist_ok=True)
+        known = {node.folder for node in nodes}
+        for name in redo:
+            if name not in known and name != "all":
+                raise SpecError(
+                    f"--redo={name}: the recipe has no such stage", fix=f"its stages: {', '.join(sorted(known))}"
+                )
+        recipe_file = line / "recipe.yaml"
+        write_atomic(recipe_file, self.to_yaml().encode())
+        made: dict[str, Artifact] = {}
+        redone: set[str] = set()
+        for position, node in enumerate(nodes, 1):
+            started = time.monotonic()
+            parents = {
+                role: made[source] if source in made else Artifact.read(source) for role, source in node.inputs.items()
+            }
+            wanted = "all" in redo or node.folder in redo
+            command = f"hone run {recipe_file} --work={work} --redo={node.folder}"
+            here = Run(device=run.device, redo=wanted, quiet=run.quiet, machine=run.machine, command=command)
+            try:
+                artifact = node.read().make(line / node.folder, parents, here)
+            except DriftError as drift:
+                if not redone.intersection(node.inputs.values()):
+                    raise DriftError(
+                        drift.what,
+                        fix=f"make it and what follows from it again with --redo={node.folder}, "
+                        "or keep it and use another folder with --work=OTHER",
+                    ) from None
+                here.redo = wanted = True
+                artifact = node.read().make(line / node.folder, parents, here)
+            if wanted:
+                redone.add(node.folder)
+            made[node.folder] = artifact
+            if watch is not None:
+                watch(position, len(nodes), node, artifact, time.monotonic() - started)
+        return line
+
+
+def _expand(entry: dict[str, Any], where: str) -> Iterator[Node]:
+    """The nodes of one recipe entry: one, or one per value of `each`."""
+    if not isinstance(entry, dict) or "stage" not in entry:
+        raise SpecError(f"{where} has no 'stage'", fix=f"write stage: NAME, one of: {', '.join(STAGES)}")
+    stage_class(entry["stage"])
+    inputs = dict(entry.get("from") or {})
+    spec = {key: value for key, value in entry.items() if key not in _RESERVED}
+    each = entry.get("each")
+    if not each:
+        if not entry.get("name"):
+            raise SpecError(
+                f"{where} ({entry['stage']}) has no 'name'", fix="add name: NAME; its folder will be STAGE-NAME"
+            )
+        yield Node(stage=entry["stage"], name=str(entry["name"]), inputs=inputs, spec=spec)
+        return
+    if len(each) != 1 or not isinstance(next(iter(each.values())), list):
+        raise SpecError(
+            f"{where}.each must hold one role with a list", fix="write each: {model: [train-base, compress-int8]}"
+        )
+    role, sources = next(iter(each.items()))
+    for source in sources:
+        suffix = Path(source).name.partition("-")[2] or Path(source).name
+        name = f"{entry['name']}-{suffix}" if entry.get("name") else suffix
+        yield Node(stage=entry["stage"], name=name, inputs={role: source, **inputs}, spec=spec)
+
+
+def stage_class(name: str) -> type[Stage]:
+    """The stage named `name`. Raises SpecError with the nearest name."""
+    if name not in STAGES:
+        near = difflib.get_close_matches(str(name), STAGES, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise SpecError(f"unknown stage '{name}'", fix=f"{hint}the stages are: {', '.join(STAGES)}")
+    module, _, attribute = STAGES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def make(
+    stage: str, out: Path | str, *, run: Run | None = None, inputs: dict[str, Path | str] | None = None, **spec: Any
+) -> Artifact:
+    """Makes one artifact: `hone.make("compress", "work/int4", inputs={"model": FOLDER}, steps=["gptq"])`.
+
+    `inputs` maps a role to an artifact's or Hugging Face folder; `spec` are the stage's fields.
+    """
+    parents = {role: Artifact.read(folder) for role, folder in (inputs or {}).items()}
+    return stage_class(stage).read(spec).make(out, parents, run)
+
+
+def describe_artifact(artifact: Artifact) -> str:
+    """An artifact in a few lines for a terminal: what it is, its figures beside their estimates, its files' size."""
+    size = sum(row["bytes"] for row in artifact.manifest["files"].values())
+    lines = [
+        f"{artifact.kind}-{artifact.name}  {artifact.fingerprint}  {human_bytes(size)} in {len(artifact.manifest['files'])} files"
+    ]
+    for role in artifact.manifest["parents"]:
+        lines.append(f"  from {role['role']}: {role['name']} ({role['fingerprint']})")
+    for figure in artifact.figures.values():
+        value = "absent" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
+        estimate = ""
+        if figure.estimate is not None:
+            label = "limit" if figure.estimate.bound else "predicted"
+            estimate = f"  ({label} {figure.estimate.value:.4g})"
+        lines.append(f"  {figure.name:24} {value}{estimate}{'  ' + figure.note if figure.note else ''}")
+    lines.append("spec:")
+    lines += [f"  {line}" for line in dump_yaml(artifact.manifest["spec"]).splitlines()]
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""Artifacts: whole or not there, reused, guarded against drift, resumed, locked."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from pydantic import Field
+
+from hone.base.artifact import Artifact, Draft, difference, start, write_jsonl
+from hone.base.errors import ArtifactError, DriftError, HoneError
+from hone.base.figure import Estimate
+from hone.base.run import Run
+from hone.base.spec import Spec
+from hone.base.stage import Stage
+
+
+class Knobs(Spec):
+    depth: int = Field(2, description="Depth.")
+
+
+QUIET = Run(quiet=True)
+
+
+def finish(folder, **knobs):
+    draft = start(folder, kind="data", spec=Knobs(**knobs), run=QUIET)
+    assert isinstance(draft, Draft)
+    (draft.folder / "x.txt").write_text("x")
+    (draft.log / "t.txt").write_text("time")
+    draft.predict({"size": Estimate(value=2, unit="B")})
+    draft.record("size", 1, "B")
+    return draft.commit()
+
+
+def test_a_finished_artifact_is_reused(tmp_path):
+    made = finish(tmp_path / "data-a")
+    again = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    assert isinstance(again, Artifact)
+    assert again.fingerprint == made.fingerprint and again.name == "a"
+    assert again.figures["size"].estimate.value == 2 and again.figures["size"].error == 1.0
+    assert not list((tmp_path / "data-a").glob("state")) and (tmp_path / "data-a" / "log" / "t.txt").exists()
+    again.verify()
+
+
+def test_content_is_everything_but_the_log(tmp_path):
+    one, two = finish(tmp_path / "a"), finish(tmp_path / "b")
+    assert one.content == two.content
+    (two.folder / "x.txt").write_text("y")
+    with pytest.raises(ArtifactError, match=r"x\.txt"):
+        two.verify()
+
+
+def test_drift_names_the_field_and_two_ways_out(tmp_path):
+    finish(tmp_path / "data-a")
+    with pytest.raises(DriftError) as error:
+        start(tmp_path / "data-a", kind="data", spec=Knobs(depth=3), run=QUIET)
+    assert "spec.depth was 2, is 3" in error.value.what
+    assert "another name" in error.value.fix and "--redo" in error.value.fix
+    redone = start(tmp_path / "data-a", kind="data", spec=Knobs(depth=3), run=Run(quiet=True, redo=True))
+    assert isinstance(redone, Draft) and not redone.resumed
+
+
+def test_parents_are_part_of_the_identity(tmp_path):
+    parent, other = finish(tmp_path / "data-a"), finish(tmp_path / "data-b", depth=5)
+    start(tmp_path / "train-x", kind="train", spec=Knobs(), parents={"data": parent}, run=QUIET).commit()
+    with pytest.raises(DriftError, match=r"parents\.data"):
+        start(tmp_path / "train-x", kind="train", spec=Knobs(), parents={"data": other}, run=QUIET)
+
+
+def test_an_interrupted_stage_resumes_with_its_state(tmp_path):
+    code = f"""
+    import os
+    from hone.base.artifact import start
+    from hone.base.run import Run
+    from tests.base.test_artifact import Knobs
+    draft = start({str(tmp_path / "data-a")!r}, kind="data", spec=Knobs(), run=Run(quiet=True))
+    (draft.state / "half").write_text("half")
+    draft.keep_time()
+    os.kill(os.getpid(), 9)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == -9
+    with pytest.raises(ArtifactError, match="unfinished"):
+        Artifact.read(tmp_path / "data-a")
+    draft = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    assert draft.resumed and (draft.state / "half").read_text() == "half" and draft.elapsed_s > 0
+
+
+def test_an_interrupted_stage_with_another_spec_starts_anew(tmp_path):
+    first = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    (first.folder / "half.txt").write_text("half")
+    first._lock.close()
+    second = start(tmp_path / "data-a", kind="data", spec=Knobs(depth=9), run=QUIET)
+    assert not second.resumed and not (second.folder / "half.txt").exists()
+
+
+def test_two_at_once_is_refused(tmp_path):
+    draft = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    with pytest.raises(ArtifactError, match="another process"):
+        start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    draft.commit()
+    assert isinstance(start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET), Artifact)
+
+
+def test_nothing_of_others_is_overwritten(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ArtifactError, match="no artifact of hone"):
+        start(tmp_path / "mine", kind="data", spec=Knobs(), run=Run(quiet=True, redo=True))
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_a_foreign_folder_is_adopted_by_its_files(tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    before = Artifact.read(folder)
+    assert before.kind == "foreign"
+    (folder / "config.json").write_text('{"a": 1}')
+    assert Artifact.read(folder).fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", "{}", '{"format": 99}'])
+def test_a_broken_manifest_is_one_clear_error(tmp_path, broken):
+    made = finish(tmp_path / "data-a")
+    (made.folder / "hone.json").write_text(broken)
+    with pytest.raises(ArtifactError) as error:
+        Artifact.read(made.folder)
+    assert error.value.fix
+
+
+def test_a_missing_folder_gets_the_nearest_name(tmp_path):
+    finish(tmp_path / "data-text")
+    with pytest.raises(ArtifactError, match=r"did you mean .*data-text"):
+        Artifact.read(tmp_path / "data-txt")
+
+
+def test_an_estimate_without_a_figure_is_our_bug(tmp_path):
+    draft = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    draft.predict({"never": Estimate(value=1, unit="s")})
+    with pytest.raises(AssertionError, match="never"):
+        draft.commit()
+
+
+class Half(Stage):
+    stage = "train"
+    roles = {"data": True, "teacher": False}  # noqa: RUF012
+
+    def execute(self, draft, parents, run):
+        write_jsonl(draft.folder / "rows.jsonl", [{"a": 1}])
+
+
+def test_stage_checks_roles(tmp_path):
+    with pytest.raises(HoneError, match="needs a 'data'"):
+        Half().make(tmp_path / "t", {}, QUIET)
+    parent = finish(tmp_path / "data-a")
+    with pytest.raises(HoneError, match="no use for 'model'"):
+        Half().make(tmp_path / "t", {"data": parent, "model": parent}, QUIET)
+    made = Half().make(tmp_path / "t", {"data": parent}, QUIET)
+    manifest = json.loads((made.folder / "hone.json").read_text())
+    assert manifest["parents"][0]["fingerprint"] == parent.fingerprint and os.path.exists(made.folder / "rows.jsonl")
+
+
+def test_difference_finds_nested_fields():
+    assert difference({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}) == "a.1.b was 2, is 3"
+    assert difference({"a": 1}, {"a": 1}) == ""
+    assert difference({"a": 1}, {}) == "a was 1, is 'absent'"

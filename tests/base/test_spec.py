@@ -1,0 +1,116 @@
+"""Specs: reading, printing, overriding, and what a mistake says."""
+
+from typing import Annotated, ClassVar
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from hone.base.errors import SpecError
+from hone.base.spec import Spec, describe_fields, fingerprint, parse_scalar
+from hone.base.table import Choice, Table, Technique
+
+
+class Round(Technique):
+    """Rounds."""
+
+    bits: int = Field(4, ge=2, le=8, description="Bits a weight.")
+    needs: ClassVar = frozenset()
+
+
+TABLE = Table("quantizer", {"round": "tests.base.test_spec:Round"})
+
+
+class Inner(Spec):
+    rate: float = Field(0.1, description="A rate.")
+
+
+class Outer(Spec):
+    steps: int = Field(10, ge=1, description="Steps.")
+    inner: Inner = Field(Inner(), description="Inner.")
+    quantizer: Annotated[Technique, Choice(TABLE)] = Field(
+        default_factory=lambda: TABLE.read("round"), description="Q."
+    )
+    chain: tuple[Annotated[Technique, Choice(TABLE)], ...] = Field((), description="Several.")
+
+
+def test_yaml_round_trip():
+    spec = Outer(steps=3, chain=["round", {"kind": "round", "bits": 3}])
+    again = Outer.read(yaml.safe_load(spec.to_yaml()))
+    assert again == spec
+    assert again.chain[1].bits == 3 and again.chain[1].kind == "round"
+
+
+def test_overrides_are_dotted():
+    spec = Outer().override({"quantizer.bits": "3", "inner.rate": "1e-3", "chain": "[round]"})
+    assert (spec.quantizer.bits, spec.inner.rate, spec.chain[0].bits) == (3, 1e-3, 4)
+    assert Outer.from_overrides({"inner.rate": "0.5", "steps": "7"}) == Outer(steps=7, inner=Inner(rate=0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stps": "3"}, ["stps", "did you mean 'steps'"]),
+        ({"inner.rat": "3"}, ["inner.rat", "did you mean 'rate'"]),
+        ({"iner.rate": "3"}, ["iner.rate", "did you mean 'inner'"]),
+        ({"steps": "many"}, ["steps", "'many'"]),
+        ({"steps": "0"}, ["steps", "0"]),
+        ({"quantizer": "rond"}, ["unknown quantizer 'rond'", "did you mean 'round'"]),
+        ({"quantizer.bits": "11"}, ["bits", "11"]),
+        ({"quantizer.bit": "3"}, ["bit", "did you mean 'bits'"]),
+        ({"chain.0.bits": "3"}, ["chain.0.bits"]),
+    ],
+)
+def test_a_mistake_names_the_field_and_the_way_out(change, words):
+    with pytest.raises(SpecError) as error:
+        Outer().override(change)
+    assert error.value.fix
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_json_schema_lists_the_techniques():
+    schema = Outer.model_json_schema()
+    assert schema["properties"]["quantizer"]["oneOf"][0]["properties"]["kind"] == {"const": "round"}
+
+
+def test_every_field_is_listed_for_help():
+    rows = describe_fields(Outer)
+    assert [row[0] for row in rows] == ["steps", "inner.rate", "quantizer", "chain"]
+    assert [row[1] for row in rows] == ["int", "float", "round", "list of round"]
+    assert [row[2] for row in rows] == ["10", "0.1", "round", "()"]
+
+
+@given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)))
+def test_fingerprint_ignores_order_only(values):
+    shuffled = dict(reversed(list(values.items())))
+    assert fingerprint(values) == fingerprint(shuffled)
+    assert fingerprint({**values, "extra": 1}) != fingerprint({**values, "extra": 2})
+
+
+def test_fingerprint_refuses_what_json_cannot_say():
+    with pytest.raises((TypeError, ValueError)):
+        fingerprint({"a": float("nan")})
+    with pytest.raises(TypeError):
+        fingerprint({"a": object()})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("3", 3),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ("null", None),
+        ("a/b", "a/b"),
+        ("1:2", "1:2"),
+        ("-.5", -0.5),
+        ("e5", "e5"),
+        ("3d-printing", "3d-printing"),
+    ],
+)
+def test_scalars(text, value):
+    assert parse_scalar(text) == value

@@ -1,0 +1,166 @@
+"""The house rules, checked: floors, circles, names, docstrings, sizes, light imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "hone"
+FLOORS = {
+    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 4, "model": 5, "data": 5,
+    "eval": 6, "serve": 6, "train": 7, "compress": 8, "plan": 9, "recipe": 10, "cli": 10, "": 11,
+}  # fmt: skip
+FORBIDDEN = {"utils", "common", "helpers", "misc", "core"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+
+def room(module: str) -> str:
+    """The room of a module: 'hone.train.loop' -> 'train', 'hone.cli' -> 'cli', 'hone' -> ''."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports(path: Path) -> set[str]:
+    """Every hone module that a file imports anywhere: at the top, in functions, for types."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "hone"}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module and node.module.split(".")[0] == "hone":
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    found.add(full if full in MODULES else node.module)
+    return found
+
+
+GRAPH = {module: {target for target in imports(path) if target in MODULES} for module, path in MODULES.items()}
+
+
+def broken_floors(graph: dict[str, set[str]]) -> list[str]:
+    """Imports that run up, or sideways into another room of the same floor."""
+    return [
+        f"{module} -> {target}"
+        for module, targets in graph.items()
+        for target in targets
+        if room(module) != room(target)
+        and FLOORS[room(target)] >= FLOORS[room(module)]
+        and not (FLOORS[room(module)] == 10 and FLOORS[room(target)] == 10)
+    ]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one import circle, or nothing."""
+    state: dict[str, int] = {}
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        state[module] = 1
+        for target in sorted(graph[module]):
+            if target == module:
+                continue
+            if state.get(target) == 1:
+                return [*path[path.index(target) :], target] if target in path else [module, target]
+            if target not in state:
+                found = walk(target, [*path, target])
+                if found:
+                    return found
+        state[module] = 2
+        return []
+
+    for module in graph:
+        if module not in state:
+            found = walk(module, [module])
+            if found:
+                return found
+    return []
+
+
+def test_every_room_has_a_floor():
+    assert {room(module) for module in MODULES} <= set(FLOORS)
+
+
+def test_no_import_runs_up():
+    assert broken_floors(GRAPH) == []
+
+
+def test_no_import_circle():
+    assert circle(GRAPH) == []
+
+
+def test_the_checks_can_fail():
+    up = {"hone.base.spec": {"hone.train.loop"}, "hone.train.loop": set()}
+    assert broken_floors(up) == ["hone.base.spec -> hone.train.loop"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file(path: Path):
+    assert path.stem not in FORBIDDEN
+    text = path.read_text(encoding="utf8")
+    docstring = ast.get_docstring(ast.parse(text))
+    assert docstring, "no module docstring"
+    assert docstring.splitlines()[0].rstrip().endswith("."), "the docstring's first line is not one sentence"
+    assert text.count("\n") <= 450, "too long: split the file"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_fit_a_screen(path: Path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno <= 90, f"{node.name} is too long"
+
+
+def test_folders_are_small():
+    for folder in {path.parent for path in FILES}:
+        assert len(list(folder.glob("*.py"))) <= 17, folder
+
+
+def test_public_api_resolves():
+    import hone
+
+    for name in hone.__all__:
+        assert getattr(hone, name) is not None
+
+
+def test_specs_and_stages_load_without_torch():
+    code = (
+        "import sys, hone, hone.cli, hone.recipe\n"
+        "from hone.base.stage import STAGES\n"
+        "from hone.recipe import Recipe, stage_class\n"
+        "for name in STAGES: stage_class(name)\n"
+        "Recipe.load('recipes/tiny.yaml')\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_every_spec_field_is_described():
+    from hone.serve.http import ServerSpec
+
+    from hone.base.spec import describe_fields
+    from hone.base.stage import STAGES
+    from hone.recipe import stage_class
+
+    for cls in [*(stage_class(name) for name in STAGES), ServerSpec]:
+        rows = describe_fields(cls)
+        assert len(cls.model_fields) <= 20, cls
+        for name, _, _, description in rows:
+            assert description, f"{cls.__name__}.{name} has no description"
+
+
+def test_every_technique_says_what_it_is():
+    from hone.base.table import all_tables
+
+    for slot, table in all_tables().items():
+        for name in table:
+            cls = table[name]
+            assert cls.__doc__ and cls.__doc__.strip().splitlines()[0].endswith("."), f"{slot} {name}"
+            for field, info in cls.model_fields.items():
+                assert info.description, f"{slot} {name}.{field} has no description"
