@@ -1,0 +1,119 @@
+"""Seconds an operation should take: the larger of arithmetic and traffic at this machine's measured rates."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hone.base.figure import Estimate
+from hone.measure.calibration import Calibration
+from hone.measure.machine import Machine
+
+NEAREST = 3
+"""Calibrated shapes that a rate is interpolated from."""
+
+# A core nobody calibrated, at its most: 4 GHz, two 16-wide fused multiply-adds a cycle (AVX-512), or one 2,048-operation
+# tile product (AMX) in two-byte formats; 40 GB/s is more than the load buffers of one core sustain.
+_CORE_FLOPS_PER_S = {"float64": 128e9, "float32": 256e9}
+_CORE_TILE_FLOPS_PER_S = 8192e9
+_CORE_BYTES_PER_S = 40e9
+
+
+def seconds(
+    machine: Machine,
+    *,
+    flops: float = 0.0,
+    num_bytes: float = 0.0,
+    num_ops: float = 0.0,
+    dtype: str = "float32",
+    matmul: tuple[int, int, int] | None = None,
+) -> Estimate:
+    """max(flops / rate, bytes / bandwidth) + operations x overhead, at the rates of `machine.calibration`.
+
+    `matmul` = (m, n, k) looks the rate up among products of that shape (and sets `flops` when it is 0);
+    without it the rate is the best one calibrated. `num_bytes` counts reads and writes. Without a calibration,
+    or one that lacks `dtype`, the result is a bound from data-sheet peaks, and says so.
+    """
+    if matmul is not None and not flops:
+        flops = 2.0 * matmul[0] * matmul[1] * matmul[2]
+    calibration = machine.calibration
+    if calibration is None or (flops and dtype not in calibration.dtypes):
+        return _bound(machine, flops, num_bytes, dtype)
+    compute_s, how = 0.0, []
+    if flops:
+        rate = matmul_rate(calibration, dtype, matmul)
+        compute_s = flops / rate
+        how.append(f"{flops:.3g} FLOP at {rate / 1e9:,.1f} GFLOP/s")
+    memory_s = 0.0
+    if num_bytes:
+        bandwidth = copy_rate(calibration, num_bytes)
+        memory_s = num_bytes / bandwidth
+        how.append(f"{num_bytes:.3g} B at {bandwidth / 1e9:,.1f} GB/s")
+    formula = f"max({', '.join(how)})" if len(how) == 2 else "".join(how)
+    if num_ops:
+        formula += f"{' + ' if how else ''}{num_ops:,.0f} operations x {calibration.op_s * 1e6:.1f} us"
+    value = max(compute_s, memory_s) + num_ops * calibration.op_s
+    return Estimate(value=value, unit="s", formula=f"{formula} ({calibration.device}, calibrated)")
+
+
+def matmul_rate(calibration: Calibration, dtype: str, shape: tuple[int, int, int] | None) -> float:
+    """FLOP/s of an [m, k] by [k, n] product: mean of the nearest calibrated shapes, weighted by distance in log space."""
+    rates = [rate for rate in calibration.matmuls if rate.dtype == dtype]
+    assert rates, f"calibration has no {dtype}"
+    if shape is None:
+        return max(rate.flops_per_s for rate in rates)
+    near = []
+    for rate in rates:
+        gaps = [math.log2(max(one, 1) / other) for one, other in zip(shape, (rate.m, rate.n, rate.k), strict=True)]
+        near.append((math.sqrt(sum(gap * gap for gap in gaps)), rate.flops_per_s))
+    return _weighted(near)
+
+
+def copy_rate(calibration: Calibration, num_bytes: float) -> float:
+    """Bytes/s when `num_bytes` are touched, from the calibrated sizes around it."""
+    near = [(abs(math.log2(max(num_bytes, 1) / copy.num_bytes)), copy.bytes_per_s) for copy in calibration.copies]
+    return _weighted(near)
+
+
+def _weighted(near: list[tuple[float, float]]) -> float:
+    """Geometric mean of the rates of the NEAREST points, each weighted by 1 / distance; an exact hit wins alone."""
+    near = sorted(near)[:NEAREST]
+    if near[0][0] < 1e-6:
+        return near[0][1]
+    weights = [1.0 / distance**2 for distance, _ in near]
+    mean = sum(weight * math.log(rate) for weight, (_, rate) in zip(weights, near, strict=True)) / sum(weights)
+    return math.exp(mean)
+
+
+def _bound(machine: Machine, flops: float, num_bytes: float, dtype: str) -> Estimate:
+    """Speed of light of `machine`, from the data sheet of its GPU or of a generous unnamed CPU."""
+    peak, bandwidth, source = speed_of_light(machine, dtype)
+    value = max(flops / peak, num_bytes / bandwidth)
+    formula = (
+        f"bound: max({flops:.3g} FLOP at {peak / 1e12:,.2f} TFLOP/s, {num_bytes:.3g} B at {bandwidth / 1e9:,.0f} GB/s) "
+        f"of {source}; this machine is not calibrated for {dtype} (`hone calibrate`)"
+    )
+    return Estimate(value=value, unit="s", formula=formula, bound=True)
+
+
+def speed_of_light(machine: Machine, dtype: str) -> tuple[float, float, str]:
+    """(FLOP/s, bytes/s, source) that `machine` cannot exceed."""
+    if machine.device.startswith("cuda"):
+        for row in data_sheets():
+            if row["match"] in machine.processor and dtype in row["flops_per_s"]:
+                return row["flops_per_s"][dtype], row["bytes_per_s"], f"the data sheet of {row['name']}"
+        fastest = max(data_sheets(), key=lambda row: row["flops_per_s"].get(dtype, 0.0))
+        peak = fastest["flops_per_s"].get(dtype) or fastest["flops_per_s"]["bfloat16"]
+        return peak, fastest["bytes_per_s"], f"the data sheet of {fastest['name']} ({machine.processor} is not listed)"
+    core = _CORE_FLOPS_PER_S.get(dtype, _CORE_TILE_FLOPS_PER_S)
+    source = f"{machine.num_cores} CPU cores at {core / 1e9:,.0f} GFLOP/s and {_CORE_BYTES_PER_S / 1e9:.0f} GB/s each"
+    return machine.num_cores * core, machine.num_cores * _CORE_BYTES_PER_S, source
+
+
+@cache
+def data_sheets() -> list[dict[str, Any]]:
+    """Peaks of known GPUs: dense FLOP/s by number format and memory bytes/s, from the vendor's data sheets."""
+    return json.loads((Path(__file__).parent / "data_sheets.json").read_text(encoding="utf8"))

@@ -1,0 +1,111 @@
+"""Micro-benchmarks of one device: bandwidth, matrix product rates, the cost of starting an operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hone.base.lazy import lazy
+from hone.measure.calibration import Bandwidth, Calibration, MatmulRate, keep_calibration, read_calibration
+from hone.measure.machine import describe, identity
+
+torch = lazy("torch")
+
+BUDGET_S = 4.0
+"""Most seconds of measuring; a slow machine gets fewer repetitions, not fewer points."""
+
+_SHAPES = [
+    (m, n, k) for m in (1, 16, 256, 2048) for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 256))
+] + [(256, 256, 2048), (1024, 256, 2048), (256, 1024, 2048), (4096, 256, 2048)]
+_GPU_SHAPES = [
+    (m, n, k) for m in (1, 16, 256, 4096, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
+]
+_COPY_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
+
+
+def calibrate(device: str = "cpu", dtype: str = "float32", *, again: bool = False) -> Calibration:
+    """Rates of `device` for `dtype`, measured in under 5 s on two cores, then kept in the user's cache folder.
+
+    Returns what is kept unless `again`. Rates of other formats kept earlier stay.
+    """
+    machine = describe(device)
+    who = identity(machine)
+    kept = read_calibration(who)
+    if kept is not None and dtype in kept.dtypes and not again:
+        return kept
+    timer = _Timer(device)
+    op_s = _op_seconds(timer)
+    shapes = _GPU_SHAPES if timer.cuda else _SHAPES
+    matmuls = tuple(_matmul_rate(timer, dtype, shape, op_s, BUDGET_S / 2 / len(shapes)) for shape in shapes)
+    others = tuple(rate for rate in kept.matmuls if rate.dtype != dtype) if kept is not None else ()
+    calibration = Calibration(
+        device=machine.processor,
+        threads=1 if timer.cuda else torch.get_num_threads(),
+        torch=str(machine.torch),
+        read_bytes_per_s=_read_rate(timer),
+        copies=tuple(_copy_rate(timer, size, op_s) for size in _COPY_BYTES),
+        matmuls=others + matmuls,
+        op_s=op_s,
+        exp_per_s=_softmax_rate(timer),
+    )
+    keep_calibration(who, calibration)
+    describe.cache_clear()
+    return calibration
+
+
+class _Timer:
+    """Seconds of a call on one device, the least of several tries (others may use the machine too)."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.cuda = device.startswith("cuda")
+
+    def least(self, work: Callable[[], object], budget_s: float, inner: int = 1) -> float:
+        """Least seconds of one `work()` among tries of `inner` calls that together take about `budget_s`."""
+        work()
+        self.wait()
+        best, begun, tries = float("inf"), time.perf_counter(), 0
+        while tries < 3 or time.perf_counter() - begun < budget_s:
+            before = time.perf_counter()
+            for _ in range(inner):
+                work()
+            self.wait()
+            best = min(best, (time.perf_counter() - before) / inner)
+            tries += 1
+            if time.perf_counter() - begun > 4 * budget_s:
+                break
+        return best
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def _op_seconds(timer: _Timer) -> float:
+    tensor = torch.ones(64, device=timer.device)
+    return timer.least(lambda: tensor + 1.0, 0.1, inner=200)
+
+
+def _matmul_rate(timer: _Timer, dtype: str, shape: tuple[int, int, int], op_s: float, budget_s: float) -> MatmulRate:
+    m, n, k = shape
+    left = torch.randn(m, k, device=timer.device).to(getattr(torch, dtype))
+    right = torch.randn(n, k, device=timer.device).to(getattr(torch, dtype))
+    took = timer.least(lambda: torch.nn.functional.linear(left, right), budget_s)
+    return MatmulRate(dtype=dtype, m=m, n=n, k=k, flops_per_s=2.0 * m * n * k / max(took - op_s, took / 4))
+
+
+def _copy_rate(timer: _Timer, num_bytes: int, op_s: float) -> Bandwidth:
+    source = torch.ones(num_bytes // 8, device=timer.device)
+    target = torch.empty_like(source)
+    took = timer.least(lambda: target.copy_(source), 0.05)
+    return Bandwidth(num_bytes=num_bytes, bytes_per_s=num_bytes / max(took - op_s, took / 4))
+
+
+def _read_rate(timer: _Timer) -> float:
+    source = torch.ones(1 << 26, device=timer.device)
+    return source.numel() * 4 / timer.least(lambda: source.sum(), 0.1)
+
+
+def _softmax_rate(timer: _Timer) -> float:
+    logits = torch.randn(256, 4096, device=timer.device)
+    return logits.numel() / timer.least(lambda: torch.log_softmax(logits, -1), 0.1)

@@ -1,0 +1,96 @@
+"""What micro-benchmarks found out about one device of one machine, and the file it is kept in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class MatmulRate(BaseModel):
+    """Rate of an [m, k] by [k, n] product, the overhead of starting it taken off."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    flops_per_s: float
+
+
+class Bandwidth(BaseModel):
+    """Bytes moved per second (read plus written) by a copy that touches `num_bytes` in all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_bytes: int
+    bytes_per_s: float
+
+
+class Calibration(BaseModel):
+    """Measured rates of one device. Rates of several number formats stand beside each other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str = Field(description="Name of the processor or GPU.")
+    threads: int = Field(description="Threads torch used (1 on a GPU).")
+    torch: str = Field(description="Version of torch.")
+    read_bytes_per_s: float = Field(description="Reading a buffer far larger than the caches.")
+    copies: tuple[Bandwidth, ...] = Field(description="Copy bandwidth by size: small buffers stay in a cache.")
+    matmuls: tuple[MatmulRate, ...] = Field(description="Matrix product rate by shape and number format.")
+    op_s: float = Field(description="Seconds to start one small operation (dispatch, allocation).")
+    exp_per_s: float = Field(description="Elements per second of a softmax over long rows.")
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Number formats with matmul rates."""
+        return tuple(dict.fromkeys(rate.dtype for rate in self.matmuls))
+
+    def peak_flops_per_s(self, dtype: str) -> float | None:
+        """The best rate seen for `dtype`; None when it was not calibrated."""
+        return max((rate.flops_per_s for rate in self.matmuls if rate.dtype == dtype), default=None)
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows (what, value) to print."""
+        rows = [("device", self.device), ("threads", str(self.threads)), ("torch", self.torch)]
+        rows.append(("memory read", f"{self.read_bytes_per_s / 1e9:.1f} GB/s"))
+        for copy in self.copies:
+            rows.append((f"copy, {_binary(copy.num_bytes)} touched", f"{copy.bytes_per_s / 1e9:.1f} GB/s"))
+        for rate in self.matmuls:
+            shape = f"{rate.dtype} matmul {rate.m} x {rate.n} x {rate.k}"
+            rows.append((shape, f"{rate.flops_per_s / 1e9:,.1f} GFLOP/s"))
+        rows.append(("start of a small operation", f"{self.op_s * 1e6:.1f} us"))
+        rows.append(("softmax", f"{self.exp_per_s / 1e6:,.0f} M elements/s"))
+        return rows
+
+
+def read_calibration(identity: dict[str, str]) -> Calibration | None:
+    """The calibration kept for `identity` (device, torch version, threads); None when there is none that is whole."""
+    try:
+        return Calibration.model_validate_json(_path(identity).read_text(encoding="utf8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def keep_calibration(identity: dict[str, str], calibration: Calibration) -> Path:
+    """Writes `calibration` for `identity` under the user's cache folder; returns the file."""
+    path = _path(identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(calibration.model_dump_json(indent=1), encoding="utf8")
+    os.replace(temporary, path)
+    return path
+
+
+def _path(identity: dict[str, str]) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return cache / "hone" / f"calibration-{digest}.json"
+
+
+def _binary(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"

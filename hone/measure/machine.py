@@ -1,0 +1,172 @@
+"""What this machine is: processor, cores and memory this process may use, GPUs, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hone.base.errors import MachineError
+from hone.measure.calibration import Calibration, read_calibration
+
+
+class Gpu(BaseModel):
+    """One CUDA device as torch sees it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    memory_bytes: int
+    capability: str
+    num_multiprocessors: int
+
+
+class Machine(BaseModel):
+    """Facts that go into hone.json beside every figure."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu: str
+    num_cores: int = Field(description="Physical cores this process may use.")
+    num_threads: int = Field(description="Logical processors this process may use (affinity and cgroup quota).")
+    ram_bytes: int = Field(description="Memory this process may use (cgroup limit, else all there is).")
+    gpus: tuple[Gpu, ...] = ()
+    os: str
+    python: str
+    torch: str | None
+    device: str = Field("cpu", description="Device the description was made for.")
+    calibration: Calibration | None = Field(None, description="Measured rates of `device`; None when never calibrated.")
+
+    @property
+    def processor(self) -> str:
+        """Name of what computes: the GPU's for a CUDA device, else the CPU's."""
+        if self.device.startswith("cuda") and self.gpus:
+            return self.gpus[_index(self.device)].name
+        return self.cpu
+
+
+@cache
+def describe(device: str = "cpu") -> Machine:
+    """This machine as work on `device` ('cpu', 'cuda', 'cuda:1') meets it. Imports torch only for a CUDA device.
+
+    Raises MachineError when `device` is not there. Cached; `describe.cache_clear()` after a calibration.
+    """
+    allowed = _allowed_processors()
+    threads = _quota(len(allowed))
+    machine = Machine(
+        cpu=_cpu_name(),
+        num_cores=min(_physical_cores(allowed), threads),
+        num_threads=threads,
+        ram_bytes=_ram_bytes(),
+        gpus=_gpus(device) if device.startswith("cuda") else (),
+        os=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        torch=_torch_version(),
+        device=device,
+    )
+    return machine.model_copy(update={"calibration": read_calibration(identity(machine))})
+
+
+def identity(machine: Machine) -> dict[str, str]:
+    """What a calibration depends on: the processor, how much of it, and torch's version."""
+    threads = "1" if machine.device.startswith("cuda") else os.environ.get("OMP_NUM_THREADS", str(machine.num_cores))
+    kind = "cuda" if machine.device.startswith("cuda") else "cpu"
+    return {"device": kind, "processor": machine.processor, "threads": threads, "torch": str(machine.torch)}
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _torch_version() -> str | None:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _allowed_processors() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _physical_cores(allowed: set[int]) -> int:
+    """Cores behind the allowed logical processors: siblings of one core count once."""
+    cores = set()
+    for number in allowed:
+        siblings = _lines(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        cores.add(siblings[0] if siblings else str(number))
+    return len(cores)
+
+
+def _quota(threads: int) -> int:
+    """`threads`, or fewer when a cgroup (v2 or v1) grants less processor time."""
+    quota, period = "max", "100000"
+    for line in _lines(_cgroup("cpu.max", "")):
+        quota, _, period = line.partition(" ")
+    v1 = _lines(_cgroup("cpu.cfs_quota_us", "cpu"))
+    if v1 and int(v1[0]) > 0:
+        quota, period = v1[0], (_lines(_cgroup("cpu.cfs_period_us", "cpu")) or ["100000"])[0]
+    if quota == "max":
+        return threads
+    return max(1, min(threads, int(quota) // int(period)))
+
+
+def _ram_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in (_cgroup("memory.max", ""), _cgroup("memory.limit_in_bytes", "memory")):
+        for line in _lines(path):
+            if line.isdigit():
+                total = min(total, int(line))
+    return total
+
+
+def _cgroup(name: str, controller: str) -> str:
+    """Path of control file `name` of this process's own cgroup, or of the root when its own cannot be seen."""
+    root = Path("/sys/fs/cgroup") / controller
+    for line in _lines("/proc/self/cgroup"):
+        _, names, path = line.split(":", 2)
+        own = root / path.lstrip("/") / name
+        if controller in names.split(",") and own.exists():
+            return str(own)
+    return str(root / name)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf8").splitlines()
+    except OSError:
+        return []
+
+
+def _gpus(device: str) -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available() or _index(device) >= torch.cuda.device_count():
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise MachineError(f"no device {device}: torch sees {count} CUDA devices", fix="use --device=cpu")
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        gpus.append(
+            Gpu(
+                name=found.name,
+                memory_bytes=found.total_memory,
+                capability=f"{found.major}.{found.minor}",
+                num_multiprocessors=found.multi_processor_count,
+            )
+        )
+    return tuple(gpus)

@@ -1,0 +1,158 @@
+"""How much memory work held at most: resident bytes of this process, or allocated bytes of a GPU."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_SAMPLE_S = 0.01
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that lie in memory now, mapped files included."""
+    return _status("VmRSS")
+
+
+class PeakMeter:
+    """The highest memory use between `open` and `close`, for meters that may lie inside one another.
+
+    The kernel keeps one high-water mark a process and CUDA's allocator one a device. So the marks are shared:
+    whenever a meter opens or closes, the mark since the last such moment is handed to every open meter, then reset.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.start_bytes = 0
+        self.peak_bytes = 0
+
+    def open(self) -> None:
+        """Starts watching; `start_bytes` is what is in use now."""
+        watch = _watch(self.device)
+        with watch.lock:
+            watch.hand_over()
+            self.start_bytes = self.peak_bytes = watch.now()
+            watch.meters.append(self)
+
+    def close(self) -> None:
+        """Stops watching; `peak_bytes` is final."""
+        watch = _watch(self.device)
+        with watch.lock:
+            watch.hand_over()
+            watch.meters.remove(self)
+            if not watch.meters:
+                watch.rest()
+
+
+class _Watch:
+    """One shared high-water mark and the meters that are open on it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.meters: list[PeakMeter] = []
+
+    def hand_over(self) -> None:
+        peak = self.peak_and_reset()
+        for meter in self.meters:
+            meter.peak_bytes = max(meter.peak_bytes, peak)
+
+    def now(self) -> int:
+        raise NotImplementedError
+
+    def peak_and_reset(self) -> int:
+        """The mark since the last call (or since the process began); starts a new one."""
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """No meter is open any more."""
+
+
+class _Resident(_Watch):
+    """VmHWM, reset by writing 5 to clear_refs (Linux 4.0); where that is not allowed, samples of VmRSS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sampler: _Sampler | None = None
+
+    def now(self) -> int:
+        return resident_bytes()
+
+    def peak_and_reset(self) -> int:
+        if self._sampler is None:
+            peak = _status("VmHWM")
+            try:
+                _CLEAR.write_text("5")
+            except OSError:
+                self._sampler = _Sampler()
+                return peak if not self.meters else resident_bytes()
+            return peak
+        return self._sampler.peak_and_reset()
+
+    def rest(self) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+
+
+class _Sampler:
+    """A thread that looks at VmRSS every 10 ms: misses shorter peaks, which is why it is only the second choice."""
+
+    def __init__(self) -> None:
+        self._peak = resident_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hone-memory", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SAMPLE_S):
+            self._peak = max(self._peak, resident_bytes())
+
+    def peak_and_reset(self) -> int:
+        now = resident_bytes()
+        peak, self._peak = max(self._peak, now), now
+        return peak
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class _Allocated(_Watch):
+    """Bytes of live tensors in torch's CUDA allocator; what the driver and libraries hold is not in it."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        import torch
+
+        self._torch: Any = torch
+        self._device = torch.device(device)
+
+    def now(self) -> int:
+        return self._torch.cuda.memory_allocated(self._device)
+
+    def peak_and_reset(self) -> int:
+        peak = self._torch.cuda.max_memory_allocated(self._device)
+        self._torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+# The marks belong to the process and the device, not to us, so their watches are one each as well.
+_WATCHES: dict[str, _Watch] = {}
+_WATCHES_LOCK = threading.Lock()
+
+
+def _watch(device: str) -> _Watch:
+    device = "cuda:0" if device == "cuda" else device
+    with _WATCHES_LOCK:
+        if device not in _WATCHES:
+            _WATCHES[device] = _Allocated(device) if device.startswith("cuda") else _Resident()
+        return _WATCHES[device]
+
+
+def _status(field: str) -> int:
+    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"{_STATUS} has no {field}")
