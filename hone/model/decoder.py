@@ -1,0 +1,116 @@
+"""The decoder: embedding, layers, norm, head; one module for training and serving, built from a config."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.model.config import LayerSpec, ModelConfig
+from hone.model.context import Causal, Context
+from hone.model.linear import MakeLinear, make_dense
+from hone.model.norm import RMSNorm
+
+INIT_STD = 0.02
+
+
+class DecoderLayer(nn.Module):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, spec: LayerSpec, config: ModelConfig, index: int, make: MakeLinear = make_dense) -> None:
+        super().__init__()
+        name, width = f"layers.{index}", config.hidden_size
+        self.mixer_norm = RMSNorm(width, config.norm_eps)
+        self.mixer = spec.mixer.build(width, index, f"{name}.mixer", config.norm_eps, make)
+        self.feed_forward_norm = RMSNorm(width, config.norm_eps)
+        self.feed_forward = spec.feed_forward.build(width, f"{name}.feed_forward", make)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), context)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Decoder(nn.Module):
+    """A language model. Leading shapes are free: [B, S] in training, [T] flat tokens in serving; the context says which."""
+
+    def __init__(self, config: ModelConfig, make: MakeLinear = make_dense) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else make("lm_head", config.hidden_size, config.vocab_size, False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The [V, D] matrix behind the logits (the embedding itself when tied), for losses that never keep logits."""
+        return self.embedding if self.lm_head is None else self.lm_head.weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [...] -> [..., D]."""
+        return F.embedding(tokens, self.embedding)
+
+    def hidden(self, tokens: Tensor, context: Context) -> Tensor:
+        """Embedding and layers, before the final norm: [...] -> [..., D]."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, context)
+        return x
+
+    def head(self, x: Tensor) -> Tensor:
+        """Final norm and logits: [..., D] -> [..., V], in x's dtype."""
+        x = self.norm(x)
+        return F.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
+
+    def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """Logits [..., V] of tokens [...]; without a context each row is one causal document."""
+        return self.head(self.hidden(tokens, Causal(tokens) if context is None else context))
+
+
+def build(
+    config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Decoder:
+    """A decoder with random weights: normal of std 0.02, projections into the residual stream / sqrt(2 * num_layers).
+
+    Every parameter is drawn on its own, from a generator seeded by (seed, its name), in the shape it has in a
+    checkpoint (q, k and v apart): the same seed gives the same weights however they are fused, split or placed.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder = decoder.to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        _draw(decoder.embedding, f"{seed}/embedding")
+        _fill_norms(decoder)
+        for index, layer in enumerate(decoder.layers):
+            _draw_block(layer.mixer, f"{seed}/layers.{index}.mixer", config.num_layers)
+            _draw_block(layer.feed_forward, f"{seed}/layers.{index}.feed_forward", config.num_layers)
+        if decoder.lm_head is not None:
+            _draw(decoder.lm_head.weight, f"{seed}/lm_head")
+    return decoder
+
+
+def _fill_norms(decoder: Decoder) -> None:
+    for module in decoder.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.fill_(1.0)
+
+
+def _draw_block(block: nn.Module, name: str, num_layers: int) -> None:
+    """Draws every linear of a mixer or feed-forward, piece by piece."""
+    for attribute, pieces in block.pieces.items():
+        linear = getattr(block, attribute)
+        std = INIT_STD / math.sqrt(2 * num_layers) if attribute == block.residual else INIT_STD
+        for piece, rows in zip(pieces, linear.weight.split(block.rows[attribute]), strict=True):
+            _draw(rows, f"{name}.{piece}", std)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+def _draw(target: Tensor, name: str, std: float = INIT_STD) -> None:
+    """Fills `target` with normals that depend on `name` and the shape alone, drawn in float32 on the CPU."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))

@@ -1,0 +1,281 @@
+"""Model families: shapes by name, and the translation between a Hugging Face config.json and a `ModelConfig`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from hone.base.artifact import difference
+from hone.base.errors import SpecError
+from hone.base.spec import Spec
+from hone.model.config import LayerSpec, ModelConfig
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+class Shape(Spec):
+    """A model by its sizes, before its vocabulary is known."""
+
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = Field("llama", description="Architecture.")
+    hidden_size: int = Field(192, gt=0, description="Width of the residual stream.")
+    num_layers: int = Field(4, gt=0, description="Decoder layers.")
+    num_heads: int = Field(6, gt=0, description="Query heads.")
+    num_kv_heads: int = Field(6, gt=0, description="Key/value heads.")
+    head_dim: int | None = Field(None, gt=0, description="Width of a head; hidden_size / num_heads when empty.")
+    intermediate_size: int = Field(512, gt=0, description="Width of the feed-forward.")
+    max_seq_len: int = Field(512, gt=0, description="Longest sequence, in tokens.")
+    rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary wavelengths.")
+    window: int | None = Field(None, gt=0, description="Sliding window, in tokens; empty for full attention.")
+    norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in every norm.")
+    tie_embeddings: bool = Field(True, description="Whether the head is the embedding.")
+
+    def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
+        """The model of this shape over `vocab_size` tokens. Raises SpecError when the sizes do not fit together."""
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise SpecError(
+                f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
+                fix="change one of them, or set head_dim",
+            )
+        mixer = {
+            "kind": "attention",
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim or self.hidden_size // self.num_heads,
+            "rope": {"theta": self.rope_theta},
+            "window": self.window,
+            "qkv_bias": self.family == "qwen2",
+            "qk_norm": self.family == "qwen3",
+        }
+        layer = LayerSpec.read(
+            {"mixer": mixer, "feed_forward": {"kind": "swiglu", "intermediate_size": self.intermediate_size}}
+        )
+        return ModelConfig(
+            family=self.family,
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            layers=(layer,) * self.num_layers,
+            norm_eps=self.norm_eps,
+            tie_embeddings=self.tie_embeddings,
+            max_seq_len=self.max_seq_len,
+            bos_token_id=bos,
+            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        )
+
+
+# What each family's transformers class assumes when config.json leaves a field out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+    "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
+}
+_HAS_WINDOW = {"mistral", "qwen2", "qwen3"}
+_HAS_LAYER_TYPES = {"qwen2", "qwen3"}
+_HAS_ATTENTION_BIAS = {"llama", "qwen3"}
+
+
+def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The `ModelConfig` that a parsed config.json describes.
+
+    Raises SpecError naming the field when the architecture, activation, rotary scaling or another field that changes
+    the result is not supported, or a needed field is missing.
+    """
+    family = _family(values, where)
+    read = {**_DEFAULTS[family], **{name: value for name, value in values.items() if value is not None}}
+    if "sliding_window" in values and values["sliding_window"] is None:
+        read["sliding_window"] = None
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if not isinstance(read.get(name), int):
+            raise SpecError(f"{where}: {name} is {read.get(name)!r}", fix=f"set {name} to a whole number")
+    _only(read, where, "hidden_act", ("silu", "swish"), "silu")
+    _only(read, where, "partial_rotary_factor", (1, 1.0), 1.0)
+    heads = read["num_attention_heads"]
+    bias = bool(read.get("attention_bias", False)) and family in _HAS_ATTENTION_BIAS
+    mixer = {
+        "kind": "attention",
+        "num_heads": heads,
+        "num_kv_heads": read.get("num_key_value_heads", 8 if family == "mistral" else heads),
+        "head_dim": read.get("head_dim") or read["hidden_size"] // heads,
+        "rope": _rope(read, where),
+        "qkv_bias": bias or family == "qwen2",
+        "out_bias": bias,
+        "qk_norm": family == "qwen3",
+    }
+    feed_forward = {
+        "kind": "swiglu",
+        "intermediate_size": read["intermediate_size"],
+        "bias": bool(read.get("mlp_bias", False)) and family == "llama",
+    }
+    eos = read.get("eos_token_id")
+    return ModelConfig.read(
+        {
+            "family": family,
+            "vocab_size": read["vocab_size"],
+            "hidden_size": read["hidden_size"],
+            "layers": [
+                {"mixer": {**mixer, "window": window}, "feed_forward": feed_forward}
+                for window in _windows(read, family, where)
+            ],
+            "norm_eps": read["rms_norm_eps"],
+            "tie_embeddings": bool(read.get("tie_word_embeddings", False)),
+            "max_seq_len": read["max_position_embeddings"],
+            "bos_token_id": read.get("bos_token_id"),
+            "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+        }
+    )
+
+
+def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    """The config.json of `config` for transformers (version 4 and 5).
+
+    Raises SpecError when the stack is one that no transformers class of its family can express.
+    """
+    first = config.layers[0]
+    mixer, family = first.mixer, config.family
+    values: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": first.feed_forward.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": mixer.rope.theta,
+        "rope_scaling": _rope_scaling(mixer.rope),
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0]
+        if len(config.eos_token_ids) == 1
+        else list(config.eos_token_ids) or None,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+    if family in _HAS_ATTENTION_BIAS:
+        values["attention_bias"] = mixer.out_bias
+    if family == "llama":
+        values["mlp_bias"] = first.feed_forward.bias
+    if family in _HAS_WINDOW:
+        windows = [layer.mixer.window for layer in config.layers]
+        values["sliding_window"] = max((window for window in windows if window is not None), default=None)
+        if family in _HAS_LAYER_TYPES:
+            values["use_sliding_window"] = any(window is not None for window in windows)
+            values["max_window_layers"] = config.num_layers
+            values["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    _must_survive(config, values)
+    return values
+
+
+def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:
+    """Raises SpecError unless reading `values` gives `config` again."""
+    lost = difference(config.model_dump(mode="json"), from_hf(values).model_dump(mode="json"))
+    if lost:
+        raise SpecError(
+            f"a {config.family} config.json cannot say this model: {lost}",
+            fix="give every layer the same sizes; alternating windows need family qwen2 or qwen3",
+        )
+
+
+def _family(values: dict[str, Any], where: str) -> str:
+    names = values.get("architectures") or []
+    family = values.get("model_type")
+    known = ", ".join(ARCHITECTURES.values())
+    if names and names[0] not in ARCHITECTURES.values():
+        raise SpecError(f"{where}: architectures is {names}, which hone cannot run", fix=f"supported are: {known}")
+    if family not in ARCHITECTURES:
+        raise SpecError(
+            f"{where}: model_type is {family!r}, which hone cannot run",
+            fix=f"supported are: {', '.join(ARCHITECTURES)}",
+        )
+    if names and names[0] != ARCHITECTURES[family]:
+        raise SpecError(
+            f"{where}: architectures is {names}, but model_type is {family!r}", fix=f"make them agree: {known}"
+        )
+    return family
+
+
+def _only(values: dict[str, Any], where: str, name: str, supported: tuple, default: Any) -> None:
+    if values.get(name, default) not in supported:
+        raise SpecError(
+            f"{where}: {name} is {values[name]!r}, which hone cannot run",
+            fix=f"supported are: {', '.join(map(str, supported))}",
+        )
+
+
+def _rope(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Rotary fields from either form: rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
+    scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = scaling.get("rope_theta", values.get("rope_theta", 10000.0))
+    if not isinstance(kind, str) or kind not in ("default", "linear", "llama3"):
+        raise SpecError(
+            f"{where}: rope_scaling is of type {kind!r}, which hone cannot run",
+            fix="supported are: default, linear, llama3",
+        )
+    _only(scaling, f"{where}: rope_scaling", "partial_rotary_factor", (1, 1.0), 1.0)
+    if kind == "default":
+        return {"theta": theta}
+    if "factor" not in scaling:
+        raise SpecError(f"{where}: rope_scaling of type {kind!r} has no factor", fix="add rope_scaling.factor")
+    if kind == "linear":
+        return {"theta": theta, "scaling": "linear", "factor": scaling["factor"]}
+    return {
+        "theta": theta,
+        "scaling": "llama3",
+        "factor": scaling["factor"],
+        "low_freq_factor": scaling.get("low_freq_factor", 1.0),
+        "high_freq_factor": scaling.get("high_freq_factor", 4.0),
+        "original_max_seq_len": scaling.get("original_max_position_embeddings", values["max_position_embeddings"]),
+    }
+
+
+def _rope_scaling(rope: Any) -> dict[str, Any] | None:
+    if rope.scaling == "none":
+        return None
+    if rope.scaling == "linear":
+        return {"rope_type": "linear", "factor": rope.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_seq_len,
+    }
+
+
+def _windows(values: dict[str, Any], family: str, where: str) -> list[int | None]:
+    """Each layer's sliding window, None for full attention."""
+    count, window = values["num_hidden_layers"], values.get("sliding_window")
+    if family not in _HAS_WINDOW or window is None:
+        return [None] * count
+    if family not in _HAS_LAYER_TYPES:
+        return [window] * count
+    if not values.get("use_sliding_window", False):
+        return [None] * count
+    first = values.get("max_window_layers", 28)
+    types = values.get("layer_types") or [
+        "sliding_attention" if index >= first else "full_attention" for index in range(count)
+    ]
+    for name in types:
+        if name not in ("full_attention", "sliding_attention"):
+            raise SpecError(
+                f"{where}: layer_types has {name!r}, which hone cannot run",
+                fix="supported are: full_attention, sliding_attention",
+            )
+    if len(types) != count:
+        raise SpecError(
+            f"{where}: layer_types has {len(types)} entries for {count} layers", fix="give one entry a layer"
+        )
+    return [window if name == "sliding_attention" else None for name in types]

@@ -1,0 +1,393 @@
+"""Hugging Face folders in and out: the only file that knows what checkpoints call their tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hone.base.errors import ArtifactError
+from hone.model.config import ModelConfig
+from hone.model.decoder import Decoder, DecoderLayer
+from hone.model.families import from_hf, to_hf
+from hone.model.linear import LINEARS, MakeLinear, make_dense
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Names of our pieces (see `pieces` of the mixers and feed-forwards) in a checkpoint layer.
+_BLOCKS = {
+    "mixer": ("self_attn", {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}),
+    "feed_forward": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+}
+_NORMS = {
+    "mixer_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "mixer.q_norm": "self_attn.q_norm",
+    "mixer.k_norm": "self_attn.k_norm",
+}
+_IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints stored
+
+
+class Module(NamedTuple):
+    """One linear of a checkpoint and where it lives in ours."""
+
+    name: str
+    """Its checkpoint name: 'model.layers.0.self_attn.q_proj'."""
+    attribute: str
+    """The fused linear that holds it, below the layer: 'mixer.qkv'."""
+    rows: slice
+    """Its output rows there."""
+
+
+class Checkpoint:
+    """A Hugging Face folder read lazily: nothing is in memory but what was asked for.
+
+    Raises ArtifactError for a missing or corrupt file or tensor, SpecError for a config hone cannot run.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.values = read_json(self.folder / CONFIG)
+        self.config = from_hf(self.values, str(self.folder / CONFIG))
+        self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
+        self._files: dict[str, Any] = {}
+        self._where = self._tensor_files()
+
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return list(self._where)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor called `name`, on the CPU, in the dtype of the file."""
+        if name not in self._where:
+            raise ArtifactError(f"{self.folder} has no tensor {name}", fix="download or write the checkpoint again")
+        try:
+            return self._open(self._where[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise _corrupt(self.folder / self._where[name], error, name) from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, from the file's header."""
+        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype config.json states, else that of the embedding."""
+        stated = self.values.get("dtype") or self.values.get("torch_dtype")
+        return DTYPES.get(str(stated).removeprefix("torch.")) or self.tensor("model.embed_tokens.weight").dtype
+
+    def layer_modules(self, index: int) -> list[Module]:
+        """Every linear of layer `index` by its checkpoint name, in the order in which they run."""
+        with torch.device("meta"):
+            layer = DecoderLayer(self.config.layers[index], self.config, index)
+        return layer_modules(layer, index)
+
+    def build_layer(
+        self, index: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> DecoderLayer:
+        """Layer `index` with its weights; `dtype` None keeps the checkpoint's."""
+        with torch.device("meta"):
+            layer = DecoderLayer(self.config.layers[index], self.config, index, self._maker())
+        self._load_layer(layer, index, device, dtype or self.dtype)
+        return layer
+
+    def build_ends(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+        """A decoder without layers: `embed` and `head` work, `layers` is empty."""
+        with torch.device("meta"):
+            decoder = Decoder(self.config.model_copy(update={"layers": ()}), self._maker())
+        self._load_ends(decoder, device, dtype or self.dtype)
+        return decoder
+
+    def build(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+        """The whole model. Raises ArtifactError for tensors that are missing, of the wrong shape, or of no use."""
+        self._no_strangers()
+        with torch.device("meta"):
+            decoder = Decoder(self.config, self._maker())
+        dtype = dtype or self.dtype
+        self._load_ends(decoder, device, dtype)
+        for index, layer in enumerate(decoder.layers):
+            self._load_layer(layer, index, device, dtype)
+        return decoder
+
+    def _maker(self) -> MakeLinear:
+        """Dense linears, or what the quantization config asks for.
+
+        hone.model.quantized offers `scheme(quantization_config, module_name) -> (kind, options) | None`: the row of
+        the LINEARS table and its options for one checkpoint module, None when it stays dense.
+        """
+        if self.quantization is None:
+            return make_dense
+        from hone.model.quantized import scheme
+
+        def make(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+            schemes = [scheme(self.quantization, module) for module in fused_names(name)]
+            if any(one != schemes[0] for one in schemes):
+                raise ArtifactError(
+                    f"{self.folder}: {', '.join(fused_names(name))} are quantized differently",
+                    fix="quantize the projections that run together with one scheme",
+                )
+            if schemes[0] is None:
+                return make_dense(name, in_features, out_features, bias)
+            kind, options = schemes[0]
+            return LINEARS[kind](in_features, out_features, bias, **options)
+
+        return make
+
+    def _load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        for attribute, names in fused_linears(layer, index).items():
+            linear = layer.get_submodule(attribute)
+            self._load_linear(linear, names, device, dtype)
+        for ours, theirs in _NORMS.items():
+            norm = _submodule(layer, ours)
+            if norm is not None:
+                self._set(norm, "weight", f"model.layers.{index}.{theirs}.weight", device, dtype)
+
+    def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
+        self._set(decoder, "embedding", "model.embed_tokens.weight", device, dtype)
+        self._set(decoder.norm, "weight", "model.norm.weight", device, dtype)
+        if decoder.lm_head is not None:
+            self._load_linear(decoder.lm_head, {"lm_head": self.config.vocab_size}, device, dtype)
+
+    def _load_linear(
+        self, linear: nn.Module, names: dict[str, int], device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        """Loads the checkpoint modules `names` (to their row counts) into one fused linear."""
+        parts = []
+        for name, shapes in zip(names, linear.part_shapes(list(names.values())), strict=True):
+            part = {}
+            for suffix, shape in shapes.items():
+                tensor = self._checked(f"{name}.{suffix}", shape).to(device)
+                part[suffix] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            parts.append(part)
+        linear.load(parts)
+
+    def _set(
+        self, module: nn.Module, attribute: str, name: str, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        """Replaces one parameter by the tensor `name`."""
+        shape = tuple(getattr(module, attribute).shape)
+        setattr(module, attribute, nn.Parameter(self._checked(name, shape).to(device=device, dtype=dtype)))
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise ArtifactError(
+                f"{self.folder / self._where[name]}: {name} has shape {tuple(tensor.shape)}, "
+                f"{CONFIG} asks for {tuple(shape)}",
+                fix="pair the weights with the config.json they were saved with",
+            )
+        return tensor
+
+    def _no_strangers(self) -> None:
+        """Raises ArtifactError for a tensor that no module of the model would take."""
+        known = {"model.embed_tokens", "model.norm", "lm_head"}  # a tied checkpoint may store its head too
+        for index in range(self.config.num_layers):
+            with torch.device("meta"):
+                layer = DecoderLayer(self.config.layers[index], self.config, index)
+            known |= {module.name for module in layer_modules(layer, index)}
+            known |= {f"model.layers.{index}.{name}" for ours, name in _NORMS.items() if _submodule(layer, ours)}
+        for name in self._where:
+            if name.rpartition(".")[0] not in known and not name.endswith(_IGNORED):
+                raise ArtifactError(
+                    f"{self.folder / self._where[name]}: {name} is no tensor of a {self.config.num_layers}-layer "
+                    f"{self.config.family} model",
+                    fix="pair the weights with the config.json they were saved with",
+                )
+
+    def _tensor_files(self) -> dict[str, str]:
+        """Tensor name to the file that holds it."""
+        if (self.folder / INDEX).exists():
+            return dict(read_json(self.folder / INDEX)["weight_map"])
+        if not (self.folder / SINGLE).exists():
+            raise ArtifactError(
+                f"{self.folder} has neither {SINGLE} nor {INDEX}",
+                fix="point at a folder with safetensors weights (save_pretrained writes one)",
+            )
+        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            if not path.exists():
+                raise ArtifactError(f"{path} is missing", fix="download or write the checkpoint again")
+            try:
+                self._files[file] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise _corrupt(path, error) from None
+        return self._files[file]
+
+
+def load(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+    """The model in a Hugging Face folder, plain or quantized by compressed-tensors; `dtype` None keeps the folder's."""
+    return Checkpoint(folder).build(device, dtype)
+
+
+def save(
+    decoder: Decoder,
+    folder: Path | str,
+    tokenizer_from: Path | str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes `decoder` as a folder that transformers loads: config, generation config, weights, tokenizer files.
+
+    `dtype` None keeps the decoder's. Weights above `max_shard_bytes` are split into numbered shards with an index.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = dtype or decoder.embedding.dtype
+    write_config(decoder.config, folder, stored)
+    write_tensors(
+        ((name, tensor.to(stored) if tensor.is_floating_point() else tensor) for name, tensor in state(decoder)),
+        folder,
+        max_shard_bytes,
+    )
+    if tokenizer_from is not None:
+        copy_tokenizer(Path(tokenizer_from), folder)
+
+
+def write_config(
+    config: ModelConfig, folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+) -> None:
+    """Writes config.json and generation_config.json."""
+    values = to_hf(config, str(dtype).removeprefix("torch."))
+    if quantization is not None:
+        values["quantization_config"] = quantization
+    _write_json(folder / CONFIG, values)
+    tokens = {name: values[name] for name in ("bos_token_id", "eos_token_id") if values[name] is not None}
+    _write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+
+
+def state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of `decoder` under its checkpoint name, one at a time; views of the fused weights."""
+    yield "model.embed_tokens.weight", decoder.embedding.detach()
+    for index, layer in enumerate(decoder.layers):
+        yield from layer_state(layer, index)
+    yield "model.norm.weight", decoder.norm.weight.detach()
+    if decoder.lm_head is not None:
+        for suffix, tensor in decoder.lm_head.parts([decoder.config.vocab_size])[0].items():
+            yield f"lm_head.{suffix}", tensor
+
+
+def layer_state(layer: DecoderLayer, index: int) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of one layer under its checkpoint name."""
+    for attribute, names in fused_linears(layer, index).items():
+        parts = layer.get_submodule(attribute).parts(list(names.values()))
+        for name, part in zip(names, parts, strict=True):
+            for suffix, tensor in part.items():
+                yield f"{name}.{suffix}", tensor
+    for ours, theirs in _NORMS.items():
+        norm = _submodule(layer, ours)
+        if norm is not None:
+            yield f"model.layers.{index}.{theirs}.weight", norm.weight.detach()
+
+
+def write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> None:
+    """Writes named tensors as model.safetensors, or as numbered shards with an index when they are larger."""
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = total = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor.cpu().contiguous()
+        filled += size
+        total += size
+    if len(shards) == 1:
+        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the tokenizer files of `source`. Raises ArtifactError when it has no tokenizer.json."""
+    if not (source / "tokenizer.json").exists():
+        raise ArtifactError(f"{source} has no tokenizer.json", fix="name a folder that has one")
+    for name in TOKENIZER_FILES:
+        if (source / name).exists() and source.resolve() != folder.resolve():
+            shutil.copyfile(source / name, folder / name)
+
+
+def fused_linears(layer: DecoderLayer, index: int) -> dict[str, dict[str, int]]:
+    """Our linears of one layer ('mixer.qkv'), each with its checkpoint modules in row order and their row counts."""
+    found = {}
+    for block, (prefix, names) in _BLOCKS.items():
+        module = getattr(layer, block)
+        for attribute, pieces in module.pieces.items():
+            full = [f"model.layers.{index}.{prefix}.{names[piece]}" for piece in pieces]
+            found[f"{block}.{attribute}"] = dict(zip(full, module.rows[attribute], strict=True))
+    return found
+
+
+def layer_modules(layer: DecoderLayer, index: int) -> list[Module]:
+    """Every linear of `layer` by its checkpoint name, with its rows in the fused one."""
+    found = []
+    for attribute, names in fused_linears(layer, index).items():
+        begin = 0
+        for name, count in names.items():
+            found.append(Module(name, attribute, slice(begin, begin + count)))
+            begin += count
+    return found
+
+
+def fused_names(name: str) -> list[str]:
+    """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv')."""
+    if name == "lm_head":
+        return ["lm_head"]
+    _, index, block, attribute = name.split(".")
+    prefix, names = _BLOCKS[block]
+    pieces = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}.get(attribute, (attribute,))
+    return [f"model.layers.{index}.{prefix}.{names[piece]}" for piece in pieces]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ArtifactError when it is missing or broken."""
+    try:
+        values = json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"no file {path}", fix="point at a folder that hone or transformers wrote") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} is corrupt: {error}", fix="download or write the folder again") from None
+    if not isinstance(values, dict):
+        raise ArtifactError(f"{path} is no JSON object", fix="download or write the folder again")
+    return values
+
+
+def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+    for name in path.split("."):
+        layer = getattr(layer, name, None)
+    return layer
+
+
+def _corrupt(path: Path, error: Exception, tensor: str = "") -> ArtifactError:
+    where = f"{path}, tensor {tensor}" if tensor else str(path)
+    return ArtifactError(f"{where} is corrupt: {error}", fix="download or write the file again")
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf8")

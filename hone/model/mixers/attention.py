@@ -1,0 +1,117 @@
+"""Softmax attention with rotary positions: grouped KV heads, sliding window, optional biases and query/key norms."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hone.base.spec import Spec
+from hone.base.table import Technique
+from hone.model.context import Context
+from hone.model.linear import MakeLinear
+from hone.model.norm import RMSNorm
+from hone.ops.reference import rope
+
+
+class Rope(Spec):
+    """Rotary positions and how they were stretched for longer contexts."""
+
+    theta: float = Field(10000.0, gt=0, description="Base of the wavelengths.")
+    scaling: Literal["none", "linear", "llama3"] = Field("none", description="How positions were stretched.")
+    factor: float = Field(1.0, ge=1, description="By how much the context was stretched.")
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: waves longer than old context / this are stretched.")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: waves shorter than old context / this are kept.")
+    original_max_seq_len: int = Field(8192, gt=0, description="llama3: context length before the stretching.")
+
+    def frequencies(self, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+        """Radians per position of each of the head_dim / 2 pairs, float32.
+
+        RoPE: arXiv:2104.09864. linear: position interpolation, arXiv:2306.15595. llama3: the by-parts rule of the
+        Llama 3.1 release (long waves divided by `factor`, short ones kept, a ramp between).
+        """
+        steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+        plain = 1.0 / self.theta**steps
+        if self.scaling == "none":
+            return plain
+        if self.scaling == "linear":
+            return plain / self.factor
+        turns = self.original_max_seq_len * plain / (2 * torch.pi)  # full turns within the old context
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        return (1 - keep) * plain / self.factor + keep * plain
+
+
+class Attention(Technique):
+    """Softmax attention with rotary positions and grouped key/value heads. Ainslie et al. 2023, arXiv:2305.13245."""
+
+    paper: ClassVar[str] = "arXiv:2305.13245"
+
+    num_heads: int = Field(gt=0, description="Query heads.")
+    num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
+    head_dim: int = Field(gt=0, description="Width of a head.")
+    rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
+    window: int | None = Field(None, gt=0, description="A token sees itself and the window - 1 tokens before it.")
+    qkv_bias: bool = Field(False, description="Biases on queries, keys and values.")
+    out_bias: bool = Field(False, description="A bias on the output projection.")
+    qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Attention:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+        return self
+
+    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """(n_out, k_in) of its matrix products: fused qkv, out."""
+        queries = self.num_heads * self.head_dim
+        return ((queries + 2 * self.num_kv_heads * self.head_dim, hidden_size), (hidden_size, queries))
+
+    def num_params(self, hidden_size: int) -> int:
+        (qkv, _), _ = shapes = self.matmuls(hidden_size)
+        weights = sum(n_out * k_in for n_out, k_in in shapes)
+        biases = qkv * self.qkv_bias + hidden_size * self.out_bias
+        return weights + biases + 2 * self.head_dim * self.qk_norm
+
+    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> AttentionLayer:
+        """The module; `layer` is its place in the stack (where a cache files its keys), `name` its dotted path."""
+        return AttentionLayer(self, hidden_size, layer, name, norm_eps, make)
+
+
+class AttentionLayer(nn.Module):
+    """The module behind `Attention`. `forward(x [..., D], context) -> [..., D]`."""
+
+    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
+    """Each linear's rows, by name and in order; `rows` gives their counts."""
+
+    residual: ClassVar[str] = "out"
+    """The linear that writes to the residual stream (its initialisation is scaled down)."""
+
+    def __init__(
+        self, spec: Attention, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.rows = {"qkv": [queries, keys, keys], "out": [hidden_size]}
+        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, spec.qkv_bias)
+        self.out = make(f"{name}.out", queries, hidden_size, spec.out_bias)
+        self.q_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
+        self.scale = spec.head_dim**-0.5
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        spec = self.spec
+        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        mixed = context.attend(self.layer, q, k, v, scale=self.scale, window=spec.window)
+        return self.out(mixed.flatten(-2))

@@ -1,0 +1,20 @@
+"""Root-mean-square normalisation as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hone.ops.reference import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis. Zhang and Sennrich 2019, arXiv:1910.07467."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,224 @@
+"""The tokenizer of a Hugging Face folder: encode, decode, chat template, and each token's exact bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from hone.base.errors import ArtifactError, SpecError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """What `load_tokenizer` returns. Safe to share between threads that only read."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: tuple[int, ...] = (),
+        chat_template: str | None = None,
+        template_tokens: dict[str, str] | None = None,
+    ) -> None:
+        self.core = core
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids
+        self._template = chat_template
+        self._template_tokens = template_tokens or {}
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id, added tokens included."""
+        return self._vocab_size
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        return max(self.core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (often a leading BOS)."""
+        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of every text, on all cores."""
+        return [one.ids for one in self.core.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self.core.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token ('Ġthe', '▁the', '<0x0A>'); '' for an id it does not have."""
+        return self.core.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for inside a text; special tokens give their spelling, unknown ids b''.
+
+        A leading space is kept, so joining the bytes of a text's tokens gives the text (and, with sentencepiece
+        vocabularies, the one space they put in front of it).
+        """
+        text = self.token_text(token_id)
+        if token_id in self._special_ids:
+            return text.encode()
+        if self._byte_level:
+            return bytes(_BYTE_OF.get(letter, 0x3F) for letter in text)
+        byte = _BYTE_TOKEN.fullmatch(text)
+        return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out by default."""
+        return self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(number for number, token in self.core.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """Whether tokens are spelled in GPT-2's alphabet of 256 printable letters, one a byte."""
+        parts = json.loads(self.core.to_str())
+        return any('"ByteLevel"' in json.dumps(parts.get(part)) for part in ("pre_tokenizer", "decoder"))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt for `messages` ({"role", "content"}) by the model's own template, run in a sandbox.
+
+        `variables` (tools, enable_thinking, ...) reach the template. Special tokens are in the text already: encode
+        it with add_special_tokens=False. Raises SpecError when there is no template or the template refuses.
+        """
+        if self._template is None:
+            raise SpecError("this model has no chat template", fix="use plain completions, or a chat model")
+        import jinja2
+
+        try:
+            return self._compiled.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **{**self._template_tokens, **variables}
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise SpecError(
+                f"the chat template refuses these messages: {error}",
+                fix="send the roles, fields and order that the model's template expects",
+            ) from None
+
+    @cached_property
+    def _compiled(self) -> Any:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(self._template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ArtifactError(
+                f"the chat template is no Jinja: line {error.lineno}: {error.message}",
+                fix="correct chat_template in tokenizer_config.json",
+            ) from None
+
+
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder: tokenizer.json, with the BOS, EOS and chat template its configs name.
+
+    EOS ids come from generation_config.json, config.json and tokenizer_config.json together.
+    Raises ArtifactError when there is no tokenizer.json or a file is corrupt.
+    """
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ArtifactError(
+            f"{folder} has no tokenizer.json",
+            fix="copy the tokenizer files of the model it was made from into it (tokenizer.json, tokenizer_config.json)",
+        )
+    try:
+        core = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for whatever is wrong
+        raise ArtifactError(f"{path} is corrupt: {error}", fix="copy it again from its source") from None
+    core.no_truncation()
+    core.no_padding()
+    settings = _optional(folder / "special_tokens_map.json") | _optional(folder / "tokenizer_config.json")
+    tokens = {
+        name: _spelling(settings[name])
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if settings.get(name)
+    }
+    bos = core.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
+    ends: list[int] = []
+    for values in (_optional(folder / "generation_config.json"), _optional(folder / "config.json")):
+        found = values.get("eos_token_id")
+        ends += [] if found is None else [found] if isinstance(found, int) else list(found)
+        bos = values.get("bos_token_id") if bos is None else bos
+    if "eos_token" in tokens and core.token_to_id(tokens["eos_token"]) is not None:
+        ends.append(core.token_to_id(tokens["eos_token"]))
+    return Tokenizer(
+        core,
+        bos_id=bos,
+        eos_ids=tuple(dict.fromkeys(ends)),
+        chat_template=_chat_template(folder, settings),
+        template_tokens=tokens,
+    )
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else the one in tokenizer_config.json (the one named 'default' of several)."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {row["name"]: row["template"] for row in template}
+        template = named.get("default", next(iter(named.values()), None))
+    return template
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, {} when there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} is corrupt: {error}", fix="copy it again from its source") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _spelling(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes HTML letters, which no chat template wants.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _letters() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 for U+0100 and on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _letters()
