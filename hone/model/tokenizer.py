@@ -92,6 +92,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template."""
+        return self._template
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with another chat template (Jinja source)."""
+        return Tokenizer(
+            self.core,
+            bos_id=self.bos_id,
+            eos_ids=self.eos_ids,
+            chat_template=template,
+            template_tokens=self._template_tokens,
+        )
+
     def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt for `messages` ({"role", "content"}) by the model's own template, run in a sandbox.
 
