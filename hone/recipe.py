@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import Field
 
-from hone.base.artifact import Artifact, write_atomic
+from hone.base.artifact import Artifact
+from hone.base.durable import write_atomic
 from hone.base.errors import DriftError, SpecError
 from hone.base.figure import human_bytes
 from hone.base.run import Run

@@ -5,7 +5,7 @@ import yaml
 from pydantic import Field
 
 from hone.base import stage as stage_module
-from hone.base.artifact import write_jsonl
+from hone.base.durable import write_jsonl
 from hone.base.errors import DriftError, SpecError
 from hone.base.run import Run
 from hone.base.stage import Stage

@@ -16,12 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError
 from hone.base.figure import Estimate, Figure
 from hone.base.run import Run
@@ -131,7 +131,7 @@ class Artifact:
         """Re-hashes every file. Raises ArtifactError on the first that is missing or differs."""
         for name, row in self.manifest["files"].items():
             path = self.folder / name
-            if not path.exists() or path.stat().st_size != row["bytes"] or _sha256(path) != row["sha256"]:
+            if not path.exists() or path.stat().st_size != row["bytes"] or sha256(path) != row["sha256"]:
                 raise ArtifactError(
                     f"{path} is not the file that {MANIFEST} describes", fix="delete the folder and run its stage again"
                 )
@@ -215,8 +215,8 @@ class Draft:
             name = path.relative_to(self.folder).as_posix()
             if name in ("begun.json", MANIFEST):
                 continue
-            _sync(path)
-            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            sync(path)
+            files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         figures = [
             figure.model_copy(update={"estimate": self._estimates.get(name)}) for name, figure in self._figures.items()
         ]
@@ -232,9 +232,9 @@ class Draft:
         }
         write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
         (self.folder / "begun.json").unlink()
-        _sync(self.folder)
+        sync(self.folder)
         os.rename(self.folder, self.target)
-        _sync(self.target.parent)
+        sync(self.target.parent)
         self._lock.close()
         return Artifact(self.target, manifest)
 
@@ -350,29 +350,6 @@ def difference(before: Any, now: Any, path: str = "") -> str:
     return "" if before == now else f"{path} was {before!r}, is {now!r}"
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Writes `content` so that a kill leaves either the old file or the whole new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; [] when it does not exist."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
-
-
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes rows as JSONL, atomically."""
-    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-
-
 @cache
 def provenance() -> dict[str, Any]:
     """Who made it: hone's version and commit, package versions, arguments."""
@@ -439,16 +416,3 @@ def _foreign_fingerprint(folder: Path) -> str:
                 digest.update(file.read())
         rows[path.relative_to(folder).as_posix()] = [size, digest.hexdigest()]
     return fingerprint(rows)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

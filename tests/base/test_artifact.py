@@ -9,7 +9,8 @@ import textwrap
 import pytest
 from pydantic import Field
 
-from hone.base.artifact import Artifact, Draft, difference, start, write_jsonl
+from hone.base.artifact import Artifact, Draft, difference, start
+from hone.base.durable import write_jsonl
 from hone.base.errors import ArtifactError, DriftError, HoneError
 from hone.base.figure import Estimate
 from hone.base.run import Run

@@ -1,0 +1,60 @@
+"""The ledger: committed results of benchmarks, one JSON row per figure, the peer measured in the same run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from hone.base.artifact import provenance
+from hone.measure.machine import describe
+
+FOLDER = Path(__file__).parent / "ledger"
+
+
+def append(benchmark: str, rows: list[dict[str, Any]], device: str = "cpu") -> Path:
+    """Adds `rows` to ledger/<benchmark>.jsonl, each with machine, versions and commit.
+
+    A row holds `figure`, `value`, `unit`, `n` and, where there is one, `peer`, `peer_value` and `ratio` (hone over peer);
+    `of_limit` is the fraction of the physical limit; `technique` ('slot/name') makes it appear in docs/techniques.md.
+    """
+    machine = describe(device).model_dump(mode="json")
+    machine.pop("calibration", None)
+    made = provenance()
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{benchmark}.jsonl"
+    with open(path, "a", encoding="utf8") as file:
+        for row in rows:
+            stamp = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "commit": made["commit"],
+                "dirty": made["dirty"],
+                "machine": machine,
+                "packages": made["packages"],
+            }
+            file.write(json.dumps({"benchmark": benchmark, **row, **stamp}, ensure_ascii=False) + "\n")
+    return path
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as an aligned text table of figure, hone, peer, ratio, fraction of the limit."""
+    cells = [["figure", "hone", "unit", "peer", "peer's", "ratio", "of limit"]]
+    for row in rows:
+        cells.append(
+            [
+                row["figure"],
+                _short(row.get("value")),
+                row.get("unit", ""),
+                row.get("peer", "") or "",
+                _short(row.get("peer_value")),
+                _short(row.get("ratio")),
+                _short(row.get("of_limit")),
+            ]
+        )
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
