@@ -176,7 +176,9 @@ class Checkpoint:
             part = {}
             for suffix, shape in shapes.items():
                 tensor = self._checked(f"{name}.{suffix}", shape).to(device)
-                part[suffix] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                # Scales of quantized weights stay as stored: widening them would add up to a bit a weight.
+                cast = tensor.is_floating_point() and suffix != "weight_scale"
+                part[suffix] = tensor.to(dtype) if cast else tensor
             parts.append(part)
         linear.load(parts)
 
