@@ -1,0 +1,72 @@
+"""Checkpoints of a training: a folder of safetensors and JSON, whole or absent, the newest few kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PREFIX = "step-"
+
+
+class Checkpoints:
+    """Checkpoints in `folder`, each `step-00000100/` with tensors.safetensors and numbers.json.
+
+    A checkpoint is written under another name, synced, and renamed: a kill leaves it whole or not there.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Keeps the state after `step`; drops all but the newest `keep` checkpoints."""
+        from safetensors.torch import save_file
+
+        target = self.folder / f"{_PREFIX}{step:08d}"
+        partial = target.with_name(target.name + ".partial")
+        for stale in (partial, target):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "tensors.safetensors")
+        (partial / "numbers.json").write_text(json.dumps(numbers), encoding="utf8")
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        os.rename(partial, target)
+        _sync(self.folder)
+        for _, old in self._whole()[: -self.keep]:
+            shutil.rmtree(old)
+
+    def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """(tensors, numbers) of the newest whole checkpoint; None when there is none."""
+        from safetensors.torch import load_file
+
+        whole = self._whole()
+        if not whole:
+            return None
+        _, folder = whole[-1]
+        return load_file(folder / "tensors.safetensors"), json.loads((folder / "numbers.json").read_text("utf8"))
+
+    def _whole(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every finished checkpoint, oldest first."""
+        found = []
+        for path in self.folder.iterdir():
+            number = path.name.removeprefix(_PREFIX)
+            if path.is_dir() and number.isdigit() and (path / "numbers.json").exists():
+                found.append((int(number), path))
+        return sorted(found)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,40 @@
+"""Distillation objective: learn from a teacher's whole distribution beside the text itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from hone.train.objective import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.model.decoder import Decoder
+
+
+class Distill(Objective):
+    """alpha T^2 KL(teacher || student) at temperature T + (1 - alpha) cross entropy. Hinton et al. 2015, arXiv:1503.02531."""
+
+    paper: ClassVar[str] = "arXiv:1503.02531"
+    from_teacher: ClassVar[bool] = True
+    alpha: float = Field(0.5, ge=0, le=1, description="Weight of the teacher's distribution; the text has the rest.")
+    temperature: float = Field(1.0, gt=0, description="Both distributions are softened by it before they are compared.")
+
+    def total(
+        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
+    ) -> Tensor:
+        """Nats of the mix summed over the valid targets. T^2 keeps the gradient's size when T changes."""
+        from hone.train.head_loss import distillation
+
+        assert teacher is not None and taught is not None, "distill without a teacher"
+        taught_TE = teacher.norm(taught).flatten(0, -2)
+        return distillation(
+            model.norm(x).flatten(0, -2),
+            model.head_weight,
+            targets.flatten(),
+            lambda rows: taught_TE[rows] @ teacher.head_weight.T,
+            alpha=self.alpha,
+            temperature=self.temperature,
+        )

@@ -1,0 +1,244 @@
+"""The training loop: one step is forward, backward, clip, update; `fit` repeats it, evaluates, logs and checkpoints.
+
+Everything a step does is in `Trainer.step`. Other rooms train through the same two names: build a `Trainer` around a
+decoder and hand it to `fit` with packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hone.base.errors import HoneError
+from hone.data.load import IGNORE, Batch, PackedTokens
+from hone.model.context import Causal, Context, Packed
+from hone.model.decoder import Decoder
+from hone.train.checkpoint import Checkpoints
+from hone.train.next_token import NextToken
+from hone.train.objective import Objective
+from hone.train.optimizer import AdamW, Update
+from hone.train.precision import LossScaler, Precision, compute_dtype
+from hone.train.remat import KeepAll, Remat, Segment
+from hone.train.schedule import Schedule
+from hone.train.watch import Watch
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did. `loss` is nats per valid token before the update; `tokens` counts inputs so far.
+
+    `skipped` means that fp16 gradients overflowed: the weights stayed as they were and `grad_norm` is None.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    tokens: int
+    skipped: bool = False
+
+    def row(self) -> dict[str, Any]:
+        """As a line of steps.jsonl."""
+        row: dict[str, Any] = {
+            "step": self.step,
+            "loss": self.loss,
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            "tokens": self.tokens,
+        }
+        return {**row, "skipped": True} if self.skipped else row
+
+
+class Trainer:
+    """A decoder in training: its weights, AdamW, loss scale, and how many of `steps` are done.
+
+    The model comes in float32 and is trained in place; afterwards its parameters have the dtype of `precision` (see
+    precision.py). `accumulation` cuts a step's batch into that many micro-batches; the result does not depend on it
+    but for rounding. `compile` runs every layer through torch.compile.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        steps: int,
+        schedule: Schedule,
+        optimizer: AdamW | None = None,
+        objective: Objective | None = None,
+        remat: Remat | None = None,
+        precision: Precision = "fp32",
+        clip: float = 1.0,
+        accumulation: int = 1,
+        teacher: Decoder | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.model = model.train()
+        self.steps = steps
+        self.schedule = schedule
+        self.optimizer = optimizer or AdamW()
+        self.objective = objective or NextToken()
+        self.segments = (remat or KeepAll()).segments(len(model.layers))
+        self.clip = clip
+        self.accumulation = accumulation
+        self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
+        assert teacher is not None or not self.objective.from_teacher, "this objective needs a teacher"
+        self.update = Update(model, self.optimizer, compute_dtype(precision), accumulate=accumulation > 1)
+        self.scaler = LossScaler(enabled=precision == "fp16")
+        self.done = 0
+        self.tokens = 0
+        self.device = model.embedding.device
+        if compile:
+            for layer in model.layers:
+                layer.compile(dynamic=False)
+
+    def step(self, batch: Batch) -> Step:
+        """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are no longer numbers."""
+        lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
+        valid = max(int((batch.targets != IGNORE).sum()), 1)
+        total = torch.zeros((), device=self.device)
+        for part in _cut(batch, self.accumulation):
+            loss = self._loss(part)
+            (loss * (self.scaler.scale / valid)).backward()
+            total += loss.detach()
+        mean, norm = torch.stack([total / valid, self.update.norm()]).tolist()  # the step's one wait for the device
+        norm /= self.scaler.scale
+        finite = math.isfinite(norm)
+        if not math.isfinite(mean) or not (finite or self.scaler.enabled):
+            raise self._diverged(mean, norm, lr)
+        if finite:
+            shrink = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
+            self.update.apply(lr, shrink / self.scaler.scale)
+            self.scaler.passed()
+        else:
+            self.update.drop()
+            self.scaler.overflowed()
+        self.done += 1
+        self.tokens += batch.tokens.size
+        return Step(self.done, mean, lr, norm if finite else None, self.tokens, skipped=not finite)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """The objective summed over one micro-batch."""
+        tokens, targets, context = to_device(batch, self.device)
+        taught = None
+        if self.teacher is not None and self.objective.from_teacher:
+            with torch.no_grad():
+                taught = self.teacher.hidden(tokens, context)
+        x = run_layers(self.model, tokens, context, self.segments)
+        return self.objective.total(self.model, x, targets, self.teacher, taught)
+
+    def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
+        return HoneError(
+            f"training diverged at step {self.done + 1}: loss {loss:g}, gradient norm {norm:g}, learning rate {lr:g}",
+            fix=f"lower optimizer.lr (it is {self.optimizer.lr:g}), lengthen schedule.warmup or lower clip "
+            f"(it is {self.clip:g})",
+        )
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, numbers): all that the next step depends on, data order included (it follows from `done`)."""
+        tensors = self.update.state()
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        return tensors, {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Takes up what `state` gave; the next step is then bit for bit the one that would have followed."""
+        self.update.restore(tensors)
+        torch.set_rng_state(tensors["rng.cpu"])
+        if self.device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+        self.done, self.tokens = numbers["done"], numbers["tokens"]
+        self.scaler.restore(numbers["scaler"])
+
+
+def fit(
+    trainer: Trainer,
+    data: PackedTokens,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int = 0,
+    val: PackedTokens | None = None,
+    eval_every: int = 0,
+    eval_rows: int = 0,
+    watch: Watch | None = None,
+    checkpoints: Checkpoints | None = None,
+    checkpoint_every: int = 0,
+) -> None:
+    """Trains until `trainer.steps` are done, from wherever `trainer` stands.
+
+    A step takes `batch_size` rows of `seq_len` tokens. With `val` the loss on its first `eval_rows` rows (0: all) is
+    taken every `eval_every` steps and after the last one. `watch` writes down every step; `checkpoints` keeps the
+    whole state every `checkpoint_every` steps, after `watch` has made its rows durable.
+    """
+    while trainer.done < trainer.steps:
+        step = trainer.step(data.batch(trainer.done, batch_size, seq_len, seed))
+        if watch is not None:
+            watch.stepped(step.row())
+        last = trainer.done == trainer.steps
+        if val is not None and (last or (eval_every and trainer.done % eval_every == 0)):
+            loss = validate(trainer.model, val, batch_size=batch_size, seq_len=seq_len, rows=eval_rows)
+            if watch is not None:
+                bits = loss / math.log(2) * val.num_tokens / val.num_bytes
+                watch.evaluated({"step": trainer.done, "val_loss": loss, "val_bits_per_byte": bits})
+        if checkpoints is not None and checkpoint_every and trainer.done % checkpoint_every == 0 and not last:
+            if watch is not None:
+                watch.sync()
+            checkpoints.save(trainer.done, *trainer.state())
+            if watch is not None:
+                watch.restart_clock()
+
+
+def validate(model: Decoder, data: PackedTokens, *, batch_size: int, seq_len: int, rows: int = 0) -> float:
+    """Mean next-token loss (nats per valid token) on the first `rows` rows of `data` in stored order (0: all of them)."""
+    segments = KeepAll().segments(len(model.layers))
+    nats, count, seen = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in data.in_order(batch_size, seq_len):
+            tokens, targets, context = to_device(batch, model.embedding.device)
+            x = run_layers(model, tokens, context, segments)
+            nats += NextToken().total(model, x, targets, None, None).item()
+            count += int((batch.targets != IGNORE).sum())
+            seen += len(batch.tokens)
+            if rows and seen >= rows:
+                break
+    return nats / max(count, 1)
+
+
+def run_layers(model: Decoder, tokens: Tensor, context: Context, segments: tuple[Segment, ...]) -> Tensor:
+    """`model.hidden` with recomputed segments: tokens [B, S] -> [B, S, D] before the final norm."""
+    x = model.embed(tokens)
+    for segment in segments:
+        layers = [model.layers[index] for index in range(segment.start, segment.stop)]
+        if segment.recompute and torch.is_grad_enabled():
+            x = checkpoint(_through, layers, x, context, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = _through(layers, x, context)
+    return x
+
+
+def _through(layers: list[Any], x: Tensor, context: Context) -> Tensor:
+    for layer in layers:
+        x = layer(x, context)
+    return x
+
+
+def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Context]:
+    """(tokens, targets, context) of a batch; rows that are one document each get the cheaper causal context."""
+    tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+    tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    if (batch.document_ids == batch.document_ids[:, :1]).all():
+        return tokens, targets, Causal(tokens)
+    return tokens, targets, Packed(torch.from_numpy(batch.document_ids).to(device))
+
+
+def _cut(batch: Batch, parts: int) -> list[Batch]:
+    """`batch` in `parts` micro-batches of as many rows each."""
+    rows, rest = divmod(len(batch.tokens), parts)
+    assert not rest, f"{len(batch.tokens)} rows do not make {parts} equal micro-batches"
+    return [Batch(*(array[at * rows : (at + 1) * rows] for array in batch)) for at in range(parts)]

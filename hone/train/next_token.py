@@ -1,0 +1,24 @@
+"""Next-token objective: cross entropy of each token given those before it, never holding all logits at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hone.train.objective import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.model.decoder import Decoder
+
+
+class NextToken(Objective):
+    """Cross entropy of the next token."""
+
+    def total(
+        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
+    ) -> Tensor:
+        """Nats summed over the valid targets."""
+        from hone.train.head_loss import cross_entropy
+
+        return cross_entropy(model.norm(x).flatten(0, -2), model.head_weight, targets.flatten())

@@ -1,0 +1,34 @@
+"""What a training objective is: a loss summed over the positions that have a target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hone.base.figure import Estimate
+from hone.base.table import Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.model.decoder import Decoder
+
+
+class Objective(Technique):
+    """A loss over the decoder's last hidden states. It gives a sum: the loop divides by all valid targets of a step,
+    so that the result is the same however a step is cut into micro-batches."""
+
+    from_teacher: ClassVar[bool] = False
+    """Whether a teacher's hidden states are needed."""
+
+    def total(
+        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
+    ) -> Tensor:
+        """The loss in nats summed over the targets that are not -100; float32 scalar.
+
+        x [B, S, D] and `taught` [B, S, D'] are hidden states before the final norm; targets int64 [B, S].
+        """
+        raise NotImplementedError
+
+    def estimates(self, **facts: Any) -> dict[str, Estimate]:
+        """An objective's quality is measured, not predicted; its cost is the stage's."""
+        return {}

@@ -1,0 +1,68 @@
+"""Precision policy: which numbers compute, which numbers keep the weights, and the loss scale that fp16 needs.
+
+- fp32: everything in float32.
+- bf16: the model's weights, activations and gradients are bfloat16; the optimizer holds float32 master weights and
+  moments and writes the rounded masters back after every step. No autocast: what a tensor is stays visible in its dtype.
+- fp16: as bf16, with the loss multiplied by a power of two so that small gradients survive, the gradients divided by it
+  in float32, and a step skipped when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
+
+Norms, softmax, the loss and the accumulation of gradients over micro-batches are float32 everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from hone.base.errors import FitError
+from hone.base.lazy import lazy
+
+torch = lazy("torch")
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+GROWTH_INTERVAL = 1000
+INITIAL_SCALE = 2.0**16
+
+
+def compute_dtype(precision: Precision) -> Any:
+    """The torch dtype of the model's weights and activations."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+class LossScaler:
+    """Dynamic loss scale: halved when gradients overflow, doubled after `growth_interval` good steps in a row.
+
+    `scale` is 1 and stays 1 unless `enabled` (only fp16 needs it: bf16 has float32's exponent range).
+    """
+
+    def __init__(self, *, enabled: bool, growth_interval: int = GROWTH_INTERVAL) -> None:
+        self.enabled = enabled
+        self.scale = INITIAL_SCALE if enabled else 1.0
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def overflowed(self) -> None:
+        """The step's gradients were not finite: the caller skips the step. Raises FitError when nothing is left to halve."""
+        assert self.enabled, "only a scaled loss may overflow and go on"
+        self.scale /= 2
+        self.good_steps = 0
+        if self.scale < 2.0**-14:
+            raise FitError(
+                f"fp16 gradients overflow even at a loss scale of {self.scale:g}",
+                fix="use precision: bf16, or a lower learning rate",
+            )
+
+    def passed(self) -> None:
+        """The step's gradients were finite."""
+        self.good_steps += 1
+        if self.enabled and self.good_steps >= self.growth_interval:
+            self.scale = min(self.scale * 2, 2.0**24)
+            self.good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Takes up what `state` gave."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -1,0 +1,124 @@
+"""What a training should cost, said before it begins: seconds, peak memory, tokens/s, size of the result."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hone.base.figure import Estimate, human_bytes
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import train_bytes
+from hone.cost.steps import forward_seconds, train_step_seconds
+from hone.measure.machine import Machine
+from hone.train.head_loss import chunk_tokens
+from hone.train.precision import Precision
+from hone.train.remat import Segment, live_layers
+
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Plan(NamedTuple):
+    """A training in numbers: `batch_rows` rows of `seq_len` a step, cut into `accumulation` micro-batches."""
+
+    facts: ModelFacts
+    steps: int
+    batch_rows: int
+    seq_len: int
+    accumulation: int
+    precision: Precision
+    segments: tuple[Segment, ...]
+    eval_rows: int = 0
+    """Rows evaluated in all, every evaluation counted."""
+    teacher: ModelFacts | None = None
+    trained_bytes_before: int = 0
+    """Bytes of the weights that are in memory already when the window opens."""
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch_rows * self.seq_len
+
+
+def predict(plan: Plan, machine: Machine, start_memory_bytes: int) -> dict[str, Estimate]:
+    """Estimates of time_s, tokens_per_s, peak_memory_bytes and model_bytes; `start_memory_bytes` is in use already."""
+    step = step_seconds(plan, machine)
+    evaluation = 0.0
+    if plan.eval_rows:
+        evaluation = _forward(plan.facts, plan, machine, rows=plan.batch_rows) * plan.eval_rows / plan.batch_rows
+    time_s = plan.steps * step.value + evaluation
+    growth = growth_bytes(plan, device=machine.device)
+    width = 4 if plan.precision == "fp32" else 2
+    return {
+        "time_s": Estimate(
+            value=time_s,
+            unit="s",
+            formula=f"{plan.steps} steps x {step.value:.3g} s + evaluation {evaluation:.3g} s; step: {step.formula}",
+            bound=step.bound,
+        ),
+        "tokens_per_s": Estimate(
+            value=plan.step_tokens / step.value,
+            unit="tokens/s",
+            formula=f"{plan.step_tokens} tokens / {step.value:.3g} s a step",
+            bound=step.bound,
+        ),
+        "peak_memory_bytes": Estimate(
+            value=start_memory_bytes + growth.value,
+            unit="B",
+            formula=f"in use before {human_bytes(start_memory_bytes)} + {growth.formula}",
+            tolerance=0.2,
+        ),
+        "model_bytes": Estimate(
+            value=float(width * plan.facts.num_params),
+            unit="B",
+            formula=f"{plan.facts.num_params:,} parameters x {width} bytes",
+            tolerance=0.02,
+        ),
+    }
+
+
+def step_seconds(plan: Plan, machine: Machine) -> Estimate:
+    """Seconds of one optimizer step, the teacher's forward pass included."""
+    recomputed = sum(part.stop - part.start for part in plan.segments if part.recompute)
+    step = train_step_seconds(
+        plan.facts,
+        machine,
+        batch_tokens=plan.step_tokens // plan.accumulation,
+        seq_len=plan.seq_len,
+        dtype=TORCH_NAMES[plan.precision],
+        micro_batches=plan.accumulation,
+        recomputed_layers=recomputed,
+    )
+    if plan.teacher is None:
+        return step
+    extra = _forward(plan.teacher, plan, machine, rows=plan.batch_rows)
+    return step.model_copy(
+        update={"value": step.value + extra, "formula": f"{step.formula} + teacher's forward {extra:.3g} s"}
+    )
+
+
+def growth_bytes(plan: Plan, device: str) -> Estimate:
+    """Bytes that the training adds at its peak to what was in memory before."""
+    facts = plan.facts
+    recomputed = [part for part in plan.segments if part.recompute]
+    growth = train_bytes(
+        facts,
+        batch_tokens=plan.step_tokens // plan.accumulation,
+        seq_len=plan.seq_len,
+        dtype=TORCH_NAMES[plan.precision],
+        kept_layers=live_layers(plan.segments),
+        kept_inputs=len(recomputed),
+        loss_chunk=chunk_tokens(facts.vocab_size),
+        device=device,
+    )
+    if plan.teacher is None:
+        return growth
+    width = 4 if plan.precision == "fp32" else 2
+    extra = width * (plan.teacher.num_params + plan.step_tokens // plan.accumulation * plan.teacher.hidden_size)
+    return growth.model_copy(
+        update={"value": growth.value + extra, "formula": f"{growth.formula} + teacher {human_bytes(extra)}"}
+    )
+
+
+def _forward(facts: ModelFacts, plan: Plan, machine: Machine, *, rows: int) -> float:
+    estimate: Any = forward_seconds(
+        facts, machine, tokens=rows * plan.seq_len, seq_len=plan.seq_len, dtype=TORCH_NAMES[plan.precision]
+    )
+    return estimate.value

@@ -1,0 +1,86 @@
+"""Rematerialization: which layers drop their activations in the forward pass and compute them again in the backward pass."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from hone.base.figure import Estimate
+from hone.base.table import Technique
+
+
+class Segment(NamedTuple):
+    """Layers `start` to `stop` (exclusive); when `recompute`, only the segment's input survives the forward pass."""
+
+    start: int
+    stop: int
+    recompute: bool
+
+
+class Remat(Technique):
+    """What a rematerialization policy is: a cut of the layers into segments."""
+
+    def segments(self, num_layers: int) -> tuple[Segment, ...]:
+        """Cuts `num_layers` layers into segments that follow each other and cover all."""
+        raise NotImplementedError
+
+    def estimates(self, **facts: Any) -> dict[str, Estimate]:
+        """From `num_layers`: the share of forward work done twice, and the layers whose activations live at once."""
+        segments = self.segments(facts["num_layers"])
+        repeated = sum(part.stop - part.start for part in segments if part.recompute)
+        return {
+            "recomputed_share": Estimate(
+                value=repeated / facts["num_layers"], unit="fraction", formula="recomputed layers / layers"
+            ),
+            "live_layers": Estimate(
+                value=float(live_layers(segments)),
+                unit="layers",
+                formula="layers that keep their activations + the longest recomputed segment",
+            ),
+        }
+
+
+class KeepAll(Remat):
+    """Keep every activation: the fastest, and the most memory."""
+
+    def segments(self, num_layers: int) -> tuple[Segment, ...]:
+        """One segment a layer, none recomputed."""
+        return tuple(Segment(layer, layer + 1, False) for layer in range(num_layers))
+
+
+class EveryNth(Remat):
+    """Recompute every n-th layer; n = 1 recomputes all, one at a time. Chen et al. 2016, arXiv:1604.06174."""
+
+    paper: ClassVar[str] = "arXiv:1604.06174"
+    n: int = Field(1, ge=1, description="Of n layers that follow each other, the first is recomputed.")
+
+    def segments(self, num_layers: int) -> tuple[Segment, ...]:
+        """One segment a layer; layers 0, n, 2n, ... are recomputed."""
+        return tuple(Segment(layer, layer + 1, layer % self.n == 0) for layer in range(num_layers))
+
+
+class SquareRoot(Remat):
+    """Recompute in about sqrt(L) segments of sqrt(L) layers: O(sqrt(L)) memory for one more forward. Chen et al. 2016, arXiv:1604.06174."""
+
+    paper: ClassVar[str] = "arXiv:1604.06174"
+
+    def segments(self, num_layers: int) -> tuple[Segment, ...]:
+        """Segments of ceil(sqrt(L)) layers, all recomputed but the last, whose backward pass comes first anyway."""
+        length = math.isqrt(max(num_layers - 1, 0)) + 1
+        return tuple(
+            Segment(start, min(start + length, num_layers), start + length < num_layers)
+            for start in range(0, num_layers, length)
+        )
+
+
+def live_layers(segments: tuple[Segment, ...]) -> int:
+    """Layers whose activations are in memory at the worst moment of the backward pass."""
+    kept = sum(part.stop - part.start for part in segments if not part.recompute)
+    longest = max((part.stop - part.start for part in segments if part.recompute), default=0)
+    # The last segment's activations are gone when an earlier one is recomputed; with it kept, the worst is at the turn.
+    tail = segments[-1]
+    if not tail.recompute and kept == tail.stop - tail.start:
+        return max(kept, longest)
+    return kept + longest

@@ -1,0 +1,284 @@
+"""The train stage: packed tokens in, a Hugging Face folder with the trained model out, resumable at every checkpoint."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from hone.base.artifact import Artifact, Draft
+from hone.base.durable import read_jsonl
+from hone.base.errors import SpecError
+from hone.base.run import Run
+from hone.base.stage import Stage
+from hone.base.table import Choice, Technique
+from hone.measure.machine import Machine, describe
+from hone.measure.window import Window
+from hone.model.families import Shape
+from hone.train import OBJECTIVES, REMATS, SCHEDULES
+from hone.train.cosine import Cosine
+from hone.train.next_token import NextToken
+from hone.train.optimizer import AdamW
+from hone.train.precision import Precision
+from hone.train.remat import KeepAll
+
+if TYPE_CHECKING:
+    from hone.data.load import PackedTokens
+    from hone.model.config import ModelConfig
+    from hone.model.decoder import Decoder
+    from hone.train.loop import Trainer
+    from hone.train.predict import Plan
+    from hone.train.watch import Watch
+
+
+class Train(Stage):
+    """Trains a decoder on packed tokens, from random weights, from another model, or as a student of a teacher."""
+
+    stage: ClassVar[str] = "train"
+    roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False}
+
+    model: Shape = Field(
+        default_factory=Shape, description="Sizes of a new model; not used with a 'model' parent or init: teacher."
+    )
+    init: Literal["random", "teacher"] = Field(
+        "random", description="Where weights come from; teacher: every keep_every-th layer of the teacher, copied."
+    )
+    keep_every: int = Field(
+        2, ge=2, description="With init: teacher, layers 0, n, 2n, ... are kept; 2 halves the depth."
+    )
+    optimizer: AdamW = Field(default_factory=AdamW, description="AdamW.")
+    schedule: Annotated[Technique, Choice(SCHEDULES)] = Field(
+        Cosine(kind="cosine"), description="Learning rate over the steps."
+    )
+    objective: Annotated[Technique, Choice(OBJECTIVES)] = Field(
+        NextToken(kind="next_token"), description="What is minimised."
+    )
+    remat: Annotated[Technique, Choice(REMATS)] = Field(
+        KeepAll(kind="none"), description="Which activations are computed twice instead of kept."
+    )
+    precision: Precision = Field("fp32", description="Numbers of the computation; master weights are float32.")
+    batch_size: int = Field(16, gt=0, description="Rows of one optimizer step.")
+    seq_len: int = Field(256, gt=1, description="Tokens of a row; documents packed into it do not see each other.")
+    accumulation: int = Field(1, gt=0, description="Micro-batches a step is cut into: less memory, the same result.")
+    steps: int | None = Field(
+        None, gt=0, description="Optimizer steps; empty: from tokens, else one pass over the data."
+    )
+    tokens: int | None = Field(None, gt=0, description="Training tokens, as another way to give the steps.")
+    clip: float = Field(1.0, ge=0, description="Largest norm of the gradient; 0 does not clip.")
+    seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
+    eval_every: int = Field(0, ge=0, description="Steps between evaluations on the val split; 0: only at the end.")
+    eval_rows: int = Field(64, ge=0, description="Rows of the val split an evaluation takes; 0: all.")
+    checkpoint_every: int = Field(100, ge=0, description="Steps between checkpoints; 0: none, a kill starts over.")
+    checkpoint_keep: int = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
+    compile: bool = Field(False, description="Run every layer through torch.compile.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Train:
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"accumulation {self.accumulation} does not divide batch_size {self.batch_size}")
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError("give steps or tokens, not both")
+        return self
+
+    def num_steps(self, train_tokens: int) -> int:
+        """Optimizer steps over a split of `train_tokens`."""
+        budget = self.tokens or train_tokens
+        return self.steps or max(1, math.ceil(budget / (self.batch_size * self.seq_len)))
+
+    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+        """Predicts, trains (from the newest checkpoint if there is one), writes the folder, records.
+
+        Raises SpecError when data, model and teacher do not fit together, HoneError when the loss diverges.
+        """
+        from hone.data.load import PackedTokens
+        from hone.model.hf import save
+        from hone.train.warm import warm_up
+
+        parents["data"].need("tokens/meta.json", "tokenizer.json")
+        data, val = (PackedTokens(parents["data"].folder, split) for split in ("train", "val"))
+        steps = self.num_steps(data.num_tokens)
+        self.schedule.share(0, steps)  # a warm-up that is too long is said before any work
+        machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
+        warm_up(run.device)
+        with Window(run.device) as window:
+            model, teacher = self._models(parents, data, run)
+            plan = self._plan(model.config, teacher, data, val, steps)
+            from hone.train.predict import predict
+
+            draft.predict(predict(plan, machine, window.start_memory_bytes))
+            trainer = self._trainer(model, teacher, steps)
+            watch = self._train(draft, trainer, data, val, machine, run)
+            save(model, draft.folder, tokenizer_from=parents["data"].folder)
+        draft.record_window(window)
+        self._record(draft, watch, model.config, data, window)
+
+    def _models(self, parents: dict[str, Artifact], data: PackedTokens, run: Run) -> tuple[Decoder, Decoder | None]:
+        """(model in float32, teacher in the compute dtype or None) on the run's device."""
+        import torch
+
+        from hone.model.decoder import build
+        from hone.model.hf import load
+        from hone.train.precision import compute_dtype
+        from hone.train.student import from_teacher
+
+        wants_teacher = self.objective.from_teacher or self.init == "teacher"
+        if wants_teacher and "teacher" not in parents:
+            raise SpecError(
+                f"objective '{self.objective.kind}' with init '{self.init}' needs a teacher",
+                fix="add teacher: NAME OR FOLDER, or use objective next_token and init random",
+            )
+        if "model" in parents and self.init == "teacher":
+            raise SpecError("init: teacher and a 'model' parent both give the first weights", fix="drop one of them")
+        teacher = None
+        if wants_teacher:
+            teacher = load(parents["teacher"].folder, run.device, torch.float32)
+            _same_tokens(parents["teacher"], teacher.config, parents["data"], data, "teacher")
+        if "model" in parents:
+            model = load(parents["model"].folder, run.device, torch.float32)
+            _same_tokens(parents["model"], model.config, parents["data"], data, "model")
+        elif self.init == "teacher":
+            model = from_teacher(teacher, self.keep_every)
+        else:
+            config = self.model.config(data.vocab_size, eos=data.eos_token_id)
+            model = build(config, device=run.device, seed=self.seed)
+        if self.seq_len > model.config.max_seq_len:
+            raise SpecError(
+                f"seq_len {self.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}",
+                fix=f"give seq_len at most {model.config.max_seq_len}, or a longer model.max_seq_len",
+            )
+        keep = teacher is not None and self.objective.from_teacher
+        return model, teacher.to(compute_dtype(self.precision)) if keep else None
+
+    def _plan(
+        self, config: ModelConfig, teacher: Decoder | None, data: PackedTokens, val: PackedTokens, steps: int
+    ) -> Plan:
+        from hone.train.predict import Plan
+
+        val_rows = val.num_rows(self.seq_len)
+        evaluations = 1 + ((steps - 1) // self.eval_every if self.eval_every else 0)
+        return Plan(
+            facts=config.facts(),
+            steps=steps,
+            batch_rows=self.batch_size,
+            seq_len=self.seq_len,
+            accumulation=self.accumulation,
+            precision=self.precision,
+            segments=self.remat.segments(config.num_layers),
+            eval_rows=evaluations * min(val_rows, self.eval_rows or val_rows),
+            teacher=None if teacher is None else teacher.config.facts(),
+        )
+
+    def _trainer(self, model: Decoder, teacher: Decoder | None, steps: int) -> Trainer:
+        from hone.train.loop import Trainer
+
+        return Trainer(
+            model,
+            steps=steps,
+            schedule=self.schedule,
+            optimizer=self.optimizer,
+            objective=self.objective,
+            remat=self.remat,
+            precision=self.precision,
+            clip=self.clip,
+            accumulation=self.accumulation,
+            teacher=teacher,
+            compile=self.compile,
+        )
+
+    def _train(
+        self, draft: Draft, trainer: Trainer, data: PackedTokens, val: PackedTokens, machine: Machine, run: Run
+    ) -> Watch:
+        """Runs the loop from where the newest checkpoint stands."""
+        from hone.train.checkpoint import Checkpoints
+        from hone.train.loop import fit
+        from hone.train.predict import TORCH_NAMES
+        from hone.train.watch import Watch
+
+        checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint_keep)
+        found = checkpoints.newest()
+        if found is not None:
+            trainer.restore(*found)
+            run.say(f"resuming at step {trainer.done} of {trainer.steps}")
+        calibration = machine.calibration
+        with run.progress("train", trainer.steps) as progress:
+            progress.advance(trainer.done)
+            watch = Watch(
+                draft.folder,
+                draft.log,
+                device=run.device,
+                resume_at=trainer.done,
+                forward_flops_per_token=trainer.model.config.flops_per_token(self.seq_len),
+                peak_flops_per_s=calibration and calibration.peak_flops_per_s(TORCH_NAMES[self.precision]),
+                progress=progress,
+                kept=draft.keep_time,
+            )
+            try:
+                fit(
+                    trainer,
+                    data,
+                    batch_size=self.batch_size,
+                    seq_len=self.seq_len,
+                    seed=self.seed,
+                    val=val if val.num_rows(self.seq_len) else None,
+                    eval_every=self.eval_every,
+                    eval_rows=self.eval_rows,
+                    watch=watch,
+                    checkpoints=checkpoints,
+                    checkpoint_every=self.checkpoint_every,
+                )
+            finally:
+                watch.close()
+        return watch
+
+    def _record(self, draft: Draft, watch: Watch, config: ModelConfig, data: PackedTokens, window: Window) -> None:
+        """Figures and the techniques that made the model."""
+        rows = read_jsonl(draft.folder / "steps.jsonl")
+        losses = [row["loss"] for row in rows if "loss" in row]
+        tail = losses[-10:]
+        objective = "" if self.objective.kind == "next_token" else f", objective {self.objective.kind}"
+        draft.record("num_params", config.num_params, "parameters")
+        size = sum(path.stat().st_size for path in draft.folder.glob("*.safetensors"))
+        draft.record("model_bytes", size, "B")
+        tokens = [row["tokens"] for row in rows if "tokens" in row][-1]
+        draft.record("train_tokens", tokens, "tokens", note=f"{tokens / max(data.num_tokens, 1):.2f} epochs")
+        note = f"mean of the last {len(tail)} steps{objective}"
+        draft.record("final_loss", sum(tail) / len(tail), "nats/token", n=len(tail), note=note)
+        last = next((row for row in reversed(rows) if "val_loss" in row), None)
+        where = f"first {self.eval_rows} rows of val" if self.eval_rows else "all of val"
+        where += f", rows of {self.seq_len} tokens, documents apart"
+        draft.record("val_loss", last and last["val_loss"], "nats/token", note=where if last else "val is empty")
+        note = f"{where}; tokens per byte of the whole split" if last else "val is empty"
+        draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
+        rate = watch.tokens_per_s()
+        mfu = watch.mfu(rate) if rate else None
+        note = "6 a weight, head included, plus causal-halved attention; peak as calibrated"
+        draft.record("tokens_per_s", rate, "tokens/s", n=max(len(watch.rates), 1), note="evaluation left out")
+        draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
+        joules = window.energy_j and window.energy_j / max(sum(tokens for tokens, _ in watch.rates), 1)
+        draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
+        for slot, technique in (("objective", self.objective), ("schedule", self.schedule), ("remat", self.remat)):
+            if technique.kind != "none":
+                draft.did({"slot": slot, **technique.model_dump(mode="json")})
+
+
+def _same_tokens(parent: Artifact, config: ModelConfig, source: Artifact, data: PackedTokens, role: str) -> None:
+    """Raises SpecError unless the parent model knows every token of the data under the same number."""
+    if config.vocab_size < data.vocab_size:
+        raise SpecError(
+            f"{parent.folder} knows {config.vocab_size} tokens, the data use {data.vocab_size}",
+            fix=f"make the data with the {role}'s tokenizer, or take another {role}",
+        )
+    both = [artifact.folder / "tokenizer.json" for artifact in (parent, source)]
+    if all(path.exists() for path in both) and not _same_vocabulary(*both):
+        raise SpecError(
+            f"{both[0]} and {both[1]} number their tokens differently",
+            fix=f"make the data with the {role}'s tokenizer, or take another {role}",
+        )
+
+
+def _same_vocabulary(one: Any, other: Any) -> bool:
+    import json
+
+    vocabularies = [json.loads(path.read_text(encoding="utf8")).get("model", {}).get("vocab") for path in (one, other)]
+    return vocabularies[0] == vocabularies[1]
