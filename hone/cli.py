@@ -22,7 +22,10 @@ one stage (hone VERB --help lists its fields)
   train DATA        a model from packed shards
   compress MODEL    quantize, prune
   eval MODEL        perplexity, bits per byte, distance to a reference
+  bench MODEL       a measured serving run: tokens/s, latency, memory
+using a model
   serve MODEL       an OpenAI-compatible server
+  generate MODEL PROMPT   continue a text
 looking
   show THING        a recipe, an artifact or a model folder in words
   schema [STAGE]    the JSON schema of a stage, or of all
@@ -34,7 +37,8 @@ options for all: --out=FOLDER --device=cpu|cuda --redo --quiet --help --version
 
 _RUN_OPTIONS = ("out", "device", "redo", "quiet", "work", "help", "version")
 _FLAGS = ("redo", "quiet", "help", "version")
-_MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model"}
+_MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
+_STAGE_OF = {"bench": "serve"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +91,9 @@ def _dispatch(arguments: list[str]) -> int:
         "train": _stage,
         "compress": _stage,
         "eval": _stage,
+        "bench": _stage,
         "serve": _serve,
+        "generate": _generate,
         "show": _show,
         "schema": _schema,
         "techniques": _techniques,
@@ -208,6 +214,11 @@ def _run(words: list[str], options: dict[str, str]) -> int:
     return 0
 
 
+def _dtype(device: str) -> str:
+    """The number format that work on `device` mostly runs in."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def _calibrate_once(run) -> None:
     """Fills in this machine's calibration (measured once, then cached), so that estimates are predictions, not bounds."""
     from hone.measure.calibrate import calibrate
@@ -215,7 +226,7 @@ def _calibrate_once(run) -> None:
 
     machine = Machine.model_validate(run.machine)
     if machine.calibration is None:
-        machine = machine.model_copy(update={"calibration": calibrate(run.device)})
+        machine = machine.model_copy(update={"calibration": calibrate(run.device, _dtype(run.device))})
         run.machine = machine.model_dump(mode="json")
 
 
@@ -225,7 +236,7 @@ def _stage(words: list[str], options: dict[str, str]) -> int:
     from hone.recipe import describe_artifact, stage_class
 
     verb = words[0]
-    cls = stage_class(verb)
+    cls = stage_class(_STAGE_OF.get(verb, verb))
     if "help" in options:
         print(_stage_help(verb, cls))
         return 0
@@ -239,7 +250,7 @@ def _stage(words: list[str], options: dict[str, str]) -> int:
     elif len(words) > 1 or _MAIN_ROLE[verb] not in inputs:
         inputs[_MAIN_ROLE[verb]] = _need(words, _MAIN_ROLE[verb].upper())
     if "out" not in options:
-        raise SpecError(f"hone {verb} needs --out=FOLDER", fix=f"add --out=work/{verb}-NAME")
+        raise SpecError(f"hone {verb} needs --out=FOLDER", fix=f"add --out=work/mine/{cls.stage}-NAME")
     parents = {role: Artifact.read(folder) for role, folder in inputs.items()}
     spec = cls.from_overrides(changes)
     run = _circumstances(options)
@@ -286,6 +297,33 @@ def _serve(words: list[str], options: dict[str, str]) -> int:
     changes = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
     spec = ServerSpec.from_overrides(changes)
     serve(folder, spec, run=_circumstances(options))
+    return 0
+
+
+def _generate(words: list[str], options: dict[str, str]) -> int:
+    from hone.base.errors import SpecError
+    from hone.base.spec import describe_fields
+    from hone.serve.request import SamplingParams
+
+    if "help" in options:
+        print(
+            "usage: hone generate MODEL_FOLDER PROMPT [--max_tokens=64] [--temperature=0] [--field=value ...]\n\nfields:"
+        )
+        for name, kind, default, description in describe_fields(SamplingParams):
+            print(f"  --{name}={kind}\n        {description} [{default}]")
+        return 0
+    if len(words) != 3:
+        raise SpecError(
+            "hone generate needs MODEL_FOLDER and PROMPT", fix='hone generate work/tiny/train-base "import "'
+        )
+    changes = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
+    params = SamplingParams.from_overrides({"max_tokens": "64", "temperature": "0", **changes})
+    run = _circumstances(options)
+    from hone.serve.engine import Engine
+
+    engine = Engine(words[1], device=run.device)
+    for completion in engine.generate([words[2]], params):
+        print(words[2] + completion.text)
     return 0
 
 
@@ -367,7 +405,7 @@ def _calibrate(words: list[str], options: dict[str, str]) -> int:
         )
         return 0
     run = _circumstances(options)
-    for row in calibrate(run.device, fresh=True).table():
+    for row in calibrate(run.device, _dtype(run.device), again=True).table():
         print("  ".join(str(cell) for cell in row))
     return 0
 
