@@ -1,0 +1,203 @@
+"""Attention over a paged cache: write new keys and values into pages, attend through a page table. Plain torch.
+
+Kwon et al. 2023, arXiv:2309.06180. Rows of any number of new tokens come flat, one after another. Rows of like size are
+gathered together (`plan_rows`), so that the work is a few large calls and not one call a row.
+
+Legend: T flat new tokens, R rows, n new tokens of a row (padded), P pages of a row (padded), L = P * page_size slots,
+H query heads, KV key/value heads, G = H / KV, Dh head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FREE_SLOTS = 2048
+"""Padded slots that cost no more than another group's calls (about 60 us on a CPU core, less on a GPU)."""
+
+
+def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    """Files k, v [T, KV, Dh] in k_pages, v_pages [num_pages, KV, page_size, Dh]: token t at offsets[t] of pages[t].
+
+    `pages` and `offsets` are int64 [T] on the pages' device; no place may come twice.
+    """
+    k_pages[pages, :, offsets] = k
+    v_pages[pages, :, offsets] = v
+
+
+def attend_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of the last `query_lens[r]` tokens of each row to all `seq_lens[r]` tokens of it.
+
+    q [T, H, Dh], rows one after another, T the sum of `query_lens` (1 each when None); pages
+    [num_pages, KV, page_size, Dh]; page_table integer [R, P], padded with any page whose content is finite; seq_lens
+    [R] counts the new tokens too. With `window` w a token sees itself and the w - 1 before it. Returns [T, H, Dh].
+    Slots past the end of a row must hold finite numbers: they are read, with weight zero.
+    """
+    lengths = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
+    plan = plan_rows(page_table.cpu().numpy(), seq_lens.tolist(), lengths, k_pages.shape[2], q.device)
+    return attend_planned(q, k_pages, v_pages, plan, scale=scale, window=window)
+
+
+@dataclass
+class _Group:
+    """Rows that are attended in one call, padded to common n and P."""
+
+    table: Tensor  # [R, P] page ids
+    positions: Tensor  # [R, n] place of each query in its row; 0 where padded
+    fresh: bool  # every row starts at 0: plain causal, no mask needed
+    queries: slice | Tensor  # where the queries stand among the flat tokens: [R * n] when a tensor
+    outputs: tuple[Tensor, Tensor] | None  # (places in [R * n], flat places) of real queries, when some are padding
+    memo: dict = field(default_factory=dict)
+
+    def gather_index(self, num_kv_heads: int) -> Tensor:
+        """int64 [R * KV * P] into pages seen as [num_pages * KV, page_size * Dh]."""
+        if num_kv_heads not in self.memo:
+            heads = torch.arange(num_kv_heads, device=self.table.device)
+            self.memo[num_kv_heads] = (self.table[:, None, :] * num_kv_heads + heads[:, None]).flatten()
+        return self.memo[num_kv_heads]
+
+    def mask(self, page_size: int, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+        """Additive [R, 1, n * G, L]: 0 where the query may see the slot, -inf elsewhere; a query's G heads stand together."""
+        key = (window, groups, dtype)
+        if key not in self.memo:
+            slots = torch.arange(self.table.shape[1] * page_size, device=self.table.device)
+            place = self.positions[:, :, None]
+            hidden = slots > place
+            if window is not None:
+                hidden |= slots <= place - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            if hidden.shape[1] > 1 and groups > 1:
+                mask = mask.repeat_interleave(groups, dim=1)
+            self.memo[key] = mask.unsqueeze(1)
+        return self.memo[key]
+
+
+@dataclass
+class PagedPlan:
+    """What all layers of one step share: which rows go together, and where their queries, pages and slots are."""
+
+    groups: list[_Group]
+    num_tokens: int
+    page_size: int
+
+
+def plan_rows(
+    page_table: np.ndarray,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    page_size: int,
+    device: torch.device | str = "cpu",
+) -> PagedPlan:
+    """Sorts rows into groups of like size. page_table int64 [R, P] on the host; lengths as `attend_paged` takes them."""
+    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    pages = [-(-length // page_size) for length in seq_lens]
+    groups = []
+    for rows in _like_rows(query_lens, seq_lens, pages):
+        longest = max(query_lens[row] for row in rows)
+        widest = max(pages[row] for row in rows)
+        lengths = np.array([query_lens[row] for row in rows])
+        ends = np.array([seq_lens[row] for row in rows])
+        step = np.arange(longest)
+        real = step < lengths[:, None]
+        flat = np.where(real, starts[rows][:, None] + step, starts[rows][:, None])
+        positions = np.where(real, (ends - lengths)[:, None] + step, 0)
+        outputs = None
+        queries: slice | Tensor
+        if real.all() and rows == list(range(rows[0], rows[0] + len(rows))):
+            queries = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
+        else:
+            queries = _to(flat.ravel(), device)
+            outputs = (_to(np.flatnonzero(real), device), _to(flat[real], device))
+        groups.append(
+            _Group(
+                table=_to(page_table[rows, :widest], device),
+                positions=_to(positions, device),
+                fresh=longest > 1 and bool((lengths == ends).all()),
+                queries=queries,
+                outputs=outputs,
+            )
+        )
+    return PagedPlan(groups, int(starts[-1]), page_size)
+
+
+def attend_planned(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: PagedPlan, *, scale: float, window: int | None = None
+) -> Tensor:
+    """`attend_paged` for rows that `plan_rows` sorted: the plan serves every layer of a step."""
+    if len(plan.groups) == 1 and isinstance(plan.groups[0].queries, slice):
+        return _attend_group(q, k_pages, v_pages, plan.groups[0], scale, window)
+    out = torch.empty_like(q)
+    for group in plan.groups:
+        if isinstance(group.queries, slice):
+            out[group.queries] = _attend_group(q[group.queries], k_pages, v_pages, group, scale, window)
+        else:
+            assert group.outputs is not None, "rows that are not in order say where their outputs go"
+            padded = _attend_group(q.index_select(0, group.queries), k_pages, v_pages, group, scale, window)
+            places, flat = group.outputs
+            out.index_copy_(0, flat, padded.index_select(0, places))
+    return out
+
+
+def _attend_group(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, group: _Group, scale: float, window: int | None
+) -> Tensor:
+    """q [R * n, H, Dh] of one group -> [R * n, H, Dh]."""
+    num_rows, longest = group.positions.shape
+    heads, head_dim = q.shape[1:]
+    kv_heads, page_size = k_pages.shape[1:3]
+    index = group.gather_index(kv_heads)
+    k = k_pages.view(-1, page_size * head_dim).index_select(0, index).view(num_rows, kv_heads, -1, head_dim)
+    v = v_pages.view(-1, page_size * head_dim).index_select(0, index).view(num_rows, kv_heads, -1, head_dim)
+    if group.fresh and (window is None or window >= longest):
+        q = q.view(num_rows, longest, heads, head_dim).transpose(1, 2)
+        k, v = k[:, :, :longest], v[:, :, :longest]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
+        return out.transpose(1, 2).reshape(-1, heads, head_dim)
+    # The G query heads of a KV head become G queries of it, so that keys are never repeated.
+    groups = heads // kv_heads
+    mask = group.mask(page_size, window, groups, q.dtype)
+    q = q.reshape(num_rows, longest, kv_heads, groups, head_dim).transpose(1, 2)
+    q = q.reshape(num_rows, kv_heads, longest * groups, head_dim)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    out = out.view(num_rows, kv_heads, longest, groups, head_dim).transpose(1, 2)
+    return out.reshape(-1, heads, head_dim)
+
+
+def _like_rows(query_lens: Sequence[int], seq_lens: Sequence[int], pages: Sequence[int]) -> list[list[int]]:
+    """Rows in groups whose padded size is not much above their true size; each group's rows in ascending order."""
+    fresh = [n > 1 and n == total for n, total in zip(query_lens, seq_lens)]
+    order = sorted(range(len(pages)), key=lambda row: (query_lens[row] > 1, fresh[row], pages[row], query_lens[row]))
+    groups: list[list[int]] = []
+    kind: tuple[bool, bool] | None = None
+    true = longest = widest = 0
+    for row in order:
+        size = query_lens[row] * pages[row]
+        more_long, more_wide = max(longest, query_lens[row]), max(widest, pages[row])
+        same = kind == (query_lens[row] > 1, fresh[row])
+        if same and (len(groups[-1]) + 1) * more_long * more_wide <= 1.5 * (true + size) + _FREE_SLOTS / 16:
+            groups[-1].append(row)
+            true, longest, widest = true + size, more_long, more_wide
+        else:
+            groups.append([row])
+            kind = (query_lens[row] > 1, fresh[row])
+            true, longest, widest = size, query_lens[row], pages[row]
+    return [sorted(group) for group in groups]
+
+
+def _to(values: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)

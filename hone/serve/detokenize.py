@@ -1,0 +1,125 @@
+"""Tokens to text one at a time: no half characters, nothing that may become a stop text, and in sum exactly the full decode."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+
+from hone.model.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CONTEXT = 6
+"""Prompt tokens before the output that a sentencepiece decoder sees, so that a leading space is kept."""
+
+
+class Detokenizer:
+    """The text of a growing output. `push` gives what is certain after a token, `flush` the rest at the end."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: codecs.IncrementalDecoder | None = None
+        if type(tokenizer.core.decoder).__name__ == "ByteLevel":
+            self._bytes = codecs.getincrementaldecoder("utf8")(errors="replace")
+            return
+        self._ids = list(prompt[-_CONTEXT:])
+        self._from = 0  # decoding starts here: far enough back that the text after `_done` comes out right
+        self._done = len(self._ids)
+        self._known = tokenizer.decode(self._ids) if self._ids else ""
+
+    def push(self, token: int) -> str:
+        """New text after `token`; '' while a character is unfinished."""
+        if self._bytes is not None:
+            return self._bytes.decode(_piece(self._tokenizer, token))
+        self._ids.append(token)
+        # sentencepiece turns a whole run of byte tokens into U+FFFD when one of them is wrong: wait for its end.
+        if _BYTE_TOKEN.fullmatch(self._tokenizer.token_text(token)):
+            return ""
+        return self._advance()
+
+    def flush(self) -> str:
+        """What was held back; unfinished characters become U+FFFD."""
+        if self._bytes is not None:
+            return self._bytes.decode(b"", final=True)
+        return self._advance()
+
+    def _advance(self) -> str:
+        text = self._tokenizer.decode(self._ids[self._from :])
+        new = text[len(self._known) :]
+        if new:
+            self._from, self._done = self._done, len(self._ids)
+            self._known = self._tokenizer.decode(self._ids[self._from :])
+        return new
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes a token adds to a byte-level text; none for special tokens."""
+    if token in tokenizer.special_ids:
+        return b""
+    if token in _added(tokenizer):
+        return tokenizer.decode([token]).encode()
+    return tokenizer.token_bytes(token)
+
+
+def _added(tokenizer: Tokenizer) -> frozenset[int]:
+    known = tokenizer.__dict__.get("_added_ids")
+    if known is None:
+        known = tokenizer.__dict__["_added_ids"] = frozenset(tokenizer.core.get_added_tokens_decoder())
+    return known
+
+
+class TextStream:
+    """A request's text with its stop texts: `push` and `finish` return what may be shown; `matched` says which stop came."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""  # decoded, but may be the start of a stop text
+        self.matched: str | None = None
+
+    def push(self, token: int) -> str:
+        """Text that `token` makes certain; when a stop text is complete, `matched` is set and nothing follows."""
+        self._num_tokens += 1
+        return self._take(self._detokenizer.push(token))
+
+    def finish(self, *, flush: bool = True) -> str:
+        """The rest of the text (nothing after a matched stop)."""
+        if self.matched is not None:
+            return ""
+        text = self._take(self._detokenizer.flush()) if flush else ""
+        if self.matched is None:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _take(self, new: str) -> str:
+        if not self._stops or self._num_tokens < self._min_tokens:
+            text, self._held = self._held + new, ""
+            return text
+        text = self._held + new
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            place, stop = min(found)
+            self.matched, self._held = stop, ""
+            return text[: place + len(stop)] if self._include_stop else text[:place]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,54 @@
+"""How many pages the cache gets: from a count, from bytes, or from a part of the free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from hone.base.errors import FitError
+from hone.base.figure import human_bytes
+from hone.model.config import ModelConfig
+from hone.serve.pages import page_bytes
+from hone.serve.spec import EngineSpec
+
+
+def kv_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(num_kv_heads, head_dim) of every layer."""
+    return [(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in config.layers]
+
+
+def cache_pages(
+    spec: EngineSpec, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> int:
+    """Pages for an engine; `shapes` of the model and, after them, of the draft model, which shares page numbers.
+
+    Without a count or bytes: what `max_rows` longest sequences fill, at most `memory_fraction` of the free memory.
+    Raises FitError when not even one page fits.
+    """
+    one = page_bytes(shapes, spec.page_size, dtype)
+    if spec.num_pages is not None:
+        return spec.num_pages
+    if spec.cache_bytes is not None:
+        given, source = spec.cache_bytes, "engine.cache_bytes"
+    else:
+        given, source = _free_bytes(spec, device), f"that part of the free memory of {device}"
+    count = given // one - 1  # the null page
+    if count < 1:
+        raise FitError(
+            f"{source} is {human_bytes(given)}, a KV cache of one page needs {human_bytes(2 * one)}",
+            fix="raise engine.cache_bytes, free some memory, or use a smaller model",
+        )
+    if spec.cache_bytes is None:
+        count = min(count, spec.max_rows * -(-max_model_len // spec.page_size))
+    return int(count)
+
+
+def _free_bytes(spec: EngineSpec, device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, default = torch.cuda.mem_get_info(device)[0], 0.9
+    else:
+        free, default = psutil.virtual_memory().available, 0.3
+    return int(free * (spec.memory_fraction or default))
