@@ -1,0 +1,131 @@
+"""Scores every token of a text by a model: its loss and, beside a reference model, divergence and agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.eval.compare import agreement, divergence
+from hone.eval.windows import Join, Piece, batches, cut
+from hone.model.context import Causal
+from hone.model.decoder import Decoder
+
+LOGITS = 1 << 22
+"""Logits alive at once for one model (16 MiB in float32): long texts and large vocabularies cost no more memory."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per token of the text, in its order: `scored` bool [N]; `loss` float32 nats where scored, else 0.
+
+    Beside a reference: `kl` float32 nats (reference || model) and `agree` bool (same most likely token).
+    """
+
+    scored: np.ndarray
+    loss: np.ndarray
+    kl: np.ndarray | None = None
+    agree: np.ndarray | None = None
+
+    @property
+    def num_scored(self) -> int:
+        return int(self.scored.sum())
+
+    @property
+    def mean_loss(self) -> float:
+        """Nats per scored token."""
+        return _mean(self.loss, self.scored)
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.mean_loss))
+
+    @property
+    def mean_kl(self) -> float | None:
+        """Nats per scored token; None without a reference."""
+        return None if self.kl is None else _mean(self.kl, self.scored)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """Share of scored tokens where both models' first choices are the same; None without a reference."""
+        return None if self.agree is None else _mean(self.agree, self.scored)
+
+    def bits_per_byte(self, token_bytes: np.ndarray) -> float | None:
+        """Bits the model needs for a byte of the text it predicted. `token_bytes` int [N]: UTF-8 bytes of each token.
+
+        Tokens that stand for no text (end of text) cost bits and bring no bytes. None when there are no bytes.
+        """
+        total = float(token_bytes[self.scored].sum())
+        return float(self.loss[self.scored].sum(dtype=np.float64)) / np.log(2) / total if total else None
+
+
+@torch.inference_mode()
+def score(
+    decoder: Decoder,
+    tokens: np.ndarray,
+    starts: np.ndarray | None = None,
+    *,
+    window: int,
+    stride: int | None = None,
+    join: Join = "documents",
+    batch_tokens: int = 4096,
+    reference: Decoder | None = None,
+    watch: Callable[[int], Any] | None = None,
+) -> Scores:
+    """Scores `tokens` (int [N]; documents begin at `starts`, default: one document) in windows, see `windows.cut`.
+
+    Logits are taken in float32 whatever the model computes in. `watch` is told the tokens of each finished batch.
+    """
+    starts = np.array([0, len(tokens)]) if starts is None else starts
+    device = decoder.embedding.device
+    num_tokens = len(tokens)
+    scored, loss = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
+    kl = None if reference is None else np.zeros(num_tokens, np.float32)
+    agree = None if reference is None else np.zeros(num_tokens, bool)
+    for group in batches(cut(starts, window, stride, join), batch_tokens):
+        inputs, targets, kept, where = _stack(tokens, group)
+        inputs = inputs.to(device)
+        context = Causal(inputs)
+        kept = kept.to(device)
+        hidden = decoder.hidden(inputs, context)[kept]
+        theirs = None if reference is None else reference.hidden(inputs, context)[kept]
+        targets = targets.to(device)
+        size = max(LOGITS // decoder.config.vocab_size, 1)
+        for begin in range(0, len(hidden), size):
+            part = slice(begin, begin + size)
+            logits = decoder.head(hidden[part]).float()
+            loss[where[part]] = _loss(logits, targets[part]).cpu().numpy()
+            if reference is not None:
+                expected = reference.head(theirs[part]).float()
+                kl[where[part]] = divergence(expected, logits).cpu().numpy()
+                agree[where[part]] = agreement(expected, logits).cpu().numpy()
+        scored[where] = True
+        if watch is not None:
+            watch(sum(piece.stop - piece.start for piece in group))
+    return Scores(scored, loss, kl, agree)
+
+
+def _stack(tokens: np.ndarray, group: list[Piece]) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
+    """Inputs int64 [B, S] padded at the end, and for the predictions that count: targets, mask over [B, S], token places."""
+    longest = max(piece.stop - piece.start for piece in group)
+    inputs = np.zeros((len(group), longest), np.int64)
+    kept = np.zeros((len(group), longest), bool)
+    for row, piece in enumerate(group):
+        # A causal model cannot see what follows, so padding at the end changes nothing before it.
+        inputs[row, : piece.stop - piece.start] = tokens[piece.start : piece.stop]
+        kept[row, piece.first - piece.start - 1 : piece.stop - piece.start] = True
+    where = np.concatenate([np.arange(piece.first, piece.stop + 1) for piece in group])
+    targets = torch.from_numpy(np.asarray(tokens[where], np.int64))
+    return torch.from_numpy(inputs), targets, torch.from_numpy(kept), where
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]
+
+
+def _mean(values: np.ndarray, scored: np.ndarray) -> float:
+    return float(values[scored].mean(dtype=np.float64)) if scored.any() else float("nan")

@@ -1,0 +1,56 @@
+"""How a text is cut into windows for scoring: where each begins, and which of its predictions count."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Join = Literal["documents", "stream"]
+"""documents: none sees another, windows begin anew in each. stream: all end to end, as published perplexities do it."""
+
+
+class Piece(NamedTuple):
+    """Input tokens `start` to `stop` (exclusive); of their predictions those of tokens `first` to `stop` (inclusive) count."""
+
+    start: int
+    stop: int
+    first: int
+
+
+def cut(starts: np.ndarray, window: int, stride: int | None = None, join: Join = "documents") -> list[Piece]:
+    """Windows over documents that begin at `starts` (int64 [num_documents + 1], the last is the end).
+
+    Each window has at most `window` input tokens and begins `stride` (default: `window`) after the one before it.
+    A token is scored once, in the first window that predicts it; only the first token of each document (of the
+    whole text for `stream`) is never predicted. With a stride below the window every token but those of a document's
+    first window has at least window - stride tokens of context.
+    """
+    stride = stride or window
+    assert 0 < stride <= window, f"stride {stride} must lie in 1 to window {window}"
+    borders = [int(starts[0]), int(starts[-1])] if join == "stream" else [int(start) for start in starts]
+    pieces = []
+    for begin, end in itertools.pairwise(borders):
+        first = begin + 1
+        for start in range(begin, end - 1, stride):
+            stop = min(start + window, end - 1)
+            pieces.append(Piece(start, stop, first))
+            first = stop + 1
+            if stop == end - 1:
+                break
+    return pieces
+
+
+def batches(pieces: list[Piece], batch_tokens: int) -> Iterator[list[Piece]]:
+    """Pieces of like length together, longest first, at most `batch_tokens` padded positions (but at least one piece)."""
+    group: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.start - piece.stop, piece.start)):
+        longest = group[0].stop - group[0].start if group else 0
+        if group and longest * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group

@@ -1,0 +1,116 @@
+"""The stage end to end on a hand-made data folder: figures, eval.json, repeatability, mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hone
+from hone.base.errors import SpecError
+from hone.eval.score import score
+from hone.eval.stage import Eval, evaluate
+from hone.model.tokenizer import load_tokenizer
+
+TEXTS = ["the quick brown fox jumps over the lazy dog", "a cat sat on the mat; " * 20, "x", "caf\u00e9 \u2603 " * 9]
+
+
+@pytest.fixture(scope="module")
+def data(tiny_llama, tmp_path_factory) -> Path:
+    """A data artifact by hand, in the tokens of `tiny_llama`."""
+    return write_data(tmp_path_factory.mktemp("made") / "data-hand", tiny_llama, TEXTS)
+
+
+def write_data(folder: Path, tokenizer_from: Path, texts: list[str]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / "tokens").mkdir(parents=True)
+    (folder / "documents").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / name, folder / name)
+    tokenizer = load_tokenizer(tokenizer_from)
+    documents = [[*tokenizer.encode(text), *tokenizer.eos_ids[:1]] for text in texts]
+    flat = np.array([token for document in documents for token in document], "<u2")
+    flat.tofile(folder / "tokens" / "val.bin")
+    np.save(folder / "tokens" / "val.starts.npy", np.cumsum([0, *map(len, documents)]).astype(np.int64))
+    row = {"tokens": len(flat), "documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
+    meta = {"dtype": "uint16", "vocab_size": 320, "eos_token_id": tokenizer.eos_ids[0], "splits": {"val": row}}
+    (folder / "tokens" / "meta.json").write_text(json.dumps(meta))
+    rows = pyarrow.table({"text": texts, "split": ["val"] * len(texts)})
+    pyarrow.parquet.write_table(rows, folder / "documents" / "0.parquet")
+    return folder
+
+
+def test_figures(tiny_llama, data, tmp_path):
+    made = evaluate(tmp_path / "eval-tiny", tiny_llama, data, reference=tiny_llama)
+    figures = {name: figure.value for name, figure in made.figures.items()}
+    tokenizer = load_tokenizer(tiny_llama)
+    decoder = hone.load(tiny_llama)
+    nats, count, num_bytes = 0.0, 0, 0
+    for text in TEXTS:
+        tokens = np.array([*tokenizer.encode(text), *tokenizer.eos_ids[:1]])
+        loss = score(decoder, tokens, window=512).loss[1:]
+        nats, count = nats + loss.sum(dtype=np.float64), count + len(loss)
+        num_bytes += len(text.encode()) - len(tokenizer.token_bytes(int(tokens[0])))
+    assert figures["tokens_evaluated"] == count
+    assert figures["loss"] == pytest.approx(nats / count, rel=1e-6)
+    assert figures["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+    assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
+    assert figures["kl_to_reference"] == 0.0 and figures["top1_agreement"] == 1.0
+    assert figures["model_bytes"] == (tiny_llama / "model.safetensors").stat().st_size
+    assert figures["energy_j"] is None or figures["energy_j"] > 0
+    for name in ("time_s", "peak_memory_bytes", "memory_growth_bytes"):
+        assert made.figures[name].estimate is not None and figures[name] > 0
+    assert "window 512, stride 512, join documents" in made.figures["perplexity"].note
+    rows = json.loads((made.folder / "eval.json").read_text())["documents"]
+    assert [row[0] for row in rows] == [len(tokenizer.encode(text)) for text in TEXTS]
+
+
+def test_content_repeats(tiny_llama, data, tmp_path):
+    one = evaluate(tmp_path / "eval-one", tiny_llama, data, window=32, stride=16)
+    two = evaluate(tmp_path / "eval-two", tiny_llama, data, window=32, stride=16)
+    assert one.content == two.content
+    assert "kl_to_reference" not in one.figures
+
+
+def test_max_tokens_and_stream(tiny_llama, data, tmp_path):
+    made = evaluate(tmp_path / "eval-few", tiny_llama, data, max_tokens=20, join="stream", window=8)
+    assert made.figures["tokens_evaluated"].value == 19
+
+
+def test_another_tokenizer_scores_the_text_itself(tiny_llama, data, tmp_path):
+    """A character tokenizer: bits per byte stay comparable because they count the text's bytes."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    made = json.loads((model / "tokenizer.json").read_text())
+    made["model"]["merges"] = []
+    (model / "tokenizer.json").write_text(json.dumps(made))
+    found = evaluate(tmp_path / "eval-other", model, data)
+    total = sum(len(text.encode()) + 1 for text in TEXTS)  # every byte is a token, and one end each
+    assert found.figures["tokens_evaluated"].value == total - len(TEXTS)
+    assert "own tokens" in found.figures["loss"].note
+
+
+def test_mistakes(tiny_llama, data, tmp_path):
+    with pytest.raises(SpecError, match="longer than the model's context of 512"):
+        evaluate(tmp_path / "eval-a", tiny_llama, data, window=513)
+    with pytest.raises(SpecError, match="stride 20 is longer than window 10"):
+        Eval.read({"window": 10, "stride": 20})
+    with pytest.raises(SpecError, match="no split 'test'"):
+        evaluate(tmp_path / "eval-b", tiny_llama, data, split="test")
+    empty = write_data(tmp_path / "data-empty", tiny_llama, [""])
+    with pytest.raises(SpecError, match="nothing to predict"):
+        evaluate(tmp_path / "eval-c", tiny_llama, empty)
+
+
+def test_reading_the_spec_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, hone.eval.stage; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
