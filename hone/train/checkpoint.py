@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hone.base.durable import sync
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,10 +39,10 @@ class Checkpoints:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "tensors.safetensors")
         (partial / "numbers.json").write_text(json.dumps(numbers), encoding="utf8")
         for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+            sync(path)
+        sync(partial)
         os.rename(partial, target)
-        _sync(self.folder)
+        sync(self.folder)
         for _, old in self._whole()[: -self.keep]:
             shutil.rmtree(old)
 
@@ -62,11 +64,3 @@ class Checkpoints:
             if path.is_dir() and number.isdigit() and (path / "numbers.json").exists():
                 found.append((int(number), path))
         return sorted(found)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

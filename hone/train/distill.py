@@ -26,15 +26,15 @@ class Distill(Objective):
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
     ) -> Tensor:
         """Nats of the mix summed over the valid targets. T^2 keeps the gradient's size when T changes."""
-        from hone.train.head_loss import distillation
+        from hone.train.distill_loss import distill_loss
 
         assert teacher is not None and taught is not None, "distill without a teacher"
-        taught_TE = teacher.norm(taught).flatten(0, -2)
-        return distillation(
+        return distill_loss(
             model.norm(x).flatten(0, -2),
             model.head_weight,
+            teacher.norm(taught).flatten(0, -2),
+            teacher.head_weight,
             targets.flatten(),
-            lambda rows: taught_TE[rows] @ teacher.head_weight.T,
             alpha=self.alpha,
             temperature=self.temperature,
         )

@@ -9,7 +9,7 @@ from hone.cost.facts import ModelFacts
 from hone.cost.memory import train_bytes
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.machine import Machine
-from hone.train.head_loss import chunk_tokens
+from hone.train.distill_loss import chunk_rows
 from hone.train.precision import Precision
 from hone.train.remat import Segment, live_layers
 
@@ -105,7 +105,7 @@ def growth_bytes(plan: Plan, device: str) -> Estimate:
         dtype=TORCH_NAMES[plan.precision],
         kept_layers=live_layers(plan.segments),
         kept_inputs=len(recomputed),
-        loss_chunk=chunk_tokens(facts.vocab_size),
+        loss_chunk=chunk_rows(device.partition(":")[0], facts.vocab_size),
         device=device,
     )
     if plan.teacher is None:
