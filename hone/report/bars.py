@@ -1,0 +1,220 @@
+"""Charts with one row per artifact or step: bars, ranges, estimate ratios, waterfalls, strips; one static SVG each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from markupsafe import Markup
+
+from hone.report import units
+from hone.report.compare import Check
+from hone.report.svg import Scale, dot, drawing, el, fit, group, line, rect, spread_domain, text, text_width, x_axis
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row of a bar chart; `value` None draws no bar but says `note`."""
+
+    label: str
+    value: float | None
+    note: str = ""
+    strong: bool = False
+
+
+def bars(rows: Sequence[Bar], width: float, unit: str, label: str) -> Markup:
+    """Horizontal bars from zero with their values; an absent value says why instead of drawing nothing as 0."""
+    step, size = 30.0, 13.0
+    name_width = min(width * 0.36, max(text_width(row.label, size) for row in rows) + 12)
+    value_width = (
+        max([text_width(units.show(row.value, unit), size) for row in rows if row.value is not None], default=0) + 12
+    )
+    most = max([row.value for row in rows if row.value is not None], default=0.0)
+    x = Scale(0.0, most or 1.0, name_width, max(width - value_width, name_width + 20))
+    parts: list[Any] = [line(name_width, 0, name_width, step * len(rows), "axis")]
+    for index, row in enumerate(rows):
+        middle = index * step + step / 2
+        name = text(name_width - 10, middle + 4, fit(row.label, name_width - 10, size), "barlabel", "end")
+        if row.value is None:
+            words = row.note or units.ABSENT
+            parts.append(
+                group(
+                    f"{row.label}: {words}",
+                    name,
+                    text(name_width + 8, middle + 4, fit(words, width - name_width - 8, 12), "absent"),
+                )
+            )
+        else:
+            end = x(row.value)
+            parts.append(
+                group(
+                    f"{row.label}: {units.exact(row.value, unit)}",
+                    name,
+                    rect(name_width, middle - 8, end - name_width, 16, "bar strong" if row.strong else "bar"),
+                    text(end + 7, middle + 4, units.show(row.value, unit), "barvalue"),
+                )
+            )
+    return drawing(width, step * len(rows), label, *parts)
+
+
+def ranges(rows: Sequence[tuple[str, float, float]], width: float, unit: str, label: str) -> Markup:
+    """A line from the low to the high value of each row, on one logarithmic axis when they span decades."""
+    step, size = 32.0, 13.0
+    name_width = min(width * 0.36, max(text_width(name, size) for name, *_ in rows) + 12)
+    values = [value for _, *pair in rows for value in pair]
+    log = min(values) > 0 and max(values) / min(values) > 8
+    x = Scale(
+        *(spread_domain(values, log=True) if log else (0.0, max(values) * 1.06 or 1.0)), name_width, width - 24, log
+    )
+    bottom = step * len(rows)
+    parts: list[Any] = [x_axis(x, bottom, unit=unit, count=5 if width > 500 else 3, top=0)]
+    for index, (name, low, high) in enumerate(rows):
+        middle = index * step + step / 2
+        parts.append(
+            group(
+                f"{name}: {units.exact(low, unit)} to {units.exact(high, unit)}",
+                text(name_width - 10, middle + 4, fit(name, name_width - 10, size), "barlabel", "end"),
+                line(x(low), middle, x(high), middle, "range"),
+                dot(x(low), middle, 5, "point best"),
+                dot(x(high), middle, 4, "point other"),
+            )
+        )
+    return drawing(width, bottom + 26, label, *parts)
+
+
+def ratios(checks: Sequence[Check], width: float, label: str, band: float = 0.2) -> Markup:
+    """Estimate / measurement of one figure for each artifact on a log axis around 1; bounds are open and say 'limit'.
+
+    The shaded band is +-`band`.
+    """
+    step, size, top = 30.0, 13.0, 22.0
+    name_width = min(width * 0.38, max(text_width(check.row.id, size) for check in checks) + 12)
+    known = [check.ratio for check in checks if check.ratio is not None]
+    reach = max([1.5, *(max(ratio, 1 / ratio) for ratio in known)]) ** 1.12
+    x = Scale(1 / reach, reach, name_width, width - 62, True)
+    bottom = top + step * len(checks)
+    ticks = [tick for tick in (0.01, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 100.0) if 1 / reach <= tick <= reach]
+    if len(ticks) > 5 and width < 500:
+        ticks = [tick for tick in ticks if tick not in (0.2, 0.5, 2.0, 5.0)]
+    ticks = ticks if len(ticks) >= 3 else [1 / 1.5, 1.0, 1.5]
+    parts: list[Any] = [rect(x(1 / (1 + band)), top, x(1 + band) - x(1 / (1 + band)), bottom - top, "band", 0)]
+    parts += [line(x(tick), top, x(tick), bottom + 4, "axis" if tick == 1 else "grid") for tick in ticks]
+    parts += [
+        text(x(tick), bottom + 17, f"{units.three(tick)}x".replace(".00x", "x"), "tick", "middle") for tick in ticks
+    ]
+    parts += [text(name_width, 11, "← too low", "tick"), text(width - 62, 11, "too high →", "tick", "end")]
+    for index, check in enumerate(checks):
+        parts.append(_ratio_row(check, x, top + index * step + step / 2, name_width, width))
+    return drawing(width, bottom + 24, label, *parts)
+
+
+def _ratio_row(check: Check, x: Scale, middle: float, name_width: float, width: float) -> Markup:
+    figure = check.figure
+    assert figure.estimate is not None, "a check has an estimate"
+    name = text(name_width - 10, middle + 4, fit(check.row.id, name_width - 10, 13), "barlabel", "end")
+    said = f"{check.row.id}: estimated {units.exact(figure.estimate.value, figure.estimate.unit)}, measured {units.exact(figure.value, figure.unit)}"
+    if check.ratio is None:
+        return group(
+            said,
+            name,
+            text(name_width + 8, middle + 4, fit(figure.note or units.ABSENT, width - name_width - 8, 12), "absent"),
+        )
+    end = x(check.ratio)
+    if check.bound:
+        shape = el(
+            "path", d=f"M{end:.1f} {middle - 7:.1f}V{middle + 7:.1f}M{end:.1f} {middle:.1f}H{x(1):.1f}", class_="limit"
+        )
+        return group(
+            f"{said}; a speed-of-light limit, no prediction",
+            name,
+            shape,
+            text(width - 4, middle + 4, "limit", "absent", "end"),
+        )
+    far = "wrong" if max(check.ratio, 1 / check.ratio) > 1.5 else "right"
+    return group(
+        said,
+        name,
+        line(x(1), middle, end, middle, f"stem {far}"),
+        dot(end, middle, 5, f"point {far}"),
+        text(width - 4, middle + 4, error_words(check), "barvalue", "end"),
+    )
+
+
+def error_words(check: Check) -> str:
+    """The estimate's error: '+12 %', '3.2x too high' when far off, 'limit' for a bound, '' when unknown."""
+    if check.bound:
+        return "limit"
+    if check.ratio is None:
+        return ""
+    if check.ratio > 3 or check.ratio < 1 / 3:
+        return f"{units.three(max(check.ratio, 1 / check.ratio))}x off"
+    return f"{100 * (check.ratio - 1):+.0f} %".replace("+0 %", "0 %").replace("-0 %", "0 %")
+
+
+def waterfall(steps: Sequence[tuple[str, float, float]], width: float, unit: str, label: str) -> Markup:
+    """What went in, what each step took away (hanging bars), what came out."""
+    step, size = 30.0, 13.0
+    shown = [
+        ("in", steps[0][1], 0.0, "whole"),
+        *((name, before, after, "lost") for name, before, after in steps),
+        ("kept", steps[-1][2], 0.0, "kept"),
+    ]
+    name_width = min(width * 0.34, max(text_width(name, size) for name, *_ in shown) + 14)
+    value_width = 78.0
+    x = Scale(0.0, max(max(before, after) for _, before, after, _ in shown) or 1.0, name_width, width - value_width)
+    parts: list[Any] = [line(name_width, 0, name_width, step * len(shown), "axis")]
+    for index, (name, before, after, kind) in enumerate(shown):
+        middle = index * step + step / 2
+        change = after - before if kind == "lost" else before
+        words = units.show(abs(change), unit).removesuffix(" documents")
+        words = words if kind != "lost" else "nothing" if change == 0 else f"{'−' if change < 0 else '+'}{words}"
+        low, high = sorted((before, after))
+        bar = rect(x(low), middle - 8, max(x(high) - x(low), 1.5), 16, f"fall {kind}")
+        join = (
+            line(
+                x(after if kind == "lost" else before),
+                middle + 8,
+                x(after if kind == "lost" else before),
+                middle + step - 8,
+                "leader",
+            )
+            if index + 1 < len(shown)
+            else None
+        )
+        parts.append(
+            group(
+                f"{name}: {units.exact(before, unit)}"
+                + (f" in, {units.exact(after, unit)} out" if kind == "lost" else ""),
+                text(name_width - 10, middle + 4, fit(name, name_width - 10, size), "barlabel", "end"),
+                bar,
+                join,
+                text(x(high) + 7, middle + 4, words, "absent" if change == 0 else "barvalue"),
+            )
+        )
+    return drawing(width, step * len(shown), label, *parts)
+
+
+def strips(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], width: float, label: str) -> Markup:
+    """For each row its (name, value > 0) entries as dots on one log axis, their median as a bar; values are shares."""
+    step, size = 34.0, 13.0
+    name_width = min(width * 0.36, max(text_width(name, size) for name, _ in rows) + 12)
+    x = Scale(
+        *spread_domain([value for _, entries in rows for _, value in entries], log=True), name_width, width - 64, True
+    )
+    bottom = step * len(rows)
+    parts: list[Any] = [x_axis(x, bottom, unit="fraction", count=5 if width > 500 else 3, top=0)]
+    for index, (name, entries) in enumerate(rows):
+        middle = index * step + step / 2
+        half = median(value for _, value in entries)
+        parts.append(text(name_width - 10, middle + 4, fit(name, name_width - 10, size), "barlabel", "end"))
+        parts += [
+            group(f"{entry}: {units.exact(value)}", dot(x(value), middle, 4.5, "point other"))
+            for entry, value in entries
+        ]
+        parts.append(
+            group(f"{name}: median {units.exact(half)}", rect(x(half) - 1.5, middle - 11, 3, 22, "fall lost", 1))
+        )
+        parts.append(text(width - 4, middle + 4, units.show(half, "fraction"), "barvalue", "end"))
+    return drawing(width, bottom + 26, label, *parts)

@@ -1,0 +1,226 @@
+"""The chain as a picture: artifacts as nodes, inputs as lines, laid out from the parents alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from hone.report import units
+from hone.report.collect import KINDS, Line, Row
+from hone.report.svg import drawing, el, fit, group, line, rect, text, text_width
+
+HEADLINES = {
+    "data": ("kept_bytes", "train_tokens"),
+    "train": ("num_params", "val_bits_per_byte", "val_loss"),
+    "compress": ("model_bytes", "compression_ratio"),
+    "eval": ("perplexity", "kl_to_reference"),
+    "serve": ("tokens_per_s", "acceptance_rate", "ttft_p50_s"),
+}
+_MEASURING = ("eval", "serve")
+_TALL, _LOW, _GAP = 64.0, 44.0, 10.0
+
+
+@dataclass
+class Node:
+    """One box: an artifact or an input from outside. `depth` is its column, `y` the middle of its band."""
+
+    id: str
+    kind: str
+    name: str
+    facts: list[str]
+    row: Row | None = None
+    main: str | None = None
+    others: list[tuple[str, str]] = field(default_factory=list)
+    depth: int = 0
+    y: float = 0.0
+
+    @property
+    def height(self) -> float:
+        return _LOW if self.kind in _MEASURING else _TALL
+
+    @property
+    def tooltip(self) -> str:
+        if self.row is None:
+            return f"{self.name}: from outside this line"
+        inputs = ", ".join(f"{parent.role} {parent.name}" for parent in self.row.parents)
+        return f"{self.id}: {', '.join(self.facts) or 'no figures'}" + (f"; made from {inputs}" if inputs else "")
+
+
+def facts(row: Row) -> list[str]:
+    """The two figures that say most about an artifact of this kind, in words."""
+    words = {
+        "kept_bytes": "{} kept",
+        "num_params": "{} parameters",
+        "compression_ratio": "{} smaller",
+        "perplexity": "perplexity {}",
+        "kl_to_reference": "KL {}",
+        "val_loss": "loss {}",
+        "val_bits_per_byte": "{}",
+        "acceptance_rate": "{} accepted",
+        "ttft_p50_s": "first token {}",
+    }
+    found = []
+    for name in HEADLINES.get(row.kind, tuple(row.figures)):
+        value = row.value(name)
+        if value is not None and len(found) < 2:
+            unit = row.figures[name].unit
+            bare = name in ("num_params", "kl_to_reference", "val_loss")
+            found.append(words.get(name, "{}").format(units.show(value, "" if bare else unit, name)))
+    return found
+
+
+def layout(line_: Line) -> list[Node]:
+    """Nodes with columns (longest path from an input; measurements in the last) and disjoint vertical bands.
+
+    Each node hangs below one main parent: its model, else the first parent no longer path leads to. Of the other
+    inputs only those that no longer path implies are kept as `others`.
+    """
+    nodes = {
+        parent.id: Node(parent.id, "foreign", parent.name.removeprefix("foreign-"), ["from outside"])
+        for parent in line_.foreign
+    }
+    nodes |= {row.id: Node(row.id, row.kind, row.name, facts(row), row) for row in line_.rows}
+    ancestors: dict[str, set[str]] = {id: set() for id in nodes}
+    for row in line_.rows:
+        node = nodes[row.id]
+        known = [
+            parent for parent in row.parents if parent.id in nodes and row.id not in ancestors[parent.id] | {parent.id}
+        ]
+        for parent in known:
+            ancestors[row.id] |= {parent.id} | ancestors[parent.id]
+            node.depth = max(node.depth, nodes[parent.id].depth + 1)
+        direct = {p.id: p.role for p in known if not any(p.id in ancestors[q.id] for q in known)}
+        model = row.parent("model")
+        node.main = model.id if model in known and model else next(iter(direct), None)
+        node.others = [(id, role) for id, role in direct.items() if id != node.main]
+    last = max(node.depth for node in nodes.values())
+    for node in nodes.values():
+        if node.kind in _MEASURING:
+            node.depth = last
+    _bands(nodes)
+    return list(nodes.values())
+
+
+def children(nodes: dict[str, Node], id: str | None) -> list[Node]:
+    """Nodes whose main parent is `id`: measurements first, then by stage, in the line's order."""
+    order = {kind: place for place, kind in enumerate(("eval", "serve", *KINDS))}
+    below = [node for node in nodes.values() if node.main == id]
+    return sorted(below, key=lambda node: order.get(node.kind, len(order)))
+
+
+def _bands(nodes: dict[str, Node]) -> None:
+    """Gives every subtree its own band, so that a line at a node's height crosses no other node."""
+
+    def place(node: Node, top: float) -> float:
+        below = children(nodes, node.id)
+        bottom = top
+        for child in below:
+            bottom = place(child, bottom)
+        bottom = max(bottom, top + node.height + _GAP)
+        node.y = (below[0].y + below[-1].y) / 2 if len(below) > 1 else below[0].y if below else 0.0
+        node.y = (
+            min(max(node.y, top + (node.height + _GAP) / 2), bottom - (node.height + _GAP) / 2)
+            if below
+            else (top + bottom) / 2
+        )
+        return bottom
+
+    top = 0.0
+    for root in children(nodes, None):
+        top = place(root, top)
+
+
+def chain(line_: Line, width: float) -> Markup:
+    """The picture, left to right; as an outline from top to bottom where `width` is a phone's."""
+    nodes = layout(line_)
+    label = f"How the {len(line_.rows)} artifacts of {line_.name} were made from each other"
+    if width < 600:
+        return _outline({node.id: node for node in nodes}, width, label)
+    columns = max(node.depth for node in nodes) + 1
+    gap = 44.0
+    box = max(150.0, min(250.0, (width - gap * (columns - 1)) / columns))
+    full = box * columns + gap * (columns - 1)
+    place = {node.id: (node.depth * (box + gap), node.y) for node in nodes}
+    height = max(node.y + node.height / 2 for node in nodes) + 4
+    parts = []
+    for node in nodes:
+        x, y = place[node.id]
+        sources = ([(node.main, "")] if node.main else []) + node.others
+        for source, role in sources:
+            from_x, from_y = place[source]
+            parts.append(
+                _curve(
+                    from_x + box,
+                    from_y,
+                    x,
+                    y,
+                    gap,
+                    "link aside" if role else "link",
+                    f"{node.id} takes {source}" + (f" as {role}" if role else ""),
+                )
+            )
+    parts += [_box(node, *place[node.id], box) for node in nodes]
+    return drawing(full, height, label, *parts)
+
+
+def _curve(x1: float, y1: float, x2: float, y2: float, gap: float, class_: str, title: str) -> Markup:
+    """Bends within the first gap, then runs straight: the target's band is free all the way."""
+    turn = x1 + gap
+    d = f"M{x1:.1f} {y1:.1f}C{x1 + gap * 0.6:.1f} {y1:.1f} {turn - gap * 0.6:.1f} {y2:.1f} {turn:.1f} {y2:.1f}L{x2:.1f} {y2:.1f}"
+    return el("path", el("title", title), d=d, class_=class_)
+
+
+def _box(node: Node, x: float, y: float, width: float) -> Markup:
+    top, inner = y - node.height / 2, width - 24
+    kind_width = text_width(node.kind, 11.5) + 6
+    parts = [
+        rect(x + 0.5, top + 0.5, width - 1, node.height - 1, f"node {node.kind}", 5),
+        rect(x, top, 4, node.height, f"mark {node.kind}", 2),
+        text(x + 14, top + 18, node.kind, "kind"),
+        text(x + 14 + kind_width, top + 18, fit(node.name, inner - kind_width, 13), "name"),
+    ]
+    if node.kind in _MEASURING or len(node.facts) < 2:
+        parts.append(text(x + 14, top + 35, fit(" · ".join(node.facts), inner, 12), "fact"))
+    else:
+        parts += [
+            text(x + 14, top + 36 + 16 * n, fit(fact, inner, 12), "fact") for n, fact in enumerate(node.facts[:2])
+        ]
+    return group(node.tooltip, *parts)
+
+
+def _outline(nodes: dict[str, Node], width: float, label: str) -> Markup:
+    """Top to bottom with indents: what a narrow screen can show without scrolling sideways."""
+    parts: list[Markup] = []
+    height = 48.0
+
+    def draw(node: Node, depth: int, y: float) -> float:
+        x = depth * 15.0
+        bottom = y + height
+        inner = width - x - 22
+        kind_width = text_width(node.kind, 11.5) + 6
+        beside = [f"with {nodes[id].id} as {role}" for id, role in node.others]
+        parts.append(
+            group(
+                node.tooltip,
+                rect(x + 0.5, y + 0.5, width - x - 1, height - 7, f"node {node.kind}", 5),
+                rect(x, y, 4, height - 6, f"mark {node.kind}", 2),
+                text(x + 13, y + 17, node.kind, "kind"),
+                text(x + 13 + kind_width, y + 17, fit(node.name, inner - kind_width, 13), "name"),
+                text(x + 13, y + 34, fit(" · ".join([*node.facts[: 1 if beside else 2], *beside]), inner, 12), "fact"),
+            )
+        )
+        below = children(nodes, node.id)
+        for child in below:
+            middle = bottom + (height - 6) / 2
+            parts.append(line(x + 6, middle, x + 15, middle, "link"))
+            last_middle = middle
+            bottom = draw(child, depth + 1, bottom)
+        if below:
+            parts.insert(0, line(x + 6, y + height - 6, x + 6, last_middle, "link"))
+        return bottom
+
+    y = 0.0
+    for root in children(nodes, None):
+        y = draw(root, 0, y)
+    return drawing(width, y, label, *parts)

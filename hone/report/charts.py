@@ -1,0 +1,163 @@
+"""Curves and points: the loss of a training run, and quality against size; one static SVG each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from hone.report import units
+from hone.report.collect import Row, finite
+from hone.report.compare import Point, pareto
+from hone.report.svg import (
+    Scale,
+    dot,
+    drawing,
+    group,
+    line,
+    path,
+    place_labels,
+    spread_domain,
+    text,
+    x_axis,
+    y_axis,
+)
+
+
+def loss_series(row: Row) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(step, training loss) and (step, validation loss) of a train artifact, as far as steps.jsonl has them."""
+    steps = row.content.get("steps.jsonl") or []
+    train = finite((entry.get("step"), entry.get("loss")) for entry in steps)
+    val = finite((entry.get("step"), entry.get("val_loss")) for entry in steps)
+    return sorted(train), sorted(val)
+
+
+def smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
+    """Centered running mean over `window` points, narrower at both ends."""
+    half = window // 2
+    return [
+        (x, sum(y for _, y in part) / len(part))
+        for index, (x, _) in enumerate(points)
+        if (part := points[max(0, index - half) : index + half + 1])
+    ]
+
+
+def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
+    """At most about `most` of the points, evenly taken, the last one kept."""
+    stride = max(1, math.ceil(len(points) / most))
+    kept = points[::stride]
+    return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def loss(row: Row, width: float, domain: tuple[float, float]) -> Markup:
+    """Training loss (faint: every step; firm: running mean) and validation loss (dots) over steps."""
+    train, val = loss_series(row)
+    height, left, right, top, bottom = 260.0, 44.0, 16.0, 14.0, 34.0
+    xs = [x for x, _ in train + val]
+    x = Scale(min(xs), max(max(xs), min(xs) + 1), left, width - right)
+    y = Scale(*domain, height - bottom, top)
+    parts: list[Any] = [y_axis(y, left, width - right), x_axis(x, height - bottom)]
+    parts.append(text(width - right, height - 4, "step", "tick", "end"))
+
+    def at(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(x(a), y(min(max(b, domain[0]), domain[1]))) for a, b in points]
+
+    if train:
+        parts.append(path(at(thin(train)), "raw"))
+        parts.append(path(at(thin(smooth(train, max(3, len(train) // 25)))), "curve"))
+    if val:
+        parts.append(path(at(val), "val"))
+        for (px, py), (step, value) in zip(at(val), val, strict=True):
+            parts.append(group(f"step {step:.0f}: validation loss {value!r} nats/token", dot(px, py, 3.5, "valdot")))
+    ends = [("validation", val, "vallabel"), ("training", smooth(train, max(3, len(train) // 25)), "curvelabel")]
+    ends = [(name, series, class_) for name, series, class_ in ends if series]
+    words = [f"{name} {units.three(series[-1][1])}" for name, series, _ in ends]
+    parts += _end_labels(
+        words, [class_ for *_, class_ in ends], at([series[-1] for _, series, _ in ends]), width - right, top
+    )
+    said = f"Loss of {row.id} over {len(train)} steps" + (
+        f", validation loss from {units.three(val[0][1])} to {units.three(val[-1][1])} nats per token" if val else ""
+    )
+    return drawing(width, height, said, *parts)
+
+
+def _end_labels(
+    words: list[str], classes: list[str], ends: list[tuple[float, float]], right: float, top: float
+) -> list[Markup]:
+    """Series names, right-aligned above where the curves end (curves fall, so there is air), the higher curve first."""
+    order = sorted(range(len(words)), key=lambda index: ends[index][1])
+    base = max(top + 12 + 16 * (len(words) - 1), min((y for _, y in ends), default=top) - 46)
+    return [
+        text(right, base - 16 * (len(words) - 1 - place), words[index], classes[index], "end")
+        for place, index in enumerate(order)
+    ]
+
+
+def loss_domain(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """One loss axis for all training runs, cut above the first tenth of the steps' median; None without a loss."""
+    values = [loss_ for row in rows for series in loss_series(row) for _, loss_ in series]
+    if not values:
+        return None
+    low, high = spread_domain(values, log=False, pad=0.04)
+    return max(low, 0.0) if min(values) >= 0 else low, high
+
+
+def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Markup:
+    """Each model a point, size against quality (both: less is better), the Pareto line through the unbeaten ones."""
+    height, left, right, top, bottom = 340.0 if width > 600 else 320.0, 52.0, 18.0, 22.0, 44.0
+    sizes, values = [point.num_bytes for point in points], [point.quality for point in points]
+    log_x, log_y = max(sizes) / min(sizes) > 3, min(values) > 0 and max(values) / min(values) > 3
+    x = Scale(*spread_domain(sizes, log=log_x, pad=0.13), left, width - right, log_x)
+    y = Scale(*spread_domain(values, log=log_y, pad=0.1), height - bottom, top, log_y)
+    parts: list[Any] = [
+        y_axis(y, left, width - right),
+        x_axis(x, height - bottom, unit="B", count=5 if width > 600 else 3, top=top),
+    ]
+    parts.append(text(width - right, height - 6, "model size" + (" (log scale)" if log_x else ""), "tick", "end"))
+    parts.append(text(4, 11, f"{units.label(metric)}{' (log scale)' if log_y else ''}, lower is better", "tick"))
+    front = [(x(points[i].num_bytes), y(points[i].quality)) for i in pareto(list(zip(sizes, values, strict=True)))]
+    steps = [front[0]]
+    for px, py in front[1:]:
+        steps += [(px, steps[-1][1]), (px, py)]
+    parts.append(path([(steps[0][0], top), *steps, (width - right, steps[-1][1])], "pareto"))
+    anchors = [(x(point.num_bytes), y(point.quality)) for point in points]
+    order = sorted(range(len(points)), key=lambda index: (not points[index].on_line, anchors[index]))
+    boxes = (
+        dict(
+            zip(
+                order,
+                place_labels(
+                    [anchors[i] for i in order],
+                    [points[i].label for i in order],
+                    (left, top - 8, width - 2, height - bottom),
+                    size=13,
+                ),
+                strict=True,
+            )
+        )
+        if order
+        else {}
+    )
+    for index, point in enumerate(points):
+        (px, py), box = anchors[index], boxes[index]
+        said = f"{point.label}: {units.exact(point.num_bytes, 'B')}, {units.label(metric)} {units.exact(point.quality, unit)}"
+        far = max(abs((box[0] + box[2]) / 2 - px) - (box[2] - box[0]) / 2, abs((box[1] + box[3]) / 2 - py) - 8) > 14
+        leader = line(px, py, min(max(px, box[0]), box[2]), (box[1] + box[3]) / 2, "leader") if far else None
+        kind = "best" if point.on_line else "other"
+        parts.append(
+            group(
+                said,
+                leader,
+                dot(px, py, 6, f"point {kind}"),
+                text(box[0], box[3] - 4, point.label, f"pointlabel {kind}"),
+            )
+        )
+    best = ", ".join(point.label for point in points if point.on_line)
+    return drawing(
+        width,
+        height,
+        f"{units.label(metric)} against model size of {len(points)} models; on the Pareto line: {best}",
+        *parts,
+    )

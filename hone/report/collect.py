@@ -1,0 +1,232 @@
+"""Manifests to rows: reads a line's artifact folders and joins them by their parents; writes nothing, runs nothing."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hone.base.artifact import MANIFEST, Artifact
+from hone.base.errors import ArtifactError
+from hone.base.figure import Figure
+
+KINDS = ("foreign", "data", "train", "compress", "eval", "serve")
+"""Stages in the order in which a line runs them; unknown kinds come last."""
+CONTENT = {
+    "data": ("stats.json", "dropped.jsonl", "sample.jsonl"),
+    "train": ("steps.jsonl", "log/timing.jsonl"),
+    "compress": ("layers.jsonl",),
+    "serve": ("samples.jsonl",),
+}
+"""Files beside hone.json that the report reads, by stage."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """One input of an artifact. `id` is its folder name when it is in the line, else 'foreign:<name>'.
+
+    `stale` is true when the line holds an artifact of that name made from another spec than the one used.
+    """
+
+    role: str
+    name: str
+    id: str
+    fingerprint: str
+    stale: bool = False
+
+
+@dataclass
+class Row:
+    """One artifact, read: `id` is its folder's name, `content` its side files by name (absent ones missing)."""
+
+    id: str
+    kind: str
+    name: str
+    fingerprint: str
+    spec: dict[str, Any]
+    figures: dict[str, Figure]
+    techniques: list[dict[str, Any]]
+    provenance: dict[str, Any]
+    machine: dict[str, Any]
+    num_bytes: int
+    content: dict[str, Any] = field(default_factory=dict)
+    parents: list[Parent] = field(default_factory=list)
+
+    def value(self, name: str) -> float | None:
+        """The figure's value; None when it is unknown, absent or not finite."""
+        figure = self.figures.get(name)
+        known = figure is not None and figure.value is not None and math.isfinite(figure.value)
+        return figure.value if known else None
+
+    def parent(self, role: str) -> Parent | None:
+        return next((parent for parent in self.parents if parent.role == role), None)
+
+    @property
+    def command(self) -> str:
+        """The command that makes it again; '' when the manifest does not say."""
+        return str(self.provenance.get("command") or "")
+
+
+@dataclass
+class Line:
+    """A line's artifacts, parents before children. `problems` are folders and files that could not be read."""
+
+    name: str
+    folder: Path
+    rows: list[Row]
+    problems: list[tuple[str, str]]
+
+    def get(self, id: str) -> Row | None:
+        return next((row for row in self.rows if row.id == id), None)
+
+    def of(self, *kinds: str) -> list[Row]:
+        return [row for row in self.rows if row.kind in kinds]
+
+    @property
+    def foreign(self) -> list[Parent]:
+        """Inputs that come from outside the line, each once."""
+        return list({parent.id: parent for row in self.rows for parent in row.parents if ":" in parent.id}.values())
+
+    def label(self, id: str) -> str:
+        """A short name for an artifact: without its stage where that is still unique among the models."""
+        row = self.get(id)
+        if row is None:
+            return id.partition(":")[2] or id
+        twins = [other for other in self.of("train", "compress") if other.name == row.name]
+        return row.name if len(twins) <= 1 else row.id
+
+    def own_techniques(self, row: Row) -> list[dict[str, Any]]:
+        """What this stage did, without what its first parent already brought along."""
+        first = self.get(row.parents[0].id) if row.parents else None
+        before = first.techniques if first else []
+        return row.techniques[len(before) :] if row.techniques[: len(before)] == before else row.techniques
+
+
+def collect(folder: Path | str) -> Line:
+    """Reads every artifact folder in `folder`. Raises ArtifactError when there is none that can be read.
+
+    A broken hone.json, a broken side file and an unfinished stage become `problems`; the rest is still read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        near = difflib.get_close_matches(folder.name, beside, n=1)
+        raise ArtifactError(
+            f"no folder {folder}", fix=f"did you mean {folder.parent / near[0]}?" if near else "check the path"
+        )
+    rows: list[Row] = []
+    problems: list[tuple[str, str]] = []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if path.name.endswith(".partial"):
+            problems.append(
+                (path.name.removesuffix(".partial"), "unfinished: run the line again, it resumes where it stopped")
+            )
+        elif (path / MANIFEST).exists():
+            try:
+                rows.append(_read(path, problems))
+            except ArtifactError as error:
+                problems.append((path.name, error.what.replace(f"{folder}/", "")))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                problems.append((path.name, f"{MANIFEST} does not read as a manifest: {_first_line(error)}"))
+    if not rows:
+        broken = "".join(f"; {name}: {what}" for name, what in problems)
+        raise ArtifactError(
+            f"nothing to report: {folder} holds no finished artifact{broken}",
+            fix="run the line first (`hone run RECIPE`), or point at the folder that holds its artifacts",
+        )
+    _join(rows, problems)
+    return Line(folder.resolve().name, folder, _parents_first(rows), problems)
+
+
+def _read(path: Path, problems: list[tuple[str, str]]) -> Row:
+    artifact = Artifact.read(path)
+    manifest = artifact.manifest
+    row = Row(
+        id=path.name,
+        kind=str(artifact.kind),
+        name=str(artifact.name),
+        fingerprint=str(artifact.fingerprint),
+        spec=dict(manifest["spec"]),
+        figures=artifact.figures,
+        techniques=[dict(technique) for technique in artifact.techniques],
+        provenance=dict(manifest.get("provenance") or {}),
+        machine=dict(manifest.get("machine") or {}),
+        num_bytes=sum(int(file["bytes"]) for file in manifest["files"].values()),
+    )
+    row.parents = [
+        Parent(str(parent["role"]), str(parent["name"]), "", str(parent["fingerprint"]))
+        for parent in manifest["parents"]
+    ]
+    for name in CONTENT.get(row.kind, ()):
+        if (path / name).exists():
+            try:
+                row.content[name] = _read_content(path / name)
+            except (ValueError, OSError) as error:
+                problems.append((f"{path.name}/{name}", f"cannot be read: {_first_line(error)}"))
+    return row
+
+
+def _read_content(path: Path) -> Any:
+    """A JSON object, or the objects of a JSONL file. Raises ValueError when it is neither."""
+    text = path.read_text(encoding="utf8")
+    if path.suffix == ".json":
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        return values
+    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("a line is not a JSON object")
+    return rows
+
+
+def _join(rows: list[Row], problems: list[tuple[str, str]]) -> None:
+    """Fills in each parent's `id`: the artifact of the same fingerprint, by preference also of the same name."""
+    by_id = {row.id: row for row in rows}
+    for row in rows:
+        joined = []
+        for parent in row.parents:
+            same = sorted(
+                (other.id != parent.name, other.id) for other in rows if other.fingerprint == parent.fingerprint
+            )
+            stale = not same and parent.name in by_id
+            id = same[0][1] if same else parent.name if stale else f"foreign:{parent.name.removeprefix('foreign-')}"
+            if stale:
+                problems.append((row.id, f"was made from an earlier {parent.name} than the one that is there now"))
+            joined.append(Parent(parent.role, parent.name, id, parent.fingerprint, stale))
+        row.parents = joined
+
+
+def _parents_first(rows: list[Row]) -> list[Row]:
+    """Topological order; among the free, by stage, then by when they were made, then by name."""
+
+    def rank(row: Row) -> tuple:
+        kind = KINDS.index(row.kind) if row.kind in KINDS else len(KINDS)
+        return kind, str(row.provenance.get("time", "")), row.id
+
+    waiting, ordered, placed = sorted(rows, key=rank), [], set[str]()
+    ids = {row.id for row in rows}
+    while waiting:
+        free = [row for row in waiting if all(parent.id in placed or parent.id not in ids for parent in row.parents)]
+        row = (free or waiting)[0]  # hand-made manifests may name each other in a circle
+        waiting.remove(row)
+        ordered.append(row)
+        placed.add(row.id)
+    return ordered
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def finite(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
+    """The pairs of which both are finite numbers."""
+    return [
+        (float(x), float(y))
+        for x, y in pairs
+        if isinstance(x, int | float) and isinstance(y, int | float) and math.isfinite(x) and math.isfinite(y)
+    ]

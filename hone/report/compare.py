@@ -1,0 +1,316 @@
+"""What the figures say against each other: Pareto line, one-change pairs, estimates against measurements, findings."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hone.base.figure import Figure
+from hone.report import units
+from hone.report.collect import Line, Row
+
+TOLERATED = 0.05
+"""Perplexity a finding may cost before another variant is preferred."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluated model: its size and its quality (lower is better), `on_line` when nothing beats it in both."""
+
+    id: str
+    model: str
+    label: str
+    num_bytes: float
+    quality: float
+    on_line: bool = False
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two serving runs that differ in one thing: `path` was `before` in `base` and is `after` in `other`."""
+
+    base: Row
+    other: Row
+    path: str
+    before: Any
+    after: Any
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """One estimate beside its measurement. `ratio` is estimate / measurement, None when it cannot be formed."""
+
+    row: Row
+    figure: Figure
+    ratio: float | None
+
+    @property
+    def bound(self) -> bool:
+        return self.figure.estimate is not None and self.figure.estimate.bound
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence for the head of the page: `value` large, `text` below it, `about` the section it comes from."""
+
+    value: str
+    text: str
+    about: str
+
+
+def pareto(points: list[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other beats in both coordinates (smaller is better), by the first coordinate.
+
+    Of equal points only the first is taken.
+    """
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: (*points[index], index)):
+        if not front or points[index][1] < points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def quality_metric(line: Line) -> str:
+    """The quality figure that most evaluations have: perplexity, else bits per byte, else loss."""
+    counts = Counter(
+        name
+        for row in line.of("eval")
+        for name in ("perplexity", "bits_per_byte", "loss")
+        if row.value(name) is not None
+    )
+    return max(("perplexity", "bits_per_byte", "loss"), key=lambda name: counts[name])
+
+
+def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
+    """Evaluated models as points, and the evaluations left out (no size, no quality, or on other data or windows).
+
+    Only evaluations of one data set under one spec are comparable; the largest such group is taken.
+    """
+    metric = quality_metric(line)
+    groups: dict[tuple, list[Row]] = {}
+    for row in line.of("eval"):
+        data = row.parent("data")
+        figure = row.figures.get(metric)
+        key = (data.fingerprint if data else "", figure.note if figure else "")
+        if model_bytes(line, row) and row.value(metric) is not None and row.parent("model"):
+            groups.setdefault(key, []).append(row)
+    rows = max(groups.values(), key=len) if groups else []
+    raw = []
+    for row in rows:
+        model = row.parent("model")
+        assert model is not None, "grouped above only with a model"
+        raw.append((row, model.id, model_bytes(line, row) or 0.0, row.value(metric) or 0.0))
+    best = set(pareto([(size, quality) for _, _, size, quality in raw]))
+    points = [
+        Point(row.id, model, line.label(model), size, quality, index in best)
+        for index, (row, model, size, quality) in enumerate(raw)
+    ]
+    return points, [row for row in line.of("eval") if row not in rows]
+
+
+def model_bytes(line: Line, row: Row) -> float | None:
+    """Size of the model behind an evaluation or a serving run; None when nobody measured it."""
+    own = row.value("model_bytes")
+    model = row.parent("model")
+    behind = line.get(model.id) if model else None
+    return own or (behind.value("model_bytes") if behind else None)
+
+
+def base_model(line: Line) -> str | None:
+    """Id of the model that the variants come from: the train artifact or foreign model most compressions start from."""
+    sources = Counter(parent.id for row in line.of("compress") if (parent := row.parent("model")) is not None)
+    roots = {id: count for id, count in sources.items() if (row := line.get(id)) is None or row.kind == "train"}
+    if roots:
+        return max(roots, key=lambda id: roots[id])
+    return next((row.id for row in line.of("train")), None)
+
+
+def technique_words(techniques: list[dict[str, Any]]) -> str:
+    """Techniques in a few words: 'gptq 4-bit', 'magnitude 50 % sparse'."""
+    words = []
+    for technique in techniques:
+        parts = [str(technique.get("kind") or technique.get("slot") or "?")]
+        if isinstance(technique.get("bits"), int | float):
+            parts.append(f"{technique['bits']:g}-bit")
+        if isinstance(technique.get("sparsity"), int | float):
+            parts.append(f"{100 * technique['sparsity']:.3g} % sparse")
+        words.append(" ".join(parts))
+    return ", ".join(words)
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Fields in which two specs differ, (dotted path, one's value, other's value); a missing mapping counts once."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = []
+        for key in [*one, *(key for key in other if key not in one)]:
+            found += differences(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
+        return found
+    return [] if one == other else [(path, one, other)]
+
+
+def changes(line: Line, one: Row, other: Row) -> list[tuple[str, Any, Any]]:
+    """What differs between two serving runs: spec fields and inputs; a draft model belongs to its drafter."""
+    found = differences(one.spec, other.spec)
+    for role in sorted({parent.role for row in (one, other) for parent in row.parents}):
+        before, after = one.parent(role), other.parent(role)
+        if (before and before.fingerprint) != (after and after.fingerprint):
+            found.append((role, before and line.label(before.id), after and line.label(after.id)))
+    drafters = [path for path, *_ in found if "draft" in path and path != "draft"]
+    return [change for change in found if not (change[0] == "draft" and drafters)]
+
+
+def serving_pairs(line: Line) -> list[Pair]:
+    """Serving runs that differ in exactly one thing from the run most others differ little from."""
+    rows = [row for row in line.of("serve") if row.value("tokens_per_s")]
+    single = {
+        row.id: [(other, found[0]) for other in rows if len(found := changes(line, row, other)) == 1] for row in rows
+    }
+    if not any(single.values()):
+        return []
+    base = max(rows, key=lambda row: len(single[row.id]))
+    return [
+        Pair(base, other, path, before, after, (other.value("tokens_per_s") or 0) / (base.value("tokens_per_s") or 1))
+        for other, (path, before, after) in single[base.id]
+    ]
+
+
+def checks(line: Line) -> list[Check]:
+    """Every estimate of the line beside its measurement, in the line's order."""
+    found = []
+    for row in line.rows:
+        for figure in row.figures.values():
+            if figure.estimate is not None:
+                value, estimate = figure.value, figure.estimate.value
+                sound = (
+                    value is not None
+                    and math.isfinite(value)
+                    and math.isfinite(estimate)
+                    and value > 0
+                    and estimate > 0
+                )
+                found.append(Check(row, figure, estimate / value if sound and value else None))
+    return found
+
+
+def findings(line: Line) -> list[Finding]:
+    """Up to four sentences for the head of the page, each computed from the figures of one section."""
+    found = [_compression(line), _serving(line), _data(line), _estimates(line), _training(line)]
+    return [finding for finding in found if finding is not None][:4]
+
+
+def _compression(line: Line) -> Finding | None:
+    points, _ = quality_points(line)
+    base = next((point for point in points if point.model == base_model(line)), None)
+    if base is None:
+        return None
+    smaller = [
+        point
+        for point in points
+        if point.num_bytes < base.num_bytes * 0.99 and (row := line.get(point.model)) and row.kind == "compress"
+    ]
+    if not smaller:
+        return None
+    good = [point for point in smaller if point.quality <= base.quality * (1 + TOLERATED)]
+    best = (
+        min(good, key=lambda point: (point.num_bytes, point.quality))
+        if good
+        else min(smaller, key=lambda point: point.quality)
+    )
+    row = line.get(best.model)
+    words = technique_words(line.own_techniques(row)) if row else ""
+    change = units.signed_percent(best.quality / base.quality - 1)
+    named = f"{best.label} ({words})" if words else best.label
+    return Finding(
+        f"{units.three(base.num_bytes / best.num_bytes)}x smaller",
+        f"{named} against {base.label}, for {change} {units.label(quality_metric(line))}",
+        "quality",
+    )
+
+
+def _serving(line: Line) -> Finding | None:
+    pairs = [(pair.ratio, pair.path, pair.before, pair.after) for pair in serving_pairs(line)]
+    either = [
+        (ratio, path, before, after) if ratio >= 1 else (1 / ratio, path, after, before)
+        for ratio, path, before, after in pairs
+        if ratio > 0
+    ]
+    if not either:
+        rows = [row for row in line.of("serve") if row.value("tokens_per_s")]
+        if not rows:
+            return None
+        fastest = max(rows, key=lambda row: row.value("tokens_per_s") or 0)
+        return Finding(units.show(fastest.value("tokens_per_s"), "tokens/s"), f"generated by {fastest.id}", "serving")
+    ratio, path, before, after = max(either, key=lambda row: row[0])
+    return Finding(
+        f"{units.three(ratio)}x tokens/s",
+        f"serving with {setting(path, after)} instead of {setting(path, before)}",
+        "serving",
+    )
+
+
+def setting(path: str, value: Any) -> str:
+    """A changed field in words: 'continuous batching', 'prefix cache on', 'no drafter', 'model int4'."""
+    name = path.rpartition(".")[2].replace("_", " ")
+    if isinstance(value, bool):
+        return f"{name} {'on' if value else 'off'}"
+    if value is None:
+        return f"no {name}"
+    if isinstance(value, dict):
+        return f"{name} {value.get('kind') or 'on'}"
+    return f"{value} {name}" if isinstance(value, str) and path not in ("model", "data", "draft") else f"{name} {value}"
+
+
+def _data(line: Line) -> Finding | None:
+    for row in line.of("data"):
+        read, kept = row.value("input_bytes"), row.value("kept_bytes")
+        if not read or kept is None:
+            continue
+        text = f"of {units.show_bytes(read)} of text kept"
+        lost = Counter({step: before - after for step, before, after in step_bytes(row) if before > after}).most_common(
+            1
+        )
+        if lost:
+            text += f"; step '{lost[0][0]}' dropped the most, {units.show_bytes(lost[0][1])}"
+        return Finding(f"{units.three(100 * kept / read)} %", text, "data")
+    return None
+
+
+def step_bytes(row: Row) -> list[tuple[str, float, float]]:
+    """(step, bytes in, bytes out) of a data artifact's steps, as far as its stats.json says."""
+    steps = (row.content.get("stats.json") or {}).get("steps") or []
+    return [
+        (str(step.get("name", "?")), float(step["bytes_in"]), float(step["bytes_out"]))
+        for step in steps
+        if isinstance(step, dict)
+        and isinstance(step.get("bytes_in"), int | float)
+        and isinstance(step.get("bytes_out"), int | float)
+    ]
+
+
+def _training(line: Line) -> Finding | None:
+    row = next(
+        (row for row in line.of("train") if row.value("val_bits_per_byte") is not None and row.value("time_s")), None
+    )
+    if row is None:
+        return None
+    size = f"{units.show(row.value('num_params'))} parameters, " if row.value("num_params") else ""
+    return Finding(
+        f"{units.three(row.value('val_bits_per_byte') or 0)} bits/byte",
+        f"on validation text: {row.id}, {size}trained in {units.seconds(row.value('time_s') or 0)}",
+        "loss",
+    )
+
+
+def _estimates(line: Line) -> Finding | None:
+    errors = [abs(check.ratio - 1) for check in checks(line) if check.ratio is not None and not check.bound]
+    if len(errors) < 3:
+        return None
+    return Finding(
+        f"{units.three(100 * median(errors))} %",
+        f"median error of {len(errors)} estimates made before the work",
+        "estimates",
+    )

@@ -1,0 +1,205 @@
+"""The report as Markdown: the same figures as tables, readable where HTML is not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hone.report import compare, sections, units
+from hone.report.bars import error_words
+from hone.report.chain import facts
+from hone.report.collect import Line, Row
+
+
+def render(line: Line) -> str:
+    """The report of `line` as Markdown text."""
+    parts = [f"# {escape(line.name)}", "", escape(_under(line)), ""]
+    parts += [f"- **{escape(finding.value)}** {escape(finding.text)}" for finding in compare.findings(line)]
+    if line.problems:
+        parts += ["", "## Not everything could be read", ""]
+        parts += [f"- {code(name)}: {escape(what)}" for name, what in line.problems]
+    parts += ["", "## The chain", "", *_chain(line)]
+    parts += (
+        _quality(line)
+        + _speed(line)
+        + _serving(line)
+        + _estimates(line)
+        + _data(line)
+        + _repeat(line)
+        + _machines(line)
+    )
+    return "\n".join(parts) + "\n"
+
+
+def escape(text: str) -> str:
+    """Plain text that Markdown and the HTML in it leave alone; one line."""
+    text = " ".join(text.split())
+    for char in "\\`*_[]|~":
+        text = text.replace(char, f"\\{char}")
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def code(text: str) -> str:
+    """A code span that holds `text` whatever it holds."""
+    text = " ".join(text.split()).replace("|", "¦")
+    longest = max((len(run) for run in "".join(c if c == "`" else " " for c in text).split()), default=0)
+    fence, pad = "`" * (longest + 1), " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 1) -> list[str]:
+    """A Markdown table; columns from index `numbers` on are right-aligned."""
+    bars = ["---" if index < numbers else "---:" for index in range(len(head))]
+    return ["", *("| " + " | ".join(cells) + " |" for cells in (head, bars, *rows)), ""]
+
+
+def _under(line: Line) -> str:
+    from hone.report.page import under
+
+    return under(line)
+
+
+def _value(row: Row, name: str) -> str:
+    figure = row.figures.get(name)
+    return units.show(figure.value, figure.unit, name) if figure is not None and figure.value is not None else "-"
+
+
+def _chain(line: Line) -> list[str]:
+    rows = [
+        [
+            code(row.id),
+            escape(", ".join(f"{parent.role} {parent.name}" for parent in row.parents)) or "-",
+            escape(", ".join(facts(row))),
+        ]
+        for row in line.rows
+    ]
+    return table(("artifact", "made from", "figures"), rows, numbers=3)
+
+
+def _quality(line: Line) -> list[str]:
+    found = sections.quality(line)
+    if not found:
+        return []
+    metric = found["metric"]
+    best = {point.id for point in compare.quality_points(line)[0] if point.on_line}
+    rows = [
+        [
+            escape(entry["label"]) + (" ●" if entry["row"].id in best else ""),
+            escape(entry["words"]),
+            units.show_bytes(entry["bytes"]),
+            entry["smaller"] or "-",
+            _value(entry["row"], metric),
+            entry["change"] or "-",
+            _value(entry["row"], "kl_to_reference"),
+        ]
+        for entry in found["rows"]
+    ]
+    head = ("model", "done to it", "size", "smaller", units.label(metric), "change", "KL")
+    return [
+        "## Quality against size",
+        "",
+        "● on the Pareto line: no other model is both smaller and better.",
+        *table(head, rows, numbers=2),
+        escape(found["note"]),
+        "",
+    ]
+
+
+def _speed(line: Line) -> list[str]:
+    rows = [
+        [
+            code(row.id),
+            _value(row, "time_s"),
+            _value(row, "peak_memory_bytes"),
+            _value(row, "tokens_per_s"),
+            _energy(row),
+        ]
+        for row in line.rows
+    ]
+    return [
+        "## Time, memory, speed and energy",
+        *table(("artifact", "time", "peak memory", "tokens/s", "energy"), rows),
+    ]
+
+
+def _energy(row: Row) -> str:
+    figure = row.figures.get("energy_j")
+    if figure is None:
+        return "-"
+    return units.show(figure.value, figure.unit) if figure.value is not None else escape(figure.note or units.ABSENT)
+
+
+def _serving(line: Line) -> list[str]:
+    found = sections.serving(line)
+    if not found:
+        return []
+    names = found["figures"]
+    rows = [
+        [
+            code(entry["row"].id),
+            escape(entry["model"]),
+            *map(escape, entry["settings"]),
+            *(_value(entry["row"], name) for name in names),
+        ]
+        for entry in found["rows"]
+    ]
+    pairs = [
+        f"- {pair['shown']} the tokens/s with {escape(pair['after'])} instead of {escape(pair['before'])}"
+        for pair in found["pairs"]
+    ]
+    head = ("run", "model", *map(escape, found["paths"]), *map(units.label, names))
+    against = [f"Against {code(found['base'])}, one change at a time:", "", *pairs] if pairs else []
+    return ["## Serving", "", *against, *table(head, rows, numbers=2 + len(found["paths"]))]
+
+
+def _estimates(line: Line) -> list[str]:
+    checks = compare.checks(line)
+    if not checks:
+        return []
+    rows = [
+        [
+            code(check.row.id),
+            escape(units.label(check.figure.name)),
+            units.show(check.figure.estimate.value, check.figure.estimate.unit, check.figure.name),
+            _value(check.row, check.figure.name),
+            error_words(check),
+        ]
+        for check in checks
+        if check.figure.estimate is not None
+    ]
+    return [
+        "## Said beforehand, measured afterwards",
+        *table(("artifact", "figure", "estimate", "measured", "error"), rows, numbers=2),
+    ]
+
+
+def _data(line: Line) -> list[str]:
+    parts = []
+    for row in line.of("data"):
+        found = sections.data(line, row)
+        reasons = [[escape(reason["name"]), escape(reason["words"])] for reason in found["reasons"]]
+        parts += [
+            f"## What the filters dropped: {code(row.id)}",
+            "",
+            escape(found["words"]),
+            *table(("step and reason", "dropped"), reasons),
+        ]
+    return parts
+
+
+def _repeat(line: Line) -> list[str]:
+    return [
+        "## Repeat a stage",
+        "",
+        *(f"- {code(row.id)}: {code(row.command) if row.command else 'no command noted'}" for row in line.rows),
+        "",
+    ]
+
+
+def _machines(line: Line) -> list[str]:
+    parts = ["## Machine and versions", ""]
+    for entry in sections.machines(line):
+        parts += [
+            f"- {escape(entry['title'])}: "
+            + escape("; ".join(f"{name} {words}".strip() for name, words in entry["facts"]))
+        ]
+    return parts

@@ -1,0 +1,134 @@
+"""The HTML page: one self-contained file from the collected rows; no network, no library, every text escaped."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from hone.base.spec import dump_yaml
+from hone.report import compare, sections, units
+from hone.report.bars import error_words
+from hone.report.chain import chain, facts
+from hone.report.collect import Line
+from hone.report.svg import drawing, el
+
+
+def render(line: Line) -> str:
+    """The page of `line` as HTML text; the same rows always give the same bytes."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"show": units.show, "exact": units.exact, "label": units.label}
+    return environment.from_string(_asset("page.html")).render(**_context(line)) + "\n"
+
+
+def _context(line: Line) -> dict[str, Any]:
+    datas = [sections.data(line, row) for row in line.of("data")]
+    context = {
+        "line": line,
+        "css": Markup(stylesheet()),
+        "js": Markup(_asset("page.js")),
+        "under": under(line),
+        "findings": compare.findings(line),
+        "chain": Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(
+            chain(line, 1080.0), chain(line, 358.0)
+        ),
+        "losses": sections.losses(line),
+        "distilled": sections.distilled(line),
+        "quality": sections.quality(line),
+        "speeds": sections.speeds(line),
+        "serving": sections.serving(line),
+        "estimates": sections.estimates(line),
+        "datas": datas,
+        "sayings": sections.sayings(line),
+        "machines": sections.machines(line),
+        "errors": {(check.row.id, check.figure.name): error_words(check) for check in compare.checks(line)},
+        "facts": facts,
+        "technique_words": compare.technique_words,
+        "yaml": dump_yaml,
+    }
+    titles = [
+        ("chain", "The chain", True),
+        ("loss", "Training", context["losses"]),
+        ("quality", "Quality against size", context["quality"]),
+        ("speed", "Speed and energy", context["speeds"]),
+        ("serving", "Serving", context["serving"]),
+        ("estimates", "Estimates", context["estimates"]),
+        ("data", "Dropped text", datas),
+        ("text", "Generated text", context["sayings"]),
+        ("repeat", "Repeat a stage", True),
+        ("artifacts", "Every figure", True),
+        ("machine", "Machine", True),
+    ]
+    shown = [(id, title) for id, title, there in titles if there]
+    context["sections"] = shown
+    context["findings"] = [finding for finding in context["findings"] if finding.about in dict(shown)]
+    return context
+
+
+def under(line: Line) -> str:
+    """The line below the title: how many artifacts, on what machine, how long, when."""
+    words = [f"{len(line.rows)} artifact{'s' if len(line.rows) != 1 else ''}"]
+    times = [value for row in line.rows if (value := row.value("time_s")) is not None]
+    if times:
+        words.append(f"{units.seconds(sum(times))} of work")
+    peaks = [value for row in line.rows if (value := row.value("peak_memory_bytes")) is not None]
+    if peaks:
+        words.append(f"at most {units.show_bytes(max(peaks))} of memory")
+    processors = sorted({str(row.machine["cpu"]) for row in line.rows if row.machine.get("cpu")})
+    if processors:
+        words.append(f"on {' and '.join(processors)}")
+    made = max((str(row.provenance.get("time") or "") for row in line.rows), default="")
+    return ", ".join(words) + (f"; finished {made[:10]} {made[11:16]} UTC" if len(made) >= 16 else "") + "."
+
+
+def stylesheet() -> str:
+    """All styles: the page's, the charts', and the dark colors once for the system's wish, once for the toggle."""
+    dark = _asset("dark.css")
+    themes = f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{\n{dark}}} }}\n:root[data-theme="dark"] {{\n{dark}}}'
+    printed = f"@media print {{ :root, :root[data-theme] {{{_light()}}} }}"
+    return _asset("page.css").replace("/* dark */", f"{themes}\n{printed}") + _asset("chart.css")
+
+
+def standalone(svg: Markup, padding: float = 24) -> str:
+    """A chart as a file of its own: light colors written in, on a light ground that a dark page may surround."""
+    width, height = size_of(svg)
+    colors = dict(re.findall(r"(--[a-z]+): ([^;]+);", _light()))
+    css = re.sub(r"var\((--[a-z]+)\)", lambda name: colors[name.group(1)].replace('"', "'"), _asset("chart.css"))
+    css = css.replace("svg ", "").replace("svg {", "text {")
+    label = re.search(r'aria-label="([^"]*)"', svg)
+    inner = el("g", svg, transform=f"translate({padding:g} {padding:g})")
+    ground = el("rect", width="100%", height="100%", rx=10, fill=colors["--paper"])
+    return (
+        str(
+            drawing(
+                width + 2 * padding,
+                height + 2 * padding,
+                Markup(label.group(1)) if label else "",
+                el("style", Markup(css)),
+                ground,
+                inner,
+            )
+        )
+        + "\n"
+    )
+
+
+def size_of(svg: str) -> tuple[float, float]:
+    """Width and height of a drawing."""
+    found = re.search(r'viewBox="0 0 (\S+) (\S+)"', svg)
+    assert found is not None, "every drawing has a viewBox"
+    return float(found.group(1)), float(found.group(2))
+
+
+def _light() -> str:
+    """The light colors, as page.css declares them."""
+    found = re.search(r":root \{(.*?)\}", _asset("page.css"), re.DOTALL)
+    assert found is not None, "page.css starts with the light colors"
+    return found.group(1)
+
+
+def _asset(name: str) -> str:
+    return files("hone.report").joinpath(name).read_text(encoding="utf8")

@@ -1,0 +1,207 @@
+"""SVG by hand: elements, scales, ticks, text widths; every text is escaped, every color is a class of chart.css."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from hone.report import units
+
+_NARROW = set("iljtfrI.,:;|'!()[] -/")
+_WIDE = set("mwMWQO@%")
+
+
+def el(name: str, *children: Any, **attributes: Any) -> Markup:
+    """Element `name`; children that are no Markup are escaped; `class_` -> class, `stroke_width` -> stroke-width."""
+    shown = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _number(value))
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inner = Markup("").join(escape(child) for child in children if child is not None)
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), shown, inner)
+
+
+def _number(value: Any) -> Any:
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
+
+
+def drawing(width: float, height: float, label: str, *children: Any) -> Markup:
+    """A whole SVG with a text alternative, as wide as its container up to its own width."""
+    return Markup(
+        '<svg viewBox="0 0 {0} {1}" width="{0}" height="{1}" role="img" aria-label="{2}" xmlns="http://www.w3.org/2000/svg">{3}</svg>'
+    ).format(round(width), round(height), label, Markup("").join(escape(child) for child in children))
+
+
+def text(x: float, y: float, content: Any, class_: str = "", anchor: str | None = None, **more: Any) -> Markup:
+    return el("text", content, x=float(x), y=float(y), class_=class_ or None, text_anchor=anchor, **more)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    return el("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
+
+
+def rect(x: float, y: float, width: float, height: float, class_: str, rx: float = 2) -> Markup:
+    return el("rect", x=float(x), y=float(y), width=float(max(width, 0)), height=float(height), rx=rx, class_=class_)
+
+
+def dot(x: float, y: float, radius: float, class_: str) -> Markup:
+    return el("circle", cx=float(x), cy=float(y), r=radius, class_=class_)
+
+
+def path(points: list[tuple[float, float]], class_: str) -> Markup:
+    return el("path", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), class_=class_)
+
+
+def group(title: str, *children: Any, **attributes: Any) -> Markup:
+    """Children under a tooltip."""
+    return el("g", el("title", title), *children, **attributes)
+
+
+def text_width(content: str, size: float = 12) -> float:
+    """About how wide `content` runs in a proportional system font, on the wide side."""
+    units_wide = sum(0.34 if c in _NARROW else 0.9 if c in _WIDE else 0.7 if c.isupper() else 0.57 for c in content)
+    return units_wide * size * 1.03
+
+
+def fit(content: str, width: float, size: float = 12) -> str:
+    """`content`, cut with an ellipsis where it would run wider than `width`."""
+    if text_width(content, size) <= width:
+        return content
+    while content and text_width(content + "…", size) > width:
+        content = content[:-1]
+    return content.rstrip() + "…"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to pixels [start, end], linearly or by logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.log:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int = 5, unit: str = "") -> list[float]:
+        """About `count` round values inside the domain; binary-round for bytes."""
+        step = binary_step if unit == "B" else decimal_step
+        if self.log and self.high / self.low > 3:
+            found = _log_ticks(self.low, self.high, unit)
+            while len(found) > count + 2:
+                found = found[::2]
+            return found
+        size = step((self.high - self.low) / max(count, 1))
+        first = math.ceil(self.low / size - 1e-9)
+        last = math.floor(self.high / size + 1e-9)
+        return [index * size for index in range(first, last + 1)]
+
+
+def decimal_step(rough: float) -> float:
+    """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is not below `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next((step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.999), 10 * power)
+
+
+def binary_step(rough: float) -> float:
+    """As `decimal_step`, in the binary unit that `rough` bytes are read in."""
+    unit = 1024.0 ** max(0, math.floor(math.log(rough, 1024)))
+    return decimal_step(rough / unit) * unit
+
+
+def _log_ticks(low: float, high: float, unit: str) -> list[float]:
+    if unit == "B":
+        powers = [2.0**exponent for exponent in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+        return [value for value in powers if low <= value <= high]
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        found = [digit * 10.0**exponent for exponent in exponents for digit in digits]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= 3:
+            return found
+    return found
+
+
+def spread_domain(values: list[float], *, log: bool, pad: float = 0.08) -> tuple[float, float]:
+    """A domain around `values` with air on both sides; a single value gets a factor of two (or +-1) around it."""
+    low, high = min(values), max(values)
+    if log:
+        room = (high / low) ** pad if high > low else 1.5
+        return low / room, high * room
+    room = (high - low) * pad if high > low else abs(high) * 0.2 or 1.0
+    return low - room, high + room
+
+
+def y_axis(scale: Scale, left: float, right: float, *, unit: str = "", count: int = 5) -> Markup:
+    """Grid lines with their values at the left."""
+    return Markup("").join(
+        line(left, scale(tick), right, scale(tick), "grid")
+        + text(left - 6, scale(tick) + 3.5, units.show(tick, unit), "tick", "end")
+        for tick in scale.ticks(count, unit)
+    )
+
+
+def x_axis(scale: Scale, bottom: float, *, unit: str = "", count: int = 5, top: float | None = None) -> Markup:
+    """Values under `bottom`, with grid lines up to `top` when given."""
+    parts = []
+    for tick in scale.ticks(count, unit):
+        x = scale(tick)
+        parts.append(line(x, top if top is not None else bottom, x, bottom + 4, "grid"))
+        parts.append(text(x, bottom + 17, units.show(tick, unit), "tick", "middle"))
+    return Markup("").join(parts)
+
+
+Box = tuple[float, float, float, float]
+"""x0, y0, x1, y1."""
+
+
+def overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def place_labels(
+    anchors: list[tuple[float, float]], labels: list[str], frame: Box, *, size: float = 12, radius: float = 6
+) -> list[Box]:
+    """A box for each label near its anchor, inside `frame`, overlapping neither another label nor a point.
+
+    Tries the nearest places first, then further rings around the point; in a hopeless crowd it takes the last tried.
+    """
+    points = [(x - radius, y - radius, x + radius, y + radius) for x, y in anchors]
+    placed: list[Box] = []
+    for (x, y), label in zip(anchors, labels, strict=True):
+        width, height = text_width(label, size), size * 1.25
+        box = (x, y, x + width, y + height)
+        for box in _places(x, y, width, height, radius):
+            inside = box[0] >= frame[0] and box[1] >= frame[1] and box[2] <= frame[2] and box[3] <= frame[3]
+            if inside and not any(overlap(box, other) for other in [*placed, *points]):
+                break
+        placed.append(box)
+    return placed
+
+
+def _places(x: float, y: float, width: float, height: float, radius: float) -> list[Box]:
+    places = []
+    for ring in range(12):
+        gap = radius + 3 + ring * height * 0.6
+        for left, top in (
+            (x + gap, y - height / 2),
+            (x - width / 2, y - gap - height),
+            (x - width / 2, y + gap),
+            (x - gap - width, y - height / 2),
+            (x + gap * 0.7, y - gap * 0.7 - height),
+            (x + gap * 0.7, y + gap * 0.7),
+            (x - gap * 0.7 - width, y - gap * 0.7 - height),
+            (x - gap * 0.7 - width, y + gap * 0.7),
+        ):
+            places.append((left, top, left + width, top + height))
+    return places

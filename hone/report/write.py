@@ -1,0 +1,121 @@
+"""Writes a line's report: index.html, report.md and report.json beside its artifacts, and a picture for a README."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from hone.base.artifact import write_atomic
+from hone.report import charts, compare, markdown, page
+from hone.report.chain import chain
+from hone.report.collect import Line, collect
+from hone.report.svg import drawing, el
+
+SCHEMA = 1
+"""Version of report.json's layout; it changes when a key is renamed, removed or gets another meaning."""
+
+
+def build(line_folder: Path | str, out: Path | str | None = None) -> Path:
+    """Reads the artifacts in `line_folder`, writes the report into `out` (default: its subfolder `report`).
+
+    Returns the path of index.html. Raises ArtifactError when there is nothing to report. Reads hone.json and
+    the text files beside it, never a weight; the same artifacts give byte-identical reports.
+    """
+    line = collect(line_folder)
+    out = Path(out) if out is not None else Path(line_folder) / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(
+        out / "report.json", (json.dumps(rows(line), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    )
+    write_atomic(out / "report.md", markdown.render(line).encode())
+    write_atomic(out / "index.html", page.render(line).encode())
+    return out / "index.html"
+
+
+def picture(line_folder: Path | str, out: Path | str) -> Path:
+    """Writes one SVG file of the chain and the quality chart, light ground included. Returns its path.
+
+    Raises ArtifactError when there is nothing to draw.
+    """
+    line = collect(line_folder)
+    width = 1080.0
+    parts = [chain(line, width)]
+    points, _ = compare.quality_points(line)
+    if points:
+        metric = compare.quality_metric(line)
+        unit = next(row.figures[metric].unit for row in line.of("eval") if row.id == points[0].id)
+        parts.append(charts.quality(points, width, metric, unit))
+    top, placed = 0.0, []
+    for part in parts:
+        wide, high = page.size_of(part)
+        placed.append(el("g", part, transform=f"translate(0 {top:g})"))
+        width, top = max(width, wide), top + high + 28
+    whole = drawing(
+        width, top - 28, f"The chain of {line.name}, and the quality of its models against their size", *placed
+    )
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, page.standalone(Markup(whole)).encode())
+    return out
+
+
+def rows(line: Line) -> dict[str, Any]:
+    """The content of report.json: every artifact with its figures, and what was computed from them."""
+    points, left_out = compare.quality_points(line)
+    artifacts = []
+    for row in line.rows:
+        artifacts.append(
+            {
+                "id": row.id,
+                "kind": row.kind,
+                "name": row.name,
+                "fingerprint": row.fingerprint,
+                "parents": [asdict(parent) for parent in row.parents],
+                "techniques": row.techniques,
+                "spec": row.spec,
+                "figures": [
+                    {**figure.model_dump(mode="json"), "error": figure.error} for figure in row.figures.values()
+                ],
+                "num_bytes": row.num_bytes,
+                "machine": row.machine,
+                "provenance": row.provenance,
+            }
+        )
+    found = {
+        "schema": SCHEMA,
+        "line": line.name,
+        "findings": [asdict(finding) for finding in compare.findings(line)],
+        "problems": [{"name": name, "what": what} for name, what in line.problems],
+        "quality": {
+            "metric": compare.quality_metric(line),
+            "points": [asdict(point) for point in points],
+            "left_out": [row.id for row in left_out],
+        },
+        "serving": [
+            {
+                "base": pair.base.id,
+                "other": pair.other.id,
+                "path": pair.path,
+                "before": pair.before,
+                "after": pair.after,
+                "ratio": pair.ratio,
+            }
+            for pair in compare.serving_pairs(line)
+        ],
+        "artifacts": artifacts,
+    }
+    return without_nan(found)
+
+
+def without_nan(values: Any) -> Any:
+    """`values` with every number that JSON cannot say written as a string: 'nan', 'inf', '-inf'."""
+    if isinstance(values, dict):
+        return {str(key): without_nan(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_nan(value) for value in values]
+    return str(values) if isinstance(values, float) and not math.isfinite(values) else values
