@@ -1,0 +1,302 @@
+"""What a client gets back: OpenAI response objects, whole or as server-sent events, with logprobs and usage."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hone.serve.protocol import ApiError, ChatBody, CompletionBody, GenerationBody
+from hone.serve.request import Output, TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity; clients expect this floor
+
+
+class TokenNames(Protocol):
+    """What replies need of a tokenizer."""
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+@dataclass
+class PromptTokens:
+    """One prompt, ready for the engine: its ids, the text to echo, and which ids leave no trace in that text."""
+
+    ids: list[int]
+    text: str = ""
+
+
+@dataclass
+class Choice:
+    """What has come so far of one choice of a reply."""
+
+    index: int
+    prompt: PromptTokens
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    num_cached: int = 0
+    begun: bool = False
+
+    def take(self, output: Output) -> None:
+        """Adds one engine output."""
+        self.text.append(output.text)
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.finish = output.finish
+        self.stop_reason = output.stop_reason
+        self.num_cached = output.num_cached_tokens
+
+
+def dump(value: Any) -> bytes:
+    """`value` as compact UTF-8 JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf8", "replace")
+
+
+def event(value: Any) -> bytes:
+    """`value` as one server-sent event."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+def floor(logprob: float) -> float:
+    """`logprob`, finite."""
+    return max(logprob, _LOWEST_LOGPROB) if not math.isnan(logprob) else _LOWEST_LOGPROB
+
+
+class Labels:
+    """Names tokens: their text, or `bytes:\\xNN` where a token is only a part of a character."""
+
+    def __init__(self, tokenizer: TokenNames | None, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
+
+    def bytes(self, token: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+
+    def text(self, token: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token}"
+        raw = self.bytes(token)
+        try:
+            return raw.decode("utf8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class CompletionLogprobs:
+    """The four lists of /v1/completions; keeps its place in the text between two chunks of a stream."""
+
+    def __init__(self, labels: Labels, special: frozenset[int]) -> None:
+        self._labels = labels
+        self._special = special
+        self._decoder = codecs.getincrementaldecoder("utf8")("replace")
+        self._chars = 0
+        self._drop_space = False
+
+    def start(self, prompt: PromptTokens) -> None:
+        """Says that the prompt's tokens come first (echo); its text may lack the space SentencePiece puts in front."""
+        first = next((raw for token in prompt.ids if (raw := self._bytes(token))), b"")
+        self._drop_space = first.startswith(b" ") and not prompt.text.startswith(" ")
+
+    def lists(self, tokens: list[int], rows: list[TokenLogprob | None]) -> dict[str, list[Any]]:
+        """JSON for `tokens` with their `rows` (None: the first token of a prompt, which nothing predicts)."""
+        out: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token, row in zip(tokens, rows, strict=True):
+            raw = self._bytes(token)
+            if self._drop_space and raw:
+                raw, self._drop_space = raw[1:], False
+            if raw and not 0x80 <= raw[0] < 0xC0:  # no continuation: what was begun before stays broken
+                self._chars += len(self._decoder.decode(b"", final=True))
+            out["text_offset"].append(self._chars)
+            self._chars += len(self._decoder.decode(raw))
+            out["tokens"].append(self._labels.text(token))
+            out["token_logprobs"].append(None if row is None else floor(row.logprob))
+            out["top_logprobs"].append(None if row is None else self._top(row))
+        return out
+
+    def _top(self, row: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in [*row.top, (row.token, row.logprob)]:
+            top.setdefault(self._labels.text(token), floor(logprob))  # best first: a namesake keeps the higher one
+        return top
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if token in self._special else self._labels.bytes(token)
+
+
+def chat_logprobs(labels: Labels, rows: list[TokenLogprob]) -> dict[str, Any]:
+    """`logprobs` of a chat choice."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": labels.text(token), "logprob": floor(logprob), "bytes": list(labels.bytes(token))}
+
+    return {
+        "content": [
+            {**entry(row.token, row.logprob), "top_logprobs": [entry(*pair) for pair in row.top]} for row in rows
+        ]
+    }
+
+
+class Reply:
+    """One answer in the making: fed with engine outputs, read as a whole object or as a stream of events."""
+
+    stream_object: str
+    whole_object: str
+
+    def __init__(
+        self, body: GenerationBody, *, reply_id: str, created: int, model: str, prompts: list[PromptTokens], n: int
+    ) -> None:
+        self._body = body
+        self._head = {"id": reply_id, "created": created, "model": model}
+        self.choices = [Choice(row * n + copy, prompt) for row, prompt in enumerate(prompts) for copy in range(n)]
+        self._prompts = prompts
+        self._n = n
+        options = body.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._usage_each = self._include_usage and options is not None and options.continuous_usage_stats
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once however many choices continue it."""
+        prompt = sum(len(prompt.ids) for prompt in self._prompts)
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        cached = sum(choice.num_cached for choice in self.choices[:: self._n])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The finished response object."""
+        head = {"object": self.whole_object, **self._head}
+        return {**head, "choices": [self._whole_choice(choice) for choice in self.choices], "usage": self.usage()}
+
+    def events(self, choice: Choice, output: Output) -> bytes:
+        """The events for one new output of `choice` (already taken); b"" when there is nothing to show yet."""
+        first = not choice.begun
+        shown = output.text or output.finish or output.logprobs or self._wants_ids
+        if not (shown or first):
+            return b""
+        choice.begun = True
+        return b"".join(self._chunk([part]) for part in self._parts(choice, output, first))
+
+    def closing(self) -> bytes:
+        """What ends a stream: usage when asked for, then [DONE]."""
+        if not self._include_usage:
+            return DONE
+        return event({"object": self.stream_object, **self._head, "choices": [], "usage": self.usage()}) + DONE
+
+    @property
+    def _wants_ids(self) -> bool:
+        return bool(self._body.return_token_ids)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        value: dict[str, Any] = {"object": self.stream_object, **self._head, "choices": choices}
+        if self._include_usage:
+            value["usage"] = self.usage() if self._usage_each else None
+        return event(value)
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+class CompletionReply(Reply):
+    """/v1/completions."""
+
+    stream_object = whole_object = "text_completion"
+
+    def __init__(self, body: CompletionBody, labels: Labels, special: frozenset[int], **more: Any) -> None:
+        super().__init__(body, **more)
+        self._echo = body.echo
+        self._logprobs = None if body.logprobs is None else [CompletionLogprobs(labels, special) for _ in self.choices]
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return self._json(choice, "".join(choice.text), choice.tokens, choice.logprobs, with_prompt=True)
+
+    def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
+        return [self._json(choice, output.text, output.tokens, output.logprobs, with_prompt=first)]
+
+    def _json(
+        self, choice: Choice, text: str, tokens: list[int], rows: list[TokenLogprob], *, with_prompt: bool
+    ) -> dict[str, Any]:
+        echo = self._echo and with_prompt
+        value: dict[str, Any] = {
+            "index": choice.index,
+            "text": choice.prompt.text + text if echo else text,
+            "logprobs": None,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._logprobs is not None:
+            writer = self._logprobs[choice.index]
+            if echo:
+                assert choice.prompt_logprobs is not None, "the engine gave no prompt logprobs for an echo"
+                writer.start(choice.prompt)
+                value["logprobs"] = writer.lists(choice.prompt.ids + tokens, [*choice.prompt_logprobs, *rows])
+            else:
+                value["logprobs"] = writer.lists(tokens, list(rows))
+        if self._wants_ids:
+            value["token_ids"] = tokens
+            if with_prompt:
+                value["prompt_token_ids"] = choice.prompt.ids
+        return value
+
+
+class ChatReply(Reply):
+    """/v1/chat/completions."""
+
+    stream_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def __init__(self, body: ChatBody, labels: Labels, **more: Any) -> None:
+        super().__init__(body, **more)
+        self._labels = labels if body.logprobs else None
+
+    def whole(self) -> dict[str, Any]:
+        value = super().whole()
+        if self._wants_ids:
+            value["prompt_token_ids"] = self._prompts[0].ids
+        return value
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        return self._json(choice, {"message": message}, choice.tokens, choice.logprobs, choice.finish)
+
+    def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
+        parts = []
+        if first:
+            parts.append(self._json(choice, {"delta": {"role": "assistant", "content": ""}}, [], [], None))
+        delta = {"content": output.text} if output.text or output.tokens else {}
+        if output.text or output.finish or output.logprobs or self._wants_ids:
+            parts.append(self._json(choice, {"delta": delta}, output.tokens, output.logprobs, output.finish))
+        return parts
+
+    def _json(
+        self, choice: Choice, what: dict[str, Any], tokens: list[int], rows: list[TokenLogprob], finish: str | None
+    ) -> dict[str, Any]:
+        value: dict[str, Any] = {"index": choice.index, **what, "logprobs": None, "finish_reason": finish}
+        if self._labels is not None and rows:
+            value["logprobs"] = chat_logprobs(self._labels, rows)
+        if finish is not None:
+            value["stop_reason"] = choice.stop_reason
+        if self._wants_ids:
+            value["token_ids"] = tokens
+        return value
+
+
+def error_events(error: ApiError) -> bytes:
+    """An error after the headers are out: one event, then [DONE]."""
+    return event(error.body) + DONE

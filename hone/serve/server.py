@@ -1,0 +1,214 @@
+"""`hone serve`: checks the port, starts the engine's process, serves HTTP until a signal, and ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from hone.base.errors import ArtifactError, MachineError, MissingExtra
+from hone.base.spec import Spec
+from hone.serve.spec import EngineSpec
+from hone.serve.worker import Build, EngineFacts, EngineLike, EngineProcess
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from hone.serve.front import Front
+
+API_KEY_VARIABLE = "HONE_API_KEY"
+
+
+class ServerSpec(Spec):
+    """How a model folder is served over HTTP."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every one of this machine.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_key: str = Field(
+        "", description=f"Key clients must send; '' reads ${API_KEY_VARIABLE}, and without that, none."
+    )
+    served_model_name: str = Field("", description="Name clients use for the model; '' is the folder's name.")
+    chat_template: str = Field("", description="Jinja file to use in place of the model's own chat template.")
+    draft: str = Field("", description="Folder of a draft model for speculative decoding.")
+    device: str = Field("cpu", description="Device of the engine: cpu, cuda, cuda:1.")
+    dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
+        "", description="Number format of the weights; '' keeps the folder's."
+    )
+    max_queue: int = Field(1024, ge=0, description="Sequences that may wait for a row; more get 503 and Retry-After.")
+    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body.")
+    stall_s: float = Field(30.0, gt=0, description="Seconds without a finished step after which /health is 503.")
+    drain_s: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+    metrics_prefix: str = Field(
+        "", pattern=r"^[a-z_]*$", description="Repeat every metric under this prefix too, e.g. vllm."
+    )
+    engine: EngineSpec = Field(EngineSpec(), description="The engine.")
+
+
+def build_engine(folder: str, spec: EngineSpec, device: str, dtype: str, draft: str) -> tuple[EngineLike, EngineFacts]:
+    """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served."""
+    import torch
+
+    from hone.serve.engine import Engine
+
+    engine = Engine(
+        folder,
+        spec,
+        draft_model=draft or None,
+        device=device,
+        dtype=getattr(torch, dtype) if dtype else None,
+    )
+    facts = EngineFacts(
+        max_model_len=engine.max_model_len, vocab_size=engine.model.config.vocab_size, max_rows=spec.max_rows
+    )
+    return engine, facts
+
+
+def serve(folder: Path | str, spec: ServerSpec | None = None, *, build: Build = build_engine) -> None:
+    """Serves the model in `folder` until Ctrl-C or SIGTERM; prints one line with the address when it is ready.
+
+    Ctrl-C ends running requests with an error; SIGTERM lets them finish for `drain_s`. Raises MachineError when the
+    port is taken (before the model is loaded) or the engine's process dies, ArtifactError for a folder without a model.
+    """
+    spec, folder = spec or ServerSpec(), Path(folder)
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra.of("the server", error.name or "fastapi", "serve") from None
+    if not (folder / "config.json").exists():
+        raise ArtifactError(
+            f"{folder} has no config.json" if folder.is_dir() else f"no folder {folder}",
+            fix="give a model folder: one that `hone train` or transformers wrote",
+        )
+    with listen(spec.host, spec.port) as sock, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(folder, spec, sock, build))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket listening on `host`:`port`. Raises MachineError when that is not possible."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise MachineError(f"no address for host '{host}': {error.strerror}", fix="try --host=127.0.0.1") from None
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise MachineError(
+                f"port {port} of {host} is in use", fix=f"stop what listens there, or take another: --port={port + 1}"
+            ) from None
+        raise MachineError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            fix="take a port above 1023 and an address of this machine",
+        ) from None
+    return sock
+
+
+async def _serve(folder: Path, spec: ServerSpec, sock: socket.socket, build: Build) -> None:
+    import uvicorn
+
+    from hone.serve.front import Front, FrontSettings
+    from hone.serve.http import build_app
+    from hone.serve.prompts import Prompts, read_tokenizer
+
+    started = time.monotonic()
+    tokenizer = read_tokenizer(folder, spec.chat_template)
+    # The bound on waiting requests is the front's: it answers at once, with 503 and Retry-After.
+    waiting = max(spec.engine.max_waiting, spec.max_queue + spec.engine.max_rows)
+    options = {
+        "folder": str(folder),
+        "spec": spec.engine.model_copy(update={"max_waiting": waiting}),
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "draft": spec.draft,
+    }
+    engine = await EngineProcess.start(build, options)
+    try:
+        name = spec.served_model_name or folder.resolve().name
+        settings = FrontSettings(
+            names=(name,),
+            api_key=spec.api_key or os.environ.get(API_KEY_VARIABLE, ""),
+            max_queue=spec.max_queue,
+            max_body_bytes=spec.max_body_bytes,
+            stall_s=spec.stall_s,
+            metrics_prefix=spec.metrics_prefix,
+        )
+        prompts = Prompts(tokenizer, vocab_size=engine.facts.vocab_size, max_model_len=engine.facts.max_model_len)
+        front = Front(engine, prompts, settings)
+        config = uvicorn.Config(
+            build_app(front),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(spec.drain_s)),
+        )
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # uvicorn's own would end the process before the engine stops
+        signals = _Signals(server, front)
+        signals.install()
+        engine.on_death = signals.drain
+        running = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started and not running.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            print(_ready_line(name, sock, tokenizer is not None, time.monotonic() - started), flush=True)
+        await running
+    finally:
+        await engine.stop()
+    if engine.death is not None:
+        raise MachineError(
+            engine.death,
+            fix="its last lines above say why; start the server again (smaller --engine.* if memory ran out)",
+        )
+
+
+def _ready_line(name: str, sock: socket.socket, has_tokenizer: bool, seconds: float) -> str:
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    prompt = '"Once upon a time"' if has_tokenizer else "[1, 2, 3]"
+    return (
+        f"serving {name} on http://{host}:{port} (ready in {seconds:.1f} s), try: curl http://{host}:{port}/v1/completions "
+        f"-H 'Content-Type: application/json' -d '{{\"prompt\": {prompt}, \"max_tokens\": 32}}'"
+    )
+
+
+class _Signals:
+    """Turns signals into an orderly end: SIGTERM lets requests finish, Ctrl-C ends them, a second one does not wait."""
+
+    def __init__(self, server: uvicorn.Server, front: Front) -> None:
+        self._server = server
+        self._front = front
+
+    def install(self) -> None:
+        """Takes over SIGINT and SIGTERM on the running event loop (only the main thread may)."""
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, self.interrupt)
+            loop.add_signal_handler(signal.SIGTERM, self.drain)
+
+    def drain(self) -> None:
+        """Takes no more requests; running ones finish."""
+        self._front.draining = True
+        self._server.should_exit = True
+
+    def interrupt(self) -> None:
+        """Ends running requests with an error; at the second call, without waiting for their clients."""
+        if self._front.draining and self._server.should_exit:
+            self._server.force_exit = True
+        self._front.engine.fail_all("the server was stopped")
+        self.drain()
