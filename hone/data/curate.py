@@ -1,0 +1,266 @@
+"""Curate: the data stage's steps in order, each durable, so that a killed run ends with the same bytes."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hone.base.artifact import Draft
+from hone.base.durable import write_atomic
+from hone.base.errors import SpecError
+from hone.base.figure import human_bytes
+from hone.base.run import Run
+from hone.data import tokenizer as tokenizers
+from hone.data.corpus import Corpus, annotate, need_parquet, tasks
+from hone.data.listing import Listing, list_source
+from hone.data.pack import pack
+from hone.data.read import Options
+from hone.data.results import count_by, step_row, write_documents, write_samples, write_stats
+from hone.measure.window import Window
+
+if TYPE_CHECKING:
+    from hone.data.stage import Data
+
+
+def curate(spec: Data, draft: Draft, run: Run) -> None:
+    """Runs the whole stage into `draft`. Raises SpecError when nothing is left at any step, naming what took it away."""
+    need_parquet()
+    _check_encoding(spec.encoding)
+    with Window("cpu") as window:
+        listing = _list(spec, draft, run)
+        corpus, step = _read(spec, listing, draft, run)
+        chain = Chain(spec, corpus, run)
+        chain.filter()
+        draft.keep_time()
+        chain.deduplicate(draft)
+        draft.keep_time()
+        splits = split(corpus, chain.alive, spec.validation_fraction)
+        encoder = _tokenizer(spec, corpus, splits["train"], draft)
+        draft.keep_time()
+        with run.progress("tokenize", corpus.num_bytes, "B") as bar:
+            rows = pack(
+                corpus,
+                splits,
+                encoder,
+                draft.state,
+                draft.folder / "tokens",
+                progress=bar.advance,
+                durable=draft.keep_time,
+            )
+        write_documents(corpus, splits, draft.state, draft.folder / "documents")
+        broken = step.pop("samples")
+        write_samples(corpus, chain.drops, chain.alive, chain.likes, broken, spec.num_samples, draft.folder)
+        sizes = corpus.columns["bytes"]
+        write_stats(
+            draft.folder / "stats.json",
+            {
+                "steps": [step, *chain.steps],
+                "languages": count_by(corpus.columns["language"], sizes, chain.alive),
+                "sources": count_by(corpus.columns["group"], sizes, chain.alive),
+                "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
+                "warnings": chain.warnings,
+            },
+        )
+    _record(draft, corpus, chain, rows)
+    draft.record_window(window)
+
+
+def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.ndarray]:
+    """{'train', 'val'}: bool [num_documents] each. Validation takes the families whose hash is below `fraction`.
+
+    At least one family goes to each side when `fraction` > 0 and there are two.
+    """
+    families = corpus.columns["family"]
+    there = np.unique(families[alive])
+    below = there[there < np.uint64(int(fraction * 2**64))]
+    if fraction > 0 and len(there) > 1:
+        below = there[: min(max(len(below), 1), len(there) - 1)]
+    val = alive & np.isin(families, below)
+    return {"train": alive & ~val, "val": val}
+
+
+class Chain:
+    """Filters and deduplications over one corpus: who is still alive, why the others are not.
+
+    `drops` holds (step, reasons object [n]) per step, `likes` (int [n]) which document stands for each.
+    """
+
+    def __init__(self, spec: Data, corpus: Corpus, run: Run) -> None:
+        self.spec, self.corpus, self.run = spec, corpus, run
+        self.alive = np.ones(len(corpus), bool)
+        self.likes = np.arange(len(corpus))
+        self.steps: list[dict[str, Any]] = []
+        self.drops: list[tuple[str, np.ndarray]] = []
+        self.warnings: list[str] = []
+
+    def filter(self) -> None:
+        """Applies every filter to the columns. Raises SpecError when one leaves nothing."""
+        for technique in self.spec.filters:
+            _, reasons = technique.decide(self.corpus.columns)
+            self._drop(technique.kind, "filter", reasons)
+
+    def deduplicate(self, draft: Draft) -> None:
+        """Applies every deduplication."""
+        for number, technique in enumerate(self.spec.dedups):
+            state = draft.state / f"dedup-{number}"
+            state.mkdir(exist_ok=True)
+            stands = technique.representatives(self.corpus, self.alive, state)
+            gone = self.alive & (stands != np.arange(len(stands)))
+            self.likes[gone] = stands[gone]
+            self._drop(technique.kind, "dedup", np.where(gone, technique.reason, "").astype(object))
+
+    def _drop(self, name: str, slot: str, reasons: np.ndarray) -> None:
+        before = self.alive
+        self.alive = before & (reasons == "")
+        alone = reasons if slot == "filter" else None
+        sizes = self.corpus.columns["bytes"]
+        self.steps.append(step_row(name, slot, sizes, before, self.alive, reasons, alone))
+        self.drops.append((name, np.where(before, reasons, "")))
+        if not self.alive.any():
+            worst = Counter(reasons[before]).most_common(1)[0]
+            raise SpecError(
+                f"{slot} '{name}' dropped all {before.sum()} documents that reached it, {worst[1]} of them for '{worst[0]}'",
+                fix=f"loosen or remove {slot} '{name}', or give it other text",
+            )
+        if self.alive.sum() == before.sum():
+            self.warnings.append(f"{slot} '{name}' dropped nothing")
+
+
+def _check_encoding(name: str) -> None:
+    try:
+        codecs.lookup(name)
+    except LookupError:
+        raise SpecError(
+            f"encoding = '{name}': Python knows no such encoding", fix="for example utf-8, latin-1"
+        ) from None
+
+
+def _list(spec: Data, draft: Draft, run: Run) -> Listing:
+    """The source's files. A resumed run whose input has changed meanwhile starts again."""
+    listing = list_source(spec.source)
+    note = draft.state / "input"
+    if note.exists() and note.read_text() != listing.digest:
+        run.say(f"{spec.source} has changed since this stage was interrupted; starting it again")
+        for path in draft.state.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_atomic(note, listing.digest.encode())
+    return listing
+
+
+def _read(spec: Data, listing: Listing, draft: Draft, run: Run) -> tuple[Corpus, dict[str, Any]]:
+    """All documents as a Corpus in `draft.state`, and the 'read' row of stats.json with samples of the broken."""
+    options = Options(spec.text_field, spec.encoding)
+    shards: list[Path] = []
+    totals: dict[str, Counter[str]] = {}
+    samples = [{"reason": reason, "source": name, "text": ""} for name, reason in listing.broken]
+    for _, reason in listing.broken:
+        totals.setdefault(reason, Counter())["documents"] += 1
+    num_documents = num_bytes = 0
+    with run.progress("read", listing.num_bytes, "B") as bar:
+        for number, files in enumerate(tasks(listing.files)):
+            shard = draft.state / f"documents-{number:05d}.parquet"
+            left = None if spec.max_bytes is None else spec.max_bytes - num_bytes
+            if shard.exists():
+                summary = json.loads(shard.with_suffix(".json").read_text())
+            else:
+                summary = annotate(
+                    files, shard, options=options, languages=spec.languages, max_bytes=left, progress=bar.advance
+                )
+                draft.keep_time()
+            shards.append(shard)
+            num_documents += summary["documents"]
+            num_bytes += summary["bytes"]
+            samples += summary["samples"]
+            for reason, count in summary["broken"].items():
+                totals.setdefault(reason, Counter()).update(count)
+            if summary["full"]:
+                run.say(f"stopped reading at max_bytes = {spec.max_bytes}")
+                break
+    bad_documents = sum(count["documents"] for count in totals.values())
+    reasons = {reason: {"documents": row["documents"], "bytes": row["bytes"]} for reason, row in sorted(totals.items())}
+    _tell(listing, reasons, bad_documents, num_documents, spec, run)
+    step = {
+        "name": "read",
+        "slot": "reader",
+        "documents_in": num_documents + bad_documents,
+        "bytes_in": num_bytes + sum(row["bytes"] for row in reasons.values()),
+        "documents_out": num_documents,
+        "bytes_out": num_bytes,
+        "reasons": reasons,
+        "skipped": dict(sorted(listing.skipped.items())),
+        "samples": _few(samples),
+    }
+    return Corpus(shards), step
+
+
+def _few(samples: list[dict[str, str]], most: int = 3) -> list[dict[str, str]]:
+    """At most `most` samples a reason."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for row in sorted(samples, key=lambda row: row["reason"]):
+        seen[row["reason"]] += 1
+        if seen[row["reason"]] <= most:
+            kept.append(row)
+    return kept
+
+
+def _tell(listing: Listing, reasons: dict[str, Any], num_bad: int, num_documents: int, spec: Data, run: Run) -> None:
+    """Says what could not be read. Raises SpecError when nothing could."""
+    found = ", ".join(f"{row['documents']} {reason}" for reason, row in reasons.items())
+    if not num_documents:
+        hint = {
+            "no_text_field": f"set text_field, which is '{spec.text_field}' now",
+            "wrong_encoding": f"set encoding, which is '{spec.encoding}' now",
+        }
+        fixes = [text for reason, text in hint.items() if reason in reasons]
+        limit = f", max_bytes = {spec.max_bytes}" if spec.max_bytes else ""
+        raise SpecError(
+            f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}{limit}) and no document in them"
+            f" ({found or 'all larger than max_bytes'})",
+            fix="; ".join(fixes) or "give a source with text in it",
+        )
+    if num_bad:
+        run.say(f"set aside {num_bad} of {num_documents + num_bad} documents: {found} (see dropped.jsonl)")
+    if listing.skipped:
+        endings = ", ".join(f"{count} {ending}" for ending, count in listing.skipped.most_common(5))
+        run.say(f"skipped {listing.skipped.total()} files of other kinds: {endings}")
+
+
+def _tokenizer(spec: Data, corpus: Corpus, train: np.ndarray, draft: Draft) -> tokenizers.Encoder:
+    """Trains or takes the tokenizer into the artifact, unless it is there already."""
+    done = draft.state / "tokenizer-done"
+    if not done.exists():
+        if spec.tokenizer.path is not None:
+            tokenizers.take(spec.tokenizer.path, draft.folder)
+        else:
+            total = int(corpus.columns["bytes"][train].sum())
+            # Families are hashes: the lowest ones are a fixed random sample.
+            share = min(1.0, spec.tokenizer.max_train_bytes / max(total, 1))
+            chosen = train & (corpus.columns["family"][:] >= np.uint64(int((1 - share) * (2**64 - 1))))
+            texts = (text for _, shard, first, _ in corpus.spans() for _, text in corpus.texts(shard, first, chosen))
+            tokenizers.train(spec.tokenizer, texts, draft.folder)
+        write_atomic(done, b"")
+    return tokenizers.load(draft.folder)
+
+
+def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]]) -> None:
+    """The stage's figures and what was done."""
+    kept = chain.alive
+    draft.record("input_bytes", corpus.num_bytes, "B")
+    draft.record("input_documents", len(corpus), "documents")
+    draft.record("kept_documents", int(kept.sum()), "documents")
+    draft.record("kept_bytes", int(corpus.columns["bytes"][kept].sum()), "B")
+    draft.record("train_tokens", rows["train"]["tokens"], "tokens")
+    draft.record("val_tokens", rows["val"]["tokens"], "tokens")
+    tokens = sum(row["tokens"] - row["documents"] for row in rows.values())
+    num_bytes = sum(row["bytes"] for row in rows.values())
+    draft.record("bytes_per_token", num_bytes / max(tokens, 1), "B/token", note="end-of-text tokens not counted")
+    for technique in (*chain.spec.filters, *chain.spec.dedups):
+        slot = "filter" if technique in chain.spec.filters else "dedup"
+        draft.did({"slot": slot, **technique.model_dump(mode="json")})

@@ -1,0 +1,25 @@
+"""Exact deduplication by a 64-bit hash of the normalized text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from hone.data.corpus import Corpus
+from hone.data.dedup.base import Dedup, lowest_ids
+
+
+class Exact(Dedup):
+    """Drops documents whose normalized text is in the corpus already (BLAKE2b, first 64 bits)."""
+
+    reason: ClassVar[str] = "exact_duplicate"
+
+    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
+        members = np.flatnonzero(alive)
+        hashes = corpus.columns["text_hash"][members]
+        order = np.argsort(hashes, kind="stable")
+        borders = np.flatnonzero(np.diff(hashes[order])) + 1
+        groups = [group for group in np.split(members[order], borders) if len(group) > 1]
+        return lowest_ids(groups, corpus.columns["id"])

@@ -1,0 +1,133 @@
+"""Expressions over signal columns, as text: `words >= 50 and kind != 'code'`, evaluated on whole numpy columns at once."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hone.base.errors import SpecError
+
+_COMPARE = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+}
+
+
+def parse(text: str) -> ast.expr:
+    """The syntax tree of `text`. Raises SpecError when it is no expression or uses more than the allowed parts.
+
+    Allowed: column names, numbers, strings, comparisons (chained too), `in` a tuple, and, or, not, + - * / %.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise SpecError(
+            f"'{text}' is no expression: {error}", fix="write one such as: words >= 50 and kind != 'code'"
+        ) from None
+    _check(tree, text)
+    return tree
+
+
+def columns_of(text: str) -> set[str]:
+    """Names of the columns that `text` looks at."""
+    return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)}
+
+
+def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """`text` over `columns` (each [n]) as a bool array [n]. Raises SpecError for an unknown column or a type that does not fit."""
+    tree = parse(text)
+    for name in sorted(columns_of(text)):
+        if name not in columns:
+            near = difflib.get_close_matches(name, columns, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise SpecError(
+                f"'{text}': there is no signal column '{name}'", fix=f"{hint}the columns are: {', '.join(columns)}"
+            )
+    length = len(next(iter(columns.values())))
+    try:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = np.asarray(_value(tree, columns))
+            if value.dtype.kind not in "biuf":
+                raise TypeError("its value is text, not a truth")
+            return np.broadcast_to(value.astype(bool), (length,))
+    except (TypeError, ValueError) as error:  # numpy's UFuncNoLoopError is a TypeError
+        raise SpecError(
+            f"'{text}' cannot be evaluated: {error}", fix="compare numbers with numbers and strings with strings"
+        ) from None
+
+
+def _check(node: ast.expr, text: str) -> None:
+    """Raises SpecError unless `node` is built of the allowed parts only."""
+    match node:
+        case ast.BoolOp(values=parts):
+            pass
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=part):
+            parts = [part]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            parts = [left, right]
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[ast.Tuple() | ast.List() as right]):
+            parts = [left, *right.elts]
+        case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
+            parts = [left, *rights]
+        case ast.Name():
+            parts = []
+        case ast.Constant(value=bool() | int() | float() | str()):
+            parts = []
+        case _:
+            raise SpecError(
+                f"'{text}' uses {type(node).__name__}, which an expression may not",
+                fix="use column names, numbers, strings, comparisons, `in (..)`, and, or, not, + - * / %",
+            )
+    for part in parts:
+        _check(part, text)
+
+
+def _value(node: ast.expr, columns: Mapping[str, np.ndarray]) -> Any:
+    match node:
+        case ast.BoolOp(op=op, values=values):
+            join = np.logical_and if isinstance(op, ast.And) else np.logical_or
+            result = _value(values[0], columns)
+            for value in values[1:]:
+                result = join(result, _value(value, columns))
+            return result
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return np.logical_not(_value(operand, columns))
+        case ast.UnaryOp(operand=operand):
+            return -_value(operand, columns)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _ARITHMETIC[type(op)](_value(left, columns), _value(right, columns))
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[right]):
+            value = _value(left, columns)
+            found = np.zeros(np.shape(value), bool)
+            for choice in right.elts:  # type: ignore[attr-defined]
+                found = found | (value == _value(choice, columns))
+            return ~found if isinstance(op, ast.NotIn) else found
+        case ast.Compare(left=left, ops=ops, comparators=rights):
+            result: Any = True
+            before = _value(left, columns)
+            for op, right in zip(ops, rights):
+                after = _value(right, columns)
+                result = np.logical_and(result, _COMPARE[type(op)](before, after))
+                before = after
+            return result
+        case ast.Name(id=name):
+            return columns[name]
+        case ast.Constant(value=value):
+            return value
+    raise AssertionError(f"_check let {ast.dump(node)} through")

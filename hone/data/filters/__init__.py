@@ -1,0 +1,1 @@
+"""Rule filters over signal columns, one file each."""

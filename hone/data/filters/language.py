@@ -1,0 +1,24 @@
+"""Language filter: documents in the wanted languages, identified with enough confidence."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from hone.data.rules import Filter, Rule
+
+
+class Language(Filter):
+    """Keeps documents in `languages`; 0.65 is FineWeb's threshold. Penedo et al. 2024, arXiv:2406.17557."""
+
+    paper: ClassVar[str] = "arXiv:2406.17557"
+    languages: tuple[str, ...] = Field(("en",), description="Wanted languages as ISO 639 codes.")
+    min_score: float = Field(0.65, ge=0, le=1, description="Least confidence of the identifier.")
+
+    def rules(self) -> list[Rule]:
+        wanted = ", ".join(repr(language) for language in self.languages)
+        return [
+            Rule("other_language", f"language in ({wanted},)"),
+            Rule("language_uncertain", f"language_score >= {self.min_score}"),
+        ]

@@ -1,0 +1,104 @@
+"""Pack: documents to token ids, end to end in memory-mappable files with their starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hone.base.durable import write_atomic
+from hone.data.corpus import Corpus, publish
+from hone.data.tokenizer import Encoder
+
+SPLITS = ("train", "val")
+_BATCH_CHARS = 1 << 20
+
+
+def pack(
+    corpus: Corpus,
+    splits: dict[str, np.ndarray],
+    encoder: Encoder,
+    state: Path,
+    folder: Path,
+    *,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    durable: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, int]]:
+    """Writes `<split>.bin`, `<split>.starts.npy` and meta.json into `folder`; returns {split: {tokens, documents, bytes}}.
+
+    `splits` maps a split to the documents in it (bool [num_documents]). Each shard is tokenized into `state` first, so
+    a killed run goes on with the next one.
+    """
+    folder.mkdir(exist_ok=True)
+    for number, shard, first, _ in corpus.spans():
+        for split in SPLITS:
+            path = state / f"tokens-{number:05d}.{split}"
+            if not path.with_suffix(f".{split}.npy").exists():
+                _encode_shard(corpus, shard, first, splits[split], encoder, path, progress)
+        durable()
+    rows = {}
+    for split in SPLITS:
+        parts = [state / f"tokens-{number:05d}.{split}" for number in range(len(corpus.shards))]
+        lengths = [np.load(f"{part}.npy") for part in parts]
+        starts = np.cumsum(np.concatenate([[0], *lengths])).astype(np.int64)
+        with open(state / "packed.tmp", "wb") as file:
+            for part in parts:
+                with open(part, "rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 22)
+        publish(state / "packed.tmp", folder / f"{split}.bin")
+        with open(state / "starts.tmp", "wb") as file:
+            np.save(file, starts)
+        publish(state / "starts.tmp", folder / f"{split}.starts.npy")
+        rows[split] = {
+            "tokens": int(starts[-1]),
+            "documents": len(starts) - 1,
+            "bytes": int(corpus.columns["bytes"][splits[split]].sum()),
+        }
+        size = os.path.getsize(folder / f"{split}.bin")
+        assert size == rows[split]["tokens"] * encoder.dtype.itemsize, f"{split}.bin has {size} bytes"
+    meta = {
+        "dtype": encoder.dtype.name,
+        "vocab_size": encoder.vocab_size,
+        "eos_token_id": encoder.eos_token_id,
+        "splits": rows,
+    }
+    write_atomic(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    return rows
+
+
+def _encode_shard(
+    corpus: Corpus,
+    shard: Path,
+    first: int,
+    chosen: np.ndarray,
+    encoder: Encoder,
+    path: Path,
+    progress: Callable[[int], None],
+) -> None:
+    """Writes the ids of the chosen documents of one shard to `path` and their counts to `path`.npy, the latter last."""
+    lengths: list[int] = []
+    with open(f"{path}.tmp", "wb") as file:
+
+        def flush(texts: list[str]) -> None:
+            for ids in encoder.encode(texts):
+                file.write(ids.tobytes())
+                lengths.append(len(ids))
+            progress(sum(len(text) for text in texts))
+
+        waiting: list[str] = []
+        size = 0
+        for _, text in corpus.texts(shard, first, chosen):
+            waiting.append(text)
+            size += len(text)
+            if size > _BATCH_CHARS:
+                flush(waiting)
+                waiting, size = [], 0
+        flush(waiting)
+    publish(Path(f"{path}.tmp"), path)
+    with open(f"{path}.npy.tmp", "wb") as file:
+        np.save(file, np.array(lengths, np.int64))
+    publish(Path(f"{path}.npy.tmp"), Path(f"{path}.npy"))

@@ -1,0 +1,132 @@
+"""Results: what each step kept and dropped, with samples, and the kept documents as Parquet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hone.base.durable import write_atomic, write_jsonl
+from hone.base.lazy import lazy
+from hone.data.corpus import Corpus, publish
+
+pa = lazy("pyarrow")
+parquet = lazy("pyarrow.parquet")
+
+_SAMPLE_CHARS = 400
+_MOST_ROWS = 40
+
+
+def step_row(
+    name: str,
+    slot: str,
+    sizes: np.ndarray,
+    before: np.ndarray,
+    after: np.ndarray,
+    reasons: np.ndarray,
+    alone: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """One step of stats.json. `sizes` bytes, `before` and `after` bool, `reasons` object, all [num_documents].
+
+    `alone` holds the reasons this step would have had for all documents, without the steps before it.
+    """
+    row = {
+        "name": name,
+        "slot": slot,
+        "documents_in": int(before.sum()),
+        "bytes_in": int(sizes[before].sum()),
+        "documents_out": int(after.sum()),
+        "bytes_out": int(sizes[after].sum()),
+        "reasons": count_by(reasons, sizes, before & ~after),
+    }
+    if alone is not None:
+        dropped = alone != ""
+        row["alone"] = {"documents": int(dropped.sum()), "bytes": int(sizes[dropped].sum())}
+    return row
+
+
+def count_by(labels: np.ndarray, sizes: np.ndarray, chosen: np.ndarray) -> dict[str, dict[str, int]]:
+    """{label: {documents, bytes}} of the chosen documents, most bytes first; beyond 40 labels the rest is '(other)'."""
+    names, inverse = np.unique(labels[chosen].astype(str), return_inverse=True)
+    documents = np.bincount(inverse, minlength=len(names))
+    num_bytes = np.bincount(inverse, weights=sizes[chosen], minlength=len(names)).astype(np.int64)
+    order = sorted(range(len(names)), key=lambda index: (-num_bytes[index], names[index]))
+    rows = {
+        str(names[index]): {"documents": int(documents[index]), "bytes": int(num_bytes[index])}
+        for index in order[:_MOST_ROWS]
+    }
+    rest = order[_MOST_ROWS:]
+    if rest:
+        rows["(other)"] = {"documents": int(documents[rest].sum()), "bytes": int(num_bytes[rest].sum())}
+    return rows
+
+
+def write_documents(corpus: Corpus, splits: Mapping[str, np.ndarray], state: Path, folder: Path) -> None:
+    """Writes the kept documents with all their columns and their split, one Parquet file a shard that kept any."""
+    folder.mkdir(exist_ok=True)
+    for number, shard, first, end in corpus.spans():
+        out = folder / f"{number:05d}.parquet"
+        kept = np.zeros(end - first, bool)
+        names = np.full(end - first, "", object)
+        for split, chosen in splits.items():
+            kept |= chosen[first:end]
+            names[chosen[first:end]] = split
+        if out.exists() or not kept.any():
+            continue
+        temporary = state / "documents.tmp"
+        with parquet.ParquetFile(shard) as source:
+            schema = source.schema_arrow.insert(2, pa.field("split", pa.string()))
+            with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+                done = 0
+                for batch in source.iter_batches(batch_size=512):
+                    here = slice(done, done + len(batch))
+                    done += len(batch)
+                    table = pa.Table.from_batches([batch]).add_column(2, "split", pa.array(names[here], pa.string()))
+                    writer.write_table(table.filter(pa.array(kept[here])))
+        publish(temporary, out)
+
+
+def write_samples(
+    corpus: Corpus,
+    drops: list[tuple[str, np.ndarray]],
+    kept: np.ndarray,
+    likes: np.ndarray,
+    broken: list[dict[str, str]],
+    num_samples: int,
+    folder: Path,
+) -> None:
+    """Writes dropped.jsonl (a few documents per step and reason) and sample.jsonl (a few kept ones).
+
+    `drops` holds (step, reasons object [num_documents], '' where the step did not drop it); `likes` (int) names
+    the document that stands for a dropped duplicate. Which few: those with the lowest ids, a fixed random choice.
+    """
+    ids = corpus.columns["id"]
+    order = np.argsort(ids, kind="stable")
+    picked: list[tuple[str, str, int]] = []
+    for step, reasons in drops:
+        for reason in sorted(set(reasons[reasons != ""])):
+            picked += [(step, reason, int(index)) for index in order[reasons[order] == reason][:num_samples]]
+    shown = [int(index) for index in order[kept[order]][: 4 * num_samples]]
+    chosen = np.zeros(len(corpus), bool)
+    chosen[[*(index for _, _, index in picked), *shown]] = True
+    texts = {}
+    for _, shard, first, end in corpus.spans():
+        if chosen[first:end].any():
+            texts.update({index: text[:_SAMPLE_CHARS] for index, text in corpus.texts(shard, first, chosen)})
+    source = corpus.columns["source"]
+    rows = [{"step": "read", **row} for row in broken]
+    for step, reason, index in picked:
+        row = {"step": step, "reason": reason, "source": str(source[index]), "text": texts[index]}
+        if likes[index] != index:
+            row["duplicate_of"] = str(source[likes[index]])
+        rows.append(row)
+    write_jsonl(folder / "dropped.jsonl", rows)
+    write_jsonl(folder / "sample.jsonl", [{"source": str(source[index]), "text": texts[index]} for index in shown])
+
+
+def write_stats(path: Path, stats: dict[str, Any]) -> None:
+    """Writes stats.json."""
+    write_atomic(path, json.dumps(stats, indent=1, ensure_ascii=False).encode())

@@ -1,0 +1,55 @@
+"""What a filter is: rules over signal columns, each with the reason it drops a document for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.figure import Estimate
+from hone.base.table import Technique
+from hone.data.expression import evaluate
+
+
+class Rule(NamedTuple):
+    """A document that does not meet `keep` is dropped, and `reason` says why."""
+
+    reason: str
+    keep: str
+
+
+class Filter(Technique):
+    """A list of rules with thresholds as fields. It sees columns only, never text, so deciding again costs nothing."""
+
+    when: str = Field(
+        "kind != 'code'", description="Expression that picks the documents the rules apply to; 'True' for all."
+    )
+
+    def rules(self) -> list[Rule]:
+        """The rules in order; the first that fails gives the reason."""
+        raise NotImplementedError
+
+    def decide(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(keep bool [n], reason object [n]) for `columns` of n documents; the reason is '' where the document stays.
+
+        Raises SpecError when a rule names a column that does not exist.
+        """
+        applies = evaluate(self.when, columns)
+        reasons = np.full(len(applies), "", object)
+        for rule in self.rules():
+            fails = applies & (reasons == "") & ~evaluate(rule.keep, columns)
+            reasons[fails] = rule.reason
+        return reasons == "", reasons
+
+    def estimates(self, columns: Mapping[str, np.ndarray]) -> dict[str, Estimate]:  # type: ignore[override]
+        """Fraction of bytes it will keep, from the columns of a sample."""
+        keep, _ = self.decide(columns)
+        total = columns["bytes"].sum()
+        share = float(columns["bytes"][keep].sum() / total) if total else 1.0
+        return {
+            "kept_fraction": Estimate(
+                value=share, unit="1", formula=f"share of bytes kept of {len(keep)} sampled documents"
+            )
+        }

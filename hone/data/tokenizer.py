@@ -1,0 +1,142 @@
+"""The tokenizer of a data artifact: byte-level BPE trained on its text, or one taken from a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.durable import write_atomic
+from hone.base.errors import ArtifactError, SpecError
+from hone.base.lazy import lazy
+from hone.base.spec import Spec
+from hone.data.read import END_OF_TEXT
+
+tokenizers = lazy("tokenizers")
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+_OPTIONAL_FILES = ("special_tokens_map.json", "chat_template.jinja")
+_PIECE_CHARS = 1 << 20
+_TRAIN_PIECE_CHARS = 100_000
+_NO_LIMIT = 1 << 30
+
+
+class Tokenizer(Spec):
+    """How text becomes tokens."""
+
+    path: str | None = Field(None, description="Folder with a tokenizer.json to take over; none: train one.")
+    vocab_size: int = Field(4096, ge=257, description="Tokens to train, 256 bytes and the end of text among them.")
+    max_train_bytes: int = Field(
+        50_000_000, gt=0, description="Most text to train on; beyond it documents are sampled."
+    )
+    max_token_chars: int = Field(32, gt=0, description="Longest token in bytes.")
+
+
+class Encoder(NamedTuple):
+    """A loaded tokenizer with what packing needs to know."""
+
+    core: Any
+    eos_token_id: int
+    vocab_size: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Little-endian uint16 when every id fits, else uint32."""
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, closed by the end of text. Words such as '<|endoftext|>' inside a text are plain text."""
+        pieces = [list(_pieces(text, _PIECE_CHARS)) for text in texts]
+        flat = self.core.encode_batch_fast([part for parts in pieces for part in parts], add_special_tokens=False)
+        ids = iter([encoding.ids for encoding in flat])
+        closing = [self.eos_token_id]
+        return [
+            np.fromiter((token for part in ([*(next(ids) for _ in parts), closing]) for token in part), self.dtype)
+            for parts in pieces
+        ]
+
+
+def train(spec: Tokenizer, texts: Iterable[str], folder: Path) -> None:
+    """Trains byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) on `texts` and writes FILES into `folder`.
+
+    The result depends on the texts alone, not on threads or their order.
+    """
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=spec.vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=spec.max_token_chars,
+        show_progress=False,
+    )
+    core.train_from_iterator((part for text in texts for part in _pieces(text, _TRAIN_PIECE_CHARS)), trainer)
+    write_atomic(folder / "tokenizer.json", core.to_str(pretty=False).encode())
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "unk_token": None,
+        "bos_token": None,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _NO_LIMIT,
+    }
+    write_atomic(folder / "tokenizer_config.json", json.dumps(config, indent=1).encode())
+
+
+def take(source: str, folder: Path) -> None:
+    """Copies the tokenizer in folder `source` into `folder`. Raises ArtifactError when there is none."""
+    for name in (*_OPTIONAL_FILES, *FILES):
+        path = Path(source).expanduser() / name
+        if path.exists():
+            temporary = folder.parent / f"{name}.taking"
+            shutil.copyfile(path, temporary)
+            temporary.replace(folder / name)
+        elif name == FILES[0]:
+            raise ArtifactError(f"{source} has no {name}", fix="point tokenizer.path at a folder with a tokenizer.json")
+
+
+def load(folder: Path | str) -> Encoder:
+    """The tokenizer in `folder`. Raises ArtifactError when it is missing or corrupt, SpecError when it has no end-of-text token."""
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    try:
+        core = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf8"))
+    except Exception as error:  # the library raises bare Exception for anything it cannot parse
+        raise ArtifactError(f"{path} is no tokenizer: {error}", fix="point at a folder with a tokenizer.json") from None
+    eos = core.token_to_id(_eos_text(folder))
+    if eos is None:
+        raise SpecError(f"{folder} names no end-of-text token", fix="set eos_token in its tokenizer_config.json")
+    core.encode_special_tokens = True
+    core.no_truncation()
+    core.no_padding()
+    ids = core.get_vocab(with_added_tokens=True).values()
+    return Encoder(core, eos, max(ids) + 1)
+
+
+def _eos_text(folder: Path) -> str:
+    """What the folder's settings call the end of text; hone's own mark when they say nothing."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        if path.exists():
+            value = json.loads(path.read_text(encoding="utf8")).get("eos_token")
+            if value:
+                return value["content"] if isinstance(value, dict) else value
+    return END_OF_TEXT
+
+
+def _pieces(text: str, limit: int) -> Iterator[str]:
+    """`text` in pieces of at most `limit` characters, cut before line breaks where there are any: BPE needs bounded input."""
+    while len(text) > limit:
+        cut = text.rfind("\n", limit // 2, limit)
+        cut = cut if cut > 0 else limit
+        yield text[:cut]
+        text = text[cut:]
+    yield text
