@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hone.base.table import Table, Technique
 from hone.model.linear import MakeLinear
-from hone.ops.reference import swiglu
+from hone.ops.lean import swiglu
 
 FEED_FORWARDS = Table("feed-forward", {"swiglu": "hone.model.feed_forward:SwiGLU"})
 

@@ -13,7 +13,7 @@ from hone.base.table import Technique
 from hone.model.context import Context
 from hone.model.linear import MakeLinear
 from hone.model.norm import RMSNorm
-from hone.ops.reference import rope
+from hone.ops.lean import rope
 
 
 class Rope(Spec):
@@ -108,10 +108,12 @@ class AttentionLayer(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
-        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=-2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
+            q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
+        else:
+            q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
         mixed = context.attend(self.layer, q, k, v, scale=self.scale, window=spec.window)
         return self.out(mixed.flatten(-2))
