@@ -13,10 +13,10 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from hone.serve.front import EventStream, Front, json_reply, until_disconnect
-from hone.serve.metrics import CONTENT_TYPE
-from hone.serve.prompts import Prompts
-from hone.serve.protocol import (
+from hone.serve.http.front import EventStream, Front, json_reply, until_disconnect
+from hone.serve.http.metrics import CONTENT_TYPE
+from hone.serve.http.prompts import Prompts
+from hone.serve.http.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
@@ -25,7 +25,7 @@ from hone.serve.protocol import (
     TokenizeBody,
     check_ids,
 )
-from hone.serve.replies import ChatReply, CompletionReply, Labels, PromptTokens, Reply
+from hone.serve.http.replies import ChatReply, CompletionReply, Labels, PromptTokens, Reply
 from hone.serve.request import Request
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]

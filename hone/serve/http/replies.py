@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hone.serve.protocol import ApiError, ChatBody, CompletionBody, GenerationBody
+from hone.serve.http.protocol import ApiError, ChatBody, CompletionBody, GenerationBody
 from hone.serve.request import Output, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"

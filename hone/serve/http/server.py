@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from hone.base.errors import ArtifactError, MachineError, MissingExtra
+from hone.base.run import Run
 from hone.base.spec import Spec
+from hone.serve.http.worker import Build, EngineFacts, EngineLike, EngineProcess
 from hone.serve.spec import EngineSpec
-from hone.serve.worker import Build, EngineFacts, EngineLike, EngineProcess
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from hone.serve.front import Front
+    from hone.serve.http.front import Front
 
 API_KEY_VARIABLE = "HONE_API_KEY"
 
@@ -39,7 +40,6 @@ class ServerSpec(Spec):
     served_model_name: str = Field("", description="Name clients use for the model; '' is the folder's name.")
     chat_template: str = Field("", description="Jinja file to use in place of the model's own chat template.")
     draft: str = Field("", description="Folder of a draft model for speculative decoding.")
-    device: str = Field("cpu", description="Device of the engine: cpu, cuda, cuda:1.")
     dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
         "", description="Number format of the weights; '' keeps the folder's."
     )
@@ -72,13 +72,15 @@ def build_engine(folder: str, spec: EngineSpec, device: str, dtype: str, draft: 
     return engine, facts
 
 
-def serve(folder: Path | str, spec: ServerSpec | None = None, *, build: Build = build_engine) -> None:
-    """Serves the model in `folder` until Ctrl-C or SIGTERM; prints one line with the address when it is ready.
+def serve(
+    folder: Path | str, spec: ServerSpec | None = None, *, run: Run | None = None, build: Build = build_engine
+) -> None:
+    """Serves the model in `folder` on `run.device` until Ctrl-C or SIGTERM; prints one line with the address when ready.
 
     Ctrl-C ends running requests with an error; SIGTERM lets them finish for `drain_s`. Raises MachineError when the
     port is taken (before the model is loaded) or the engine's process dies, ArtifactError for a folder without a model.
     """
-    spec, folder = spec or ServerSpec(), Path(folder)
+    spec, folder, run = spec or ServerSpec(), Path(folder), run or Run()
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -91,7 +93,7 @@ def serve(folder: Path | str, spec: ServerSpec | None = None, *, build: Build = 
             fix="give a model folder: one that `hone train` or transformers wrote",
         )
     with listen(spec.host, spec.port) as sock, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(folder, spec, sock, build))
+        asyncio.run(_serve(folder, spec, run, sock, build))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -118,12 +120,12 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _serve(folder: Path, spec: ServerSpec, sock: socket.socket, build: Build) -> None:
+async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, build: Build) -> None:
     import uvicorn
 
-    from hone.serve.front import Front, FrontSettings
-    from hone.serve.http import build_app
-    from hone.serve.prompts import Prompts, read_tokenizer
+    from hone.serve.http.app import build_app
+    from hone.serve.http.front import Front, FrontSettings
+    from hone.serve.http.prompts import Prompts, read_tokenizer
 
     started = time.monotonic()
     tokenizer = read_tokenizer(folder, spec.chat_template)
@@ -132,7 +134,7 @@ async def _serve(folder: Path, spec: ServerSpec, sock: socket.socket, build: Bui
     options = {
         "folder": str(folder),
         "spec": spec.engine.model_copy(update={"max_waiting": waiting}),
-        "device": spec.device,
+        "device": run.device,
         "dtype": spec.dtype,
         "draft": spec.draft,
     }

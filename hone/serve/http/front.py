@@ -16,12 +16,12 @@ from typing import Any
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import Response
 
-from hone.serve.metrics import ServerMetrics
-from hone.serve.prompts import Prompts
-from hone.serve.protocol import AnyBody, ApiError, Body, GenerationBody, bounded, parse_body
-from hone.serve.replies import PING, Choice, Reply, dump, error_events
+from hone.serve.http.metrics import ServerMetrics
+from hone.serve.http.prompts import Prompts
+from hone.serve.http.protocol import AnyBody, ApiError, Body, GenerationBody, bounded, parse_body
+from hone.serve.http.replies import PING, Choice, Reply, dump, error_events
+from hone.serve.http.worker import EngineProcess, Refused
 from hone.serve.request import Output, Request
-from hone.serve.worker import EngineProcess, Refused
 
 log = logging.getLogger("hone.serve")
 _PING_S = 15.0

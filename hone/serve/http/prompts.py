@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.base.errors import ArtifactError, HoneError, SpecError
 from hone.model.tokenizer import Tokenizer, load_tokenizer
-from hone.serve.protocol import (
+from hone.serve.http.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
@@ -19,7 +19,7 @@ from hone.serve.protocol import (
     message_dicts,
     split_prompts,
 )
-from hone.serve.replies import PromptTokens
+from hone.serve.http.replies import PromptTokens
 
 _THREAD_CHARS = 20_000  # longer texts are encoded beside the event loop, which must keep streaming to others
 _TEMPLATE_OWN = ("messages", "add_generation_prompt", "self")

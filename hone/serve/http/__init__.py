@@ -1,0 +1,5 @@
+"""The server: OpenAI-compatible HTTP in one process, the engine in another. `serve` runs it, `ServerSpec` sets it up."""
+
+from hone.serve.http.server import ServerSpec, serve
+
+__all__ = ["ServerSpec", "serve"]
