@@ -22,7 +22,24 @@ def write_data(folder: Path, num_documents: int = 120, seed: int = 0) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     (folder / "tokens").mkdir(parents=True)
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "the", "cat", "sat", "on", "the", "mat"]
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "the",
+        "lazy",
+        "dog",
+        "and",
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "the",
+        "mat",
+    ]
     draw = np.random.default_rng(seed)
     splits = {}
     for split, count in (("train", num_documents), ("val", 20)):

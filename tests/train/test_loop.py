@@ -1,0 +1,215 @@
+"""The loop against a plain PyTorch loop over the transformers model, and its invariances."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hone.base.errors import HoneError
+from hone.data.load import Batch, PackedTokens
+from hone.model.decoder import build
+from hone.model.hf import load, save
+from hone.train.cosine import Cosine
+from hone.train.distill import Distill
+from hone.train.loop import Trainer, fit, to_device, validate
+from hone.train.optimizer import AdamW
+from hone.train.remat import EveryNth
+from hone.train.student import from_teacher
+from tests.train.conftest import SHAPE
+
+
+def one_document_rows(data: PackedTokens, step: int) -> Batch:
+    """A batch whose rows are taken as one document each, which is all that transformers' plain loop knows."""
+    batch = data.batch(step, 4, 32, 0)
+    targets = np.concatenate([batch.tokens[:, 1:], np.full((4, 1), -100)], 1)
+    return Batch(batch.tokens, targets, np.zeros_like(batch.document_ids))
+
+
+def make(data: PackedTokens, **options) -> Trainer:
+    model = build(SHAPE.config(data.vocab_size), seed=3)
+    return Trainer(model, **{"steps": 20, "schedule": Cosine(warmup=2), **options})
+
+
+def test_same_losses_as_transformers_with_torch_adamw(data_folder, tmp_path):
+    data = PackedTokens(data_folder)
+    trainer = make(data, optimizer=AdamW(lr=3e-3, weight_decay=0.1), clip=0.5)
+    save(trainer.model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).train()
+    matrices = [part for part in theirs.parameters() if part.ndim >= 2]
+    vectors = [part for part in theirs.parameters() if part.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=3e-3, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    for step in range(5):
+        batch = one_document_rows(data, step)
+        ours = trainer.step(batch)
+        tokens = torch.from_numpy(batch.tokens)
+        loss = theirs(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * Cosine(warmup=2).share(step, 20)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(ours.loss - loss.item()) < 1e-5
+        assert ours.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_micro_batches_equal_one_big_batch(data_folder, precision):
+    data = PackedTokens(data_folder)
+    whole, parts = make(data, precision=precision), make(data, precision=precision, accumulation=4)
+    tolerance = 1e-6 if precision == "fp32" else 2e-3
+    for step in range(4):
+        batch = data.batch(step, 8, 48, 0)
+        assert len(set((batch.targets == -100).sum(1))) > 1, "rows with equal counts would hide a wrong mean"
+        one, other = whole.step(batch), parts.step(batch)
+        assert one.loss == pytest.approx(other.loss, rel=tolerance)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=10 * tolerance)
+    if precision == "fp32":
+        for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_packed_documents_do_not_see_each_other(data_folder):
+    """Loss of a packed row = losses of its documents alone."""
+    data = PackedTokens(data_folder)
+    model = build(SHAPE.config(data.vocab_size), seed=3)
+    batch = data.batch(0, 4, 64, 0)
+    trainer = Trainer(model, steps=1, schedule=Cosine())
+    together = trainer._loss(batch).item()
+    apart = 0.0
+    for row in range(4):
+        for document in np.unique(batch.document_ids[row]):
+            here = batch.document_ids[row] == document
+            piece = Batch(
+                batch.tokens[row, here][None], batch.targets[row, here][None], batch.document_ids[row, here][None]
+            )
+            apart += trainer._loss(piece).item()
+    assert len(np.unique(batch.document_ids)) > 1
+    assert together == pytest.approx(apart, rel=1e-6)
+
+
+def test_the_gradient_is_clipped(data_folder):
+    """One SGD-like look: with clip the update's gradient has the clip's norm, and the reported norm is the true one."""
+    data = PackedTokens(data_folder)
+    free, clipped = make(data, clip=0.0), make(data, clip=0.01)
+    batch = data.batch(0, 4, 32, 0)
+    assert free.step(batch).grad_norm == clipped.step(batch).grad_norm > 0.01
+    # After one step the first moment is (1 - beta1) times the gradient that AdamW saw.
+    first = clipped.update.state()
+    moments = torch.cat([part.flatten() for name, part in first.items() if name.startswith("exp_avg.")])
+    assert moments.norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def test_decay_touches_matrices_only(data_folder):
+    data = PackedTokens(data_folder)
+    plain = make(data, optimizer=AdamW(lr=1e-2, weight_decay=0.0))
+    decayed = make(data, optimizer=AdamW(lr=1e-2, weight_decay=0.5))
+    batch = data.batch(0, 4, 32, 0)
+    plain.step(batch)
+    decayed.step(batch)
+    lr = 1e-2 * Cosine(warmup=2).share(0, 20)
+    before = dict(build(SHAPE.config(data.vocab_size), seed=3).named_parameters())
+    for (name, one), other in zip(plain.model.named_parameters(), decayed.model.parameters(), strict=True):
+        expected = before[name] * lr * 0.5 if one.ndim >= 2 else torch.zeros_like(one)
+        torch.testing.assert_close(one - other, expected, rtol=1e-2, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_learns(data_folder, precision):
+    data = PackedTokens(data_folder)
+    trainer = make(data, steps=40, precision=precision, optimizer=AdamW(lr=1e-2), remat=EveryNth(n=2))
+    val = PackedTokens(data_folder, "val")
+    before = validate(trainer.model, val, batch_size=8, seq_len=64)
+    fit(trainer, data, batch_size=8, seq_len=64)
+    after = validate(trainer.model, val, batch_size=8, seq_len=64)
+    assert before == pytest.approx(math.log(data.vocab_size), abs=0.3)
+    assert after < 2.5
+
+
+def test_a_loss_that_is_no_number_stops_with_a_way_out(data_folder):
+    data = PackedTokens(data_folder)
+    trainer = make(data)
+    with torch.no_grad():
+        trainer.model.layers[1].mixer.qkv.weight[0, 0] = float("nan")
+    with pytest.raises(HoneError, match="diverged at step 1: loss nan") as caught:
+        trainer.step(data.batch(0, 4, 32, 0))
+    assert "optimizer.lr" in caught.value.fix
+
+
+def test_validation_covers_each_target_once(data_folder):
+    data = PackedTokens(data_folder, "val")
+    model = build(SHAPE.config(data.vocab_size), seed=3)
+    nats = count = 0.0
+    for document in data.documents():
+        tokens = torch.from_numpy(document)[None]
+        with torch.no_grad():
+            logits = model(tokens[:, :-1])
+        nats += torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:], reduction="sum").item()
+        count += tokens.shape[1] - 1
+    # Rows longer than any document, so that only a few documents are cut: near, not equal.
+    assert validate(model, data, batch_size=4, seq_len=128) == pytest.approx(nats / count, rel=0.02)
+
+
+def test_a_student_starts_as_every_second_layer(data_folder):
+    data = PackedTokens(data_folder)
+    teacher = build(SHAPE.config(data.vocab_size), seed=3)
+    student = from_teacher(teacher, 2)
+    assert student.config.num_layers == 2 and teacher.config.num_layers == 4
+    batch = data.batch(0, 2, 32, 0)
+    tokens, _, context = to_device(batch, torch.device("cpu"))
+    x = teacher.embed(tokens)
+    for index in (0, 2):
+        x = teacher.layers[index](x, context)
+    torch.testing.assert_close(student(tokens, context), teacher.head(x), rtol=0, atol=1e-6)
+    student.embedding.data.zero_()
+    assert teacher.embedding.abs().max() > 0, "the student shares nothing with its teacher"
+
+
+def test_distillation_brings_a_student_to_its_teacher(data_folder):
+    data = PackedTokens(data_folder)
+    trainer = make(data, steps=40, optimizer=AdamW(lr=1e-2))
+    fit(trainer, data, batch_size=8, seq_len=64)
+    teacher = trainer.model
+    student = from_teacher(teacher, 2)
+    frozen = {name: part.clone() for name, part in teacher.named_parameters()}
+    learner = Trainer(
+        student, steps=30, schedule=Cosine(), optimizer=AdamW(lr=3e-3), objective=Distill(alpha=1.0), teacher=teacher
+    )
+    first = learner.step(data.batch(0, 8, 64, 1)).loss
+    fit(learner, data, batch_size=8, seq_len=64, seed=1)
+    assert learner.done == 30
+    last = learner._loss(data.batch(31, 8, 64, 1)).item() / (8 * 64)
+    assert last < 0.25 * first
+    assert all(torch.equal(frozen[name], part) for name, part in teacher.named_parameters())
+
+
+def test_the_saved_model_is_the_trained_one(data_folder, tmp_path):
+    data = PackedTokens(data_folder)
+    trainer = make(data, precision="bf16", steps=3)
+    fit(trainer, data, batch_size=4, seq_len=32)
+    save(trainer.model, tmp_path)
+    back = load(tmp_path)
+    assert back.embedding.dtype == torch.bfloat16
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(back(tokens), trainer.model(tokens))
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_loss(data_folder):
+    import shutil
+
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    data = PackedTokens(data_folder)
+    plain, compiled = make(data), make(data, compile=True)
+    for step in range(3):
+        batch = data.batch(step, 4, 32, 0)
+        assert plain.step(batch).loss == pytest.approx(compiled.step(batch).loss, abs=1e-5)
