@@ -1,0 +1,215 @@
+"""The train stage: its folder, its figures, what it refuses, and that a kill changes nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+
+from hone.base.artifact import Artifact
+from hone.base.durable import read_jsonl
+from hone.base.errors import SpecError
+from hone.base.run import Run
+from hone.train.stage import Train
+from tests.train.conftest import SHAPE, write_data
+
+SPEC = {
+    "model": SHAPE.model_dump(),
+    "batch_size": 4,
+    "seq_len": 32,
+    "steps": 12,
+    "eval_every": 5,
+    "eval_rows": 8,
+    "checkpoint_every": 3,
+    "optimizer": {"lr": 3e-3},
+}
+QUIET = Run(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def trained(data_folder, tmp_path_factory) -> Artifact:
+    folder = tmp_path_factory.mktemp("line")
+    return Train.read(SPEC).make(folder / "train-base", {"data": Artifact.read(data_folder)}, QUIET)
+
+
+def test_the_folder_loads_in_transformers(trained):
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained.folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder)
+    tokens = tokenizer("the quick brown", return_tensors="pt").input_ids
+    with torch.no_grad():
+        theirs = model(tokens).logits
+        from hone.model.hf import load
+
+        ours = load(trained.folder)(tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_steps_are_written_down(trained):
+    rows = read_jsonl(trained.folder / "steps.jsonl")
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["tokens"] for row in steps] == [128 * step for step in range(1, 13)]
+    assert [row["step"] for row in rows if "val_loss" in row] == [5, 10, 12]
+    assert set(steps[0]) == {"step", "loss", "lr", "grad_norm", "tokens"}
+    timing = read_jsonl(trained.folder / "log" / "timing.jsonl")
+    assert len(timing) == 12 and timing[3]["tokens_per_s"] > 0 and timing[3]["memory_bytes"] > 0
+    assert list((trained.folder / "log").glob("events.out.tfevents.*"))
+
+
+def test_figures(trained):
+    figures = trained.figures
+    assert figures["train_tokens"].value == 12 * 128
+    assert figures["model_bytes"].value == (trained.folder / "model.safetensors").stat().st_size
+    assert figures["model_bytes"].error == pytest.approx(0, abs=0.05)
+    for name in ("time_s", "peak_memory_bytes", "tokens_per_s"):
+        assert figures[name].estimate is not None and figures[name].value > 0
+    rows = read_jsonl(trained.folder / "steps.jsonl")
+    assert figures["val_loss"].value == rows[-1]["val_loss"]
+    losses = [row["loss"] for row in rows if "loss" in row][-10:]
+    assert figures["final_loss"].value == pytest.approx(sum(losses) / 10)
+    assert figures["val_bits_per_byte"].value > 0
+    assert [row["kind"] for row in trained.techniques] == ["next_token", "cosine"]
+
+
+def test_tensorboard_reads_the_curves(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(trained.folder / "log"))
+    curves.Reload()
+    assert [event.step for event in curves.Scalars("train/loss")] == list(range(1, 13))
+    assert [event.step for event in curves.Scalars("val/loss")] == [5, 10, 12]
+
+
+def test_another_run_gives_the_same_bytes(trained, data_folder, tmp_path):
+    again = Train.read(SPEC).make(tmp_path / "train-base", {"data": Artifact.read(data_folder)}, QUIET)
+    assert again.content == trained.content
+
+
+def test_checkpoints_do_not_change_the_result(trained, data_folder, tmp_path):
+    spec = Train.read({**SPEC, "checkpoint_every": 0})
+    again = spec.make(tmp_path / "train-base", {"data": Artifact.read(data_folder)}, QUIET)
+    assert again.content == trained.content
+
+
+CHILD = """
+import sys
+from hone.base.artifact import Artifact
+from hone.base.run import Run
+from hone.train.stage import Train
+spec, data, out = sys.argv[1:]
+import json
+print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data)}, Run(quiet=True)).content)
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_kills_at_random_moments_change_no_byte(precision, data_folder, tmp_path):
+    spec = {**SPEC, "steps": 60, "precision": precision}
+    expected = Train.read(spec).make(tmp_path / "train-whole", {"data": Artifact.read(data_folder)}, QUIET)
+    out = tmp_path / "train-killed"
+    command = [sys.executable, "-c", CHILD, json.dumps(spec), str(data_folder), str(out)]
+    draw = random.Random(precision)
+    kills = 0
+    for target in (draw.randint(1, 15), draw.randint(20, 35), draw.randint(40, 55)):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        path = out.with_name("train-killed.partial") / "steps.jsonl"
+        deadline = time.monotonic() + 120
+        while child.poll() is None and time.monotonic() < deadline:
+            if path.exists() and path.read_text().count("\n") >= target:
+                time.sleep(draw.random() * 0.02)
+                child.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        child.wait()
+        kills += child.returncode == -signal.SIGKILL
+        child.stdout.close()
+        if out.exists():
+            break
+    assert kills, "no kill came in time to mean anything"
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert finished.stdout.strip() == expected.content
+    Artifact.read(out).verify()
+
+
+def test_a_half_written_line_is_dropped(tmp_path):
+    from hone.train.watch import Watch
+
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    Watch(tmp_path, tmp_path, device="cpu", resume_at=2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_it_goes_on_from_another_model(trained, data_folder, tmp_path):
+    parents = {"data": Artifact.read(data_folder), "model": trained}
+    longer = Train.read({**SPEC, "steps": 4}).make(tmp_path / "train-more", parents, QUIET)
+    first = read_jsonl(longer.folder / "steps.jsonl")[0]["loss"]
+    assert first < 0.8 * read_jsonl(trained.folder / "steps.jsonl")[0]["loss"]
+
+
+def test_a_half_depth_student(trained, data_folder, tmp_path):
+    parents = {"data": Artifact.read(data_folder), "teacher": trained}
+    spec = Train.read({**SPEC, "init": "teacher", "objective": {"kind": "distill", "alpha": 0.7}})
+    draft = spec.make(tmp_path / "train-draft", parents, QUIET)
+    config = json.loads((draft.folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == SHAPE.num_layers // 2
+    assert draft.figures["num_params"].value < trained.figures["num_params"].value
+    assert draft.techniques[0]["alpha"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": "distill"}, "needs a teacher"),
+        ({"init": "teacher"}, "needs a teacher"),
+        ({"seq_len": 4096}, "longer than the model's max_seq_len 128"),
+        ({"schedule": {"kind": "cosine", "warmup": 50}}, "longer than the training of 12 steps"),
+        ({"accumulation": 3}, "does not divide batch_size"),
+        ({"tokens": 1000}, "not both"),
+        ({"remat": "most"}, "unknown remat 'most'"),
+        ({"optimiser": {}}, "did you mean 'optimizer'"),
+        ({"precision": "fp8"}, "precision"),
+    ],
+)
+def test_mistakes_are_said(change, message, data_folder, tmp_path):
+    with pytest.raises(SpecError) as caught:
+        Train.read({**SPEC, **change}).make(tmp_path / "train-x", {"data": Artifact.read(data_folder)}, QUIET)
+    assert message in str(caught.value)
+
+
+def test_a_model_that_knows_too_few_tokens(trained, tmp_path):
+    data = write_data(tmp_path / "data-wide")
+    meta = json.loads((data / "tokens" / "meta.json").read_text())
+    (data / "tokens" / "meta.json").write_text(json.dumps({**meta, "vocab_size": 1000}))
+    with pytest.raises(SpecError, match=r"knows \d+ tokens, the data use 1000"):
+        Train.read(SPEC).make(tmp_path / "train-x", {"data": Artifact.read(data), "model": trained}, QUIET)
+
+
+def test_another_tokenizer_is_said(trained, tmp_path):
+    data = write_data(tmp_path / "data-other")
+    values = json.loads((data / "tokenizer.json").read_text())
+    names = list(values["model"]["vocab"])
+    values["model"]["vocab"] = {name: number for number, name in enumerate(reversed(names))}
+    (data / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(SpecError, match="number their tokens differently"):
+        Train.read(SPEC).make(tmp_path / "train-x", {"data": Artifact.read(data), "model": trained}, QUIET)
+
+
+def test_the_spec_prints_and_reads_itself():
+    import yaml
+
+    spec = Train.read({**SPEC, "schedule": {"kind": "wsd", "decay": 0.3}, "remat": "sqrt"})
+    assert Train.read(yaml.safe_load(spec.to_yaml())) == spec
+    assert len(Train.model_fields) <= 20
+
+
+def test_steps_from_tokens_or_from_one_pass():
+    assert Train.read({"batch_size": 4, "seq_len": 10, "tokens": 95}).num_steps(1000) == 3
+    assert Train.read({"batch_size": 4, "seq_len": 10}).num_steps(1000) == 25
