@@ -76,6 +76,11 @@ class Engine:
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the page pool, the draft model's part included."""
+        return self.cache.num_bytes
+
+    @property
     def has_work(self) -> bool:
         """True while a request is unfinished or an output undelivered."""
         return bool(self._rows or self._outputs)
@@ -244,7 +249,7 @@ class Engine:
             "prefix_query_tokens": scheduler.prefix_queries,
             "prefix_hit_tokens": scheduler.prefix_hits,
             "preemptions": scheduler.num_preemptions,
-            "kv_cache_bytes": self.cache.num_bytes,
+            "kv_cache_bytes": self.cache_bytes,
         }
 
     def generate(

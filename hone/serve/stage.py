@@ -1,0 +1,249 @@
+"""Stage `serve`: a measured serving run of one model: deterministic requests, closed loop, figures per request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from hone.base.artifact import Artifact, Draft
+from hone.base.durable import write_jsonl
+from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+from hone.base.run import Run
+from hone.base.stage import Stage
+from hone.serve.spec import EngineSpec
+
+if TYPE_CHECKING:
+    from hone.model.tokenizer import Tokenizer
+    from hone.serve.engine import Engine
+
+np = lazy("numpy")
+
+_SAMPLE_PROMPTS, _SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 4, 24, 64
+
+
+class Serve(Stage):
+    """Serves prompts from the validation text, `concurrency` at a time, greedily, and measures."""
+
+    stage: ClassVar[str] = "serve"
+    roles: ClassVar[dict[str, bool]] = {"model": True, "data": True, "draft": False}
+
+    num_requests: int = Field(96, ge=1, description="Requests of the run.")
+    concurrency: int = Field(16, ge=1, description="Requests in flight at once.")
+    prompt_tokens: tuple[int, int] = Field((16, 96), description="Least and most tokens of a prompt's own part.")
+    output_tokens: tuple[int, int] = Field((16, 96), description="Least and most tokens generated per request.")
+    shared_prefix: int = Field(64, ge=0, description="Tokens that all prompts begin with, like a system prompt.")
+    engine: EngineSpec = Field(EngineSpec(), description="The engine.")
+    seed: int = Field(0, description="Seed of lengths and places in the text.")
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Serve:
+        for name in ("prompt_tokens", "output_tokens"):
+            least, most = getattr(self, name)
+            if not 1 <= least <= most:
+                raise ValueError(f"{name} {least}..{most} is no range of positive numbers")
+        return self
+
+    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+        from hone.measure.window import Window
+        from hone.serve.engine import Engine
+        from hone.serve.forecast import forecast
+
+        model, guesser = parents["model"], parents.get("draft")
+        kind = self.engine.drafter.kind if self.engine.drafter else None
+        if (guesser is not None) != (kind == "draft_model"):
+            raise SpecError(
+                f"the draft model is {'given' if guesser else 'missing'} and engine.drafter is {kind or 'empty'}",
+                fix="set engine.drafter: draft_model and draft: NAME, or neither",
+            )
+        model.need("config.json")
+        workload = make_workload(self, parents["data"].folder, model.folder)
+        draft.predict(forecast(self, workload, model.folder, guesser.folder if guesser else None, run))
+        with Window(run.device) as window:
+            engine = Engine(
+                model.folder,
+                self.engine,
+                draft_model=guesser.folder if guesser else None,
+                device=run.device,
+            )
+            engine.generate([workload.prompts[0]], workload.params(0))  # the first call pays for set-up once
+            engine.pool.clear()
+            before = engine.stats()
+            with Window(run.device) as serving:
+                timings = drive(engine, workload, self.concurrency, run)
+            after = engine.stats()
+            samples = _samples(engine, workload)
+        draft.record_window(window)
+        write_jsonl(draft.folder / "samples.jsonl", samples)
+        write_jsonl(draft.log / "requests.jsonl", [timing.row() for timing in timings])
+        if self.engine.drafter:
+            draft.did({"slot": "drafter", **self.engine.drafter.model_dump(mode="json")})
+        counted = {name: after[name] - before.get(name, 0) for name in after}
+        self._record(draft, timings, counted, serving, model.folder)
+        draft.record("kv_cache_bytes", engine.cache_bytes, "B")
+
+    def _record(
+        self, draft: Draft, timings: list[Timing], counted: dict[str, float], serving: Any, folder: Path
+    ) -> None:
+        tokens = sum(timing.output_tokens for timing in timings)
+        ttft = [timing.ttft_s for timing in timings]
+        tpot = [timing.tpot_s for timing in timings if timing.tpot_s is not None]
+        count = len(timings)
+        note = f"{count} requests, {self.concurrency} at once, greedy"
+        draft.record("tokens_per_s", tokens / serving.time_s, "tokens/s", n=count, note=f"output tokens; {note}")
+        draft.record("requests_per_s", count / serving.time_s, "requests/s", n=count, note=note)
+        for name, values, quantile in (("ttft_p50_s", ttft, 50), ("ttft_p99_s", ttft, 99), ("tpot_p50_s", tpot, 50)):
+            value = float(np.percentile(values, quantile)) if values else None
+            draft.record(name, value, "s", n=len(values), note=note)
+        energy = serving.energy_j
+        draft.record("joules_per_token", energy / tokens if energy else None, "J/token", note=serving.energy_note)
+        asked, hit = counted["prefix_query_tokens"], counted["prefix_hit_tokens"]
+        draft.record("prefix_hit_rate", hit / asked if asked else None, "fraction", note="of prompt tokens")
+        drafted, accepted = counted.get("draft_tokens", 0), counted.get("accepted_tokens", 0)
+        draft.record(
+            "acceptance_rate",
+            accepted / drafted if drafted else None,
+            "fraction",
+            note="of drafted tokens" if drafted else "no drafter",
+        )
+        draft.record("model_bytes", sum(path.stat().st_size for path in folder.glob("*.safetensors")), "B")
+
+
+@dataclass
+class Workload:
+    """The requests of a run: a pure function of the stage's spec and the data."""
+
+    prompts: list[list[int]]
+    output_tokens: list[int]
+    sample_prompts: list[list[int]]
+
+    def params(self, place: int, max_tokens: int | None = None) -> Any:
+        """Greedy, of exactly the planned length."""
+        from hone.serve.request import SamplingParams
+
+        return SamplingParams(max_tokens=max_tokens or self.output_tokens[place], temperature=0, ignore_eos=True)
+
+
+def make_workload(spec: Serve, data: Path, model: Path) -> Workload:
+    """Draws lengths and text places from `spec.seed`; prompts are pieces of the validation split in the model's tokens."""
+    from hone.data.load import PackedTokens
+
+    tokens = PackedTokens(data, "val")
+    text, starts = np.asarray(tokens.tokens), tokens.starts
+    text, starts = _in_model_tokens(text, starts, data, model)
+    most = spec.shared_prefix + spec.prompt_tokens[1]
+    if len(text) < most:
+        raise SpecError(
+            f"the validation split has {len(text)} tokens, prompts take {most}",
+            fix="use more data, or lower prompt_tokens or shared_prefix",
+        )
+    random = np.random.Generator(np.random.Philox(spec.seed))
+    prompts, lengths = [], []
+    shared = text[: spec.shared_prefix].tolist()
+    for _ in range(spec.num_requests):
+        own = int(random.integers(spec.prompt_tokens[0], spec.prompt_tokens[1] + 1))
+        lengths.append(int(random.integers(spec.output_tokens[0], spec.output_tokens[1] + 1)))
+        place = int(random.integers(0, len(text) - own + 1))
+        prompts.append(shared + text[place : place + own].tolist())
+    samples = [text[start : start + _SAMPLE_PROMPT_TOKENS].tolist() for start in starts[:-1][:_SAMPLE_PROMPTS]]
+    return Workload(prompts, lengths, samples)
+
+
+def _in_model_tokens(text: Any, starts: Any, data: Path, model: Path) -> tuple[Any, Any]:
+    """The tokens as they are when data and model share a tokenizer, else decoded and encoded again."""
+    theirs, ours = model / "tokenizer.json", data / "tokenizer.json"
+    if not theirs.exists() or not ours.exists() or theirs.read_bytes() == ours.read_bytes():
+        return text, starts
+    from hone.model.tokenizer import load_tokenizer
+
+    old, new = load_tokenizer(data), load_tokenizer(model)
+    pieces: list[list[int]] = []
+    for begin, end in pairwise(starts):
+        pieces.append(new.encode(old.decode(text[begin:end].tolist()), add_special_tokens=False))
+    bounds = np.cumsum([0, *(len(piece) for piece in pieces)])
+    return np.array([token for piece in pieces for token in piece], dtype=np.int64), bounds
+
+
+@dataclass
+class Timing:
+    """When one request's tokens came, in seconds since the run began."""
+
+    request: int
+    prompt_tokens: int
+    begun_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = field(default=None)
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        return self.first_s - self.begun_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first."""
+        more = self.output_tokens - 1
+        return (self.last_s - self.first_s) / more if more > 0 else None
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "request": self.request,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "begun_s": round(self.begun_s, 6),
+            "ttft_s": round(self.ttft_s, 6),
+            "latency_s": round(self.last_s - self.begun_s, 6),
+            "error": self.error,
+        }
+
+
+def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> list[Timing]:
+    """Keeps `concurrency` requests in flight until all are done. Raises RuntimeError when one fails."""
+    from hone.serve.request import Request
+
+    timings: list[Timing] = []
+    begun = time.perf_counter()
+    in_flight = 0
+    with run.progress("serving", sum(workload.output_tokens), "tokens") as bar:
+        while len(timings) < len(workload.prompts) or in_flight:
+            while in_flight < concurrency and len(timings) < len(workload.prompts):
+                place = len(timings)
+                prompt = workload.prompts[place]
+                timings.append(Timing(place, len(prompt), time.perf_counter() - begun))
+                engine.add(Request(str(place), prompt, workload.params(place)))
+                in_flight += 1
+            outputs = engine.step()
+            now = time.perf_counter() - begun
+            for output in outputs:
+                timing = timings[int(output.request_id)]
+                if timing.output_tokens == 0:
+                    timing.first_s, timing.cached_tokens = now, output.num_cached_tokens
+                timing.last_s, timing.output_tokens = now, output.num_output_tokens
+                bar.advance(len(output.tokens))
+                if output.finish is not None:
+                    in_flight -= 1
+                    if output.error is not None:
+                        raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+    return timings
+
+
+def _samples(engine: Engine, workload: Workload) -> list[dict[str, Any]]:
+    """Greedy continuations of the first documents, one at a time: the same whatever ran before."""
+    engine.pool.clear()
+    tokenizer: Tokenizer | None = engine.tokenizer
+    rows = []
+    for prompt in workload.sample_prompts:
+        params = workload.params(0, min(_SAMPLE_TOKENS, engine.max_model_len - len(prompt)))
+        done = engine.generate([prompt], params)[0]
+        shown = tokenizer.decode(prompt) if tokenizer else " ".join(map(str, prompt))
+        rows.append({"prompt": shown, "text": done.text if tokenizer else " ".join(map(str, done.tokens))})
+    return rows

@@ -1,0 +1,107 @@
+"""The serve stage: a measured run that repeats itself, with figures and forecasts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hone.base.artifact import Artifact
+from hone.base.durable import read_jsonl
+from hone.base.errors import SpecError
+from hone.base.run import Run
+from hone.serve.stage import Serve, make_workload
+
+SMALL = {"num_requests": 6, "concurrency": 3, "prompt_tokens": [4, 12], "output_tokens": [2, 8], "shared_prefix": 16}
+TEXT = "the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 12
+
+
+@pytest.fixture(scope="module")
+def data(tiny_llama, tmp_path_factory):
+    """A data artifact as the data room writes it, in the tokens of `tiny_llama`."""
+    from hone.model.tokenizer import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("data")
+    tokenizer = load_tokenizer(tiny_llama)
+    (folder / "tokenizer.json").write_bytes((tiny_llama / "tokenizer.json").read_bytes())
+    documents = [[*tokenizer.encode(TEXT[start:]), tokenizer.eos_ids[0]] for start in (0, 5, 9)]
+    starts = np.cumsum([0, *map(len, documents)])
+    (folder / "tokens").mkdir()
+    row = {"tokens": int(starts[-1]), "documents": len(documents), "bytes": 3 * len(TEXT)}
+    for split in ("train", "val"):
+        np.concatenate(documents).astype("<u2").tofile(folder / "tokens" / f"{split}.bin")
+        np.save(folder / "tokens" / f"{split}.starts.npy", starts)
+    meta = {
+        "dtype": "uint16",
+        "vocab_size": tokenizer.vocab_size,
+        "eos_token_id": tokenizer.eos_ids[0],
+        "splits": {"train": row, "val": row},
+    }
+    (folder / "tokens" / "meta.json").write_text(json.dumps(meta))
+    return Artifact.read(folder)
+
+
+def serve(tmp_path, tiny_llama, data, name="serve-a", **fields):
+    spec = Serve.read({**SMALL, **fields})
+    return spec.make(tmp_path / name, {"model": Artifact.read(tiny_llama), "data": data}, Run(quiet=True))
+
+
+def test_figures_and_forecasts_are_there(tmp_path, tiny_llama, data):
+    made = serve(tmp_path, tiny_llama, data)
+    figures = made.figures
+    assert {
+        "tokens_per_s", "requests_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "joules_per_token",
+        "prefix_hit_rate", "acceptance_rate", "model_bytes", "kv_cache_bytes", "time_s", "peak_memory_bytes",
+    } <= set(figures)  # fmt: skip
+    assert figures["acceptance_rate"].value is None
+    assert 0 < figures["prefix_hit_rate"].value < 1
+    for name in ("time_s", "tokens_per_s", "peak_memory_bytes"):
+        assert figures[name].estimate is not None and figures[name].estimate.value > 0
+    assert abs(figures["peak_memory_bytes"].error) < 0.2
+    rows = read_jsonl(made.folder / "log" / "requests.jsonl")
+    assert len(rows) == 6 and all(2 <= row["output_tokens"] <= 8 for row in rows)
+    samples = read_jsonl(made.folder / "samples.jsonl")
+    assert len(samples) == 3 and all(sample["prompt"] and sample["text"] for sample in samples)
+
+
+def test_content_is_the_same_every_time(tmp_path, tiny_llama, data):
+    one = serve(tmp_path, tiny_llama, data, "serve-one")
+    for name, fields in {
+        "static": {"engine": {"batching": "static"}},
+        "bare": {"engine": {"prefix_cache": False}},
+    }.items():
+        other = serve(tmp_path, tiny_llama, data, f"serve-{name}", **fields)
+        assert other.content == one.content
+        assert other.fingerprint != one.fingerprint
+
+
+def test_the_workload_is_a_function_of_the_spec(tiny_llama, data):
+    spec = Serve.read(SMALL)
+    one, other = (make_workload(spec, data.folder, tiny_llama) for _ in range(2))
+    assert one == other
+    assert make_workload(spec.model_copy(update={"seed": 1}), data.folder, tiny_llama) != one
+    shared = {tuple(prompt[: spec.shared_prefix]) for prompt in one.prompts}
+    assert len(shared) == 1
+
+
+def test_prompts_longer_than_the_text_are_a_mistake(tmp_path, tiny_llama, data):
+    with pytest.raises(SpecError, match="validation split"):
+        serve(tmp_path, tiny_llama, data, prompt_tokens=[4, 100_000])
+
+
+def test_a_draft_model_without_a_drafter_is_a_mistake(tmp_path, tiny_llama, data):
+    with pytest.raises(SpecError, match="drafter"):
+        Serve.read(SMALL).make(
+            tmp_path / "serve-d",
+            {"model": Artifact.read(tiny_llama), "data": data, "draft": Artifact.read(tiny_llama)},
+            Run(quiet=True),
+        )
+
+
+def test_reading_the_spec_does_not_import_torch():
+    code = "import sys; import hone.serve.stage; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert seen == ["False", "False"]
