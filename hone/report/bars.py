@@ -101,9 +101,7 @@ def ratios(checks: Sequence[Check], width: float, label: str, band: float = 0.2)
     ticks = ticks if len(ticks) >= 3 else [1 / 1.5, 1.0, 1.5]
     parts: list[Any] = [rect(x(1 / (1 + band)), top, x(1 + band) - x(1 / (1 + band)), bottom - top, "band", 0)]
     parts += [line(x(tick), top, x(tick), bottom + 4, "axis" if tick == 1 else "grid") for tick in ticks]
-    parts += [
-        text(x(tick), bottom + 17, f"{units.three(tick)}x".replace(".00x", "x"), "tick", "middle") for tick in ticks
-    ]
+    parts += [text(x(tick), bottom + 17, units.tick(tick, "x"), "tick", "middle") for tick in ticks]
     parts += [text(name_width, 11, "← too low", "tick"), text(width - 62, 11, "too high →", "tick", "end")]
     for index, check in enumerate(checks):
         parts.append(_ratio_row(check, x, top + index * step + step / 2, name_width, width))

@@ -66,7 +66,8 @@ def facts(row: Row) -> list[str]:
         if value is not None and len(found) < 2:
             unit = row.figures[name].unit
             bare = name in ("num_params", "kl_to_reference", "val_loss")
-            found.append(words.get(name, "{}").format(units.show(value, "" if bare else unit, name)))
+            shown = units.show(value, "" if bare else unit, name).replace("tokens/s", "tok/s")
+            found.append("same size" if shown == "1.00x" else words.get(name, "{}").format(shown))
     return found
 
 
@@ -104,7 +105,9 @@ def layout(line_: Line) -> list[Node]:
 
 def children(nodes: dict[str, Node], id: str | None) -> list[Node]:
     """Nodes whose main parent is `id`: measurements first, then by stage, in the line's order."""
-    order = {kind: place for place, kind in enumerate(("eval", "serve", *KINDS))}
+    order = {
+        kind: place for place, kind in enumerate((*_MEASURING, *(kind for kind in KINDS if kind not in _MEASURING)))
+    }
     below = [node for node in nodes.values() if node.main == id]
     return sorted(below, key=lambda node: order.get(node.kind, len(order)))
 
@@ -131,12 +134,16 @@ def _bands(nodes: dict[str, Node]) -> None:
         top = place(root, top)
 
 
-def chain(line_: Line, width: float) -> Markup:
-    """The picture, left to right; as an outline from top to bottom where `width` is a phone's."""
+def chain(line_: Line, width: float, anchors: dict[str, str] | None = None) -> Markup:
+    """The picture, left to right; as an outline from top to bottom where `width` is a phone's.
+
+    `anchors` maps artifact ids to the page's anchors that their boxes link to; without it nothing is linked.
+    """
+    anchors = anchors or {}
     nodes = layout(line_)
     label = f"How the {len(line_.rows)} artifacts of {line_.name} were made from each other"
     if width < 600:
-        return _outline({node.id: node for node in nodes}, width, label)
+        return _outline({node.id: node for node in nodes}, width, label, anchors)
     columns = max(node.depth for node in nodes) + 1
     gap = 44.0
     box = max(150.0, min(250.0, (width - gap * (columns - 1)) / columns))
@@ -160,8 +167,8 @@ def chain(line_: Line, width: float) -> Markup:
                     f"{node.id} takes {source}" + (f" as {role}" if role else ""),
                 )
             )
-    parts += [_box(node, *place[node.id], box) for node in nodes]
-    return drawing(full, height, label, *parts)
+    parts += [_linked(node, _box(node, *place[node.id], box), anchors) for node in nodes]
+    return drawing(full, height, label, *parts, role="group" if anchors else "img")
 
 
 def _curve(x1: float, y1: float, x2: float, y2: float, gap: float, class_: str, title: str) -> Markup:
@@ -189,7 +196,12 @@ def _box(node: Node, x: float, y: float, width: float) -> Markup:
     return group(node.tooltip, *parts)
 
 
-def _outline(nodes: dict[str, Node], width: float, label: str) -> Markup:
+def _linked(node: Node, box: Markup, anchors: dict[str, str]) -> Markup:
+    """The box as a link to the artifact's figures, where there is a page to link to."""
+    return el("a", box, href=f"#{anchors[node.id]}", aria_label=node.tooltip) if node.id in anchors else box
+
+
+def _outline(nodes: dict[str, Node], width: float, label: str, anchors: dict[str, str]) -> Markup:
     """Top to bottom with indents: what a narrow screen can show without scrolling sideways."""
     parts: list[Markup] = []
     height = 48.0
@@ -200,16 +212,15 @@ def _outline(nodes: dict[str, Node], width: float, label: str) -> Markup:
         inner = width - x - 22
         kind_width = text_width(node.kind, 11.5) + 6
         beside = [f"with {nodes[id].id} as {role}" for id, role in node.others]
-        parts.append(
-            group(
-                node.tooltip,
-                rect(x + 0.5, y + 0.5, width - x - 1, height - 7, f"node {node.kind}", 5),
-                rect(x, y, 4, height - 6, f"mark {node.kind}", 2),
-                text(x + 13, y + 17, node.kind, "kind"),
-                text(x + 13 + kind_width, y + 17, fit(node.name, inner - kind_width, 13), "name"),
-                text(x + 13, y + 34, fit(" · ".join([*node.facts[: 1 if beside else 2], *beside]), inner, 12), "fact"),
-            )
+        box = group(
+            node.tooltip,
+            rect(x + 0.5, y + 0.5, width - x - 1, height - 7, f"node {node.kind}", 5),
+            rect(x, y, 4, height - 6, f"mark {node.kind}", 2),
+            text(x + 13, y + 17, node.kind, "kind"),
+            text(x + 13 + kind_width, y + 17, fit(node.name, inner - kind_width, 13), "name"),
+            text(x + 13, y + 34, fit(" · ".join([*node.facts[: 1 if beside else 2], *beside]), inner, 12), "fact"),
         )
+        parts.append(_linked(node, box, anchors))
         below = children(nodes, node.id)
         for child in below:
             middle = bottom + (height - 6) / 2
@@ -223,4 +234,4 @@ def _outline(nodes: dict[str, Node], width: float, label: str) -> Markup:
     y = 0.0
     for root in children(nodes, None):
         y = draw(root, 0, y)
-    return drawing(width, y, label, *parts)
+    return drawing(width, y, label, *parts, role="group" if anchors else "img")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
@@ -96,7 +97,7 @@ def _end_labels(
 
 
 def loss_domain(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """One loss axis for all training runs, cut above the first tenth of the steps' median; None without a loss."""
+    """One loss axis for all training runs; None without a loss."""
     values = [loss_ for row in rows for series in loss_series(row) for _, loss_ in series]
     if not values:
         return None
@@ -110,7 +111,7 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
     sizes, values = [point.num_bytes for point in points], [point.quality for point in points]
     log_x, log_y = max(sizes) / min(sizes) > 3, min(values) > 0 and max(values) / min(values) > 3
     x = Scale(*spread_domain(sizes, log=log_x, pad=0.13), left, width - right, log_x)
-    y = Scale(*spread_domain(values, log=log_y, pad=0.1), height - bottom, top, log_y)
+    y = Scale(*spread_domain(values, log=log_y, pad=0.17), height - bottom, top, log_y)
     parts: list[Any] = [
         y_axis(y, left, width - right),
         x_axis(x, height - bottom, unit="B", count=5 if width > 600 else 3, top=top),
@@ -121,25 +122,15 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
     steps = [front[0]]
     for px, py in front[1:]:
         steps += [(px, steps[-1][1]), (px, py)]
-    parts.append(path([(steps[0][0], top), *steps, (width - right, steps[-1][1])], "pareto"))
+    steps = [(steps[0][0], top), *steps, (width - right, steps[-1][1])]
+    parts.append(path(steps, "pareto"))
+    walls = [(min(a, c) - 1, min(b, d) - 1, max(a, c) + 1, max(b, d) + 1) for (a, b), (c, d) in pairwise(steps)]
     anchors = [(x(point.num_bytes), y(point.quality)) for point in points]
     order = sorted(range(len(points)), key=lambda index: (not points[index].on_line, anchors[index]))
-    boxes = (
-        dict(
-            zip(
-                order,
-                place_labels(
-                    [anchors[i] for i in order],
-                    [points[i].label for i in order],
-                    (left, top - 8, width - 2, height - bottom),
-                    size=13,
-                ),
-                strict=True,
-            )
-        )
-        if order
-        else {}
-    )
+    labels = [points[index].label for index in order]
+    frame = (left, top - 8, width - 2, height - bottom)
+    placed = place_labels([anchors[index] for index in order], labels, frame, size=13, obstacles=walls)
+    boxes = dict(zip(order, placed, strict=True))
     for index, point in enumerate(points):
         (px, py), box = anchors[index], boxes[index]
         said = f"{point.label}: {units.exact(point.num_bytes, 'B')}, {units.label(metric)} {units.exact(point.quality, unit)}"

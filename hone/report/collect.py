@@ -18,7 +18,7 @@ KINDS = ("foreign", "data", "train", "compress", "eval", "serve")
 """Stages in the order in which a line runs them; unknown kinds come last."""
 CONTENT = {
     "data": ("stats.json", "dropped.jsonl", "sample.jsonl"),
-    "train": ("steps.jsonl", "log/timing.jsonl"),
+    "train": ("steps.jsonl",),
     "compress": ("layers.jsonl",),
     "serve": ("samples.jsonl",),
 }

@@ -142,6 +142,19 @@ def technique_words(techniques: list[dict[str, Any]]) -> str:
     return ", ".join(words)
 
 
+def lineage_words(line: Line, id: str) -> str:
+    """What was done to a model since it was trained: 'magnitude 50 % sparse, gptq 4-bit', 'distilled from base'."""
+    words: list[str] = []
+    row = line.get(id)
+    while row is not None and row.kind == "compress":
+        words.insert(0, technique_words(line.own_techniques(row)) or row.name)
+        model = row.parent("model")
+        row = line.get(model.id) if model else None
+    if row is not None and (teacher := row.parent("teacher")):
+        words.insert(0, f"distilled from {line.label(teacher.id)}")
+    return ", ".join(words) or ("as trained" if row is not None else "from outside")
+
+
 def differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Fields in which two specs differ, (dotted path, one's value, other's value); a missing mapping counts once."""
     if isinstance(one, dict) and isinstance(other, dict):
@@ -260,7 +273,8 @@ def setting(path: str, value: Any) -> str:
     if value is None:
         return f"no {name}"
     if isinstance(value, dict):
-        return f"{name} {value.get('kind') or 'on'}"
+        kind = str(value.get("kind") or "on").replace("_", " ")
+        return kind if name in kind else f"{kind} as {name}"
     return f"{value} {name}" if isinstance(value, str) and path not in ("model", "data", "draft") else f"{name} {value}"
 
 
@@ -309,8 +323,9 @@ def _estimates(line: Line) -> Finding | None:
     errors = [abs(check.ratio - 1) for check in checks(line) if check.ratio is not None and not check.bound]
     if len(errors) < 3:
         return None
+    middle = 100 * median(errors)
     return Finding(
-        f"{units.three(100 * median(errors))} %",
+        f"{middle:.{0 if middle >= 9.95 else 1}f} %",
         f"median error of {len(errors)} estimates made before the work",
         "estimates",
     )

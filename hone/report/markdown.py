@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.report import compare, sections, units
+from hone.report import compare, origin, sections, texts, units
 from hone.report.bars import error_words
 from hone.report.chain import facts
 from hone.report.collect import Line, Row
@@ -175,7 +175,7 @@ def _estimates(line: Line) -> list[str]:
 def _data(line: Line) -> list[str]:
     parts = []
     for row in line.of("data"):
-        found = sections.data(line, row)
+        found = texts.data(line, row)
         reasons = [[escape(reason["name"]), escape(reason["words"])] for reason in found["reasons"]]
         parts += [
             f"## What the filters dropped: {code(row.id)}",
@@ -197,7 +197,7 @@ def _repeat(line: Line) -> list[str]:
 
 def _machines(line: Line) -> list[str]:
     parts = ["## Machine and versions", ""]
-    for entry in sections.machines(line):
+    for entry in origin.machines(line):
         parts += [
             f"- {escape(entry['title'])}: "
             + escape("; ".join(f"{name} {words}".strip() for name, words in entry["facts"]))

@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from hone.base.spec import dump_yaml
-from hone.report import compare, sections, units
+from hone.report import compare, origin, sections, texts, units
 from hone.report.bars import error_words
 from hone.report.chain import chain, facts
 from hone.report.collect import Line
@@ -20,20 +20,22 @@ from hone.report.svg import drawing, el
 def render(line: Line) -> str:
     """The page of `line` as HTML text; the same rows always give the same bytes."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"show": units.show, "exact": units.exact, "label": units.label}
+    environment.filters |= {"show": units.show, "exact": units.exact, "label": units.label, "heading": units.heading}
     return environment.from_string(_asset("page.html")).render(**_context(line)) + "\n"
 
 
 def _context(line: Line) -> dict[str, Any]:
-    datas = [sections.data(line, row) for row in line.of("data")]
+    anchors = {row.id: f"artifact-{place}" for place, row in enumerate(line.rows, 1)}
+    datas = [texts.data(line, row) for row in line.of("data")]
     context = {
         "line": line,
+        "anchors": anchors,
         "css": Markup(stylesheet()),
         "js": Markup(_asset("page.js")),
         "under": under(line),
         "findings": compare.findings(line),
         "chain": Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(
-            chain(line, 1080.0), chain(line, 358.0)
+            chain(line, 1080.0, anchors), chain(line, 358.0, anchors)
         ),
         "losses": sections.losses(line),
         "distilled": sections.distilled(line),
@@ -42,24 +44,24 @@ def _context(line: Line) -> dict[str, Any]:
         "serving": sections.serving(line),
         "estimates": sections.estimates(line),
         "datas": datas,
-        "sayings": sections.sayings(line),
-        "machines": sections.machines(line),
+        "sayings": texts.sayings(line),
+        "machines": origin.machines(line),
         "errors": {(check.row.id, check.figure.name): error_words(check) for check in compare.checks(line)},
         "facts": facts,
         "technique_words": compare.technique_words,
         "yaml": dump_yaml,
     }
     titles = [
-        ("chain", "The chain", True),
+        ("chain", "Chain", True),
         ("loss", "Training", context["losses"]),
-        ("quality", "Quality against size", context["quality"]),
-        ("speed", "Speed and energy", context["speeds"]),
+        ("quality", "Quality", context["quality"]),
+        ("speed", "Speed", context["speeds"]),
         ("serving", "Serving", context["serving"]),
         ("estimates", "Estimates", context["estimates"]),
         ("data", "Dropped text", datas),
         ("text", "Generated text", context["sayings"]),
-        ("repeat", "Repeat a stage", True),
-        ("artifacts", "Every figure", True),
+        ("repeat", "Commands", True),
+        ("artifacts", "Figures", True),
         ("machine", "Machine", True),
     ]
     shown = [(id, title) for id, title, there in titles if there]
@@ -97,7 +99,7 @@ def standalone(svg: Markup, padding: float = 24) -> str:
     width, height = size_of(svg)
     colors = dict(re.findall(r"(--[a-z]+): ([^;]+);", _light()))
     css = re.sub(r"var\((--[a-z]+)\)", lambda name: colors[name.group(1)].replace('"', "'"), _asset("chart.css"))
-    css = css.replace("svg ", "").replace("svg {", "text {")
+    css = css.replace("svg {", "text {").replace("svg ", "")
     label = re.search(r'aria-label="([^"]*)"', svg)
     inner = el("g", svg, transform=f"translate({padding:g} {padding:g})")
     ground = el("rect", width="100%", height="100%", rx=10, fill=colors["--paper"])
@@ -131,4 +133,4 @@ def _light() -> str:
 
 
 def _asset(name: str) -> str:
-    return files("hone.report").joinpath(name).read_text(encoding="utf8")
+    return files("hone.report").joinpath("assets", name).read_text(encoding="utf8")

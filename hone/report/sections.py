@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,15 @@ SERVING = (
 )
 
 
+TRAINED = {
+    "num_params": "{} parameters",
+    "train_tokens": "{} training tokens",
+    "val_loss": "validation loss {}",
+    "val_bits_per_byte": "{}",
+    "time_s": "in {}",
+}
+
+
 def both(draw: Callable[[float], Markup], wide: float = HALF) -> Markup:
     """A chart drawn twice, for a wide and for a narrow screen; the style sheet shows one of them."""
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(draw(wide), draw(PHONE))
@@ -41,10 +49,11 @@ def losses(line: Line) -> list[tuple[Row, Markup, str]]:
     found = []
     for row in rows:
         words = []
-        for name in ("num_params", "train_tokens", "val_loss", "val_bits_per_byte", "time_s"):
+        for name, said in TRAINED.items():
             if row.value(name) is not None:
-                words.append(f"{units.label(name)} {units.show(row.value(name), row.figures[name].unit, name)}")
-        found.append((row, both(lambda width, row=row: charts.loss(row, width, domain), wide), "; ".join(words)))
+                unit = "" if name in ("num_params", "train_tokens") else row.figures[name].unit
+                words.append(said.format(units.show(row.value(name), unit, name)))
+        found.append((row, both(lambda width, row=row: charts.loss(row, width, domain), wide), ", ".join(words)))
     return found
 
 
@@ -61,19 +70,15 @@ def quality(line: Line) -> dict[str, Any] | None:
     base = next((point for point in points if point.model == compare.base_model(line)), None)
     rows = []
     for point in sorted(points, key=lambda point: (-point.num_bytes, point.quality)):
-        row, model = line.get(point.id), line.get(point.model)
+        row = line.get(point.id)
         compared = base is not None and point is not base
         rows.append(
             {
                 "row": row,
                 "label": point.label,
-                "words": compare.technique_words(model.techniques)
-                if model and model.techniques
-                else "as trained"
-                if model
-                else "from outside",
+                "words": compare.lineage_words(line, point.model),
                 "bytes": point.num_bytes,
-                "smaller": f"{units.three(base.num_bytes / point.num_bytes)}x" if compared and base else "",
+                "smaller": _smaller(base.num_bytes, point.num_bytes) if compared and base else "",
                 "change": units.signed_percent(point.quality / base.quality - 1)
                 if compared and base and base.quality
                 else "",
@@ -92,6 +97,10 @@ def quality(line: Line) -> dict[str, Any] | None:
     }
 
 
+def _smaller(before: float, after: float) -> str:
+    return "same size" if abs(before / after - 1) < 0.005 else f"{units.three(before / after)}x"
+
+
 def _layers(line: Line) -> Markup | None:
     entries = []
     for row in line.of("compress"):
@@ -107,21 +116,23 @@ def _layers(line: Line) -> Markup | None:
 
 def speeds(line: Line) -> list[tuple[str, Markup, str]]:
     """(title, chart, sentence) for training speed, generation speed and energy per token."""
+    strong = {pair.base.id for pair in compare.serving_pairs(line)}
     found = []
     for title, rows, words in (
         ("Training, tokens per second", line.of("train"), _mfu_words(line)),
         ("Generation, tokens per second", line.of("serve"), "All requests of a run together."),
     ):
-        shown = [_bar(row, "tokens_per_s") for row in rows if "tokens_per_s" in row.figures]
+        shown = [_bar(row, "tokens_per_s", strong) for row in rows if "tokens_per_s" in row.figures]
         if shown:
             found.append(
                 (title, both(lambda width, shown=shown, title=title: bars.bars(shown, width, "tokens/s", title)), words)
             )
+    wide = FULL if len(found) % 2 == 0 else HALF
     rows = [row for row in line.of("train", "serve") if "joules_per_token" in row.figures]
     if any(row.value("joules_per_token") is not None for row in rows):
-        shown = [_bar(row, "joules_per_token") for row in rows]
+        shown = [_bar(row, "joules_per_token", strong) for row in rows]
         found.append(
-            ("Joules per token", both(lambda width: bars.bars(shown, width, "J/token", "Joules per token")), "")
+            ("Joules per token", both(lambda width: bars.bars(shown, width, "J/token", "Joules per token"), wide), "")
         )
     elif line.of("train", "serve"):
         notes = sorted(
@@ -152,13 +163,13 @@ def _mfu_words(line: Line) -> str:
     return f"Share of this machine's calibrated matmul rate (MFU): {', '.join(known)}." if known else ""
 
 
-def _bar(row: Row, name: str) -> bars.Bar:
+def _bar(row: Row, name: str, strong: set[str]) -> bars.Bar:
     figure = row.figures[name]
     return bars.Bar(
         row.name,
         row.value(name),
         figure.note or "not measured",
-        strong=row.kind == "train" or row.name in ("plain", "base"),
+        strong=row.kind == "train" or row.id in strong,
     )
 
 
@@ -249,7 +260,7 @@ def estimates(line: Line) -> dict[str, Any] | None:
     groups = []
     for name in names:
         of_name = [check for check in checks if check.figure.name == name]
-        title = units.label(name).capitalize()
+        title = units.heading(name)
         groups.append(
             (
                 title,
@@ -261,164 +272,3 @@ def estimates(line: Line) -> dict[str, Any] | None:
             )
         )
     return {"charts": groups, "rows": [(check, bars.error_words(check)) for check in checks]}
-
-
-def data(line: Line, row: Row) -> dict[str, Any]:
-    """Waterfalls, reasons with samples, languages and sources of one data artifact."""
-    stats = row.content.get("stats.json") or {}
-    steps = [step for step in stats.get("steps") or [] if isinstance(step, dict)]
-    falls = []
-    for title, key, unit in (("Text", "bytes", "B"), ("Documents", "documents", "documents")):
-        known = [
-            (str(step.get("name", "?")), *pair[0])
-            for step in steps
-            if (pair := finite([(step.get(f"{key}_in"), step.get(f"{key}_out"))]))
-        ]
-        if known:
-            falls.append(
-                (
-                    title,
-                    both(
-                        lambda width, known=known, unit=unit, title=title: bars.waterfall(
-                            known, width, unit, f"{title} left after each step"
-                        )
-                    ),
-                )
-            )
-    reasons = _reasons(steps, row.content.get("dropped.jsonl") or [])
-    words = [
-        f"{units.show(row.value(name), row.figures[name].unit, name)} {units.label(name).rpartition(' ')[2] if name.endswith('bytes') else ''}".strip()
-        for name in ("input_bytes", "kept_bytes", "train_tokens")
-        if row.value(name) is not None
-    ]
-    shares = []
-    for title, key in (("Languages", "languages"), ("Sources", "sources")):
-        table = stats.get(key)
-        if isinstance(table, dict) and table:
-            entries = finite_items(table)
-            if entries:
-                shown = [bars.Bar(name, value) for name, value in entries[:10]]
-                shares.append(
-                    (
-                        title,
-                        both(lambda width, shown=shown, title=title: bars.bars(shown, width, "B", f"{title} by bytes")),
-                    )
-                )
-    return {
-        "row": row,
-        "words": f"{row.id}: {', '.join(words)}." if words else row.id,
-        "falls": falls,
-        "reasons": reasons,
-        "shares": shares,
-        "samples": [_sample(entry) for entry in (row.content.get("sample.jsonl") or [])[:4]],
-    }
-
-
-def finite_items(table: dict[str, Any]) -> list[tuple[str, float]]:
-    """(name, bytes) of a statistics table, largest first."""
-    found = [(str(name), entry.get("bytes")) for name, entry in table.items() if isinstance(entry, dict)]
-    return sorted(
-        ((name, float(value)) for name, value in found if isinstance(value, int | float) and math.isfinite(value)),
-        key=lambda entry: (-entry[1], entry[0]),
-    )
-
-
-def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every reason of every step with its amounts and samples; samples of an uncounted reason come last."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for step in steps:
-        for reason, amounts in (step.get("reasons") or {}).items():
-            amounts = amounts if isinstance(amounts, dict) else {}
-            documents, size = amounts.get("documents") or 0, amounts.get("bytes") or 0
-            name = f"{step.get('name', '?')}: {reason}"
-            found[str(step.get("name")), str(reason)] = {
-                "name": name,
-                "words": f"{units.show(documents, 'documents')}, {units.show_bytes(size)}",
-                "samples": [],
-            }
-    for entry in dropped:
-        key = (str(entry.get("step")), str(entry.get("reason")))
-        found.setdefault(key, {"name": f"{key[0]}: {key[1]}", "words": "", "samples": []})["samples"].append(
-            _sample(entry)
-        )
-    return list(found.values())
-
-
-def _sample(entry: dict[str, Any]) -> dict[str, str]:
-    return {"source": str(entry.get("source", "")), "text": str(entry.get("text", ""))[:2000]}
-
-
-def sayings(line: Line, most: int = 6) -> list[dict[str, Any]]:
-    """For each prompt the distinct texts, with the runs that wrote them and where they leave the first one."""
-    texts: dict[str, dict[str, list[str]]] = {}
-    for row in line.of("serve"):
-        for entry in row.content.get("samples.jsonl") or []:
-            texts.setdefault(str(entry.get("prompt", "")), {}).setdefault(str(entry.get("text", "")), []).append(
-                row.name
-            )
-    found = []
-    for prompt, by_text in list(texts.items())[:most]:
-        order = sorted(by_text, key=lambda text: ("plain" not in by_text[text], -len(by_text[text])))
-        groups = []
-        for text in order:
-            same = len(text) if text == order[0] else _agreeing(text, order[0])
-            groups.append({"runs": ", ".join(by_text[text]), "same": text[:same], "other": text[same:]})
-        found.append({"prompt": prompt, "groups": groups})
-    return found
-
-
-def _agreeing(one: str, other: str) -> int:
-    """How many characters two texts share from the start."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
-
-
-def machines(line: Line) -> list[dict[str, Any]]:
-    """One entry per distinct machine, then one per distinct set of versions, with the artifacts made there."""
-    found = []
-    for title, key, words in (("Machine", "machine", machine_facts), ("Versions", "provenance", version_facts)):
-        groups: dict[str, tuple[list[tuple[str, str]], list[str]]] = {}
-        for row in line.rows:
-            facts = words(getattr(row, key))
-            groups.setdefault(json.dumps(facts), (facts, []))[1].append(row.id)
-        for facts, ids in groups.values():
-            of = (
-                ""
-                if len(groups) == 1
-                else f" of {', '.join(ids) if len(ids) <= 4 else f'{ids[0]} and {len(ids) - 1} more'}"
-            )
-            found.append({"title": title + of, "facts": facts or [("", "not described")]})
-    return found
-
-
-def machine_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a machine is, in words; nested descriptions are flattened."""
-    facts = []
-    for key, value in machine.items():
-        if key.endswith("_bytes") and isinstance(value, int | float):
-            facts.append((key.removesuffix("_bytes").replace("ram", "memory"), units.show_bytes(value)))
-        elif key == "calibration":
-            facts.append(
-                (key, "not calibrated: estimates of time are limits" if not value else "calibrated before the run")
-            )
-        elif isinstance(value, list):
-            shown = [str(entry.get("name", entry)) if isinstance(entry, dict) else str(entry) for entry in value]
-            facts.append((key, ", ".join(shown) or "none"))
-        elif value is not None and not isinstance(value, dict):
-            facts.append((key.replace("num_", "").replace("_", " "), str(value)))
-    return facts
-
-
-def version_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """hone, commit and packages; the time and the command belong to single artifacts and are left out."""
-    commit = provenance.get("commit")
-    facts = [("hone", str(provenance.get("hone", "unknown")))]
-    facts.append(
-        ("commit", f"{commit}{' with uncommitted changes' if provenance.get('dirty') else ''}" if commit else "unknown")
-    )
-    packages = provenance.get("packages")
-    return facts + [
-        (str(name), str(version or "absent"))
-        for name, version in (packages.items() if isinstance(packages, dict) else ())
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,11 @@ def _number(value: Any) -> Any:
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
 
 
-def drawing(width: float, height: float, label: str, *children: Any) -> Markup:
-    """A whole SVG with a text alternative, as wide as its container up to its own width."""
+def drawing(width: float, height: float, label: str, *children: Any, role: str = "img") -> Markup:
+    """A whole SVG with a text alternative, as wide as its container up to its own width; role 'group' if it has links."""
     return Markup(
-        '<svg viewBox="0 0 {0} {1}" width="{0}" height="{1}" role="img" aria-label="{2}" xmlns="http://www.w3.org/2000/svg">{3}</svg>'
-    ).format(round(width), round(height), label, Markup("").join(escape(child) for child in children))
+        '<svg viewBox="0 0 {0} {1}" width="{0}" height="{1}" role="{4}" aria-label="{2}" xmlns="http://www.w3.org/2000/svg">{3}</svg>'
+    ).format(round(width), round(height), label, Markup("").join(escape(child) for child in children), role)
 
 
 def text(x: float, y: float, content: Any, class_: str = "", anchor: str | None = None, **more: Any) -> Markup:
@@ -146,7 +147,7 @@ def y_axis(scale: Scale, left: float, right: float, *, unit: str = "", count: in
     """Grid lines with their values at the left."""
     return Markup("").join(
         line(left, scale(tick), right, scale(tick), "grid")
-        + text(left - 6, scale(tick) + 3.5, units.show(tick, unit), "tick", "end")
+        + text(left - 6, scale(tick) + 3.5, units.tick(tick, unit), "tick", "end")
         for tick in scale.ticks(count, unit)
     )
 
@@ -157,7 +158,7 @@ def x_axis(scale: Scale, bottom: float, *, unit: str = "", count: int = 5, top: 
     for tick in scale.ticks(count, unit):
         x = scale(tick)
         parts.append(line(x, top if top is not None else bottom, x, bottom + 4, "grid"))
-        parts.append(text(x, bottom + 17, units.show(tick, unit), "tick", "middle"))
+        parts.append(text(x, bottom + 17, units.tick(tick, unit), "tick", "middle"))
     return Markup("").join(parts)
 
 
@@ -169,10 +170,21 @@ def overlap(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
+def distance(box: Box, x: float, y: float) -> float:
+    """From a point to the nearest edge of `box`; 0 inside it."""
+    return math.hypot(max(box[0] - x, 0, x - box[2]), max(box[1] - y, 0, y - box[3]))
+
+
 def place_labels(
-    anchors: list[tuple[float, float]], labels: list[str], frame: Box, *, size: float = 12, radius: float = 6
+    anchors: list[tuple[float, float]],
+    labels: list[str],
+    frame: Box,
+    *,
+    size: float = 12,
+    radius: float = 6,
+    obstacles: Sequence[Box] = (),
 ) -> list[Box]:
-    """A box for each label near its anchor, inside `frame`, overlapping neither another label nor a point.
+    """A box for each label, nearer to its own anchor than to any other, inside `frame`, overlapping no other label, no point and no obstacle.
 
     Tries the nearest places first, then further rings around the point; in a hopeless crowd it takes the last tried.
     """
@@ -183,7 +195,12 @@ def place_labels(
         box = (x, y, x + width, y + height)
         for box in _places(x, y, width, height, radius):
             inside = box[0] >= frame[0] and box[1] >= frame[1] and box[2] <= frame[2] and box[3] <= frame[3]
-            if inside and not any(overlap(box, other) for other in [*placed, *points]):
+            free = not any(overlap(box, other) for other in [*placed, *points, *obstacles])
+            if (
+                inside
+                and free
+                and all(distance(box, x, y) < 0.8 * distance(box, *other) for other in anchors if other != (x, y))
+            ):
                 break
         placed.append(box)
     return placed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 ABSENT = "not measured"
 NAMES = {
@@ -10,7 +11,7 @@ NAMES = {
     "peak_memory_bytes": "peak memory",
     "memory_growth_bytes": "memory growth",
     "energy_j": "energy",
-    "joules_per_token": "energy per token",
+    "joules_per_token": "joules per token",
     "input_bytes": "text read",
     "input_documents": "documents read",
     "kept_bytes": "text kept",
@@ -51,6 +52,12 @@ def label(name: str) -> str:
     return NAMES.get(name, name.replace("_", " "))
 
 
+def heading(name: str) -> str:
+    """`label` with a capital first letter."""
+    words = label(name)
+    return words[:1].upper() + words[1:]
+
+
 def three(value: float) -> str:
     """`value` with three significant digits, without an exponent between 1e-4 and 1e6."""
     if not math.isfinite(value):
@@ -88,6 +95,11 @@ def show(value: float | None, unit: str = "", name: str = "") -> str:
     return f"{number} {unit}".strip()
 
 
+def tick(value: float, unit: str = "") -> str:
+    """As `show`, without trailing zeros: '2 MiB', '0.5 %'; for axes."""
+    return re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", show(value, unit)).replace(". ", " ").removesuffix(".")
+
+
 def exact(value: float | None, unit: str = "") -> str:
     """The unrounded value with its unit, for a tooltip."""
     if value is None:
@@ -114,7 +126,7 @@ def show_bytes(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: '31.2 s', '4 min 12 s', '2 h 05 min', '840 us'."""
+    """A duration: '31.2 s', '4 min 12 s', '2 h 05 min', '840 µs'."""
     size = abs(value)
     if size >= 3600:
         minutes = round(value / 60)
@@ -129,7 +141,7 @@ def _small_prefix(value: float, unit: str) -> str:
     size = abs(value)
     if size == 0 or 0.9995 <= size < 1000:
         return f"{three(value)} {unit}"
-    for scale, prefix in ((1e6, "M"), (1e3, "k"), (1e-3, "m"), (1e-6, "u"), (1e-9, "n")):
+    for scale, prefix in ((1e6, "M"), (1e3, "k"), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")):
         if size >= scale * 0.9995:
             return f"{three(value / scale)} {prefix}{unit}"
     return f"{three(value)} {unit}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from hone.base.artifact import write_atomic
+from hone.base.durable import write_atomic
 from hone.report import charts, compare, markdown, page
 from hone.report.chain import chain
 from hone.report.collect import Line, collect

@@ -22,7 +22,11 @@ MACHINE = {
     "gpus": [],
     "os": "Debian GNU/Linux 12",
     "python": "3.11.2",
-    "calibration": {"read_bytes_per_s": 21.4e9, "copy_bytes_per_s": 11.2e9, "op_s": 4.1e-6},
+    "calibration": {
+        "read_bytes_per_s": 21.4e9,
+        "matmuls": [{"dtype": "float32", "m": 1024, "n": 1024, "k": 1024, "flops_per_s": 9.6e10}],
+        "op_s": 4.1e-6,
+    },
 }
 HOSTILE = "</script><script>alert('x')</script> & \"quotes\" <img src=x onerror=alert(1)> ]]> <!-- "
 BASE_BYTES = 7_602_176

@@ -22,5 +22,10 @@
       if (document.execCommand("copy")) { selection.removeAllRanges(); done(); }
     });
   });
+  function unfold() {
+    var target = location.hash && document.getElementById(location.hash.slice(1));
+    if (target && target.tagName === "DETAILS") target.open = true;
+  }
+  addEventListener("hashchange", unfold); unfold();
   addEventListener("beforeprint", function () { document.querySelectorAll("details").forEach(function (d) { d.open = true; }); });
 })();

@@ -1,0 +1,75 @@
+"""Where the figures come from: machines, versions and commits, in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hone.report import units
+from hone.report.collect import Line
+
+
+def machines(line: Line) -> list[dict[str, Any]]:
+    """One entry per distinct machine, then one per distinct set of versions, with the artifacts made there."""
+    found = []
+    for title, key, words in (("Machine", "machine", machine_facts), ("Versions", "provenance", version_facts)):
+        groups: dict[str, tuple[list[tuple[str, str]], list[str]]] = {}
+        for row in line.rows:
+            facts = words(getattr(row, key))
+            groups.setdefault(json.dumps(facts), (facts, []))[1].append(row.id)
+        for facts, ids in groups.values():
+            of = (
+                ""
+                if len(groups) == 1
+                else f" of {', '.join(ids) if len(ids) <= 4 else f'{ids[0]} and {len(ids) - 1} more'}"
+            )
+            found.append({"title": title + of, "facts": facts or [("", "not described")]})
+    return found
+
+
+def machine_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a machine is, in words; nested descriptions are flattened."""
+    facts = []
+    for key, value in machine.items():
+        if key.endswith("_bytes") and isinstance(value, int | float):
+            facts.append((key.removesuffix("_bytes").replace("ram", "memory"), units.show_bytes(value)))
+        elif key == "calibration":
+            facts += (
+                calibration_facts(value) if isinstance(value, dict) and value else [(key, "none: times are limits")]
+            )
+        elif isinstance(value, list):
+            shown = [str(entry.get("name", entry)) if isinstance(entry, dict) else str(entry) for entry in value]
+            facts.append((key, ", ".join(shown) or "none"))
+        elif value is not None and not isinstance(value, dict):
+            facts.append((key.replace("num_", "").replace("_", " "), str(value)))
+    return facts
+
+
+def version_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+    """hone, commit and packages; the time and the command belong to single artifacts and are left out."""
+    commit = provenance.get("commit")
+    facts = [("hone", str(provenance.get("hone", "unknown")))]
+    facts.append(
+        ("commit", f"{commit}{' with uncommitted changes' if provenance.get('dirty') else ''}" if commit else "unknown")
+    )
+    packages = provenance.get("packages")
+    return facts + [
+        (str(name), str(version or "absent"))
+        for name, version in (packages.items() if isinstance(packages, dict) else ())
+    ]
+
+
+def calibration_facts(calibration: dict[str, Any]) -> list[tuple[str, str]]:
+    """The measured rates of a machine: memory, the best matmul of each number format, one small operation."""
+    facts = []
+    read, op = calibration.get("read_bytes_per_s"), calibration.get("op_s")
+    if isinstance(read, int | float):
+        facts.append(("memory read", f"{units.prefixed(read)}B/s"))
+    best: dict[str, float] = {}
+    for rate in calibration.get("matmuls") or []:
+        if isinstance(rate, dict) and isinstance(rate.get("flops_per_s"), int | float):
+            best[str(rate.get("dtype"))] = max(best.get(str(rate.get("dtype")), 0.0), float(rate["flops_per_s"]))
+    facts += [(f"best matmul, {dtype}", f"{units.prefixed(rate)}FLOP/s") for dtype, rate in best.items()]
+    if isinstance(op, int | float):
+        facts.append(("start of an operation", units.seconds(op)))
+    return facts

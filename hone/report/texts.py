@@ -1,0 +1,122 @@
+"""What the page shows of text: what each data step dropped, with samples, and what the models write."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hone.report import bars, units
+from hone.report.collect import Line, Row, finite
+from hone.report.sections import both
+
+
+def data(line: Line, row: Row) -> dict[str, Any]:
+    """Waterfalls, reasons with samples, languages and sources of one data artifact."""
+    stats = row.content.get("stats.json") or {}
+    steps = [step for step in stats.get("steps") or [] if isinstance(step, dict)]
+    falls = []
+    for title, key, unit in (("Text", "bytes", "B"), ("Documents", "documents", "documents")):
+        known = [
+            (str(step.get("name", "?")), *pair[0])
+            for step in steps
+            if (pair := finite([(step.get(f"{key}_in"), step.get(f"{key}_out"))]))
+        ]
+        if known:
+            falls.append(
+                (
+                    title,
+                    both(
+                        lambda width, known=known, unit=unit, title=title: bars.waterfall(
+                            known, width, unit, f"{title} left after each step"
+                        )
+                    ),
+                )
+            )
+    reasons = _reasons(steps, row.content.get("dropped.jsonl") or [])
+    words = [
+        f"{units.show(row.value(name), row.figures[name].unit, name)} {units.label(name).rpartition(' ')[2] if name.endswith('bytes') else ''}".strip()
+        for name in ("input_bytes", "kept_bytes", "train_tokens")
+        if row.value(name) is not None
+    ]
+    shares = []
+    for title, key in (("Languages", "languages"), ("Sources", "sources")):
+        table = stats.get(key)
+        if isinstance(table, dict) and table:
+            entries = finite_items(table)
+            if entries:
+                shown = [bars.Bar(name, value) for name, value in entries[:10]]
+                shares.append(
+                    (
+                        title,
+                        both(lambda width, shown=shown, title=title: bars.bars(shown, width, "B", f"{title} by bytes")),
+                    )
+                )
+    return {
+        "row": row,
+        "words": f"{row.id}: {', '.join(words)}." if words else row.id,
+        "falls": falls,
+        "reasons": reasons,
+        "shares": shares,
+        "samples": [_sample(entry) for entry in (row.content.get("sample.jsonl") or [])[:4]],
+    }
+
+
+def finite_items(table: dict[str, Any]) -> list[tuple[str, float]]:
+    """(name, bytes) of a statistics table, largest first."""
+    found = [(str(name), entry.get("bytes")) for name, entry in table.items() if isinstance(entry, dict)]
+    return sorted(
+        ((name, float(value)) for name, value in found if isinstance(value, int | float) and math.isfinite(value)),
+        key=lambda entry: (-entry[1], entry[0]),
+    )
+
+
+def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every reason of every step with its amounts and samples; samples of an uncounted reason come last."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for step in steps:
+        for reason, amounts in (step.get("reasons") or {}).items():
+            amounts = amounts if isinstance(amounts, dict) else {}
+            documents, size = amounts.get("documents") or 0, amounts.get("bytes") or 0
+            name = f"{step.get('name', '?')}: {reason}"
+            found[str(step.get("name")), str(reason)] = {
+                "name": name,
+                "words": f"{units.show(documents, 'documents')}, {units.show_bytes(size)}",
+                "samples": [],
+            }
+    for entry in dropped:
+        key = (str(entry.get("step")), str(entry.get("reason")))
+        found.setdefault(key, {"name": f"{key[0]}: {key[1]}", "words": "", "samples": []})["samples"].append(
+            _sample(entry)
+        )
+    return list(found.values())
+
+
+def _sample(entry: dict[str, Any]) -> dict[str, str]:
+    like = f", a copy of {entry['duplicate_of']}" if entry.get("duplicate_of") else ""
+    return {"source": f"{entry.get('source', '')}{like}", "text": str(entry.get("text", ""))[:2000]}
+
+
+def sayings(line: Line, most: int = 6) -> list[dict[str, Any]]:
+    """For each prompt the distinct texts, with the runs that wrote them and where they leave the first one."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    for row in line.of("serve"):
+        for entry in row.content.get("samples.jsonl") or []:
+            texts.setdefault(str(entry.get("prompt", "")), {}).setdefault(str(entry.get("text", "")), []).append(
+                row.name
+            )
+    found = []
+    for prompt, by_text in list(texts.items())[:most]:
+        order = sorted(by_text, key=lambda text: ("plain" not in by_text[text], -len(by_text[text])))
+        groups = []
+        for text in order:
+            same = len(text) if text == order[0] else _agreeing(text, order[0])
+            groups.append({"runs": ", ".join(by_text[text]), "same": text[:same], "other": text[same:]})
+        found.append({"prompt": prompt, "groups": groups})
+    return found
+
+
+def _agreeing(one: str, other: str) -> int:
+    """How many characters two texts share from the start."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
