@@ -1,0 +1,39 @@
+"""Compression: smaller and faster models, one decoder layer at a time, in formats that others load."""
+
+from __future__ import annotations
+
+from hone.base.table import Table
+
+QUANTIZERS = Table(
+    "quantizer",
+    {
+        "rtn": "hone.compress.rtn:RoundToNearest",
+        "gptq": "hone.compress.gptq:GPTQ",
+    },
+)
+
+PRUNERS = Table(
+    "pruner",
+    {
+        "magnitude": "hone.compress.magnitude:Magnitude",
+    },
+)
+
+
+class Steps(Table):
+    """Several slots read as one, for a list whose steps may come from any of them."""
+
+    def __init__(self, slot: str, *tables: Table) -> None:
+        self.slot = slot
+        self.tables = tables
+
+    @property
+    def rows(self) -> dict[str, str]:  # type: ignore[override]
+        return {name: row for table in self.tables for name, row in table.rows.items()}
+
+    def slot_of(self, kind: str) -> str:
+        """The slot in which `kind` stands."""
+        return next(table.slot for table in self.tables if kind in table.rows)
+
+
+STEPS = Steps("compression step", PRUNERS, QUANTIZERS)

@@ -1,0 +1,82 @@
+"""Calibration: which token sequences a compressed model is fitted to, from packed tokens or from any text.
+
+Shapes: B sequences, S tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hone.base.durable import sha256
+from hone.base.errors import ArtifactError, SpecError
+from hone.data.load import PackedTokens
+from hone.model.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`tokens` int64 [B, S]; `document_ids` int32 [B, S], -1 where a position holds nothing, None for whole rows."""
+
+    tokens: np.ndarray
+    document_ids: np.ndarray | None
+    source: dict[str, object]
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that count."""
+        return int(self.tokens.size if self.document_ids is None else (self.document_ids >= 0).sum())
+
+
+def from_data(folder: Path, model: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:
+    """Shuffled rows of a data artifact's training split, as training sees them.
+
+    Raises SpecError when its tokenizer is not the model's, or it holds no tokens.
+    """
+    ours, theirs = folder / "tokenizer.json", model / "tokenizer.json"
+    if ours.exists() and theirs.exists() and sha256(ours) != sha256(theirs):
+        raise SpecError(
+            f"the tokens in {folder} were made with another tokenizer than {model}'s",
+            fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
+        )
+    packed = PackedTokens(folder, "train")
+    if packed.num_tokens < 2:
+        raise SpecError(f"{folder} holds no training tokens to calibrate with", fix="give a data stage with text in it")
+    batch = packed.rows(np.arange(min(num_sequences, packed.num_rows(seq_len))), seq_len, seed)
+    return Calibration(batch.tokens, batch.document_ids, {"split": "train", "tokens": int(batch.tokens.size)})
+
+
+def from_text(path: Path, model: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:
+    """Windows of `seq_len` tokens of the text in `path`, drawn without overlap.
+
+    Raises SpecError when the text is missing, no UTF-8 or shorter than one window.
+    """
+    try:
+        text = path.read_text(encoding="utf8")
+    except OSError as error:
+        raise SpecError(f"calibration_text {path}: {error.strerror}", fix="name a text file") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"calibration_text {path} is no UTF-8: {error}", fix="name a text file") from None
+    ids = np.asarray(load_tokenizer(model).encode(text), np.int64)
+    windows = len(ids) // seq_len
+    if windows < 1:
+        raise SpecError(
+            f"calibration_text {path} has {len(ids)} tokens, one sequence needs {seq_len}",
+            fix="give a longer text, or lower seq_len",
+        )
+    # Raw PCG64 output is the same in every numpy version; Generator.permutation is not promised to be.
+    order = np.argsort(np.random.PCG64(seed).random_raw(windows), kind="stable")[:num_sequences]
+    tokens = ids[: windows * seq_len].reshape(windows, seq_len)[np.sort(order)]
+    return Calibration(tokens, None, {"text_sha256": sha256(path), "tokens": int(tokens.size)})
+
+
+def check(calibration: Calibration, vocab_size: int) -> None:
+    """Raises ArtifactError when a token id is outside the model's embedding."""
+    largest = int(calibration.tokens.max())
+    if largest >= vocab_size:
+        raise ArtifactError(
+            f"calibration token {largest} is outside the model's vocabulary of {vocab_size}",
+            fix="calibrate with text or tokens of the model's own tokenizer",
+        )

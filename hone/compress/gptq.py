@@ -1,0 +1,139 @@
+"""GPTQ: quantize column by column, each rounding error made good by the columns still to come.
+
+Legend: N rows, K columns, H [K, K] mean of x x^T, R upper triangular with R R^T = H.
+
+The layer's squared output error is ||E R||^2 for E = W - W'. Column j of E R is e_j R_jj + sum_{i<j} e_i R_ij, so
+rounding w_j + sum_{i<j} e_i R_ij / R_jj makes it as small as the grid allows: this is GPTQ (its "updated weight" is
+that sum) written as Babai's nearest plane, arXiv:2507.18553. One Cholesky factor is all it needs, no inverse.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from hone.base.lazy import lazy
+from hone.compress.matrix import Matrix, Quantizer, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = lazy("torch")
+formats = lazy("hone.ops.formats")
+grid = lazy("hone.compress.grid")
+
+BLOCK = 64
+"""Columns between two matrix products that bring in the errors of all columns before."""
+
+
+class GPTQ(Quantizer):
+    """Rounds column by column and lets later columns absorb each error. Frantar et al. 2022, arXiv:2210.17323."""
+
+    paper: ClassVar[str] = "arXiv:2210.17323"
+    needs: ClassVar[frozenset[str]] = frozenset({"hessian"})
+
+    scale: Literal["absmax", "signed", "search"] = Field(
+        "search",
+        description="absmax: textbook; signed: full range, scale may be negative; search: least squared error.",
+    )
+    damping: float = Field(0.01, gt=0, le=1, description="Added to H's diagonal, as a fraction of its mean.")
+    act_order: bool = Field(
+        True, description="Columns of large inputs first; groups stay where they are (static), so files do not change."
+    )
+
+    def apply(self, matrix: Matrix) -> None:
+        assert matrix.hessian is not None, f"{matrix.name}: gptq ran without calibration inputs"
+        dtype = self.stored_scale_dtype(matrix.stored_dtype)
+        shown = matrix.weight  # without pruned weights: they need no place on the grid
+        importance = matrix.hessian.diagonal()
+        matrix.scales = grid.find_scales(shown, self.bits, self.group_size, self.scale, dtype, importance)
+        factor, order, damping = self._factor(matrix.hessian)
+        if factor is None:
+            matrix.notes.append("no Cholesky factor at any damping: rounded to nearest")
+            matrix.codes = formats.quantize(shown, matrix.scales, self.bits)
+            return
+        if damping > self.damping:
+            matrix.notes.append(f"damping raised to {damping:g}")
+        matrix.codes = solve(matrix.original, factor, matrix.scales, self.bits, keep=matrix.keep, order=order)
+
+    def work(self, rows: int, columns: int) -> Work:
+        """The search, one Cholesky factor, half a matrix product, and the column loop."""
+        search = super().work(rows, columns)
+        return Work(
+            flops=columns**3 / 3 + rows * columns**2,
+            num_bytes=search.num_bytes + (4.0 * BLOCK + 48.0) * rows * columns,
+            num_ops=search.num_ops + 8 * columns,
+        )
+
+    def _factor(self, hessian: Tensor) -> tuple[Tensor | None, Tensor, float]:
+        """(R or None, column order, damping used); more damping, then float64, when H is not positive definite."""
+        diagonal = hessian.diagonal()
+        if self.act_order:
+            order = torch.argsort(diagonal, descending=True, stable=True)
+            hessian = hessian[order][:, order]
+        else:
+            order = torch.arange(len(diagonal), device=hessian.device)
+        for dtype in dict.fromkeys((hessian.dtype, torch.float64)):
+            damping = self.damping
+            while damping <= 1.0:
+                factor = upper_factor(hessian.to(dtype), damping)
+                if factor is not None:
+                    return factor.to(hessian.dtype), order, damping
+                damping *= 10
+        return None, order, self.damping
+
+
+def upper_factor(hessian: Tensor, damping: float) -> Tensor | None:
+    """Upper triangular R with R R^T = H + damping * mean(diag H) * I; None when that is not positive definite.
+
+    Columns that no input ever touched (zero on the diagonal) stand alone: they are rounded to nearest.
+    """
+    damped = hessian.clone()
+    diagonal = damped.diagonal()
+    mean = diagonal.mean()
+    diagonal.add_(damping * mean)
+    diagonal.masked_fill_(diagonal <= 0, 1.0)
+    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if bool(failed) or not bool(torch.isfinite(lower).all()):
+        return None
+    return lower.flip(0, 1)
+
+
+def solve(
+    weights: Tensor,
+    factor: Tensor,
+    scales: Tensor,
+    bits: int,
+    *,
+    keep: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Tensor:
+    """Codes int8 [N, K] for weights [N, K] on the grid of scales [N, G], errors carried along by `factor` (R, [K, K]).
+
+    `order` int64 [K] is the sequence in which columns are rounded (R is that of the permuted H). `keep` bool [N, K]
+    forces code 0 where False, its error carried along like any other (arXiv:2301.00774).
+    """
+    low, high = formats.code_range(bits)
+    columns = weights.shape[1]
+    order = torch.arange(columns, device=weights.device) if order is None else order
+    steps = scales.to(weights.dtype).T[order // (columns // scales.shape[1])]  # [K, N]: a column's scale of every row
+    wanted = weights.T[order].contiguous()  # columns become rows, so that one is a contiguous run
+    kept = None if keep is None else keep.T[order].to(weights.dtype)
+    ratio = (factor / factor.diagonal()).contiguous()
+    codes = torch.empty_like(wanted)
+    errors = torch.empty_like(wanted)
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        target = torch.addmm(wanted[start:stop], ratio[:start, start:stop].T, errors[:start])
+        for column in range(start, stop):
+            here = column - start
+            code = torch.div(target[here], steps[column], out=codes[column]).round_().clamp_(low, high)
+            if kept is not None:
+                code.mul_(kept[column])
+            error = torch.addcmul(wanted[column], code, steps[column], value=-1.0, out=errors[column])
+            if column + 1 < stop:
+                target[here + 1 :].addr_(ratio[column, column + 1 : stop], error)
+    result = torch.empty(columns, len(weights), dtype=torch.int8, device=weights.device)
+    result[order] = codes.to(torch.int8)
+    return result.T.contiguous()

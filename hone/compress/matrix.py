@@ -1,0 +1,152 @@
+"""One weight matrix on its way through the compression steps, and what every step offers.
+
+Shapes: N output features (rows; q, k, v stacked count as one matrix), K input features, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from hone.base.errors import SpecError
+from hone.base.figure import Estimate
+from hone.base.lazy import lazy
+from hone.base.table import Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = lazy("torch")
+formats = lazy("hone.ops.formats")
+quantized = lazy("hone.model.quantized")
+
+
+@dataclass
+class Matrix:
+    """A weight matrix and what the steps decided about it so far.
+
+    `original` [N, K] is float32 or float64. `hessian` [K, K], the mean of x x^T over the calibration tokens, is there
+    when the inputs were seen. `keep` bool [N, K] is False where a weight must be zero. `codes` int8 [N, K] and
+    `scales` [N, G] (already in the dtype they are stored in) are there once it is quantized.
+    """
+
+    name: str
+    original: Tensor
+    stored_dtype: Any
+    hessian: Tensor | None = None
+    keep: Tensor | None = None
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def weight(self) -> Tensor:
+        """What the matrix has become, [N, K] in the dtype of `original`."""
+        if self.codes is not None and self.scales is not None:
+            return formats.dequantize(self.codes, self.scales, self.original.dtype)
+        return self.original if self.keep is None else self.original * self.keep
+
+    def weight_error(self) -> float:
+        """||W' - W|| / ||W|| (Frobenius)."""
+        return _ratio((self.weight - self.original).norm(), self.original.norm())
+
+    def output_error(self) -> float | None:
+        """||(W' - W) X|| / ||W X|| over the calibration inputs X; None without them."""
+        if self.hessian is None:
+            return None
+        change = self.weight - self.original
+        lost = ((change @ self.hessian) * change).sum()
+        whole = ((self.original @ self.hessian) * self.original).sum()
+        return _ratio(lost.clamp(min=0).sqrt(), whole.clamp(min=0).sqrt())
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part / whole) if float(whole) > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step costs on one matrix: floating-point operations, bytes moved, tensor operations started."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    num_ops: float = 0.0
+
+
+class Step(Technique):
+    """A technique that works on one matrix at a time; a subclass writes `apply`.
+
+    `needs` may hold "hessian": the engine then runs the calibration data and fills `Matrix.hessian`.
+    """
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        """Raises SpecError when the step cannot work on a matrix of this shape."""
+
+    def apply(self, matrix: Matrix) -> None:
+        """Changes `matrix` in place; must be a pure function of what is in it."""
+        raise NotImplementedError
+
+    def work(self, rows: int, columns: int) -> Work:
+        """What `apply` costs; by default a few passes over the matrix."""
+        return Work(num_bytes=40.0 * rows * columns, num_ops=20)
+
+
+class Quantizer(Step):
+    """What every integer quantizer has: bits, groups and how scales are found and stored. `apply` sets codes and scales."""
+
+    gives: ClassVar[frozenset[str]] = frozenset({"weights:int"})
+
+    bits: int = Field(4, ge=2, le=8, description="Bits a weight.")
+    group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale a row.")
+    scale_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Dtype scales are stored in; auto is the checkpoint's, or float16 for a float32 checkpoint."
+    )
+    layout: Literal["auto", "pack-quantized", "int-quantized"] = Field(
+        "auto", description="compressed-tensors format; auto is int-quantized for 8 bits a row, else pack-quantized."
+    )
+
+    def scheme(self) -> Any:
+        """How the codes are stored (a `hone.model.quantized.Scheme`)."""
+        return quantized.Scheme(self.bits, self.group_size, self.stored_layout)
+
+    @property
+    def stored_layout(self) -> str:
+        if self.layout == "auto":
+            return "int-quantized" if self.bits == 8 and not self.group_size else "pack-quantized"
+        return self.layout
+
+    def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
+        """The torch dtype of the scales for a checkpoint of `checkpoint_dtype`."""
+        if self.scale_dtype != "auto":
+            return getattr(torch, self.scale_dtype)
+        return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        if self.stored_layout == "int-quantized" and (self.bits != 8 or self.group_size):
+            raise SpecError(
+                f"{self.kind}: layout int-quantized stores 8 bits with one scale a row, not {self.bits} bits "
+                f"with group_size {self.group_size}",
+                fix="set bits=8 and group_size=0, or layout=pack-quantized",
+            )
+        if self.group_size and columns % self.group_size:
+            divisors = [size for size in range(8, columns + 1) if columns % size == 0]
+            raise SpecError(
+                f"{self.kind}: group_size {self.group_size} does not divide the {columns} input features of {name}",
+                fix=f"use one of {', '.join(map(str, divisors[-8:]))}, or 0 for one scale a row",
+            )
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Rounding, and the search over scales where there is one."""
+        passes = 40 if getattr(self, "scale", "") == "search" else 1
+        return Work(num_bytes=passes * 32.0 * rows * columns, num_ops=passes * 12)
+
+    def estimates(self, **facts: Any) -> dict[str, Estimate]:
+        """bits_per_weight of the quantized matrices alone. Facts: `shapes` [(rows, columns)], `scale_bits` (16)."""
+        shapes, scale_bits = facts["shapes"], facts.get("scale_bits", 16)
+        weights = sum(rows * columns for rows, columns in shapes)
+        scales = sum(rows * (columns // self.group_size if self.group_size else 1) for rows, columns in shapes)
+        value = self.bits + scale_bits * scales / weights
+        formula = f"{self.bits} bits + {scale_bits}-bit scales of {weights / scales:.0f} weights each"
+        return {"bits_per_weight": Estimate(value=value, unit="bits", formula=formula)}

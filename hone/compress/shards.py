@@ -1,0 +1,76 @@
+"""Model folders written shard by shard: durable files, an index, and their exact size ahead of time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hone.base.durable import sync, write_atomic
+from hone.base.errors import FitError
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+}
+"""Dtypes by safetensors' names, in the order in which safetensors lays tensors out, those of one dtype by name."""
+
+
+def shard_name(number: int, count: int) -> str:
+    """File name of shard `number` (from 1) of `count`."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes `tensors` so that a kill leaves nothing or the whole file. Raises FitError when the disk is full."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        if not full and "No space left" not in str(error):
+            raise
+        raise FitError(
+            f"no space left for {path}", fix="free disk space and run the same command again, it resumes"
+        ) from None
+
+
+def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    """Writes the index that says which shard holds which tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomic(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def shard_bytes(tensors: Iterable[tuple[str, Any, tuple[int, ...]]]) -> int:
+    """Exact file size of a shard of (name, torch dtype, shape): its header as safetensors writes it, then the data."""
+    rows = list(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    ranks = {dtype: rank for rank, dtype in enumerate(names)}
+    for name, dtype, shape in sorted(rows, key=lambda row: (ranks[row[1]], row[0])):
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    length = len(json.dumps(header, separators=(",", ":")))
+    return 8 + -(-length // 8) * 8 + offset

@@ -1,0 +1,208 @@
+"""The streaming engine: one decoder layer in memory at a time, each finished one a durable shard, so that a kill costs one layer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.base.artifact import Draft
+from hone.base.durable import write_atomic
+from hone.base.errors import ArtifactError
+from hone.base.run import Run
+from hone.compress.capture import Flow
+from hone.compress.matrix import Matrix, Quantizer, Step
+from hone.compress.shards import shard_name, write_index, write_shard
+from hone.model.decoder import DecoderLayer
+from hone.model.hf import Checkpoint, fused_linears
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engine does: `steps` on every linear in `targets[layer]` ('mixer.qkv' ...), computing in `dtype`."""
+
+    checkpoint: Checkpoint
+    steps: tuple[Step, ...]
+    targets: tuple[tuple[str, ...], ...]
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """The step that decides how weights are stored."""
+        return next((step for step in self.steps if isinstance(step, Quantizer)), None)
+
+    @property
+    def num_shards(self) -> int:
+        """One for embedding, final norm and head, one for each layer."""
+        return self.checkpoint.config.num_layers + 1
+
+    def ends(self) -> list[str]:
+        """Names of the tensors outside the decoder layers, which are copied as they are."""
+        return [name for name in self.checkpoint.names() if not name.startswith("model.layers.")]
+
+    def inside(self, index: int) -> list[str]:
+        """Names of the tensors of layer `index`."""
+        return [name for name in self.checkpoint.names() if name.startswith(f"model.layers.{index}.")]
+
+
+def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[str, Any]]:
+    """Writes every shard of the compressed model and its index; returns a row for each matrix.
+
+    Resumes after the last layer whose marker is in `draft.state`. `flow` is None when no calibration inputs are used.
+    """
+    count = job.checkpoint.config.num_layers
+    done = _finished_layers(draft, job, flow)
+    first = draft.folder / shard_name(1, job.num_shards)
+    if not first.exists():
+        write_shard(first, {name: job.checkpoint.tensor(name) for name in job.ends()})
+    if flow is not None and done < count:
+        if done == 0:
+            flow.embed(job.checkpoint.build_ends(job.device, job.dtype))
+        else:
+            flow.restore(_states(draft, done))
+    with torch.no_grad(), run.progress("compress", count, "layers") as bar:
+        bar.advance(done)
+        for index in range(done, count):
+            rows, tensors = _compress_layer(job, flow, index)
+            write_shard(draft.folder / shard_name(index + 2, job.num_shards), tensors)
+            if flow is not None and index + 1 < count:
+                flow.save(_states(draft, index + 1))
+            entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
+            write_atomic(_marker(draft, index), json.dumps(entry).encode())
+            _states(draft, index).unlink(missing_ok=True)
+            draft.keep_time()
+            bar.advance(1, rows[-1]["name"] if rows else "")
+    return _finish(job, draft, run)
+
+
+def shapes_of(checkpoint: Checkpoint, index: int) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of every fused linear of layer `index`: 'mixer.qkv' ..."""
+    with torch.device("meta"):
+        layer = DecoderLayer(checkpoint.config.layers[index], checkpoint.config, index)
+    found = {}
+    for name in fused_linears(layer, index):
+        linear = layer.get_submodule(name)
+        found[name] = (linear.out_features, linear.in_features)
+    return found
+
+
+def _finished_layers(draft: Draft, job: Job, flow: Flow | None) -> int:
+    """Leading layers whose shard and marker are there (and, with calibration, the states behind them)."""
+    count = job.checkpoint.config.num_layers
+    done = 0
+    while done < count and _marker(draft, done).exists():
+        if not (draft.folder / shard_name(done + 2, job.num_shards)).exists():
+            break
+        done += 1
+    if flow is not None and 0 < done < count and not _states(draft, done).exists():
+        return 0
+    return done
+
+
+def _marker(draft: Draft, index: int) -> Path:
+    return draft.state / f"layer-{index:05d}.json"
+
+
+def _states(draft: Draft, index: int) -> Path:
+    """Where the hidden states in front of layer `index` are kept."""
+    return draft.state / f"states-{index:05d}.safetensors"
+
+
+def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Rows of the report and the checkpoint tensors of layer `index`; moves `flow` behind the layer."""
+    checkpoint = Checkpoint(job.checkpoint.folder)  # opened anew, so that the pages it maps go with it
+    layer = checkpoint.build_layer(index, job.device, job.dtype)
+    linears = fused_linears(layer, index)
+    targets = [name for name in linears if name in job.targets[index]]
+    hessians = flow.hessians(layer, targets) if flow is not None else {}
+    tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
+    rows = []
+    for target in targets:
+        names = linears[target]
+        matrix = _solve(job, layer, f"model.layers.{index}.{target}", target, hessians.pop(target, None))
+        rows += _report(job, matrix, names)
+        tensors.update(_stored(job, matrix, names, tensors))
+        # A new tensor: the old one may be the mapped checkpoint file itself.
+        layer.get_submodule(target).weight = nn.Parameter(matrix.weight.to(job.dtype), requires_grad=False)
+    if flow is not None and index + 1 < job.checkpoint.config.num_layers:
+        flow.through(layer)
+    return rows, tensors
+
+
+def _solve(job: Job, layer: DecoderLayer, name: str, target: str, hessian: Tensor | None) -> Matrix:
+    """Runs the steps on one fused matrix. Raises ArtifactError when its weights or inputs are not finite."""
+    weight = layer.get_submodule(target).weight.detach()
+    original = weight.to(torch.float32, copy=True)
+    if not bool(torch.isfinite(original).all()):
+        raise ArtifactError(
+            f"{job.checkpoint.folder}: the weights of {name} are not all finite", fix="start from a sound checkpoint"
+        )
+    if hessian is not None and not bool(torch.isfinite(hessian).all()):
+        raise ArtifactError(
+            f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",
+            fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
+        )
+    matrix = Matrix(name, original, job.checkpoint.dtype, hessian)
+    for step in job.steps:
+        step.apply(matrix)
+    return matrix
+
+
+def _stored(job: Job, matrix: Matrix, names: dict[str, int], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint tensors that take the place of the modules `names` (to their row counts); drops what they replace."""
+    found: dict[str, Tensor] = {}
+    begin = 0
+    for name, count in names.items():
+        rows = slice(begin, begin + count)
+        begin += count
+        stored = before.pop(f"{name}.weight")
+        if matrix.codes is not None and matrix.scales is not None and job.quantizer is not None:
+            part = job.quantizer.scheme().write(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
+        elif matrix.keep is not None:
+            part = {"weight": stored.masked_fill(~matrix.keep[rows].to(stored.device), 0)}
+        else:
+            part = {"weight": stored}
+        found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
+    return found
+
+
+def _report(job: Job, matrix: Matrix, names: dict[str, int]) -> list[dict[str, Any]]:
+    """One row: what was done to a matrix and what it cost in accuracy."""
+    weight = matrix.weight
+    return [
+        {
+            "name": matrix.name,
+            "modules": list(names),
+            "kind": "+".join(step.kind for step in job.steps),
+            "bits": job.quantizer.bits if job.quantizer is not None else matrix.original.element_size() * 8,
+            "error": matrix.output_error(),
+            "weight_error": matrix.weight_error(),
+            "zeros": int((weight == 0).sum()),
+            "weights": weight.numel(),
+            "notes": matrix.notes,
+        }
+    ]
+
+
+def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
+    """Index over all shards; the rows of all layers; remarks said once."""
+    count = job.num_shards
+    weight_map, total, rows = {}, 0, []
+    for name in job.ends():
+        weight_map[name] = shard_name(1, count)
+        total += job.checkpoint.tensor(name).nbytes
+    for index in range(count - 1):
+        entry = json.loads(_marker(draft, index).read_text(encoding="utf8"))
+        weight_map.update(dict.fromkeys(entry["tensors"], shard_name(index + 2, count)))
+        total += sum(entry["tensors"].values())
+        rows += entry["rows"]
+    write_index(draft.folder, weight_map, total)
+    for row in rows:
+        for note in row["notes"]:
+            run.say(f"{row['name']}: {note}")
+    return rows
