@@ -54,32 +54,17 @@ class Flow:
 
         Products of bfloat16 inputs are summed in float32, so only the order of summation differs from float32 inputs.
         """
-        sums: dict[str, Tensor] = {}
-        valid: Tensor | None = None
-
-        def watch(name: str):
-            def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                x = args[0].reshape(-1, args[0].shape[-1])
-                x = x if valid is None else x[valid]
-                if name not in sums:
-                    sums[name] = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-                if x.dtype == torch.float32:
-                    sums[name].addmm_(x.T, x)
-                elif x.is_cuda:
-                    sums[name] += torch.mm(x.T, x, out_dtype=torch.float32)
-                else:
-                    sums[name].addmm_(x.T.float(), x.float())
-
-            return see
-
-        hooks = [layer.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+        gathered = {name: _Gather() for name in names}
+        hooks = [layer.get_submodule(name).register_forward_pre_hook(gathered[name]) for name in names]
         try:
-            for piece, context, valid in self._batches():
+            for piece, context, counts in self._batches():
+                for gather in gathered.values():
+                    gather.counts = counts
                 layer(self.states[piece], context)
         finally:
             for hook in hooks:
                 hook.remove()
-        return {name: total / self.calibration.num_tokens for name, total in sums.items()}
+        return {name: gather.total / self.calibration.num_tokens for name, gather in gathered.items()}
 
     def through(self, layer: DecoderLayer) -> None:
         """Replaces the states by what `layer` makes of them."""
@@ -97,3 +82,22 @@ class Flow:
             owners = torch.from_numpy(ids[piece]).to(self.device)
             valid = (owners >= 0).flatten()
             yield piece, Packed(owners), None if bool(valid.all()) else valid
+
+
+class _Gather:
+    """A hook in front of a linear that adds up x x^T of the tokens that count (`counts` bool [T], None for all)."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.counts: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].reshape(-1, args[0].shape[-1])
+        x = x if self.counts is None else x[self.counts]
+        if self.total is None:
+            self.total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+        if x.is_cuda and x.dtype != torch.float32:
+            self.total += torch.mm(x.T, x, out_dtype=torch.float32)
+        else:
+            x = x.float()
+            self.total.addmm_(x.T, x)

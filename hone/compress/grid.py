@@ -27,7 +27,7 @@ def find_scales(
     signed: the largest magnitude, with its sign, meets code -2^(bits-1); the scale may be negative.
     search: the best of both signs and `SHRINK`, by squared error weighted with `importance` [K] (the Hessian's diagonal).
     """
-    rows, columns = weights.shape
+    columns = weights.shape[1]
     size = group_size or columns
     chunk = max(1, _CHUNK.get(weights.device.type, 1 << 20) // columns)
     found = []
