@@ -13,14 +13,16 @@ from hone.base.run import Run
 from hone.model import hf
 from hone.model.decoder import Decoder
 from hone.model.tokenizer import Tokenizer, load_tokenizer
+from hone.serve import DRAFTERS
 from hone.serve.detokenize import TextStream
-from hone.serve.pages import KVCache, PagePool
+from hone.serve.pages import KVCache, PagePool, page_bytes
 from hone.serve.request import Completion, Output, Request, SamplingParams
 from hone.serve.runner import Runner, Step
 from hone.serve.sampler import Chooser, Chosen, Entry, Sampler
 from hone.serve.scheduler import Row, Scheduler
 from hone.serve.sizing import cache_pages, kv_shapes
 from hone.serve.spec import EngineSpec
+from hone.serve.speculate import Drafter
 
 __all__ = ["BusyError", "Engine", "EngineSpec"]
 
@@ -57,19 +59,26 @@ class Engine:
         config = model.config
         self.eos_ids = frozenset((*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())))
         longest = self.spec.max_model_len or config.max_seq_len
-        shapes = kv_shapes(config)
-        dtype = model.embedding.dtype
-        num_pages = cache_pages(self.spec, shapes, dtype, self.device, longest)
-        self.pool = PagePool(num_pages, self.spec.page_size, prefix_cache=self.spec.prefix_cache)
-        self.cache = KVCache(shapes, num_pages, self.spec.page_size, dtype=dtype, device=self.device)
-        self.max_model_len = min(longest, num_pages * self.spec.page_size)
+        drafter, draft = _open_draft(self.spec, draft_model, device, dtype)
+        dtype, size = model.embedding.dtype, self.spec.page_size
+        one = page_bytes(kv_shapes(config), size, dtype)
+        if draft is not None:
+            one += page_bytes(kv_shapes(draft.config), size, draft.embedding.dtype)
+        num_pages = cache_pages(self.spec, one, self.device, longest)
+        self.max_model_len = min(longest, num_pages * size)
+        self.pool = PagePool(num_pages, size, prefix_cache=self.spec.prefix_cache)
         self.scheduler = Scheduler(
             self.pool,
             max_rows=self.spec.max_rows,
             token_budget=self.spec.token_budget,
             batching=self.spec.batching,
+            lookahead=drafter.num_tokens if drafter else 0,
+            lookahead_rows=drafter.max_rows if drafter else 0,
         )
-        self.runner = Runner(model, self.cache, Sampler(config.vocab_size, self.device), self.device)
+        cache = KVCache(kv_shapes(config), num_pages, size, dtype=dtype, device=self.device)
+        sampler = Sampler(config.vocab_size, self.device)
+        proposer = drafter.open(model, draft, sampler, num_pages, size, self.device) if drafter else None
+        self.runner = Runner(model, cache, sampler, self.device, proposer)
         self._rows: dict[str, Row] = {}
         self._arrivals = count()
         self._outputs: list[Output] = []  # of aborts, delivered by the next step
@@ -78,7 +87,8 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the page pool, the draft model's part included."""
-        return self.cache.num_bytes
+        proposer = self.runner.proposer
+        return self.runner.cache.num_bytes + (proposer.cache_bytes if proposer else 0)
 
     @property
     def has_work(self) -> bool:
@@ -126,6 +136,7 @@ class Engine:
         row = Row(request, next(self._arrivals), min(len(request.prompt) + params.max_tokens, self.max_model_len))
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids))
         row.entry = Entry(Chooser(params, ends), row.tokens, row.num_prompt)
+        row.speculates = self.runner.proposer is not None and not row.entry.chooser.penalized
         if params.prompt_logprobs is not None:
             row.prompt_logprobs = [None] * row.num_prompt
         if self.tokenizer is not None:
@@ -152,7 +163,7 @@ class Engine:
         if not work:
             assert not self._rows, f"{len(self._rows)} requests wait and nothing can run"
             return outputs
-        self.cache.wipe(fresh)
+        self.runner.wipe(fresh)
         self._num_steps += 1
         for step in self.runner.run(work):
             output = self._settle(step)
@@ -174,7 +185,7 @@ class Engine:
     def _advance(self, row: Row, step: Step) -> Output | None:
         self._num_prompt_tokens += max(0, min(step.computed, row.num_prompt) - row.num_computed)
         if not step.chosen:
-            self.scheduler.advance(row, step.computed)
+            self._publish(row, step.computed)
             return None
         output = self._output(row)
         if row.num_output == 0:
@@ -184,13 +195,17 @@ class Engine:
             if finish:
                 break
             finish, reason = self._take(row, chosen, output)
-        self.scheduler.advance(row, len(row.tokens) - 1)
+        self._publish(row, len(row.tokens) - 1)
         output.num_output_tokens = row.num_output
         if finish is None:
             return output
         if row.stream is not None:
             output.text += row.stream.finish()
         return self._end(row, output, finish, reason)
+
+    def _publish(self, row: Row, computed: int) -> None:
+        proposer = self.runner.proposer
+        self.scheduler.advance(row, computed, row.drafted if proposer is not None and proposer.uses_pages else None)
 
     def _take(self, row: Row, chosen: Chosen, output: Output) -> tuple[str | None, str | int | None]:
         """Appends one chosen token; returns (finish, stop reason)."""
@@ -249,6 +264,8 @@ class Engine:
             "prefix_query_tokens": scheduler.prefix_queries,
             "prefix_hit_tokens": scheduler.prefix_hits,
             "preemptions": scheduler.num_preemptions,
+            "draft_tokens": self.runner.num_drafted,
+            "accepted_tokens": self.runner.num_accepted,
             "kv_cache_bytes": self.cache_bytes,
         }
 
@@ -293,6 +310,26 @@ class Engine:
         if self.tokenizer is None:
             raise SpecError("a text prompt needs a tokenizer", fix="send token ids, or give the engine a tokenizer")
         return self.tokenizer.encode(prompt)
+
+
+def _open_draft(
+    spec: EngineSpec, model: Decoder | Path | str | None, device: torch.device | str, dtype: torch.dtype | None
+) -> tuple[Drafter | None, Decoder | None]:
+    """The drafter and its model. A draft model without a drafter named is used by the drafter "draft_model"."""
+    drafter = spec.drafter
+    if drafter is None and model is not None:
+        drafter = DRAFTERS.read("draft_model")
+    if drafter is None:
+        return None, None
+    wanted = "draft" in drafter.needs
+    if wanted != (model is not None):
+        raise SpecError(
+            f"the drafter '{drafter.kind}' {'needs a' if wanted else 'has no use for a'} draft model",
+            fix="give draft_model=FOLDER" if wanted else "leave draft_model out",
+        )
+    if model is not None and not isinstance(model, Decoder):
+        model = hf.load(model, device=device, dtype=dtype)
+    return drafter, model.eval().requires_grad_(False) if model is not None else None
 
 
 def _collect(completion: Completion, output: Output) -> None:

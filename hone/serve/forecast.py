@@ -74,7 +74,7 @@ def _peak(spec: Serve, workload: Workload, model: Path, draft: Path | None, run:
     shapes = [shape for config in configs for shape in kv_shapes(config)]
     longest = spec.engine.max_model_len or configs[0].max_seq_len
     device = torch.device(run.device)
-    pages = cache_pages(spec.engine, shapes, dtype, device, longest)
+    pages = cache_pages(spec.engine, page_bytes(shapes, spec.engine.page_size, dtype), device, longest)
     if device.type == "cpu":  # memory that nobody touches is not resident
         need = sum(
             -(-(len(prompt) + length) // spec.engine.page_size)

@@ -47,11 +47,17 @@ class Chooser:
 
 @dataclass
 class Entry:
-    """One token to choose: by whom, after which tokens, of which `num_prompt` are the prompt."""
+    """One token to choose: by whom, after which tokens, of which `num_prompt` are the prompt, and `ahead` guesses more."""
 
     chooser: Chooser
     tokens: Sequence[int]
     num_prompt: int
+    ahead: int = 0
+
+    @property
+    def position(self) -> int:
+        """Place of the token to choose in its sequence."""
+        return len(self.tokens) + self.ahead
 
 
 @dataclass
@@ -102,7 +108,7 @@ class Sampler:
         for place, entry in enumerate(entries):
             chooser = entry.chooser
             params = chooser.params
-            banned = chooser.ends and len(entry.tokens) - entry.num_prompt < params.min_tokens
+            banned = chooser.ends and entry.position - entry.num_prompt < params.min_tokens
             if not (chooser.penalized or params.logit_bias or banned):
                 continue
             if out is raw:
@@ -167,12 +173,16 @@ class Sampler:
             logits = logits.masked_fill(logits < floor, -math.inf)
         return logits
 
-    def noise(self, entries: Sequence[Entry], stream: int = GUMBEL) -> Tensor:
-        """Gumbel noise float64 [E, V]: the same for the same (seed, position, token, stream), whatever the batch."""
+    def noise(self, entries: Sequence[Entry], streams: Sequence[int] | None = None) -> Tensor:
+        """Gumbel noise float64 [E, V]: the same for the same (seed, position, token, stream), whatever the batch.
+
+        `streams` names each entry's stream, GUMBEL when None.
+        """
         if self._token_hashes is None:
             hashes = [_signed(_mix(token)) for token in range(self.vocab_size)]
             self._token_hashes = torch.tensor(hashes, dtype=torch.int64, device=self.device)
-        keys = [_signed(_key(entry.chooser.seed, len(entry.tokens), stream)) for entry in entries]
+        streams = streams or [GUMBEL] * len(entries)
+        keys = [_signed(_key(one.chooser.seed, one.position, stream)) for one, stream in zip(entries, streams)]
         x = self._token_hashes ^ torch.tensor(keys, dtype=torch.int64, device=self.device)[:, None]
         for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):  # MurmurHash3's 64-bit finalizer
             x ^= (x >> 33) & 0x7FFFFFFF

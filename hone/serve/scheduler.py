@@ -91,12 +91,14 @@ class Scheduler:
         token_budget: int,
         batching: Literal["continuous", "static"] = "continuous",
         lookahead: int = 0,
+        lookahead_rows: int = 0,
     ) -> None:
         self.pool = pool
         self.max_rows = max_rows
         self.token_budget = token_budget
         self.batching = batching
         self.lookahead = lookahead
+        self.lookahead_rows = lookahead_rows
         self.running: list[Row] = []  # in order of admission
         self._waiting: list[tuple[tuple[int, int], Row]] = []  # a heap; aborted rows are skipped when they surface
         self.num_waiting = 0
@@ -139,7 +141,8 @@ class Scheduler:
         rows = [row for row in self.running if row.decoding]
         if any(row.request.priority for row in rows):
             rows.sort(key=lambda row: row.rank)
-        lookahead = self.lookahead if len(rows) * (self.lookahead + 1) <= self.token_budget else 0
+        pays = len(rows) <= self.lookahead_rows and len(rows) * (self.lookahead + 1) <= self.token_budget
+        lookahead = self.lookahead if pays else 0
         for row in rows:
             if row.state != "running":
                 continue  # preempted for a row before it

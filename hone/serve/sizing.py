@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import psutil
 import torch
 
 from hone.base.errors import FitError
 from hone.base.figure import human_bytes
 from hone.model.config import ModelConfig
-from hone.serve.pages import page_bytes
 from hone.serve.spec import EngineSpec
 
 
@@ -19,15 +16,12 @@ def kv_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     return [(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in config.layers]
 
 
-def cache_pages(
-    spec: EngineSpec, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> int:
-    """Pages for an engine; `shapes` of the model and, after them, of the draft model, which shares page numbers.
+def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len: int) -> int:
+    """Pages for an engine whose page takes `one` bytes (that of a draft model, which shares page numbers, included).
 
     Without a count or bytes: what `max_rows` longest sequences fill, at most `memory_fraction` of the free memory.
     Raises FitError when not even one page fits.
     """
-    one = page_bytes(shapes, spec.page_size, dtype)
     if spec.num_pages is not None:
         return spec.num_pages
     if spec.cache_bytes is not None:
