@@ -98,7 +98,7 @@ def ratios(checks: Sequence[Check], width: float, label: str, band: float = 0.2)
     ticks = [tick for tick in (0.01, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 100.0) if 1 / reach <= tick <= reach]
     if len(ticks) > 5 and width < 500:
         ticks = [tick for tick in ticks if tick not in (0.2, 0.5, 2.0, 5.0)]
-    ticks = ticks if len(ticks) >= 3 else [1 / 1.5, 1.0, 1.5]
+    ticks = ticks if len(ticks) >= 3 else [0.7, 1.0, 1.4]
     parts: list[Any] = [rect(x(1 / (1 + band)), top, x(1 + band) - x(1 / (1 + band)), bottom - top, "band", 0)]
     parts += [line(x(tick), top, x(tick), bottom + 4, "axis" if tick == 1 else "grid") for tick in ticks]
     parts += [text(x(tick), bottom + 17, units.tick(tick, "x"), "tick", "middle") for tick in ticks]

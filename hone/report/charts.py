@@ -131,7 +131,8 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
     frame = (left, top - 8, width - 2, height - bottom)
     placed = place_labels([anchors[index] for index in order], labels, frame, size=13, obstacles=walls)
     boxes = dict(zip(order, placed, strict=True))
-    for index, point in enumerate(points):
+    for index in reversed(order):
+        point = points[index]
         (px, py), box = anchors[index], boxes[index]
         said = f"{point.label}: {units.exact(point.num_bytes, 'B')}, {units.label(metric)} {units.exact(point.quality, unit)}"
         far = max(abs((box[0] + box[2]) / 2 - px) - (box[2] - box[0]) / 2, abs((box[1] + box[3]) / 2 - py) - 8) > 14

@@ -90,7 +90,7 @@ def stylesheet() -> str:
     """All styles: the page's, the charts', and the dark colors once for the system's wish, once for the toggle."""
     dark = _asset("dark.css")
     themes = f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{\n{dark}}} }}\n:root[data-theme="dark"] {{\n{dark}}}'
-    printed = f"@media print {{ :root, :root[data-theme] {{{_light()}}} }}"
+    printed = f"@media print {{ :root:root:root {{{_light()}}} }}"
     return _asset("page.css").replace("/* dark */", f"{themes}\n{printed}") + _asset("chart.css")
 
 

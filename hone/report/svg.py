@@ -115,9 +115,8 @@ def decimal_step(rough: float) -> float:
 
 
 def binary_step(rough: float) -> float:
-    """As `decimal_step`, in the binary unit that `rough` bytes are read in."""
-    unit = 1024.0 ** max(0, math.floor(math.log(rough, 1024)))
-    return decimal_step(rough / unit) * unit
+    """The smallest power of two that is not below `rough`."""
+    return 2.0 ** math.ceil(math.log2(rough * 0.999))
 
 
 def _log_ticks(low: float, high: float, unit: str) -> list[float]:

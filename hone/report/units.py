@@ -97,7 +97,8 @@ def show(value: float | None, unit: str = "", name: str = "") -> str:
 
 def tick(value: float, unit: str = "") -> str:
     """As `show`, without trailing zeros: '2 MiB', '0.5 %'; for axes."""
-    return re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", show(value, unit)).replace(". ", " ").removesuffix(".")
+    text = show(value, unit)
+    return re.sub(r"\.(\d*?)0+(?!\d)", lambda found: f".{found.group(1)}" if found.group(1) else "", text)
 
 
 def exact(value: float | None, unit: str = "") -> str:

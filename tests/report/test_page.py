@@ -1,0 +1,94 @@
+"""The page as a page: themes, contrast, charts for two widths, text side by side."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hone.report import page, sections, texts
+from hone.report.collect import collect
+from tests.report.markup import Walk
+
+
+def colors(block: str) -> dict[str, str]:
+    return dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", block))
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+THEMES = re.findall(r"\{([^{}]*--paper:[^{}]*)\}", page.stylesheet())
+
+
+@pytest.mark.parametrize("block", THEMES)
+def test_contrast_of_both_themes(block: str) -> None:
+    theme = colors(block)
+    for ground in ("paper", "surface", "sunk"):
+        for ink in ("ink", "soft", "muted", "steel", "ember"):
+            assert contrast(theme[ink], theme[ground]) >= 4.5, (ink, ground)
+        for shape in ("edge", "slate"):
+            assert contrast(theme[shape], theme[ground]) >= 3, (shape, ground)
+    assert contrast(theme["ink"], theme["mark"]) >= 4.5 and contrast(theme["muted"], theme["band"]) >= 4.4
+
+
+def test_system_theme_toggle_and_print_have_all_colors() -> None:
+    names = [set(colors(block)) for block in THEMES]
+    assert len(names) == 4 and all(one == names[0] for one in names), "light, system dark, chosen dark, print"
+
+
+def test_every_class_of_a_chart_has_a_style(whole: Path) -> None:
+    text = page.render(collect(whole))
+    used = {
+        name
+        for drawn in re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+        for names in re.findall(r'class="([^"]*)"', drawn)
+        for name in names.split()
+    }
+    styled = set(re.findall(r"\.([a-z]+)", page.stylesheet()))
+    assert used and used <= styled
+
+
+def test_charts_come_in_two_widths_and_are_named(whole: Path) -> None:
+    walk = Walk(page.render(collect(whole)))
+    assert walk.attributes.count(("class", "wide")) == walk.attributes.count(("class", "narrow")) > 8
+    labels = [value for name, value in walk.attributes if name == "aria-label"]
+    assert "Loss of train-base over 400 steps, validation loss from 5.02 to 3.20 nats per token" in labels or any(
+        label.startswith("Loss of train-base over 400 steps") for label in labels
+    )
+    widths = [float(value.split()[2]) for name, value in walk.attributes if name == "viewbox"]
+    assert all(width <= 1144 for width in widths) and min(widths) >= 50
+
+
+def test_a_missing_value_has_no_bar(whole: Path) -> None:
+    text = page.render(collect(whole))
+    assert ">None<" not in text and "nan" not in Walk(text).text.split()
+
+
+def test_texts_stand_together_when_equal(whole: Path) -> None:
+    saying = texts.sayings(collect(whole))[0]
+    assert [group["runs"] for group in saying["groups"]] == ["no-prefix, plain, speculative, static", "int4"]
+    first, second = saying["groups"]
+    assert first["other"] == "" and second["same"] == "with open(path" and second["other"].startswith(", 'rb')")
+
+
+def test_reasons_join_counts_and_samples(whole: Path) -> None:
+    line = collect(whole)
+    reasons = {reason["name"]: reason for reason in texts.data(line, line.rows[0])["reasons"]}
+    assert reasons["rules: too few words"]["words"] == "1,204 documents, 303 KiB"
+    assert len(reasons["near: near copy (Jaccard >= 0.8)"]["samples"]) == 2
+
+
+def test_estimates_start_with_time_and_memory(whole: Path) -> None:
+    found = sections.estimates(collect(whole))
+    assert found is not None
+    assert [title for title, _ in found["charts"]][:2] == ["Time", "Peak memory"]
