@@ -55,7 +55,7 @@ class Plan:
             "weight_scale": quantizer.stored_scale_dtype(self.job.checkpoint.dtype),
             "weight_shape": torch.int64,
         }
-        shapes = quantizer.scheme().shapes(*before[1])
+        shapes = quantizer.scheme(before[1][1]).shapes(*before[1])
         return {f"{name}.{suffix}": (stored[suffix], shape) for suffix, shape in shapes.items()}
 
     def states_bytes(self) -> int:

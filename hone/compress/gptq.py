@@ -44,10 +44,10 @@ class GPTQ(Quantizer):
 
     def apply(self, matrix: Matrix) -> None:
         assert matrix.hessian is not None, f"{matrix.name}: gptq ran without calibration inputs"
-        dtype = self.stored_scale_dtype(matrix.stored_dtype)
+        dtype, size = self.stored_scale_dtype(matrix.stored_dtype), self.groups_of(matrix.original.shape[1])
         shown = matrix.weight  # without pruned weights: they need no place on the grid
         importance = matrix.hessian.diagonal()
-        matrix.scales = grid.find_scales(shown, self.bits, self.group_size, self.scale, dtype, importance)
+        matrix.scales = grid.find_scales(shown, self.bits, size, self.scale, dtype, importance)
         factor, order, damping = self._factor(matrix.hessian)
         if factor is None:
             matrix.notes.append("no Cholesky factor at any damping: rounded to nearest")

@@ -5,6 +5,7 @@ Shapes: N output features (rows; q, k, v stacked count as one matrix), K input f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -103,13 +104,23 @@ class Quantizer(Step):
     scale_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype scales are stored in; auto is the checkpoint's, or float16 for a float32 checkpoint."
     )
+    uneven: Literal["error", "nearest"] = Field(
+        "error", description="Where group_size does not divide a matrix's columns: stop, or take the nearest divisor."
+    )
     layout: Literal["auto", "pack-quantized", "int-quantized"] = Field(
         "auto", description="compressed-tensors format; auto is int-quantized for 8 bits a row, else pack-quantized."
     )
 
-    def scheme(self) -> Any:
-        """How the codes are stored (a `hone.model.quantized.Scheme`)."""
-        return quantized.Scheme(self.bits, self.group_size, self.stored_layout)
+    def scheme(self, columns: int) -> Any:
+        """How a matrix of `columns` input features is stored (a `hone.model.quantized.Scheme`)."""
+        return quantized.Scheme(self.bits, self.groups_of(columns), self.stored_layout)
+
+    def groups_of(self, columns: int) -> int:
+        """The group size used for a matrix of `columns` input features."""
+        if not self.group_size or columns % self.group_size == 0 or self.uneven == "error":
+            return self.group_size
+        divisors = [size for size in range(8, columns) if columns % size == 0]
+        return min(divisors, key=lambda size: abs(math.log(size / self.group_size)), default=0)
 
     @property
     def stored_layout(self) -> str:
@@ -130,11 +141,11 @@ class Quantizer(Step):
                 f"with group_size {self.group_size}",
                 fix="set bits=8 and group_size=0, or layout=pack-quantized",
             )
-        if self.group_size and columns % self.group_size:
-            divisors = [size for size in range(8, columns + 1) if columns % size == 0]
+        if self.group_size and columns % self.group_size and self.uneven == "error":
+            divisors = [str(size) for size in range(8, columns + 1) if columns % size == 0]
             raise SpecError(
                 f"{self.kind}: group_size {self.group_size} does not divide the {columns} input features of {name}",
-                fix=f"use one of {', '.join(map(str, divisors[-8:]))}, or 0 for one scale a row",
+                fix=f"use one of {', '.join(divisors[-10:])}, 0 for one scale a row, or uneven=nearest",
             )
 
     def work(self, rows: int, columns: int) -> Work:
@@ -146,7 +157,7 @@ class Quantizer(Step):
         """bits_per_weight of the quantized matrices alone. Facts: `shapes` [(rows, columns)], `scale_bits` (16)."""
         shapes, scale_bits = facts["shapes"], facts.get("scale_bits", 16)
         weights = sum(rows * columns for rows, columns in shapes)
-        scales = sum(rows * (columns // self.group_size if self.group_size else 1) for rows, columns in shapes)
+        scales = sum(rows * self.scheme(columns).num_groups(columns) for rows, columns in shapes)
         value = self.bits + scale_bits * scales / weights
         formula = f"{self.bits} bits + {scale_bits}-bit scales of {weights / scales:.0f} weights each"
         return {"bits_per_weight": Estimate(value=value, unit="bits", formula=formula)}

@@ -24,6 +24,6 @@ class RoundToNearest(Quantizer):
     def apply(self, matrix: Matrix) -> None:
         importance = None if matrix.hessian is None else matrix.hessian.diagonal()
         weights = matrix.weight
-        dtype = self.stored_scale_dtype(matrix.stored_dtype)
-        matrix.scales = grid.find_scales(weights, self.bits, self.group_size, self.scale, dtype, importance)
+        dtype, size = self.stored_scale_dtype(matrix.stored_dtype), self.groups_of(matrix.original.shape[1])
+        matrix.scales = grid.find_scales(weights, self.bits, size, self.scale, dtype, importance)
         matrix.codes = formats.quantize(weights, matrix.scales, self.bits)

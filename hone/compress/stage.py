@@ -163,14 +163,7 @@ class Compress(Stage):
         """config.json with the quantization, generation_config.json and the tokenizer beside it."""
         values = dict(checkpoint.values)
         if job.quantizer is not None:
-            ignored = [] if checkpoint.config.tie_embeddings else ["lm_head"]
-            for index in range(checkpoint.config.num_layers):
-                modules = checkpoint.layer_modules(index)
-                ignored += [module.name for module in modules if module.attribute not in job.targets[index]]
-            groups = ((("Linear",), job.quantizer.scheme()),)
-            values["quantization_config"] = quantized.QuantizationConfig(
-                groups, tuple(ignored) or ("lm_head",)
-            ).to_json()
+            values["quantization_config"] = _quantization(checkpoint, job).to_json()
         write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
         generation = checkpoint.folder / "generation_config.json"
         if generation.exists():
@@ -201,3 +194,20 @@ class Compress(Stage):
         draft.record(
             "relative_weight_error", sum(errors) / len(errors), "fraction", n=len(errors), note="mean over matrices"
         )
+
+
+def _quantization(checkpoint: Any, job: Any) -> Any:
+    """The config's groups: the scheme of most modules by their class, any other by module names, which readers prefer."""
+    ignored = ["lm_head"]
+    modules: dict[Any, list[str]] = {}
+    for index in range(checkpoint.config.num_layers):
+        shapes = stream.shapes_of(checkpoint, index)
+        for module in checkpoint.layer_modules(index):
+            if module.attribute in job.targets[index]:
+                scheme = job.quantizer.scheme(shapes[module.attribute][1])
+                modules.setdefault(scheme, []).append(module.name)
+            else:
+                ignored.append(module.name)
+    by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
+    groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
+    return quantized.QuantizationConfig((*groups, (("Linear",), by_count[-1])), tuple(ignored))

@@ -162,7 +162,8 @@ def _stored(job: Job, matrix: Matrix, names: dict[str, int], before: dict[str, T
         begin += count
         stored = before.pop(f"{name}.weight")
         if matrix.codes is not None and matrix.scales is not None and job.quantizer is not None:
-            part = job.quantizer.scheme().write(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
+            scheme = job.quantizer.scheme(matrix.codes.shape[1])
+            part = scheme.write(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
         elif matrix.keep is not None:
             part = {"weight": stored.masked_fill(~matrix.keep[rows].to(stored.device), 0)}
         else:
