@@ -148,7 +148,8 @@ def error_words(check: Check) -> str:
         return ""
     if check.ratio > 3 or check.ratio < 1 / 3:
         return f"{units.three(max(check.ratio, 1 / check.ratio))}x off"
-    return f"{100 * (check.ratio - 1):+.0f} %".replace("+0 %", "0 %").replace("-0 %", "0 %")
+    error = 100 * (check.ratio - 1)
+    return "0 %" if abs(error) < 0.05 else f"{error:+.{0 if abs(error) >= 0.95 else 1}f} %"
 
 
 def waterfall(steps: Sequence[tuple[str, float, float]], width: float, unit: str, label: str) -> Markup:

@@ -37,7 +37,7 @@ class Node:
 
     @property
     def height(self) -> float:
-        return _LOW if self.kind in _MEASURING else _TALL
+        return _TALL if self.kind in ("data", "train") else _LOW
 
     @property
     def tooltip(self) -> str:
@@ -187,7 +187,7 @@ def _box(node: Node, x: float, y: float, width: float) -> Markup:
         text(x + 14, top + 18, node.kind, "kind"),
         text(x + 14 + kind_width, top + 18, fit(node.name, inner - kind_width, 13), "name"),
     ]
-    if node.kind in _MEASURING or len(node.facts) < 2:
+    if node.height == _LOW or len(node.facts) < 2:
         parts.append(text(x + 14, top + 35, fit(" · ".join(node.facts), inner, 12), "fact"))
     else:
         parts += [
