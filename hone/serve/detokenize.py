@@ -33,7 +33,7 @@ class Detokenizer:
             return self._bytes.decode(_piece(self._tokenizer, token))
         self._ids.append(token)
         # sentencepiece turns a whole run of byte tokens into U+FFFD when one of them is wrong: wait for its end.
-        if _BYTE_TOKEN.fullmatch(self._tokenizer.token_text(token)):
+        if token in self._tokenizer.special_ids or _BYTE_TOKEN.fullmatch(self._tokenizer.token_text(token)):
             return ""
         return self._advance()
 

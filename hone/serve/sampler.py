@@ -162,7 +162,9 @@ class Sampler:
             places = torch.arange(vocab_size, device=logits.device)
             ordered = ordered.masked_fill(places >= self._column(counts), -math.inf)
             mass = ordered.softmax(-1)
-            kept = mass.cumsum(-1) - mass < self._column([one.top_p for one in params])
+            # A row without top-p must not lose its rarest tokens to rounding because a row beside it has one.
+            bounds = [one.top_p if one.top_p < 1 else 2.0 for one in params]
+            kept = mass.cumsum(-1) - mass < self._column(bounds)
             last = (kept & (ordered > -math.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
             logits = logits.masked_fill(logits < ordered.gather(-1, last), -math.inf)
         elif min(counts) < vocab_size:

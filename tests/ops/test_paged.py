@@ -1,0 +1,105 @@
+"""Paged attention against attention over the gathered rows, for every mix of lengths, groups and windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.ops.paged import attend_paged, attend_planned, plan_rows, write_kv
+from hone.ops.reference import attend
+
+HEAD_DIM = 6
+
+
+def filled(seq_lens: list[int], kv_heads: int, page_size: int, seed: int = 0):
+    """Pages holding random rows, pages in shuffled order, slots past a row's end NaN-free but wild; the rows too."""
+    generator = torch.Generator().manual_seed(seed)
+    widest = max(-(-length // page_size) for length in seq_lens)
+    num_pages = sum(-(-length // page_size) for length in seq_lens) + 1
+    pages = [torch.full((num_pages, kv_heads, page_size, HEAD_DIM), 1e3, dtype=torch.float64) for _ in range(2)]
+    order = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
+    table = torch.zeros(len(seq_lens), widest, dtype=torch.int64)
+    rows = []
+    for row, length in enumerate(seq_lens):
+        ids = [order.pop() for _ in range(-(-length // page_size))]
+        table[row, : len(ids)] = torch.tensor(ids)
+        k, v = torch.randn(2, length, kv_heads, HEAD_DIM, generator=generator, dtype=torch.float64)
+        places = torch.arange(length)
+        write_kv(k, v, *pages, table[row, places // page_size], places % page_size)
+        rows.append((k, v))
+    return pages, table, rows
+
+
+def expected(q, rows, query_lens, window):
+    out, begin = [], 0
+    for (k, v), count in zip(rows, query_lens):
+        length = len(k)
+        padded = torch.zeros(length, *q.shape[1:], dtype=q.dtype)
+        padded[length - count :] = q[begin : begin + count]
+        whole = attend(padded[None], k[None], v[None], scale=0.4, window=window)[0]
+        out.append(whole[length - count :])
+        begin += count
+    return torch.cat(out)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0, 1, 2, 7, 40])), min_size=1, max_size=7),
+    kv_heads=st.sampled_from([1, 2]),
+    groups=st.sampled_from([1, 3]),
+    page_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, 1, 5, 100]),
+    seed=st.integers(0, 5),
+)
+def test_any_mix_of_rows(rows, kv_heads, groups, page_size, window, seed):
+    seq_lens = [length for length, _ in rows]
+    query_lens = [max(1, min(count, length)) for length, count in rows]
+    (k_pages, v_pages), table, contents = filled(seq_lens, kv_heads, page_size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(query_lens), kv_heads * groups, HEAD_DIM, generator=generator, dtype=torch.float64)
+    found = attend_paged(
+        q, k_pages, v_pages, table, torch.tensor(seq_lens), torch.tensor(query_lens), scale=0.4, window=window
+    )
+    torch.testing.assert_close(found, expected(q, contents, query_lens, window), atol=1e-9, rtol=1e-9)
+
+
+def test_decode_is_the_default():
+    (k_pages, v_pages), table, contents = filled([9, 3, 17], 2, 4)
+    q = torch.randn(3, 4, HEAD_DIM, dtype=torch.float64)
+    found = attend_paged(q, k_pages, v_pages, table, torch.tensor([9, 3, 17]), scale=0.4)
+    torch.testing.assert_close(found, expected(q, contents, [1, 1, 1], None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_number_formats(dtype):
+    (k_pages, v_pages), table, contents = filled([9, 30], 2, 4)
+    q = torch.randn(21, 4, HEAD_DIM, dtype=torch.float64)
+    lengths = torch.tensor([9, 30]), torch.tensor([1, 20])
+    found = attend_paged(q.to(dtype), k_pages.to(dtype), v_pages.to(dtype), table, *lengths, scale=0.4)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype is torch.float32 else 0.1
+    torch.testing.assert_close(found.double(), expected(q, contents, [1, 20], None), atol=tolerance, rtol=tolerance)
+
+
+def test_like_rows_share_a_call_and_unlike_ones_do_not():
+    table = torch.zeros(40, 64, dtype=torch.int64).numpy()
+    decode = plan_rows(table, [100] * 32, [1] * 32, 16)
+    assert len(decode.groups) == 1 and isinstance(decode.groups[0].queries, slice)
+    spread = plan_rows(table, [20] * 32 + [1000], [1] * 33, 16)
+    assert len(spread.groups) == 2
+    mixed = plan_rows(table, [100] * 8 + [60, 64, 700], [1] * 8 + [60, 64, 200], 16)
+    assert [group.fresh for group in mixed.groups].count(True) == 1
+    assert sorted(group.table.shape[0] for group in mixed.groups) == [1, 2, 8]
+
+
+def test_a_plan_serves_layers_of_different_shapes():
+    plan = None
+    for kv_heads in (1, 2, 1):
+        (k_pages, v_pages), table, contents = filled([9, 12], kv_heads, 4, seed=3)
+        plan = plan or plan_rows(table.numpy(), [9, 12], [3, 1], 4)
+        q = torch.randn(4, 2, HEAD_DIM, dtype=torch.float64)
+        for window in (None, 4):
+            found = attend_planned(q, k_pages, v_pages, plan, scale=0.4, window=window)
+            torch.testing.assert_close(found, expected(q, contents, [3, 1], window))

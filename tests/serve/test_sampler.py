@@ -1,0 +1,157 @@
+"""The sampler against plain formulas: filters, penalties, draws, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from hone.serve.request import SamplingParams
+from hone.serve.sampler import Chooser, Entry, Sampler, logprobs, uniform
+
+VOCAB = 50
+SAMPLER = Sampler(VOCAB)
+
+
+def entry(tokens=(1, 2, 3), num_prompt=2, ends=(), **params) -> Entry:
+    return Entry(Chooser(SamplingParams(**params), ends), list(tokens), num_prompt)
+
+
+def reference_kept(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Tokens that survive, by the definitions, one token at a time."""
+    scaled = [value / temperature for value in logits]
+    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    peak = scaled[order[0]]
+    kept = [token for token in order if scaled[token] >= peak + (math.log(min_p) if min_p else -math.inf)]
+    if top_k:
+        kept = kept[:top_k]
+    weights = [math.exp(scaled[token] - peak) for token in kept]
+    total, mass, final = sum(weights), 0.0, set()
+    for token, weight in zip(kept, weights):
+        if final and mass / total >= top_p:
+            break
+        final.add(token)
+        mass += weight
+    return final
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from([0.5, 1.0, 2.0]),
+            st.sampled_from([0, 1, 3, 49, 80]),
+            st.sampled_from([1.0, 0.9, 0.31, 1e-6]),
+            st.sampled_from([0.0, 0.05, 1.0]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_filters_keep_what_their_definitions_keep(seed, rows):
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+    entries = [entry(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in rows]
+    kept = SAMPLER.filter(logits, entries) > -math.inf
+    for row, (values, options) in enumerate(zip(logits.double().tolist(), rows)):
+        assert set(kept[row].nonzero().flatten().tolist()) == reference_kept(values, *options)
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    entries = [entry(seed=seed, temperature=0.8) for seed in range(20_000)]
+    tokens = SAMPLER.draw(logits.expand(len(entries), -1), entries)
+    expected = (logits[0] / 0.8).softmax(-1) * len(entries)
+    often = expected >= 5
+    counts = torch.bincount(tokens, minlength=VOCAB)
+    seen = [*counts[often].tolist(), int(counts[~often].sum())]
+    should = [*expected[often].tolist(), float(expected[~often].sum())]
+    scale = sum(seen) / sum(should)
+    assert stats.chisquare(seen, [value * scale for value in should]).pvalue > 1e-3
+
+
+def test_noise_is_gumbel_and_depends_on_seed_position_and_stream_alone():
+    noise = Sampler(4000).noise([entry(seed=3), entry(seed=4)])
+    assert stats.kstest(noise.flatten().tolist(), "gumbel_r").pvalue > 1e-3
+    assert abs(float(torch.corrcoef(noise)[0, 1])) < 0.06
+    alone = Sampler(4000).noise([entry(seed=4)])
+    assert torch.equal(alone[0], noise[1])
+    assert not torch.equal(Sampler(4000).noise([entry(seed=4)], [1])[0], noise[1])
+    assert not torch.equal(Sampler(4000).noise([entry(tokens=(1, 2), seed=4)])[0], noise[1])
+    numbers = [uniform(seed, 5, 1) for seed in range(2000)]
+    assert stats.kstest(numbers, "uniform").pvalue > 1e-3
+
+
+def test_a_seed_may_be_negative_or_huge_and_none_is_random():
+    for seed in (-(2**63), -1, 0, 2**64 - 1):
+        assert torch.isfinite(SAMPLER.noise([entry(seed=seed)])).all()
+    assert entry().chooser.seed != entry().chooser.seed
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=st.lists(st.integers(0, 9), min_size=3, max_size=12), num_prompt=st.integers(1, 3))
+def test_penalties_by_their_definitions(tokens, num_prompt):
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
+    one = entry(tokens, num_prompt, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
+    found = SAMPLER.process(logits, [one])[0].tolist()
+    for token, value in enumerate(logits[0].tolist()):
+        if token in tokens:
+            value = value / 1.5 if value > 0 else value * 1.5
+        count = tokens[num_prompt:].count(token)
+        value -= 0.25 * count + 0.5 * (count > 0)
+        assert found[token] == pytest.approx(value, abs=1e-6)
+
+
+def test_biases_bans_and_untouched_logits():
+    logits = torch.zeros(3, VOCAB)
+    entries = [
+        entry(logit_bias={4: 7.5}),
+        entry(min_tokens=2, ends=(6, 8)),
+        entry((1, 2, 3, 4), 2, min_tokens=2, ends=(6,)),
+    ]
+    found = SAMPLER.process(logits, entries)
+    assert found[0, 4] == 7.5 and found[0].sum() == 7.5
+    assert found[1, 6] == found[1, 8] == -math.inf and found[1].isinf().sum() == 2
+    assert torch.equal(found[2], logits[2])
+    assert not logits.any()
+    assert SAMPLER.process(logits, [entry()] * 3) is logits
+
+
+def test_mixed_rows_get_what_they_would_get_alone():
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
+    logits[3, 7] = math.nan
+    entries = [
+        entry(temperature=0),
+        entry(temperature=0.7, seed=5, top_k=4, logprobs=2),
+        entry(temperature=0, logit_bias={9: 100.0}, logprobs=0),
+        entry(temperature=0),
+    ]
+    together = SAMPLER.choose(logits, entries)
+    alone = [SAMPLER.choose(logits[row : row + 1], [one])[0] for row, one in enumerate(entries)]
+    assert [one.token for one in together[:3]] == [one.token for one in alone[:3]]
+    assert [one.finite for one in together] == [one.finite for one in alone] == [True, True, True, False]
+    assert together[0].token == int(logits[0].argmax()) and together[2].token == 9
+    assert together[1].logprob == alone[1].logprob and together[0].logprob is None
+    raw = logits[2].log_softmax(-1)
+    assert together[2].logprob.logprob == pytest.approx(float(raw[9]), abs=1e-5)  # of the raw model, without the bias
+    assert together[2].logprob.top == []
+
+
+def test_logprobs_hold_the_best_and_the_token_itself():
+    logits = torch.randn(700, VOCAB, generator=torch.Generator().manual_seed(4))
+    expected = logits.log_softmax(-1)
+    tokens = [int(row.argmax()) if place % 2 else int(row.argmin()) for place, row in enumerate(logits)]
+    found = logprobs(logits, tokens, [place % 4 for place in range(700)])
+    for place, (one, token) in enumerate(zip(found, tokens)):
+        assert one.logprob == pytest.approx(float(expected[place, token]), abs=1e-5)
+        count = place % 4
+        assert len(one.top) == (0 if count == 0 else count if place % 2 else count + 1)
+        if count and place % 2:  # greedy: exactly the best alternative's number
+            assert one.top[0] == (token, one.logprob) and one.logprob == max(value for _, value in one.top)
+        elif count:
+            assert one.top[-1] == (token, one.logprob)
+        assert [value for _, value in one.top] == sorted((value for _, value in one.top), reverse=True)
