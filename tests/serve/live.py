@@ -20,10 +20,10 @@ _START_S = 60.0
 
 
 class LiveServer:
-    """`hone serve` on a free port. `engine` is the 'module:function' that builds the engine, by default the real one."""
+    """`hone serve` on a free port. `build` is the "module:function" that makes the engine, by default the real one."""
 
-    def __init__(self, folder: Path, engine: str = "hone.serve.http.server:build_engine", **fields: Any) -> None:
-        module, _, name = engine.partition(":")
+    def __init__(self, folder: Path, build: str = "hone.serve.http.server:build_engine", **fields: Any) -> None:
+        module, _, name = build.partition(":")
         code = (
             f"from {module} import {name} as build\n"
             "from hone.base.errors import HoneError\n"
