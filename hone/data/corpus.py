@@ -24,7 +24,9 @@ parquet = lazy("pyarrow.parquet")
 
 TASK_BYTES = 4 << 20
 """Input bytes a task gathers: the unit that a kill can cost. A larger file is a task of its own."""
-_GROUP_BYTES = 16 << 20
+GROUP_BYTES = 16 << 20
+"""Text held in memory before it is written."""
+_GROUP_ROWS = 2000
 _SAMPLES = 3
 _TEXTS = ("id", "source", "group", "kind", "language")
 
@@ -55,7 +57,7 @@ def annotate(
     out: Path,
     *,
     options: Options,
-    languages: Sequence[str] = (),
+    identifier: Identifier,
     max_bytes: int | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
@@ -64,7 +66,6 @@ def annotate(
     Stops before the document that would bring the text above `max_bytes`. Both files appear whole or not at all, the
     shard last. The returned summary: documents, bytes, full, broken {reason: {documents, bytes}}, samples of the broken.
     """
-    identifier = Identifier(languages)
     broken: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
     summary: dict[str, Any] = {"documents": 0, "bytes": 0, "full": False, "broken": broken, "samples": []}
     temporary = out.with_name(out.name + ".tmp")
@@ -93,7 +94,7 @@ def annotate(
             waiting += row["bytes"]
             summary["documents"] += 1
             summary["bytes"] += row["bytes"]
-            if waiting > _GROUP_BYTES:
+            if waiting > GROUP_BYTES or len(rows) >= _GROUP_ROWS:
                 writer.write_table(pa.Table.from_pylist(rows, schema()))
                 rows, waiting = [], 0
         writer.write_table(pa.Table.from_pylist(rows, schema()))

@@ -14,10 +14,12 @@ import numpy as np
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
-from hone.base.figure import human_bytes
+from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
 from hone.data import tokenizer as tokenizers
 from hone.data.corpus import Corpus, annotate, need_parquet, tasks
+from hone.data.forecast import forecast
+from hone.data.language import Identifier
 from hone.data.listing import Listing, list_source
 from hone.data.pack import pack
 from hone.data.read import Options
@@ -34,7 +36,9 @@ def curate(spec: Data, draft: Draft, run: Run) -> None:
     _check_encoding(spec.encoding)
     with Window("cpu") as window:
         listing = _list(spec, draft, run)
-        corpus, step = _read(spec, listing, draft, run)
+        identifier = Identifier(spec.languages)
+        draft.predict(_forecast(spec, listing, identifier, draft, window.start_memory_bytes))
+        corpus, step = _read(spec, listing, identifier, draft, run)
         chain = Chain(spec, corpus, run)
         chain.filter()
         draft.keep_time()
@@ -153,9 +157,20 @@ def _list(spec: Data, draft: Draft, run: Run) -> Listing:
     return listing
 
 
-def _read(spec: Data, listing: Listing, draft: Draft, run: Run) -> tuple[Corpus, dict[str, Any]]:
+def _forecast(spec: Data, listing: Listing, identifier: Identifier, draft: Draft, memory: int) -> dict[str, Estimate]:
+    """The forecast, made once: a resumed run is held to what the first one said."""
+    note = draft.state / "forecast.json"
+    if not note.exists():
+        estimates = forecast(spec, listing, identifier, draft.state / "sample", memory)
+        write_atomic(note, json.dumps({name: row.model_dump() for name, row in estimates.items()}).encode())
+    return {name: Estimate.model_validate(row) for name, row in json.loads(note.read_text()).items()}
+
+
+def _read(
+    spec: Data, listing: Listing, identifier: Identifier, draft: Draft, run: Run
+) -> tuple[Corpus, dict[str, Any]]:
     """All documents as a Corpus in `draft.state`, and the 'read' row of stats.json with samples of the broken."""
-    options = Options(spec.text_field, spec.encoding)
+    options = Options(spec.text_field, spec.encoding, spec.max_document_chars)
     shards: list[Path] = []
     totals: dict[str, Counter[str]] = {}
     samples = [{"reason": reason, "source": name, "text": ""} for name, reason in listing.broken]
@@ -166,11 +181,12 @@ def _read(spec: Data, listing: Listing, draft: Draft, run: Run) -> tuple[Corpus,
         for number, files in enumerate(tasks(listing.files)):
             shard = draft.state / f"documents-{number:05d}.parquet"
             left = None if spec.max_bytes is None else spec.max_bytes - num_bytes
-            if shard.exists():
+            # Both files: a kill while the state folder is being removed can leave either.
+            if shard.exists() and shard.with_suffix(".json").exists():
                 summary = json.loads(shard.with_suffix(".json").read_text())
             else:
                 summary = annotate(
-                    files, shard, options=options, languages=spec.languages, max_bytes=left, progress=bar.advance
+                    files, shard, options=options, identifier=identifier, max_bytes=left, progress=bar.advance
                 )
                 draft.keep_time()
             shards.append(shard)

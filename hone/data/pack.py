@@ -37,7 +37,7 @@ def pack(
     for number, shard, first, _ in corpus.spans():
         for split in SPLITS:
             path = state / f"tokens-{number:05d}.{split}"
-            if not path.with_suffix(f".{split}.npy").exists():
+            if not (path.exists() and Path(f"{path}.npy").exists()):
                 _encode_shard(corpus, shard, first, splits[split], encoder, path, progress)
         durable()
     rows = {}

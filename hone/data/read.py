@@ -20,7 +20,6 @@ from hone.data.web import html_to_text, read_warc
 
 END_OF_TEXT = "<|endoftext|>"
 """Parts documents in text files (a common dump format) and closes each one in the packed tokens."""
-MAX_DOCUMENT_CHARS = 8 << 20
 MAX_ROW_BYTES = 64 << 20
 _SAMPLE_CHARS = 400
 
@@ -49,10 +48,11 @@ class Broken(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How to read: the field that holds the text of JSON rows and Parquet tables, and the encoding of text files."""
+    """How to read: the field that holds the text of JSON rows and Parquet tables; encoding and longest part of text files."""
 
     text_field: str = "text"
     encoding: str = "utf-8"
+    max_document_chars: int = 400_000
 
 
 class _Unreadable(Exception):
@@ -66,6 +66,7 @@ def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
     """
     read = _READERS[file.format]
     number = 0
+    found = False
     items = read(file, options)
     while True:
         try:
@@ -79,7 +80,10 @@ def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
             yield Broken(_reason(error), file.name, str(error)[:_SAMPLE_CHARS], file.size)
             return
         if item is None:
+            if not found:
+                yield Broken("empty", file.name, "", file.size)
             return
+        found = True
         kind, text = item
         if kind == "broken":
             reason, _, sample = text.partition("\n")
@@ -142,6 +146,14 @@ def _open(file: File) -> IO[bytes]:
     return io.BufferedReader(_Zstd(raw), 1 << 20) if file.compression == ".zst" else raw
 
 
+def head(file: File, num_bytes: int) -> tuple[bytes, int]:
+    """(the first `num_bytes` of the file's decompressed bytes, how many bytes of the file that took). Raises OSError, EOFError."""
+    with _open(file) as stream:
+        content = stream.read(num_bytes)
+        inner = getattr(stream, "fileobj", None) or getattr(stream, "raw", stream)  # below gzip, below zstd
+        return content, min(inner.tell(), file.size)
+
+
 class _Zstd(io.RawIOBase):
     """Reads concatenated zstd frames; unlike the library's own reader it notices a missing end."""
 
@@ -158,6 +170,10 @@ class _Zstd(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        """Bytes taken from the compressed file."""
+        return self._raw.tell()
 
     def close(self) -> None:
         self._raw.close()
@@ -182,7 +198,8 @@ class _Zstd(io.RawIOBase):
 
 
 def _read_text(file: File, options: Options) -> Iterator[tuple[str, str]]:
-    """Documents parted by END_OF_TEXT; a very long one is cut at a line end."""
+    """Documents parted by END_OF_TEXT; a longer one than `max_document_chars` is cut, at a blank line if it can be."""
+    most = options.max_document_chars
     with _open(file) as raw:
         buffered = raw if isinstance(raw, io.BufferedReader | gzip.GzipFile) else io.BufferedReader(raw)
         start = buffered.peek(4)[:4]
@@ -196,14 +213,31 @@ def _read_text(file: File, options: Options) -> Iterator[tuple[str, str]]:
         while chunk := stream.read(1 << 20):
             *whole, waiting = (waiting + chunk).split(END_OF_TEXT)
             for text in whole:
-                if text.strip():
-                    yield "prose", text
-            while len(waiting) > MAX_DOCUMENT_CHARS:
-                cut = waiting.rfind("\n", 0, MAX_DOCUMENT_CHARS) + 1 or MAX_DOCUMENT_CHARS
-                yield "prose", waiting[:cut]
-                waiting = waiting[cut:]
-        if waiting.strip() or not file.size:
+                for part in _parts(text, most):
+                    yield "prose", part
+            while len(waiting) > most:
+                part, waiting = _cut(waiting, most)
+                yield "prose", part
+        if waiting.strip():
             yield "prose", waiting
+
+
+def _parts(text: str, most: int) -> Iterator[str]:
+    """`text` cut into documents; nothing for blank text."""
+    while len(text) > most:
+        part, text = _cut(text, most)
+        yield part
+    if text.strip():
+        yield text
+
+
+def _cut(text: str, most: int) -> tuple[str, str]:
+    """(a beginning of at most `most` characters, the rest), cut at the last blank line, line end or space in its last half."""
+    for border in ("\n\n", "\n", " "):
+        place = text.rfind(border, most // 2, most)
+        if place >= 0:
+            return text[:place], text[place + len(border) :]
+    return text[:most], text[most:]
 
 
 def _read_code(file: File, options: Options) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,9 @@ from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.expression import evaluate
 
+SPACED_PROSE = "kind != 'code' and language not in ('zh', 'ja', 'th', 'lo', 'km', 'my')"
+"""Where rules that count words apply: prose in languages that part words by spaces."""
+
 
 class Rule(NamedTuple):
     """A document that does not meet `keep` is dropped, and `reason` says why."""

@@ -28,6 +28,9 @@ class Data(Stage):
     max_bytes: int | None = Field(None, gt=0, description="Most bytes of text to read, in order of file names.")
     text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
     encoding: str = Field("utf-8", description="Encoding of text files without a byte order mark.")
+    max_document_chars: int = Field(
+        400_000, ge=1000, description="Longer text files are cut into documents of at most so many characters."
+    )
     languages: tuple[str, ...] = Field(
         (),
         description="Languages (ISO 639) the identifier chooses among; none: all it knows. Keeping only some is a filter.",
@@ -42,7 +45,7 @@ class Data(Stage):
         validate_default=True,
         description="Duplicate removals in order.",
     )
-    validation_fraction: float = Field(0.02, ge=0, lt=1, description="Share of documents held out, chosen by hash.")
+    validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of documents held out, chosen by hash.")
     tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to take.")
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
 

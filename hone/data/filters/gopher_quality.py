@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hone.data.rules import Filter, Rule
+from hone.data.rules import SPACED_PROSE, Filter, Rule
 
 
 class GopherQuality(Filter):
     """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, table A1."""
 
     paper: ClassVar[str] = "arXiv:2112.11446"
+    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
     min_words: int = Field(50, description="Fewest words.")
     max_words: int = Field(100_000, description="Most words.")
     min_mean_word_chars: float = Field(3, description="Least mean word length.")
@@ -35,5 +36,5 @@ class GopherQuality(Filter):
             Rule("too_many_bullets", f"bullet_lines <= {self.max_bullet_lines}"),
             Rule("too_many_ellipsis_lines", f"ellipsis_lines <= {self.max_ellipsis_lines}"),
             Rule("too_few_alphabetic_words", f"alpha_words >= {self.min_alpha_words}"),
-            Rule("too_few_stop_words", f"stop_words >= {self.min_stop_words}"),
+            Rule("too_few_stop_words", f"stop_words >= {self.min_stop_words} or language != 'en'"),
         ]

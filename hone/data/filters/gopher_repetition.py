@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hone.data.rules import Filter, Rule
+from hone.data.rules import SPACED_PROSE, Filter, Rule
 
 
 class GopherRepetition(Filter):
     """Drops text that repeats lines, paragraphs or word n-grams. Rae et al. 2021, arXiv:2112.11446, table A1."""
 
     paper: ClassVar[str] = "arXiv:2112.11446"
+    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
     max_dup_lines: float = Field(0.30, description="Largest fraction of lines seen before in the document.")
     max_dup_line_chars: float = Field(0.20, description="Largest fraction of characters in such lines.")
     max_dup_paragraphs: float = Field(0.30, description="Largest fraction of paragraphs seen before.")
