@@ -189,6 +189,28 @@ def test_names_ids_and_warnings(server: LiveServer):
     assert field.json()["id"] == "cmpl-theirs"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True, "temperature": 0.0},
+        {"prompt": "a", "stop": None, "max_completion_tokens": None, "user": "me", "seed": None, "best_of": None},
+    ],
+    ids=["as vllm bench sends", "as guidellm sends"],
+)
+def test_load_generators(server: LiveServer, body: dict[str, Any]):
+    body |= {"model": "tiny", "max_tokens": 5, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert "x-hone-ignored-fields" not in response.headers
+    assert lines.pop() == "[DONE]"
+    *chunks, last = [json.loads(line) for line in lines]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] <= 5
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"]
+
+
 def test_bodies_that_are_none(server: LiveServer):
     def send(content: bytes, content_type: str = "application/json", path: str = "/v1/completions") -> httpx.Response:
         return server.http.post(path, content=content, headers={"content-type": content_type})

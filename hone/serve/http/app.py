@@ -24,6 +24,7 @@ from hone.serve.http.protocol import (
     GenerationBody,
     TokenizeBody,
     check_ids,
+    split_prompts,
 )
 from hone.serve.http.replies import ChatReply, CompletionReply, Labels, PromptTokens, Reply
 from hone.serve.request import Request
@@ -105,15 +106,22 @@ class Generation:
         self._front = front
         tokenizer = front.prompts.tokenizer
         self._special = frozenset() if tokenizer is None else tokenizer.special_ids
+        self._labels = [Labels(tokenizer, as_ids=as_ids) for as_ids in (False, True)]
 
     async def completions(self, request: HttpRequest) -> Response:
         """POST /v1/completions."""
         body, headers = await self._front.read(request, CompletionBody)
-        prompts = await self._front.prompts.of_completion(body)
+        given = split_prompts(body.prompt, self._front.prompts.vocab_size)
+        self._front.admit(len(given) * (body.n or 1))  # before any work on them
+        prompts = await self._front.prompts.of_completion(body, given)
         scores_prompt = body.echo and body.logprobs is not None
         requests = [
             self._request(
-                body, prompt, copy, self._front.prompts.max_tokens(prompt, body, body.max_tokens, 16), scores_prompt
+                body,
+                prompt,
+                copy,
+                self._front.prompts.max_tokens(prompt, body, body.max_tokens_wanted, 16),
+                scores_prompt,
             )
             for prompt in prompts
             for copy in range(body.n or 1)
@@ -124,8 +132,7 @@ class Generation:
         """POST /v1/chat/completions."""
         body, headers = await self._front.read(request, ChatBody)
         prompt = await self._front.prompts.of_chat(body)
-        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        max_tokens = self._front.prompts.max_tokens(prompt, body, wanted, None)
+        max_tokens = self._front.prompts.max_tokens(prompt, body, body.max_tokens_wanted, None)
         requests = [self._request(body, prompt, copy, max_tokens, False) for copy in range(body.n or 1)]
         return await self._answer(request, body, headers, [prompt], requests)
 
@@ -163,10 +170,12 @@ class Generation:
             whole = await until_disconnect(job.whole(), request.receive)
         finally:
             job.close()
-        return Response(status_code=499) if whole is None else json_reply(whole, headers)
+        if whole is None:
+            return Response(status_code=499)  # it left; nobody reads this
+        return Response(whole, headers=headers, media_type="application/json")
 
     def _reply(self, body: GenerationBody, request_id: str, prompts: list[PromptTokens]) -> Reply:
-        labels = Labels(self._front.prompts.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        labels = self._labels[bool(body.return_tokens_as_token_ids)]
         if self._front.prompts.tokenizer is None:
             body.return_token_ids = True  # nothing else could be read
         more: dict[str, Any] = {

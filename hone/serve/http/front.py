@@ -25,6 +25,8 @@ from hone.serve.request import Output, Request
 
 log = logging.getLogger("hone.serve")
 _PING_S = 15.0
+_THREAD_BYTES = 2**18
+_THREAD_ROWS = 2000
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -60,7 +62,9 @@ class Front:
         content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError(415, f"send the header 'Content-Type: application/json', not '{content_type[:80]}'")
-        body = parse_body(await self._raw(request), kind)
+        raw = await self._raw(request)
+        # A large body is parsed beside the event loop, which must keep streaming to others.
+        body = await asyncio.to_thread(parse_body, raw, kind) if len(raw) > _THREAD_BYTES else parse_body(raw, kind)
         model = getattr(body, "model", None)
         if model is not None and model not in self.settings.names:
             raise ApiError(
@@ -165,12 +169,14 @@ class Job:
         self._items.append(item)
         self._wake.set()
 
-    async def whole(self) -> dict[str, Any]:
-        """Waits for all choices; the response object. Raises ApiError when one of them fails."""
+    async def whole(self) -> bytes:
+        """Waits for all choices; the response object as JSON. Raises ApiError when one of them fails."""
         while self._open:
             await self._wake.wait()
             self._take()
-        return self._reply.whole()
+        if self._reply.num_rows > _THREAD_ROWS:
+            return await asyncio.to_thread(lambda: dump(self._reply.whole()))
+        return dump(self._reply.whole())
 
     async def events(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Sends every event as it comes, [DONE] at last; an error becomes an event."""

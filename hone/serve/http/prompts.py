@@ -17,7 +17,6 @@ from hone.serve.http.protocol import (
     Prompt,
     check_ids,
     message_dicts,
-    split_prompts,
 )
 from hone.serve.http.replies import PromptTokens
 
@@ -55,9 +54,8 @@ class Prompts:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
 
-    async def of_completion(self, body: CompletionBody) -> list[PromptTokens]:
-        """The prompts of a /v1/completions body, truncated as it asks. Raises ApiError 400."""
-        prompts = split_prompts(body.prompt, self.vocab_size)
+    async def of_completion(self, body: CompletionBody, prompts: list[Prompt]) -> list[PromptTokens]:
+        """The `prompts` of a /v1/completions body as tokens, truncated as it asks. Raises ApiError 400."""
         ready = [await self._encode(prompt, special=body.add_special_tokens) for prompt in prompts]
         for prompt in ready:
             self._truncate(prompt, body.truncate_prompt_tokens)
@@ -130,10 +128,9 @@ class Prompts:
         """Token ids of `text`. Raises ApiError 400 without a tokenizer or for ids the model does not have."""
         tokenizer = self.need_tokenizer(param)
         if len(text) > _THREAD_CHARS:
-            ids = await asyncio.to_thread(tokenizer.encode, text, special)
-        else:
-            ids = tokenizer.encode(text, special)
-        return ids
+            return await asyncio.to_thread(tokenizer.encode, text, special)
+        await asyncio.sleep(0)  # many prompts in one body must not hold the loop either
+        return tokenizer.encode(text, special)
 
     async def _encode(self, prompt: Prompt, *, special: bool) -> PromptTokens:
         if not isinstance(prompt, str):

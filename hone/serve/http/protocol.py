@@ -139,6 +139,7 @@ class GenerationBody(Body):
 
     model: Text | None = None
     max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
     min_tokens: Int = 0
     temperature: Float | None = None
     top_p: Float | None = None
@@ -171,6 +172,11 @@ class GenerationBody(Body):
     def top_logprobs_wanted(self) -> int | None:
         """Alternatives to report beside each token; None when no logprobs were asked for."""
         raise NotImplementedError
+
+    @property
+    def max_tokens_wanted(self) -> int | None:
+        """Tokens to generate at most; the newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def sampling(self, *, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
         """The engine's parameters. Raises ApiError that names the API's field for a value out of range."""
@@ -226,7 +232,6 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(fail_fast=True), Field(min_length=1)]
-    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True

@@ -73,23 +73,29 @@ def floor(logprob: float) -> float:
 
 
 class Labels:
-    """Names tokens: their text, or `bytes:\\xNN` where a token is only a part of a character."""
+    """Names tokens: their text, or `bytes:\\xNN` where a token is only a part of a character. Remembers every name."""
 
     def __init__(self, tokenizer: TokenNames | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
+        self._names: dict[int, tuple[bytes, str]] = {}  # at most one a token of the vocabulary
 
     def bytes(self, token: int) -> bytes:
-        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return self._name(token)[0]
 
     def text(self, token: int) -> str:
-        if self._as_ids:
-            return f"token_id:{token}"
-        raw = self.bytes(token)
-        try:
-            return raw.decode("utf8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return self._name(token)[1]
+
+    def _name(self, token: int) -> tuple[bytes, str]:
+        found = self._names.get(token)
+        if found is None:
+            raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+            try:
+                text = f"token_id:{token}" if self._as_ids else raw.decode("utf8")
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            found = self._names[token] = raw, text
+        return found
 
 
 class CompletionLogprobs:
@@ -175,6 +181,11 @@ class Reply:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    @property
+    def num_rows(self) -> int:
+        """Logprob rows in the reply, which is what makes it long."""
+        return sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
         """The finished response object."""
