@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from hone.report import units
-from hone.report.compare import Check
+from hone.report.compare import Check, error_words
 from hone.report.svg import Scale, dot, drawing, el, fit, group, line, rect, spread_domain, text, text_width, x_axis
 
 
@@ -22,6 +23,17 @@ class Bar:
     value: float | None
     note: str = ""
     strong: bool = False
+
+
+_RATIO_TICKS = (
+    (2.0, (0.7, 1, 1.4)),
+    (5.0, (0.5, 1, 2)),
+    (10.0, (0.2, 0.5, 1, 2, 5)),
+    (100.0, (0.1, 1, 10)),
+    (10_000.0, (0.01, 0.1, 1, 10, 100)),
+    (math.inf, (0.0001, 0.01, 1, 100, 10_000)),
+)
+"""Marks of a ratio axis that reaches from 1 / limit to limit."""
 
 
 def bars(rows: Sequence[Bar], width: float, unit: str, label: str) -> Markup:
@@ -84,72 +96,55 @@ def ranges(rows: Sequence[tuple[str, float, float]], width: float, unit: str, la
     return drawing(width, bottom + 26, label, *parts)
 
 
-def ratios(checks: Sequence[Check], width: float, label: str, band: float = 0.2) -> Markup:
+def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = False, band: float = 0.2) -> Markup:
     """Estimate / measurement of one figure for each artifact on a log axis around 1; bounds are open and say 'limit'.
 
-    The shaded band is +-`band`.
+    The shaded band is +-`band`. `mixed` rows are of several figures and named after both.
     """
     step, size, top = 30.0, 13.0, 22.0
-    name_width = min(width * 0.38, max(text_width(check.row.id, size) for check in checks) + 12)
+    name_width = min(width * 0.38, max(text_width(_row_name(check, mixed), size) for check in checks) + 12)
     known = [check.ratio for check in checks if check.ratio is not None]
     reach = max([1.5, *(max(ratio, 1 / ratio) for ratio in known)]) ** 1.12
     x = Scale(1 / reach, reach, name_width, width - 62, True)
     bottom = top + step * len(checks)
-    ticks = [tick for tick in (0.01, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 100.0) if 1 / reach <= tick <= reach]
-    if len(ticks) > 5 and width < 500:
-        ticks = [tick for tick in ticks if tick not in (0.2, 0.5, 2.0, 5.0)]
-    ticks = ticks if len(ticks) >= 3 else [0.7, 1.0, 1.4]
+    ticks = next(marks for limit, marks in _RATIO_TICKS if reach <= limit)
     parts: list[Any] = [rect(x(1 / (1 + band)), top, x(1 + band) - x(1 / (1 + band)), bottom - top, "band", 0)]
     parts += [line(x(tick), top, x(tick), bottom + 4, "axis" if tick == 1 else "grid") for tick in ticks]
-    parts += [text(x(tick), bottom + 17, units.tick(tick, "x"), "tick", "middle") for tick in ticks]
+    parts += [text(x(tick), bottom + 17, f"{tick:g}x", "tick", "middle") for tick in ticks]
     parts += [text(name_width, 11, "← too low", "tick"), text(width - 62, 11, "too high →", "tick", "end")]
     for index, check in enumerate(checks):
-        parts.append(_ratio_row(check, x, top + index * step + step / 2, name_width, width))
+        parts.append(_ratio_row(check, _row_name(check, mixed), x, top + index * step + step / 2, width))
     return drawing(width, bottom + 24, label, *parts)
 
 
-def _ratio_row(check: Check, x: Scale, middle: float, name_width: float, width: float) -> Markup:
-    figure = check.figure
+def _row_name(check: Check, mixed: bool) -> str:
+    return f"{check.row.id}, {units.label(check.figure.name)}" if mixed else check.row.id
+
+
+def _ratio_row(check: Check, name: str, x: Scale, middle: float, width: float) -> Markup:
+    figure, left = check.figure, x.start
     assert figure.estimate is not None, "a check has an estimate"
-    name = text(name_width - 10, middle + 4, fit(check.row.id, name_width - 10, 13), "barlabel", "end")
-    said = f"{check.row.id}: estimated {units.exact(figure.estimate.value, figure.estimate.unit)}, measured {units.exact(figure.value, figure.unit)}"
+    estimate, value = units.exact(figure.estimate.value, figure.estimate.unit), units.exact(figure.value, figure.unit)
+    said = f"{name}: estimated {estimate}, measured {value}"
+    label = text(left - 10, middle + 4, fit(name, left - 10, 13), "barlabel", "end")
     if check.ratio is None:
-        return group(
-            said,
-            name,
-            text(name_width + 8, middle + 4, fit(figure.note or units.ABSENT, width - name_width - 8, 12), "absent"),
-        )
+        why = fit(figure.note or units.ABSENT, width - left - 8, 12)
+        return group(said, label, text(left + 8, middle + 4, why, "absent"))
     end = x(check.ratio)
     if check.bound:
-        shape = el(
-            "path", d=f"M{end:.1f} {middle - 7:.1f}V{middle + 7:.1f}M{end:.1f} {middle:.1f}H{x(1):.1f}", class_="limit"
-        )
+        d = f"M{end:.1f} {middle - 7:.1f}V{middle + 7:.1f}M{end:.1f} {middle:.1f}H{x(1):.1f}"
+        said += "; a speed-of-light limit, no prediction"
         return group(
-            f"{said}; a speed-of-light limit, no prediction",
-            name,
-            shape,
-            text(width - 4, middle + 4, "limit", "absent", "end"),
+            said, label, el("path", d=d, class_="limit"), text(width - 4, middle + 4, "limit", "absent", "end")
         )
     far = "wrong" if max(check.ratio, 1 / check.ratio) > 1.5 else "right"
     return group(
         said,
-        name,
+        label,
         line(x(1), middle, end, middle, f"stem {far}"),
         dot(end, middle, 5, f"point {far}"),
         text(width - 4, middle + 4, error_words(check), "barvalue", "end"),
     )
-
-
-def error_words(check: Check) -> str:
-    """The estimate's error: '+12 %', '3.2x too high' when far off, 'limit' for a bound, '' when unknown."""
-    if check.bound:
-        return "limit"
-    if check.ratio is None:
-        return ""
-    if check.ratio > 3 or check.ratio < 1 / 3:
-        return f"{units.three(max(check.ratio, 1 / check.ratio))}x off"
-    error = 100 * (check.ratio - 1)
-    return "0 %" if abs(error) < 0.05 else f"{error:+.{0 if abs(error) >= 0.95 else 1}f} %"
 
 
 def waterfall(steps: Sequence[tuple[str, float, float]], width: float, unit: str, label: str) -> Markup:
@@ -170,7 +165,7 @@ def waterfall(steps: Sequence[tuple[str, float, float]], width: float, unit: str
         words = units.show(abs(change), unit).removesuffix(" documents")
         words = words if kind != "lost" else "nothing" if change == 0 else f"{'−' if change < 0 else '+'}{words}"
         low, high = sorted((before, after))
-        bar = rect(x(low), middle - 8, max(x(high) - x(low), 1.5), 16, f"fall {kind}")
+        bar = rect(x(low), middle - 8, max(x(high) - x(low), 1.5), 16, f"fall {kind}") if change else None
         join = (
             line(
                 x(after if kind == "lost" else before),

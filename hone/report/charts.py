@@ -111,7 +111,7 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
     sizes, values = [point.num_bytes for point in points], [point.quality for point in points]
     log_x, log_y = max(sizes) / min(sizes) > 3, min(values) > 0 and max(values) / min(values) > 3
     x = Scale(*spread_domain(sizes, log=log_x, pad=0.13), left, width - right, log_x)
-    y = Scale(*spread_domain(values, log=log_y, pad=0.17), height - bottom, top, log_y)
+    y = Scale(*spread_domain(values, log=log_y, pad=0.17, least=0.02), height - bottom, top, log_y)
     parts: list[Any] = [
         y_axis(y, left, width - right),
         x_axis(x, height - bottom, unit="B", count=5 if width > 600 else 3, top=top),

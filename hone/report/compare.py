@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from hone.base.figure import Figure
@@ -14,6 +13,10 @@ from hone.report.collect import Line, Row
 
 TOLERATED = 0.05
 """Perplexity a finding may cost before another variant is preferred."""
+
+
+CLOSE = 0.2
+"""Relative error up to which an estimate counts as right in the head of the page."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,18 @@ def checks(line: Line) -> list[Check]:
     return found
 
 
+def error_words(check: Check) -> str:
+    """The estimate's error: '+12 %', '12.2x off' beyond a factor of 3, 'limit' for a bound, '' when unknown."""
+    if check.bound:
+        return "limit"
+    if check.ratio is None:
+        return ""
+    if check.ratio > 3 or check.ratio < 1 / 3:
+        return f"{units.three(max(check.ratio, 1 / check.ratio))}x off"
+    error = 100 * (check.ratio - 1)
+    return "0 %" if abs(error) < 0.05 else f"{error:+.{0 if abs(error) >= 0.95 else 1}f} %"
+
+
 def findings(line: Line) -> list[Finding]:
     """Up to four sentences for the head of the page, each computed from the figures of one section."""
     found = [_compression(line), _serving(line), _data(line), _estimates(line), _training(line)]
@@ -320,12 +335,12 @@ def _training(line: Line) -> Finding | None:
 
 
 def _estimates(line: Line) -> Finding | None:
-    errors = [abs(check.ratio - 1) for check in checks(line) if check.ratio is not None and not check.bound]
-    if len(errors) < 3:
+    known = [(max(check.ratio, 1 / check.ratio), check) for check in checks(line) if check.ratio and not check.bound]
+    if len(known) < 3:
         return None
-    middle = 100 * median(errors)
-    return Finding(
-        f"{middle:.{0 if middle >= 9.95 else 1}f} %",
-        f"median error of {len(errors)} estimates made before the work",
-        "estimates",
-    )
+    close = sum(abs((check.ratio or 0) - 1) <= CLOSE for _, check in known)
+    text = f"estimates came within {100 * CLOSE:.0f} % of what was then measured"
+    factor, worst = max(known, key=lambda row: row[0])
+    if factor > 1 + CLOSE:
+        text += f"; furthest off: {worst.row.id}, {units.label(worst.figure.name)}, {error_words(worst)}"
+    return Finding(f"{close} of {len(known)}", text.replace(" off;", ";"), "estimates")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hone.report import compare, origin, sections, texts, units
-from hone.report.bars import error_words
 from hone.report.chain import facts
 from hone.report.collect import Line, Row
 
@@ -161,7 +160,7 @@ def _estimates(line: Line) -> list[str]:
             escape(units.label(check.figure.name)),
             units.show(check.figure.estimate.value, check.figure.estimate.unit, check.figure.name),
             _value(check.row, check.figure.name),
-            error_words(check),
+            compare.error_words(check),
         ]
         for check in checks
         if check.figure.estimate is not None

@@ -11,7 +11,6 @@ from markupsafe import Markup
 
 from hone.base.spec import dump_yaml
 from hone.report import compare, origin, sections, texts, units
-from hone.report.bars import error_words
 from hone.report.chain import chain, facts
 from hone.report.collect import Line
 from hone.report.svg import drawing, el
@@ -46,7 +45,7 @@ def _context(line: Line) -> dict[str, Any]:
         "datas": datas,
         "sayings": texts.sayings(line),
         "machines": origin.machines(line),
-        "errors": {(check.row.id, check.figure.name): error_words(check) for check in compare.checks(line)},
+        "errors": {(check.row.id, check.figure.name): compare.error_words(check) for check in compare.checks(line)},
         "facts": facts,
         "technique_words": compare.technique_words,
         "yaml": dump_yaml,

@@ -147,7 +147,7 @@ def speeds(line: Line) -> list[tuple[str, Markup, str]]:
         found.append(
             (
                 "Joules per token",
-                Markup('<p class="absent">Not measured: {}.</p>').format(why.rstrip(".")),
+                Markup('<p class="absent">Not measured: {}.</p>').format(why.rstrip(".").removeprefix("no energy: ")),
                 "An absent sensor is no zero: no joule figure is shown on this page.",
             )
         )
@@ -257,9 +257,12 @@ def estimates(line: Line) -> dict[str, Any] | None:
     names.sort(
         key=lambda name: ("time_s", "peak_memory_bytes").index(name) if name in ("time_s", "peak_memory_bytes") else 2
     )
-    groups = []
+    groups, few = [], []
     for name in names:
         of_name = [check for check in checks if check.figure.name == name]
+        if len(of_name) < 4 and name not in ("time_s", "peak_memory_bytes"):
+            few += of_name
+            continue
         title = units.heading(name)
         groups.append(
             (
@@ -271,4 +274,7 @@ def estimates(line: Line) -> dict[str, Any] | None:
                 ),
             )
         )
-    return {"charts": groups, "rows": [(check, bars.error_words(check)) for check in checks]}
+    if few:
+        wide, said = (HALF if len(groups) % 2 else FULL), "Other figures: estimate over measurement"
+        groups.append(("Other figures", both(lambda width: bars.ratios(few, width, said, mixed=True), wide)))
+    return {"charts": groups, "rows": [(check, compare.error_words(check)) for check in checks]}

@@ -96,13 +96,13 @@ class Scale:
 
     def ticks(self, count: int = 5, unit: str = "") -> list[float]:
         """About `count` round values inside the domain; binary-round for bytes."""
-        step = binary_step if unit == "B" else decimal_step
         if self.log and self.high / self.low > 3:
             found = _log_ticks(self.low, self.high, unit)
             while len(found) > count + 2:
                 found = found[::2]
             return found
-        size = step((self.high - self.low) / max(count, 1))
+        whole = 1024.0 ** max(0, math.floor(math.log(abs(self.high) or 1, 1024))) if unit == "B" else 1.0
+        size = decimal_step((self.high - self.low) / max(count, 1) / whole) * whole
         first = math.ceil(self.low / size - 1e-9)
         last = math.floor(self.high / size + 1e-9)
         return [index * size for index in range(first, last + 1)]
@@ -112,11 +112,6 @@ def decimal_step(rough: float) -> float:
     """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next((step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.999), 10 * power)
-
-
-def binary_step(rough: float) -> float:
-    """The smallest power of two that is not below `rough`."""
-    return 2.0 ** math.ceil(math.log2(rough * 0.999))
 
 
 def _log_ticks(low: float, high: float, unit: str) -> list[float]:
@@ -132,9 +127,15 @@ def _log_ticks(low: float, high: float, unit: str) -> list[float]:
     return found
 
 
-def spread_domain(values: list[float], *, log: bool, pad: float = 0.08) -> tuple[float, float]:
-    """A domain around `values` with air on both sides; a single value gets a factor of two (or +-1) around it."""
+def spread_domain(values: list[float], *, log: bool, pad: float = 0.08, least: float = 0.0) -> tuple[float, float]:
+    """A domain around `values` with air on both sides; a single value gets air too.
+
+    `least` is the least relative span: nearly equal values are not blown up to fill the axis.
+    """
     low, high = min(values), max(values)
+    if high > low and high - low < least * abs(high):
+        middle = (low + high) / 2
+        low, high = middle - least * abs(high) / 2, middle + least * abs(high) / 2
     if log:
         room = (high / low) ** pad if high > low else 1.5
         return low / room, high * room
@@ -144,21 +145,21 @@ def spread_domain(values: list[float], *, log: bool, pad: float = 0.08) -> tuple
 
 def y_axis(scale: Scale, left: float, right: float, *, unit: str = "", count: int = 5) -> Markup:
     """Grid lines with their values at the left."""
+    found = scale.ticks(count, unit)
     return Markup("").join(
-        line(left, scale(tick), right, scale(tick), "grid")
-        + text(left - 6, scale(tick) + 3.5, units.tick(tick, unit), "tick", "end")
-        for tick in scale.ticks(count, unit)
+        line(left, scale(tick), right, scale(tick), "grid") + text(left - 6, scale(tick) + 3.5, words, "tick", "end")
+        for tick, words in zip(found, units.ticks(found, unit), strict=True)
     )
 
 
 def x_axis(scale: Scale, bottom: float, *, unit: str = "", count: int = 5, top: float | None = None) -> Markup:
     """Values under `bottom`, with grid lines up to `top` when given."""
-    parts = []
-    for tick in scale.ticks(count, unit):
-        x = scale(tick)
-        parts.append(line(x, top if top is not None else bottom, x, bottom + 4, "grid"))
-        parts.append(text(x, bottom + 17, units.tick(tick, unit), "tick", "middle"))
-    return Markup("").join(parts)
+    found = scale.ticks(count, unit)
+    return Markup("").join(
+        line(scale(tick), top if top is not None else bottom, scale(tick), bottom + 4, "grid")
+        + text(scale(tick), bottom + 17, words, "tick", "middle")
+        for tick, words in zip(found, units.ticks(found, unit), strict=True)
+    )
 
 
 Box = tuple[float, float, float, float]

@@ -45,6 +45,7 @@ def data(line: Line, row: Row) -> dict[str, Any]:
             entries = finite_items(table)
             if entries:
                 shown = [bars.Bar(name, value) for name, value in entries[:10]]
+                title += f": the 10 largest of {len(entries)}" if len(entries) > 10 else ""
                 shares.append(
                     (
                         title,

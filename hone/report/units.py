@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 ABSENT = "not measured"
 NAMES = {
@@ -58,46 +59,52 @@ def heading(name: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def three(value: float) -> str:
-    """`value` with three significant digits, without an exponent between 1e-4 and 1e6."""
+def three(value: float, digits: int = 3) -> str:
+    """`value` with three significant digits (or `digits`), whole from 1,000 up, without an exponent from 1e-4 to 1e6."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else ("infinite" if value > 0 else "-infinite")
     if value == 0:
         return "0"
-    rounded = float(f"{value:.3g}")
+    rounded = float(f"{value:.{digits}g}")
     size = abs(rounded)
     if size < 1e-4 or size >= 1e6:
-        return f"{value:.2e}"
+        return f"{value:.{digits - 1}e}"
     if size >= 1000:
-        return f"{rounded:,.0f}"
-    return f"{rounded:.{max(0, 2 - math.floor(math.log10(size)))}f}"
+        return f"{value:,.{max(0, digits - 4)}f}"
+    return f"{rounded:.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
 
 
-def show(value: float | None, unit: str = "", name: str = "") -> str:
+def show(value: float | None, unit: str = "", name: str = "", digits: int = 3) -> str:
     """`value` in `unit` for reading: '1.25 MiB', '4 min 12 s', '12.3 k tokens/s', '41.3 %'; ABSENT for None."""
     if value is None:
         return ABSENT
     if not math.isfinite(value):
         return three(value)
     if name in _PERCENT or unit in ("fraction", "%"):
-        return f"{three(value * (1 if unit == '%' else 100))} %"
+        return f"{three(value * (1 if unit == '%' else 100), digits)} %"
     if unit in ("B", "bytes"):
-        return show_bytes(value)
+        return show_bytes(value, digits)
     if unit in ("s", "seconds"):
-        return seconds(value)
+        return seconds(value, digits)
     if unit in ("J", "J/token", "W"):
-        return _small_prefix(value, unit)
-    if unit == "x":
-        return f"{three(value)}x"
+        return _small_prefix(value, unit, digits)
+    if unit in ("x", "times"):
+        return f"{three(value, digits)}x"
     if unit in _COUNTS and float(value).is_integer() and abs(value) < 10_000:
         return f"{value:,.0f} {unit}"
-    number = prefixed(value)
-    return f"{number} {unit}".strip()
+    return f"{prefixed(value, digits)} {unit}".strip()
 
 
-def tick(value: float, unit: str = "") -> str:
-    """As `show`, without trailing zeros: '2 MiB', '0.5 %'; for axes."""
-    text = show(value, unit)
+def ticks(values: Sequence[float], unit: str = "") -> list[str]:
+    """Words for an axis: no trailing zeros, and digits enough that no two ticks read the same."""
+    for digits in range(3, 9):
+        words = [_bare(show(value, unit, digits=digits)) for value in values]
+        if len(set(words)) == len(set(values)):
+            break
+    return words
+
+
+def _bare(text: str) -> str:
     return re.sub(r"\.(\d*?)0+(?!\d)", lambda found: f".{found.group(1)}" if found.group(1) else "", text)
 
 
@@ -109,24 +116,24 @@ def exact(value: float | None, unit: str = "") -> str:
     return f"{text} {unit}".strip()
 
 
-def prefixed(value: float) -> str:
+def prefixed(value: float, digits: int = 3) -> str:
     """`value` with an SI prefix from 10,000 up: '12.3 k'; plain below."""
     if math.isfinite(value) and abs(value) >= 9999.5:
         for size, prefix in _SI:
             if abs(value) >= size * 0.9995:
-                return f"{three(value / size)} {prefix}"
-    return three(value)
+                return f"{three(value / size, digits)} {prefix}"
+    return three(value, digits)
 
 
-def show_bytes(value: float) -> str:
+def show_bytes(value: float, digits: int = 3) -> str:
     """Bytes in binary units: '1.25 MiB'."""
     for size, unit in _BINARY:
         if abs(value) >= size * 0.9995:
-            return f"{three(value / size)} {unit}"
-    return f"{three(value)} B"
+            return f"{three(value / size, digits)} {unit}"
+    return f"{three(value, digits)} B"
 
 
-def seconds(value: float) -> str:
+def seconds(value: float, digits: int = 3) -> str:
     """A duration: '31.2 s', '4 min 12 s', '2 h 05 min', '840 µs'."""
     size = abs(value)
     if size >= 3600:
@@ -135,25 +142,25 @@ def seconds(value: float) -> str:
     if size >= 119.5:
         whole = round(value)
         return f"{whole // 60} min {whole % 60:02d} s"
-    return _small_prefix(value, "s")
+    return _small_prefix(value, "s", digits)
 
 
-def _small_prefix(value: float, unit: str) -> str:
+def _small_prefix(value: float, unit: str, digits: int) -> str:
     size = abs(value)
     if size == 0 or 0.9995 <= size < 1000:
-        return f"{three(value)} {unit}"
+        return f"{three(value, digits)} {unit}"
     for scale, prefix in ((1e6, "M"), (1e3, "k"), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")):
         if size >= scale * 0.9995:
-            return f"{three(value / scale)} {prefix}{unit}"
-    return f"{three(value)} {unit}"
+            return f"{three(value / scale, digits)} {prefix}{unit}"
+    return f"{three(value, digits)} {unit}"
 
 
 def signed_percent(ratio: float) -> str:
-    """A relative change: 0.009 -> '+0.9 %'; small changes keep their sign, '+0.04 %'."""
+    """A relative change with two digits or more: 0.0092 -> '+0.92 %', 0.0000026 -> '+0.00026 %', 1.4 -> '+140 %'."""
     percent = 100 * ratio
     if not math.isfinite(percent):
         return three(percent)
-    if percent != 0 and abs(percent) < 0.005:
-        return f"{'+' if percent > 0 else '-'}<0.01 %"
-    digits = 0 if abs(percent) >= 99.5 else 1 if abs(percent) >= 0.95 else 2
-    return f"{percent:+.{digits}f} %"
+    if abs(percent) < 1e-6:
+        return "0 %"
+    places = max(0, 1 - math.floor(math.log10(abs(percent))))
+    return f"{percent:+.{min(places, 0 if abs(percent) >= 99.5 else 1) if abs(percent) >= 0.95 else places}f} %"

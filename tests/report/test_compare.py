@@ -100,7 +100,5 @@ def test_bounds_have_no_error(copy) -> None:
         if figure["name"] == "time_s":
             figure["estimate"]["bound"] = True
     path.write_text(json.dumps(manifest))
-    from hone.report.bars import error_words
-
     check = next(c for c in compare.checks(collect(folder)) if c.row.id == "train-base" and c.figure.name == "time_s")
-    assert check.bound and error_words(check) == "limit"
+    assert check.bound and compare.error_words(check) == "limit"

@@ -71,6 +71,11 @@ def test_domain_of_one_value_has_room() -> None:
         assert low < 5 < high
 
 
+def test_nearly_equal_values_are_not_blown_up() -> None:
+    low, high = spread_domain([2194.95, 2195.0], log=False, least=0.02)
+    assert low < 2194.95 and high > 2195.0 and (high - low) / high > 0.02
+
+
 def test_layout_puts_every_node_in_its_own_place(whole: Path) -> None:
     nodes = {node.id: node for node in layout(collect(whole))}
     assert nodes["data-corpus"].depth == 0 and nodes["train-base"].depth == 1
