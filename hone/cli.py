@@ -78,9 +78,9 @@ def _dispatch(arguments: list[str]) -> int:
     words, options = parse(arguments)
     if not words:
         if "version" in options:
-            from hone import __version__
+            from importlib.metadata import version
 
-            print(f"hone {__version__}")
+            print(f"hone {version('hone-llm')}")
         else:
             print(HELP, end="")
         return 0

@@ -17,7 +17,7 @@ from hone.base.spec import Spec
 TABLES: tuple[str, ...] = (
     "hone.model.linear:LINEARS",
     "hone.model.mixers:MIXERS",
-    "hone.model.feed_forward:FEED_FORWARDS",
+    "hone.model.feed_forwards:FEED_FORWARDS",
     "hone.data:FILTERS",
     "hone.data:DEDUPS",
     "hone.train:SCHEDULES",

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.cost.facts import LayerFacts, ModelFacts
-from hone.model.feed_forward import FEED_FORWARDS
+from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.mixers import MIXERS
 
 

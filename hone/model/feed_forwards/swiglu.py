@@ -1,4 +1,4 @@
-"""Feed-forwards: what each token does alone."""
+"""SwiGLU: a gated feed-forward."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from hone.base.table import Table, Technique
+from hone.base.table import Technique
 from hone.model.linear import MakeLinear
 from hone.ops.lean import swiglu
-
-FEED_FORWARDS = Table("feed-forward", {"swiglu": "hone.model.feed_forward:SwiGLU"})
 
 
 class SwiGLU(Technique):
