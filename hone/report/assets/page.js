@@ -7,21 +7,30 @@
     var chosen = root.dataset.theme;
     return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   }
-  function say() { toggle.textContent = dark() ? "Light" : "Dark"; toggle.setAttribute("aria-label", "Switch to the " + (dark() ? "light" : "dark") + " theme"); }
+  function say() {
+    toggle.textContent = dark() ? "Light" : "Dark";
+    toggle.setAttribute("aria-label", "Switch to the " + (dark() ? "light" : "dark") + " theme");
+  }
   var before = stored();
   if (before === "dark" || before === "light") root.dataset.theme = before;
   toggle.hidden = false; say();
   toggle.addEventListener("click", function () { root.dataset.theme = dark() ? "light" : "dark"; stored(root.dataset.theme); say(); });
+
   document.querySelectorAll("button.copy").forEach(function (button) {
+    var code = document.getElementById(button.dataset.from);
+    function done(words) { button.textContent = words; setTimeout(function () { button.textContent = "Copy"; }, 2000); }
+    function select() {
+      var range = document.createRange(), selection = getSelection();
+      range.selectNodeContents(code); selection.removeAllRanges(); selection.addRange(range);
+      done(document.execCommand("copy") ? "Copied" : "Selected");
+    }
     button.hidden = false;
     button.addEventListener("click", function () {
-      var code = document.getElementById(button.dataset.from), done = function () { button.textContent = "Copied"; setTimeout(function () { button.textContent = "Copy"; }, 1500); };
-      if (navigator.clipboard && window.isSecureContext) { navigator.clipboard.writeText(code.textContent).then(done); return; }
-      var range = document.createRange(); range.selectNodeContents(code);
-      var selection = getSelection(); selection.removeAllRanges(); selection.addRange(range);
-      if (document.execCommand("copy")) { selection.removeAllRanges(); done(); }
+      if (!navigator.clipboard) return select();
+      navigator.clipboard.writeText(code.textContent).then(function () { done("Copied"); }, select);
     });
   });
+
   function unfold() {
     var target = location.hash && document.getElementById(location.hash.slice(1));
     if (target && target.tagName === "DETAILS") target.open = true;
