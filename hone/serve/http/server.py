@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from hone.base.errors import ArtifactError, MachineError, MissingExtra
 from hone.base.run import Run
@@ -32,6 +32,8 @@ API_KEY_VARIABLE = "HONE_API_KEY"
 class ServerSpec(Spec):
     """How a model folder is served over HTTP."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # --api_key=1234 is a text all the same
+
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every one of this machine.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: str = Field(
@@ -40,8 +42,8 @@ class ServerSpec(Spec):
     served_model_name: str = Field("", description="Name clients use for the model; '' is the folder's name.")
     chat_template: str = Field("", description="Jinja file to use in place of the model's own chat template.")
     draft: str = Field("", description="Folder of a draft model for speculative decoding.")
-    dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
-        "", description="Number format of the weights; '' keeps the folder's."
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="Number format of the weights; empty keeps the folder's."
     )
     max_queue: int = Field(1024, ge=0, description="Sequences that may wait for a row; more get 503 and Retry-After.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body.")
@@ -53,7 +55,9 @@ class ServerSpec(Spec):
     engine: EngineSpec = Field(EngineSpec(), description="The engine.")
 
 
-def build_engine(folder: str, spec: EngineSpec, device: str, dtype: str, draft: str) -> tuple[EngineLike, EngineFacts]:
+def build_engine(
+    folder: str, spec: EngineSpec, device: str, dtype: str | None, draft: str
+) -> tuple[EngineLike, EngineFacts]:
     """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served."""
     import torch
 
@@ -129,6 +133,8 @@ async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, 
 
     started = time.monotonic()
     tokenizer = read_tokenizer(folder, spec.chat_template)
+    if tokenizer is None:
+        run.say(f"{folder} has no tokenizer.json: prompts and replies are token ids only")
     # The bound on waiting requests is the front's: it answers at once, with 503 and Retry-After.
     waiting = max(spec.engine.max_waiting, spec.max_queue + spec.engine.max_rows)
     options = {
