@@ -289,20 +289,29 @@ class Engine:
             request = Request(f"generate-{next(self._arrivals)}-{place}", self._ids(prompt), one)
             done[request.id] = Completion(request.prompt, [], "", "abort")
             pending.append(request)
-        waiting = iter(pending)
-        with (run or Run(quiet=True)).progress("generating", sum(one.max_tokens for one in each), "tokens") as bar:
-            more = True
-            while more or any(request.id in self._rows for request in pending):
-                while more and self.scheduler.num_waiting < min(self.spec.max_waiting, self.spec.max_rows):
-                    request = next(waiting, None)
-                    more = request is not None
-                    if request is not None:
-                        self.add(request)
+        try:
+            self._finish_all(pending, done, run or Run(quiet=True))
+        finally:  # interrupted: what is unfinished must not haunt the next call
+            for request in pending:
+                self.abort(request.id)
+            self._outputs = [output for output in self._outputs if output.request_id not in done]
+        return list(done.values())
+
+    def _finish_all(self, requests: list[Request], done: dict[str, Completion], run: Run) -> None:
+        """Steps until every request of `done` is finished, never with more waiting than may wait."""
+        coming = iter(requests)
+        total = sum(request.params.max_tokens for request in requests)
+        room = min(self.spec.max_waiting, self.spec.max_rows)
+        unfinished = len(requests)
+        with run.progress("generating", total, "tokens") as bar:
+            while unfinished:
+                while self.scheduler.num_waiting < room and (request := next(coming, None)) is not None:
+                    self.add(request)
                 for output in self.step():
                     if output.request_id in done:
                         _collect(done[output.request_id], output)
+                        unfinished -= output.finish is not None
                         bar.advance(len(output.tokens))
-        return list(done.values())
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

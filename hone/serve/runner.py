@@ -58,12 +58,16 @@ class Runner:
         try:
             return self._run(work)
         except Exception as error:
+            for item in work:
+                item.row.drafted = min(item.row.drafted, item.start)
             if len(work) == 1:
                 return [Step(work[0].row, work[0].start, error=f"{type(error).__name__}: {error}")]
-        # Somebody's row made the step fail: alone, only that row fails. Writing the same keys again does no harm.
-        for item in work:
-            item.row.drafted = min(item.row.drafted, item.start)
-        return [step for item in work for step in self.run([item])]
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+        # A row made the step fail, or it was too large: halves find the row, or fit. Writing the same keys again does
+        # no harm, and rows of the half that works lose nothing.
+        half = len(work) // 2
+        return self.run(work[:half]) + self.run(work[half:])
 
     def _run(self, work: Sequence[Work]) -> list[Step]:
         guesses = None if self.proposer is None else self.proposer.propose(work)

@@ -146,26 +146,47 @@ def _check_drawn(
     from hone.serve.sampler import ACCEPT, GUMBEL, RESIDUAL, uniform
 
     probs = filtered.softmax(-1)
-    last = []  # log-weights of each row's final draw
-    found, finals, streams = [], [], []
-    for entry, guess, rows in zip(entries, guesses, _places(guesses)):
+    places = _places(guesses)
+    chances = _chances(probs, guesses, places)
+    found, finals, streams, weights = [], [], [], []
+    for entry, guess, rows, (p, q) in zip(entries, guesses, places, chances):
         kept = 0
-        for step, token in enumerate(guess.tokens):
-            p = float(probs[rows[step], token])
-            q = 1.0 if guess.probs is None else float(guess.probs[step, token])
-            if uniform(entry.chooser.seed, entry.position + step, ACCEPT) * q >= p:
+        for mine, theirs in zip(p, q):
+            if uniform(entry.chooser.seed, entry.position + kept, ACCEPT) * theirs >= mine:
                 break
             kept += 1
+        refused = kept < len(guess.tokens)
         found.append(guess.tokens[:kept])
         finals.append(replace(entry, ahead=kept))
-        refused = kept < len(guess.tokens)
         streams.append(RESIDUAL if refused else GUMBEL)
-        weights = filtered[rows[kept]]
-        if refused:
-            weights = _residual(probs[rows[kept]], guess, kept, weights)
-        last.append(weights)
-    ends = (torch.stack(last) + sampler.noise(finals, streams)).argmax(-1).tolist()
+        own = filtered[rows[kept]]
+        weights.append(_residual(probs[rows[kept]], guess, kept, own) if refused else own)
+    ends = (torch.stack(weights) + sampler.noise(finals, streams)).argmax(-1).tolist()
     return [[*tokens, end] for tokens, end in zip(found, ends)]
+
+
+def _chances(
+    probs: Tensor, guesses: Sequence[Guess], places: Sequence[list[int]]
+) -> list[tuple[list[float], list[float]]]:
+    """p and q of every guessed token, per row, read from the device in one go."""
+    rows = [row for place in places for row in place[:-1]]
+    tokens = [token for guess in guesses for token in guess.tokens]
+    p = probs[rows, tokens]
+    q = torch.ones_like(p)
+    begin = 0
+    for guess in guesses:
+        end = begin + len(guess.tokens)
+        if guess.probs is not None and guess.tokens:
+            index = torch.tensor(guess.tokens, device=probs.device)[:, None]
+            q[begin:end] = guess.probs.gather(-1, index).squeeze(-1)
+        begin = end
+    flat_p, flat_q = torch.stack((p, q)).tolist()
+    chances, begin = [], 0
+    for guess in guesses:
+        end = begin + len(guess.tokens)
+        chances.append((flat_p[begin:end], flat_q[begin:end]))
+        begin = end
+    return chances
 
 
 def _residual(p: Tensor, guess: Guess, step: int, weights: Tensor) -> Tensor:
@@ -175,4 +196,4 @@ def _residual(p: Tensor, guess: Guess, step: int, weights: Tensor) -> Tensor:
         rest[guess.tokens[step]] = 0
     else:
         rest = (p - guess.probs[step]).clamp_(min=0)
-    return rest.log() if bool(rest.any()) else weights
+    return torch.where(rest.any(), rest.log(), weights)
