@@ -1,0 +1,96 @@
+"""Building, contexts, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.model.context import Causal, Packed
+from hone.model.decoder import build
+from hone.model.families import Shape
+from hone.ops import reference
+
+SMALL = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
+
+
+def documents(lengths: list[int]) -> torch.Tensor:
+    return torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 5])
+def test_packed_documents_equal_separate_forwards(window: int | None) -> None:
+    model = build(SMALL.model_copy(update={"window": window, "family": "mistral"}).config(64)).double()
+    lengths = [7, 1, 13, 11]
+    tokens = torch.randint(0, 64, (1, sum(lengths)))
+    together = model(tokens, Packed(documents(lengths)))
+    apart = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(together, apart, atol=1e-12, rtol=0)
+
+
+def test_packed_ids_that_come_back_are_new_documents() -> None:
+    context = Packed(torch.tensor([[3, 3, 5, 5, 3, 3]]))
+    assert context.positions.tolist() == [[0, 1, 0, 1, 0, 1]]
+    q = torch.randn(1, 6, 2, 4, dtype=torch.float64)
+    mixed = context.attend(0, q, q, q, scale=0.5, window=None)
+    apart = reference.attend(q, q, q, scale=0.5, document_ids=torch.tensor([[0, 0, 1, 1, 2, 2]]))
+    torch.testing.assert_close(mixed, apart)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 99])
+@pytest.mark.parametrize("packed", [False, True])
+def test_contexts_equal_the_reference(window: int | None, packed: bool) -> None:
+    q = torch.randn(2, 17, 6, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 17, 2, 8, dtype=torch.float64)
+    ids = torch.stack([documents([4, 13])[0], documents([17])[0]]) if packed else None
+    context = Causal(torch.zeros(2, 17)) if ids is None else Packed(ids)
+    mixed = context.attend(0, q, k, v, scale=0.3, window=window)
+    torch.testing.assert_close(mixed, reference.attend(q, k, v, scale=0.3, window=window, document_ids=ids))
+
+
+@torch.no_grad()
+def test_leading_shapes_are_free() -> None:
+    model = build(SMALL.config(64))
+    tokens = torch.randint(0, 64, (3, 9))
+    torch.testing.assert_close(model(tokens)[1], model(tokens[1]))
+
+
+def test_weights_depend_on_seed_and_name_alone() -> None:
+    config = SMALL.config(64)
+    one, two, other = build(config, seed=3), build(config, seed=3), build(config, seed=4)
+    deeper = build(SMALL.model_copy(update={"num_layers": 3}).config(64), seed=3)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, two.get_parameter(name))
+        assert parameter.dim() == 1 or not torch.equal(parameter, other.get_parameter(name))
+    assert torch.equal(one.layers[1].mixer.qkv.weight, deeper.layers[1].mixer.qkv.weight)
+    # Fewer key heads leave the queries as they were: pieces are drawn apart.
+    fewer = build(SMALL.model_copy(update={"num_kv_heads": 1}).config(64), seed=3)
+    assert torch.equal(one.layers[0].mixer.qkv.weight[:32], fewer.layers[0].mixer.qkv.weight[:32])
+
+
+def test_spread_of_the_weights() -> None:
+    model = build(Shape(hidden_size=128, num_layers=8, num_heads=4, num_kv_heads=4).config(512))
+    layer = model.layers[0]
+    assert layer.mixer.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert layer.mixer.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert layer.feed_forward.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert torch.equal(model.norm.weight, torch.ones(128))
+    assert build(SMALL.config(64), dtype=torch.bfloat16).embedding.dtype == torch.bfloat16
+
+
+def test_every_parameter_gets_the_gradient_of_the_plain_formulas() -> None:
+    """The hand-written backward passes against finite differences through the whole model."""
+    model = build(SMALL.model_copy(update={"family": "qwen3", "num_layers": 1}).config(20)).double()
+    tokens = torch.randint(0, 20, (1, 6))
+    model(tokens).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        where = parameter.grad.abs().argmax()
+        found = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter.view(-1)[where] += step
+                found.append(model(tokens).square().sum().item())
+                parameter.view(-1)[where] -= step
+        slope = (found[0] - found[1]) / 2e-5
+        assert parameter.grad.view(-1)[where].item() == pytest.approx(slope, rel=1e-4), name
