@@ -11,12 +11,12 @@ from hone.report.collect import Line, Row
 
 def render(line: Line) -> str:
     """The report of `line` as Markdown text."""
-    parts = [f"# {escape(line.name)}", "", escape(_under(line)), ""]
+    parts = [f"# {escape(line.name)}", "", escape(origin.summary(line)), ""]
     parts += [f"- **{escape(finding.value)}** {escape(finding.text)}" for finding in compare.findings(line)]
     if line.problems:
         parts += ["", "## Not everything could be read", ""]
         parts += [f"- {code(name)}: {escape(what)}" for name, what in line.problems]
-    parts += ["", "## The chain", "", *_chain(line)]
+    parts += ["", "## The chain", *_chain(line)]
     parts += (
         _quality(line)
         + _speed(line)
@@ -49,12 +49,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 1) 
     """A Markdown table; columns from index `numbers` on are right-aligned."""
     bars = ["---" if index < numbers else "---:" for index in range(len(head))]
     return ["", *("| " + " | ".join(cells) + " |" for cells in (head, bars, *rows)), ""]
-
-
-def _under(line: Line) -> str:
-    from hone.report.page import under
-
-    return under(line)
 
 
 def _value(row: Row, name: str) -> str:
@@ -180,7 +174,7 @@ def _data(line: Line) -> list[str]:
             f"## What the filters dropped: {code(row.id)}",
             "",
             escape(found["words"]),
-            *table(("step and reason", "dropped"), reasons),
+            *(table(("step and reason", "dropped"), reasons) if reasons else [""]),
         ]
     return parts
 

@@ -9,6 +9,22 @@ from hone.report import units
 from hone.report.collect import Line
 
 
+def summary(line: Line) -> str:
+    """The line below the title: how many artifacts, on what machine, how long, when."""
+    words = [f"{len(line.rows)} artifact{'s' if len(line.rows) != 1 else ''}"]
+    times = [value for row in line.rows if (value := row.value("time_s")) is not None]
+    if times:
+        words.append(f"{units.seconds(sum(times))} of work")
+    peaks = [value for row in line.rows if (value := row.value("peak_memory_bytes")) is not None]
+    if peaks:
+        words.append(f"at most {units.show_bytes(max(peaks))} of memory")
+    processors = sorted({str(row.machine["cpu"]) for row in line.rows if row.machine.get("cpu")})
+    if processors:
+        words.append(f"on {' and '.join(processors)}")
+    made = max((str(row.provenance.get("time") or "") for row in line.rows), default="")
+    return ", ".join(words) + (f"; finished {made[:10]} {made[11:16]} UTC" if len(made) >= 16 else "") + "."
+
+
 def machines(line: Line) -> list[dict[str, Any]]:
     """One entry per distinct machine, then one per distinct set of versions, with the artifacts made there."""
     found = []

@@ -31,7 +31,7 @@ def _context(line: Line) -> dict[str, Any]:
         "anchors": anchors,
         "css": Markup(stylesheet()),
         "js": Markup(_asset("page.js")),
-        "under": under(line),
+        "under": origin.summary(line),
         "findings": compare.findings(line),
         "chain": Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(
             chain(line, 1080.0, anchors), chain(line, 358.0, anchors)
@@ -67,22 +67,6 @@ def _context(line: Line) -> dict[str, Any]:
     context["sections"] = shown
     context["findings"] = [finding for finding in context["findings"] if finding.about in dict(shown)]
     return context
-
-
-def under(line: Line) -> str:
-    """The line below the title: how many artifacts, on what machine, how long, when."""
-    words = [f"{len(line.rows)} artifact{'s' if len(line.rows) != 1 else ''}"]
-    times = [value for row in line.rows if (value := row.value("time_s")) is not None]
-    if times:
-        words.append(f"{units.seconds(sum(times))} of work")
-    peaks = [value for row in line.rows if (value := row.value("peak_memory_bytes")) is not None]
-    if peaks:
-        words.append(f"at most {units.show_bytes(max(peaks))} of memory")
-    processors = sorted({str(row.machine["cpu"]) for row in line.rows if row.machine.get("cpu")})
-    if processors:
-        words.append(f"on {' and '.join(processors)}")
-    made = max((str(row.provenance.get("time") or "") for row in line.rows), default="")
-    return ", ".join(words) + (f"; finished {made[:10]} {made[11:16]} UTC" if len(made) >= 16 else "") + "."
 
 
 def stylesheet() -> str:

@@ -23,8 +23,6 @@ SERVING = (
     "kv_cache_bytes",
     "joules_per_token",
 )
-
-
 TRAINED = {
     "num_params": "{} parameters",
     "train_tokens": "{} training tokens",
@@ -85,7 +83,7 @@ def quality(line: Line) -> dict[str, Any] | None:
             }
         )
     figure = next(row.figures[metric] for row in line.of("eval") if row.id == points[0].id)
-    note = f"{units.label(metric).capitalize()} over: {figure.note}. " if figure.note else ""
+    note = f"{units.heading(metric)}: {figure.note}. " if figure.note else ""
     if left_out:
         note += f"Not comparable (other data, other window, or no figure) and left out: {', '.join(row.id for row in left_out)}."
     return {
@@ -101,17 +99,27 @@ def _smaller(before: float, after: float) -> str:
     return "same size" if abs(before / after - 1) < 0.005 else f"{units.three(before / after)}x"
 
 
-def _layers(line: Line) -> Markup | None:
-    entries = []
-    for row in line.of("compress"):
-        pairs = finite((index, entry.get("error")) for index, entry in enumerate(row.content.get("layers.jsonl") or []))
-        names = [str(entry.get("name", "?")) for entry in row.content.get("layers.jsonl") or []]
-        dots = [(names[int(index)], error) for index, error in pairs if error > 0]
-        if dots:
-            entries.append((row.name, dots))
-    if not entries:
-        return None
-    return both(lambda width: bars.strips(entries, width, "Relative output error of each layer, by variant"), FULL)
+def _layers(line: Line) -> list[tuple[str, Markup, str]]:
+    """(title, chart, sentence) of the errors layer by layer: of outputs where calibration text was seen, of weights."""
+    found = []
+    for key, title, words in (
+        ("error", "Output error, layer by layer", "Relative error of each linear's output on the calibration text."),
+        (
+            "weight_error",
+            "Weight error, layer by layer",
+            "Relative error of the weights alone: cheap to know, but not what a model's text depends on.",
+        ),
+    ):
+        entries = []
+        for row in line.of("compress"):
+            layers = row.content.get("layers.jsonl") or []
+            pairs = finite((index, entry.get(key)) for index, entry in enumerate(layers))
+            dots = [(str(layers[int(index)].get("name", "?")), error) for index, error in pairs if error > 0]
+            entries += [(row.name, dots)] if dots else []
+        if entries:
+            chart = both(lambda width, entries=entries, title=title: bars.strips(entries, width, title))
+            found.append((title, chart, f"{words} Log scale; the bar is the median."))
+    return found
 
 
 def speeds(line: Line) -> list[tuple[str, Markup, str]]:
@@ -120,13 +128,14 @@ def speeds(line: Line) -> list[tuple[str, Markup, str]]:
     found = []
     for title, rows, words in (
         ("Training, tokens per second", line.of("train"), _mfu_words(line)),
-        ("Generation, tokens per second", line.of("serve"), "All requests of a run together."),
+        ("Generation, tokens per second", line.of("serve"), ""),
     ):
         shown = [_bar(row, "tokens_per_s", strong) for row in rows if "tokens_per_s" in row.figures]
         if shown:
-            found.append(
-                (title, both(lambda width, shown=shown, title=title: bars.bars(shown, width, "tokens/s", title)), words)
-            )
+            notes = {row.figures["tokens_per_s"].note for row in rows if "tokens_per_s" in row.figures} - {""}
+            words = ". ".join([units.first_upper("; ".join(sorted(notes)))] * bool(notes) + [words] * bool(words))
+            chart = both(lambda width, shown=shown, title=title: bars.bars(shown, width, "tokens/s", title))
+            found.append((title, chart, words))
     wide = FULL if len(found) % 2 == 0 else HALF
     rows = [row for row in line.of("train", "serve") if "joules_per_token" in row.figures]
     if any(row.value("joules_per_token") is not None for row in rows):
@@ -148,7 +157,7 @@ def speeds(line: Line) -> list[tuple[str, Markup, str]]:
             (
                 "Joules per token",
                 Markup('<p class="absent">Not measured: {}.</p>').format(why.rstrip(".").removeprefix("no energy: ")),
-                "An absent sensor is no zero: no joule figure is shown on this page.",
+                "An absent sensor is not a zero: nothing is drawn for it.",
             )
         )
     return found
@@ -203,7 +212,7 @@ def serving(line: Line) -> dict[str, Any] | None:
             }
             for pair in sorted(pairs, key=lambda pair: -pair.ratio)
         ],
-        "paths": [path.rpartition(".")[2].replace("_", " ").capitalize() for path in paths],
+        "paths": [units.first_upper(path.rpartition(".")[2].replace("_", " ")) for path in paths],
         "rows": [
             {"row": row, "model": _model_words(line, row), "settings": [_short(_at(row, line, path)) for path in paths]}
             for row in rows

@@ -54,6 +54,7 @@ def data(line: Line, row: Row) -> dict[str, Any]:
                 )
     return {
         "row": row,
+        "warnings": [str(warning) for warning in stats.get("warnings") or [] if isinstance(warning, str)],
         "words": f"{row.id}: {', '.join(words)}." if words else row.id,
         "falls": falls,
         "reasons": reasons,

@@ -55,7 +55,11 @@ def label(name: str) -> str:
 
 def heading(name: str) -> str:
     """`label` with a capital first letter."""
-    words = label(name)
+    return first_upper(label(name))
+
+
+def first_upper(words: str) -> str:
+    """`words` with a capital first letter, the rest as it is."""
     return words[:1].upper() + words[1:]
 
 

@@ -215,7 +215,9 @@ class LineMaker:
         self.finish(draft, time_s=time_s, memory=1.11e9, tokens=tokens)
 
     def compress(self, name: str, *, num_bytes: int, technique: dict[str, Any], error: float, model: str) -> None:
-        draft = self.begin("compress", name, {technique["slot"]: technique}, model=model, data="data-corpus")
+        calibrated = technique["kind"] == "gptq"
+        inputs = {"model": model} | ({"data": "data-corpus"} if calibrated else {})
+        draft = self.begin("compress", name, {"steps": [technique]}, **inputs)
         draft.did(technique)
         write_jsonl(
             draft.folder / "layers.jsonl",
@@ -224,7 +226,8 @@ class LineMaker:
                     "name": f"model.layers.{layer}.{part}",
                     "kind": technique["kind"],
                     "bits": technique.get("bits"),
-                    "error": error * self.random.uniform(0.6, 1.5),
+                    "error": error * self.random.uniform(0.6, 1.5) if calibrated else None,
+                    "weight_error": error * self.random.uniform(0.8, 1.7),
                 }
                 for layer in range(4)
                 for part in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
@@ -243,9 +246,9 @@ class LineMaker:
             ("bits_per_weight", bits and bits + 0.125, "bits"),
             ("compression_ratio", BASE_BYTES / num_bytes, "x"),
             ("sparsity", 0.5 if technique["slot"] == "pruner" else 0.0, "fraction"),
-            ("relative_output_error", error, "fraction"),
+            ("relative_output_error", error if calibrated else None, "fraction"),
         ]:
-            draft.record(figure, value, unit)
+            draft.record(figure, value, unit, note="no calibration inputs were seen" if value is None else "")
         self.finish(draft, time_s=6.0 + 20 * error, memory=690e6)
 
     def eval(self, name: str, *, model: str, perplexity: float, num_bytes: int, kl: float | None) -> None:
