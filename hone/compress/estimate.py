@@ -129,7 +129,7 @@ class Plan:
             weights = sum(n_out * k_in for n_out, k_in in linears.values())
             layer = max(layer, weights * (width + checkpoint.dtype.itemsize))
             shapes = [linears[name] for name in self.job.targets[index]]
-            solve = max(solve, *(4 * (6 * n_out * k_in + 4 * k_in * k_in) for n_out, k_in in shapes))
+            solve = max([solve, *(4 * (6 * n_out * k_in + 4 * k_in * k_in) for n_out, k_in in shapes)])
             if self.calibration is not None:
                 hessians = max(hessians, sum(4 * k_in * k_in for _, k_in in shapes))
                 tokens = self.batch_size * self.calibration.tokens.shape[1]

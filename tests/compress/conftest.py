@@ -1,0 +1,65 @@
+"""Small models and calibration text for the compression tests."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hone.base.artifact import Artifact
+from hone.base.run import Run
+from hone.compress.stage import Compress
+
+SENTENCES = ["the quick brown fox jumps over the lazy dog", "and the cat sat on the mat", "a dog and a fox met"]
+
+
+@pytest.fixture(scope="session")
+def calibration_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text(". ".join(SENTENCES[number * number % 3] for number in range(600)))
+    return path
+
+
+@pytest.fixture
+def compress(tmp_path: Path, calibration_text: Path):
+    """compress(model folder, *steps, name=..., **spec) -> Artifact; calibrated with `calibration_text` where a step needs it."""
+
+    def make(model: Path, *steps: dict, name: str = "small", **spec) -> Artifact:
+        values = {"steps": list(steps), "num_sequences": 16, "seq_len": 32, **spec}
+        if any(step["kind"] == "gptq" for step in steps):
+            values.setdefault("calibration_text", str(calibration_text))
+        parents = {"model": Artifact.read(model)}
+        return Compress.read(values).make(tmp_path / f"compress-{name}", parents, Run(quiet=True))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def stories(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, torch.Tensor]:
+    """The stories260K model, a text file to calibrate with, and token rows [B, 256] of another part of the text."""
+    from hone.model.tokenizer import load_tokenizer
+    from tests.model.llama2c import convert
+
+    folder = tmp_path_factory.mktemp("stories")
+    source = shared_data / "models" / "stories260K"
+    model = convert(source / "stories260K.bin", source / "tok512.bin", folder / "model")
+    text = (shared_data / "lm_text" / "tinystories-200K.txt").read_text(encoding="utf8")
+    calibration = folder / "calibration.txt"
+    calibration.write_text(text[: len(text) // 2], encoding="utf8")
+    ids = torch.tensor(load_tokenizer(model).encode(text[-len(text) // 3 :]))
+    return model, calibration, ids[: len(ids) // 256 * 256].view(-1, 256)
+
+
+def perplexity(folder: Path, rows: torch.Tensor) -> float:
+    """exp of the mean next-token loss over token rows [B, S]."""
+    from hone.model.hf import load
+
+    model, total = load(folder), 0.0
+    with torch.no_grad():
+        for part in rows.split(16):
+            logits = model(part[:, :-1])
+            total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
+    return math.exp(total / rows[:, 1:].numel())

@@ -1,0 +1,140 @@
+"""Every export loads in transformers with hone's own logits, for every family."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.model.hf import load
+from hone.model.quantized import PackedInt
+from tests.conftest import byte_tokenizer
+
+FORMATS = {
+    "int4": {"kind": "gptq", "bits": 4, "group_size": 32},
+    "int8-channel": {"kind": "rtn", "bits": 8, "group_size": 0},
+    "int8-packed": {"kind": "rtn", "bits": 8, "group_size": 32},
+    "int3": {"kind": "rtn", "bits": 3, "group_size": 32, "scale": "search"},
+    "int4-channel": {"kind": "rtn", "bits": 4, "group_size": 0},
+    "int4-uneven": {"kind": "rtn", "bits": 4, "group_size": 64, "uneven": "nearest"},
+    "pruned": {"kind": "magnitude"},
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+QUICK = {("llama", form) for form in FORMATS} | {(family, "int4") for family in FAMILIES}
+CELLS = [
+    pytest.param(family, form, marks=() if (family, form) in QUICK else pytest.mark.slow)
+    for family in FAMILIES
+    for form in FORMATS
+]
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory):
+    """family_folder(name): a random two-layer model of that family with a byte-level tokenizer."""
+    import transformers
+
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family in made:
+            return made[family]
+        classes = {
+            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        }
+        config_class, model_class = classes[family]
+        tokenizer = byte_tokenizer()
+        config = config_class(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=family in ("llama", "qwen3"),
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            **({"head_dim": 32} if family == "qwen3" else {}),
+        )
+        torch.manual_seed(0)
+        model = model_class(config).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.1) if parameter.dim() == 2 else parameter.add_(
+                    0.1 * torch.randn_like(parameter)
+                )
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        made[family] = folder
+        return folder
+
+    return make
+
+
+def transformers_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize(("family", "form"), CELLS)
+def test_transformers_loads_it_with_the_same_logits(family: str, form: str, family_folder, compress) -> None:
+    pytest.importorskip("compressed_tensors")
+    made = compress(family_folder(family), FORMATS[form])
+    tokens = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = load(made.folder)(tokens)
+    theirs = transformers_logits(made.folder, tokens)
+    assert (ours - theirs).abs().max() <= 1e-5
+    whole = transformers_logits(family_folder(family), tokens)
+    assert (ours - whole).abs().max() > 1e-4, "nothing was compressed"
+
+
+def test_a_bfloat16_checkpoint_keeps_its_dtype(family_folder, compress, tmp_path: Path) -> None:
+    import transformers
+
+    folder = tmp_path / "half"
+    shutil.copytree(family_folder("llama"), folder)
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    made = compress(folder, FORMATS["int4"])
+    model = load(made.folder)
+    assert model.embedding.dtype == torch.bfloat16
+    assert model.layers[0].mixer.qkv.scales.dtype == torch.bfloat16
+    tokens = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = load(made.folder, dtype=torch.float32)(tokens)
+    assert (exact - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
+    assert (model(tokens).float() - exact).abs().max() < 0.15
+
+
+def test_ignored_and_untargeted_modules_stay_dense(family_folder, compress) -> None:
+    made = compress(family_folder("qwen2"), FORMATS["int8-channel"], targets=("mlp",), ignore=(r"layers\.1\.",))
+    model = load(made.folder)
+    packed = [name for name, module in model.named_modules() if isinstance(module, PackedInt)]
+    assert packed == ["layers.0.feed_forward.gate_up", "layers.0.feed_forward.down"]
+    tokens = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = model(tokens)
+    assert (ours - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
+
+
+def test_loading_never_unpacks_a_matrix(family_folder, compress) -> None:
+    from tests.model.test_quantized import Largest
+
+    made = compress(family_folder("llama"), FORMATS["int4"])
+    with Largest() as largest:
+        model = load(made.folder)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    weights = sum(
+        module.in_features * module.out_features for module in model.modules() if isinstance(module, PackedInt)
+    )
+    assert held == weights // 2 + weights // 32 * 2
+    assert largest.bytes <= 320 * 64 * 4, "only the embedding may be a large floating tensor"

@@ -1,0 +1,79 @@
+"""kill -9 at every kind of moment: the resumed run ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def child(spec: dict, model: Path, out: Path, deadline: int, when: str = "after") -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = [json.dumps(spec), str(model), str(out), str(deadline), when]
+    return subprocess.run(
+        [sys.executable, "-m", "tests.compress.killed", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "hone.json" and "log" not in path.parts
+    }
+
+
+@pytest.mark.parametrize(
+    ("steps", "deadlines"),
+    [
+        ([{"kind": "gptq", "bits": 4, "group_size": 32}], [(1, "after"), (2, "after"), (3, "before"), (4, "after")]),
+        ([{"kind": "rtn", "bits": 8, "group_size": 0}], [(3, "before")]),
+    ],
+)
+def test_killed_runs_end_with_the_same_bytes(
+    steps: list, deadlines: list, tiny_llama: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    spec = {"steps": steps, "num_sequences": 8, "seq_len": 32}
+    if steps[0]["kind"] == "gptq":
+        spec["calibration_text"] = str(calibration_text)
+    whole = child(spec, tiny_llama, tmp_path / "compress-whole", 0)
+    assert whole.returncode == 0, whole.stderr
+    for deadline, when in deadlines:  # one after the other on the same folder: each resumes what the last one left
+        died = child(spec, tiny_llama, tmp_path / "compress-torn", deadline, when)
+        assert died.returncode == -9, f"{died.returncode}: {died.stderr}"
+        assert (tmp_path / "compress-torn.partial").is_dir() and not (tmp_path / "compress-torn").exists()
+    resumed = child(spec, tiny_llama, tmp_path / "compress-torn", 0)
+    assert resumed.returncode == 0, resumed.stderr
+    assert contents(tmp_path / "compress-torn") == contents(tmp_path / "compress-whole")
+    assert resumed.stdout.split()[1] == whole.stdout.split()[1]
+    assert int(resumed.stdout.split()[0]) < int(whole.stdout.split()[0]), "nothing was resumed"
+
+
+@pytest.mark.slow
+def test_killed_at_every_durable_write(tiny_llama: Path, calibration_text: Path, tmp_path: Path) -> None:
+    spec = {
+        "steps": [{"kind": "magnitude"}, {"kind": "gptq", "bits": 3, "group_size": 32}],
+        "num_sequences": 8,
+        "seq_len": 32,
+        "calibration_text": str(calibration_text),
+    }
+    whole = child(spec, tiny_llama, tmp_path / "compress-whole", 0)
+    assert whole.returncode == 0, whole.stderr
+    for deadline in range(1, int(whole.stdout.split()[0]) + 1):
+        out, when = tmp_path / f"compress-{deadline}", ("before", "after")[deadline % 2]
+        assert child(spec, tiny_llama, out, deadline, when).returncode == -9
+        if not out.exists():  # a kill after the last rename leaves nothing to do
+            resumed = child(spec, tiny_llama, out, 0)
+            assert resumed.returncode == 0, resumed.stderr
+        assert contents(out) == contents(tmp_path / "compress-whole"), (deadline, when)

@@ -1,0 +1,238 @@
+"""The compress stage: what it records, what it refuses, and how a new technique joins it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hone.base.artifact import Artifact
+from hone.base.errors import ArtifactError, FitError, SpecError
+from hone.base.run import Run
+from hone.compress import QUANTIZERS, STEPS
+from hone.compress.estimate import folder_bytes
+from hone.compress.stage import Compress
+from hone.model.hf import load
+from hone.model.quantized import PackedInt
+
+INT4 = {"kind": "rtn", "bits": 4, "group_size": 32}
+GPTQ4 = {"kind": "gptq", "bits": 4, "group_size": 32}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(
+    "steps", [[INT4], [GPTQ4], [{"kind": "rtn", "bits": 8, "group_size": 0}], [{"kind": "magnitude"}]]
+)
+def test_figures_are_what_lies_on_disk(steps: list[dict], tiny_llama: Path, compress) -> None:
+    made = compress(tiny_llama, *steps)
+    figures = made.figures
+    size = sum(path.stat().st_size for path in made.folder.glob("*.safetensors"))
+    assert figures["model_bytes"].value == size == figures["model_bytes"].estimate.value
+    params = sum(tensor.numel() for tensor in tensors_of(tiny_llama).values())
+    assert figures["bits_per_weight"].value == pytest.approx(8 * size / params)
+    assert figures["compression_ratio"].value == pytest.approx(folder_bytes(tiny_llama) / size)
+    for name in ("time_s", "peak_memory_bytes"):
+        assert figures[name].value > 0 and figures[name].estimate.value > 0
+    rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 4 and all(row["weight_error"] > 0 for row in rows)
+    assert [technique["kind"] for technique in made.techniques] == [step["kind"] for step in steps]
+    index = json.loads((made.folder / "model.safetensors.index.json").read_text())
+    tensors = tensors_of(made.folder)
+    assert set(index["weight_map"]) == set(tensors)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_relative_output_error_is_that_of_the_real_outputs(tiny_llama: Path, compress, calibration_text: Path) -> None:
+    from hone.compress.calibration import from_text
+
+    made = compress(tiny_llama, GPTQ4)
+    row = json.loads((made.folder / "layers.jsonl").read_text().splitlines()[0])
+    before, after = load(tiny_llama), load(made.folder)
+    options = {"num_sequences": 16, "seq_len": 32, "seed": 0}
+    tokens = torch.from_numpy(from_text(calibration_text, tiny_llama, **options).tokens)
+    with torch.no_grad():
+        x = before.layers[0].mixer_norm(before.embed(tokens))
+        exact, rough = before.layers[0].mixer.qkv(x), after.layers[0].mixer.qkv(x)
+    assert row["error"] == pytest.approx(float((exact - rough).norm() / exact.norm()), rel=1e-3)
+
+
+def test_pruning_zeroes_the_smallest_weights_and_changes_no_other(tiny_llama: Path, compress) -> None:
+    made = compress(tiny_llama, {"kind": "magnitude", "sparsity": 0.3})
+    before, after = tensors_of(tiny_llama), tensors_of(made.folder)
+    assert before.keys() == after.keys()
+    fused = [
+        torch.cat([tensors[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv"]) for tensors in (before, after)
+    ]
+    zero = fused[1] == 0
+    assert int(zero.sum()) == round(0.3 * zero.numel())
+    assert fused[0][zero].abs().max() <= fused[0][~zero].abs().min()
+    assert torch.equal(fused[0][~zero], fused[1][~zero])
+    assert made.figures["sparsity"].value == pytest.approx(0.3, abs=1e-3)
+    assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+
+def test_pruned_weights_stay_zero_under_a_quantizer(tiny_llama: Path, compress) -> None:
+    made = compress(tiny_llama, {"kind": "magnitude", "sparsity": 0.5}, GPTQ4)
+    model = load(made.folder)
+    for module in model.modules():
+        if isinstance(module, PackedInt):
+            assert (module.dequantize(torch.float32) == 0).float().mean() >= 0.5
+
+
+def test_calibration_tokens_may_come_from_a_data_artifact(tiny_llama: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    folder = tmp_path / "data"
+    (folder / "tokens").mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_llama / name, folder / name)
+    ids = np.random.default_rng(0).integers(1, 300, 700).astype("<u2")
+    ids[99::100] = 0
+    for split in ("train", "val"):
+        ids.tofile(folder / "tokens" / f"{split}.bin")
+        np.save(folder / "tokens" / f"{split}.starts.npy", np.arange(0, 701, 100, dtype=np.int64))
+    row = {"tokens": 700, "documents": 7, "bytes": 3000}
+    meta = {"dtype": "uint16", "vocab_size": 320, "eos_token_id": 0, "splits": {"train": row, "val": row}}
+    (folder / "tokens" / "meta.json").write_text(json.dumps(meta))
+    parents = {"model": Artifact.read(tiny_llama), "data": Artifact.read(folder)}
+    made = Compress.read({"steps": [GPTQ4], "seq_len": 64}).make(tmp_path / "compress-x", parents, Run(quiet=True))
+    assert made.figures["relative_output_error"].value > 0
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(SpecError, match="another tokenizer"):
+        Compress.read({"steps": [GPTQ4]}).make(tmp_path / "compress-y", parents, Run(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("values", "says", "helps"),
+    [
+        ({"steps": [{**INT4, "group_size": 24}]}, "group_size 24 does not divide the 64", "16, 32, 64"),
+        ({"steps": [GPTQ4]}, "gptq needs calibration data", "calibration_text"),
+        ({"steps": [INT4], "targets": ["q_proj"]}, "leave out", "together"),
+        ({"steps": [INT4], "targets": ["nowhere"]}, "name no linear", "model.layers.0"),
+        ({"steps": [GPTQ4], "calibration_text": "/nowhere.txt"}, "/nowhere.txt", "text file"),
+        ({"steps": [GPTQ4], "calibration_text": __file__, "seq_len": 4096}, "longer than the model's context", "512"),
+        ({"steps": [{**INT4, "layout": "int-quantized"}]}, "int-quantized stores 8 bits", "pack-quantized"),
+    ],
+)
+def test_impossible_requests_are_refused(values: dict, says: str, helps: str, tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        Compress.read(values).make(tmp_path / "compress-x", {"model": Artifact.read(tiny_llama)}, Run(quiet=True))
+    assert says in caught.value.what and helps in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"steps": []}, "steps"),
+        ({"steps": ["gptqq"]}, "gptqq"),
+        ({"steps": [{"kind": "rtn", "bits": 9}]}, "bits"),
+        ({"steps": [{"kind": "rtn", "bitz": 4}]}, "bitz"),
+        ({"steps": ["rtn", "magnitude"]}, "comes after a quantizer"),
+        ({"steps": ["rtn"], "targets": ["("]}, "no regular expression"),
+        ({"steps": [{"kind": "magnitude", "sparsity": 1.0}]}, "sparsity"),
+    ],
+)
+def test_wrong_specs_are_refused(values: dict, says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Compress.read(values)
+    assert says in str(caught.value)
+
+
+def test_a_text_shorter_than_one_sequence_is_refused(tiny_llama: Path, compress, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("the quick")
+    with pytest.raises(SpecError, match="one sequence needs"):
+        compress(tiny_llama, GPTQ4, calibration_text=str(short))
+
+
+def test_a_quantized_model_is_refused(tiny_llama: Path, compress) -> None:
+    made = compress(tiny_llama, INT4)
+    with pytest.raises(SpecError, match="quantized already"):
+        compress(made.folder, INT4, name="again")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, tiny_llama: Path, compress, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"model\.layers\.1\.feed_forward\.gate_up"):
+        compress(folder, INT4)
+
+
+def test_inputs_that_are_not_finite_are_named(tiny_llama: Path, compress, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:] = float("inf")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArtifactError, match="the inputs of"):
+        compress(folder, GPTQ4)
+
+
+def test_a_truncated_checkpoint_is_refused(tiny_llama: Path, compress, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_llama, folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ArtifactError, match="corrupt"):
+        compress(folder, INT4)
+
+
+def test_a_disk_without_room_is_said_before_the_work(
+    tiny_llama: Path, compress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.compress.estimate.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(FitError, match="of disk"):
+        compress(tiny_llama, INT4)
+
+
+def test_the_model_folder_is_not_touched(tiny_llama: Path, compress) -> None:
+    before = {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
+    compress(tiny_llama, {"kind": "magnitude"}, GPTQ4)
+    assert {path.name: path.read_bytes() for path in tiny_llama.iterdir()} == before
+
+
+def test_a_new_technique_is_one_file_and_one_table_line(
+    tiny_llama: Path, compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = '''
+        """Round to nearest with three bits, as someone new would add it."""
+        from pydantic import Field
+        from hone.compress.grid import find_scales
+        from hone.compress.matrix import Quantizer
+        from hone.ops import formats
+
+        class Int3(Quantizer):
+            """Rounds every weight to one of eight levels."""
+            bits: int = Field(3, ge=3, le=3, description="Bits a weight.")
+            group_size: int = Field(16, description="Columns that share a scale.")
+
+            def apply(self, matrix):
+                matrix.scales = find_scales(matrix.weight, 3, self.group_size, "signed", self.stored_scale_dtype(matrix.stored_dtype))
+                matrix.codes = formats.quantize(matrix.weight, matrix.scales, 3)
+    '''
+    (tmp_path / "someones_int3.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "int3": "someones_int3:Int3"})
+    assert "int3" in STEPS
+    made = compress(tiny_llama, {"kind": "int3"})
+    assert made.techniques == [{"slot": "quantizer", **STEPS.read("int3").model_dump()}]
+    assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
+    packed = [module for module in load(made.folder).modules() if isinstance(module, PackedInt)]
+    assert len(packed) == 8 and all(module.scheme.bits == 3 for module in packed)
