@@ -15,6 +15,8 @@ TOLERATED = 0.05
 """Perplexity a finding may cost before another variant is preferred."""
 
 
+NEAR = 0.1
+"""Models worse than the best by more than this are left out of the closer look."""
 CLOSE = 0.2
 """Relative error up to which an estimate counts as right in the head of the page."""
 
@@ -113,6 +115,15 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
         for index, (row, model, size, quality) in enumerate(raw)
     ]
     return points, [row for row in line.of("eval") if row not in rows]
+
+
+def quality_views(points: list[Point]) -> list[tuple[str, list[Point]]]:
+    """(title, points) of the charts to draw: all, and a closer look at the good where bad ones squeeze them together."""
+    best = min(point.quality for point in points)
+    near = [point for point in points if point.quality <= best * (1 + NEAR)]
+    if best <= 0 or not 2 <= len(near) < len(points):
+        return [("", points)]
+    return [("All models", points), (f"A closer look: within {100 * NEAR:.0f} % of the best", near)]
 
 
 def model_bytes(line: Line, row: Row) -> float | None:

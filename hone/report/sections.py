@@ -86,8 +86,13 @@ def quality(line: Line) -> dict[str, Any] | None:
     note = f"{units.heading(metric)}: {figure.note}. " if figure.note else ""
     if left_out:
         note += f"Not comparable (other data, other window, or no figure) and left out: {', '.join(row.id for row in left_out)}."
+    views = compare.quality_views(points)
+    wide = HALF if len(views) > 1 else FULL
     return {
-        "chart": both(lambda width: charts.quality(points, width, metric, figure.unit), FULL),
+        "charts": [
+            (title, both(lambda width, seen=seen: charts.quality(seen, width, metric, figure.unit), wide))
+            for title, seen in views
+        ],
         "rows": rows,
         "metric": metric,
         "note": note,

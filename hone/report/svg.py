@@ -109,9 +109,9 @@ class Scale:
 
 
 def decimal_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is not below `rough`."""
+    """The smallest of 1, 2, 5, 10 times a power of ten that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next((step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.999), 10 * power)
+    return next((step * power for step in (1, 2, 5, 10) if step * power >= rough * 0.999), 10 * power)
 
 
 def _log_ticks(low: float, high: float, unit: str) -> list[float]:
@@ -143,7 +143,7 @@ def spread_domain(values: list[float], *, log: bool, pad: float = 0.08, least: f
     return low - room, high + room
 
 
-def y_axis(scale: Scale, left: float, right: float, *, unit: str = "", count: int = 5) -> Markup:
+def y_axis(scale: Scale, left: float, right: float, *, unit: str = "", count: int = 7) -> Markup:
     """Grid lines with their values at the left."""
     found = scale.ticks(count, unit)
     return Markup("").join(

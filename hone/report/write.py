@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from hone.base.durable import write_atomic
 from hone.report import charts, compare, markdown, page
 from hone.report.chain import chain
@@ -43,24 +41,23 @@ def picture(line_folder: Path | str, out: Path | str) -> Path:
     Raises ArtifactError when there is nothing to draw.
     """
     line = collect(line_folder)
-    width = 1080.0
-    parts = [chain(line, width)]
+    upper = chain(line, 1080.0)
+    width, height = page.size_of(upper)
+    placed = [upper]
     points, _ = compare.quality_points(line)
-    if points:
-        metric = compare.quality_metric(line)
+    views = compare.quality_views(points) if points else []
+    metric = compare.quality_metric(line)
+    for place, (_, seen) in enumerate(views):
         unit = next(row.figures[metric].unit for row in line.of("eval") if row.id == points[0].id)
-        parts.append(charts.quality(points, width, metric, unit))
-    top, placed = 0.0, []
-    for part in parts:
-        wide, high = page.size_of(part)
-        placed.append(el("g", part, transform=f"translate(0 {top:g})"))
-        width, top = max(width, wide), top + high + 28
-    whole = drawing(
-        width, top - 28, f"The chain of {line.name}, and the quality of its models against their size", *placed
-    )
+        each = (width - 40 * (len(views) - 1)) / len(views)
+        lower = charts.quality(seen, each, metric, unit)
+        placed.append(el("g", lower, transform=f"translate({place * (each + 40):g} {height + 32:g})"))
+    whole_height = height + (32 + page.size_of(lower)[1] if views else 0)
+    said = f"The chain of {line.name}, and the quality of its models against their size"
+    whole = drawing(width, whole_height, said, *placed)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, page.standalone(Markup(whole)).encode())
+    write_atomic(out, page.standalone(whole).encode())
     return out
 
 
