@@ -188,14 +188,14 @@ def _run(words: list[str], options: dict[str, str]) -> int:
     _calibrate_once(run)
     started = time.monotonic()
 
-    def watch(position: int, total: int, node: Node, artifact: Artifact, seconds: float) -> None:
+    def watch(position: int, total: int, node: Node, artifact: Artifact, made: bool) -> None:
         took = artifact.figures.get("time_s")
         predicted = (
             f", predicted {took.estimate.value:.1f} s" if took and took.estimate and not took.estimate.bound else ""
         )
-        note = (
-            f"{took.value:.1f} s{predicted}" if took and took.value is not None and seconds > 0.5 else "there already"
-        )
+        note = "there already"
+        if made and took and took.value is not None:
+            note = f"{took.value:.1f} s{predicted}"
         run.say(f"[{position}/{total}] {node.folder:24} {note}")
 
     work = options.get("work", "work")
@@ -381,18 +381,30 @@ def _schema(words: list[str], options: dict[str, str]) -> int:
 
 def _techniques(words: list[str], options: dict[str, str]) -> int:
     from hone.base.errors import SpecError
+    from hone.base.spec import describe_fields
     from hone.base.table import all_tables
 
+    if "help" in options:
+        print(
+            "usage: hone techniques [SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique."
+        )
+        return 0
     tables = all_tables()
     wanted = words[1] if len(words) > 1 else None
-    if wanted and wanted not in tables:
-        raise SpecError(f"unknown slot '{wanted}'", fix=f"the slots are: {', '.join(tables)}")
-    for slot, table in tables.items():
-        if wanted in (None, slot):
-            for name in table:
-                cls = table[name]
+    named = [(slot, table) for slot, table in tables.items() if wanted in table.rows]
+    if wanted and wanted not in tables and not named:
+        known = [*tables, *(name for table in tables.values() for name in table)]
+        raise SpecError(f"unknown slot or technique '{wanted}'", fix=f"known: {', '.join(known)}")
+    for slot, table in named or tables.items():
+        for name in table:
+            cls = table[name]
+            if wanted in (None, slot, name):
                 summary = (cls.__doc__ or "").strip().splitlines()[0]
                 print(f"{slot:14} {name:18} {cls.paper or '-':22} {cls.__module__.replace('.', '/')}.py  {summary}")
+            if wanted == name and hasattr(cls, "model_fields"):
+                for field, kind, default, description in describe_fields(cls):
+                    if field != "kind":
+                        print(f"    {field}: {kind}  {description} [{default}]")
     return 0
 
 

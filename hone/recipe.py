@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from hone.base.artifact import Artifact
+from hone.base.artifact import MANIFEST, Artifact
 from hone.base.durable import write_atomic
 from hone.base.errors import DriftError, SpecError
 from hone.base.figure import human_bytes
@@ -123,12 +122,12 @@ class Recipe(Spec):
         work: Path | str = "work",
         run: Run | None = None,
         redo: tuple[str, ...] = (),
-        watch: Callable[[int, int, Node, Artifact, float], None] | None = None,
+        watch: Callable[[int, int, Node, Artifact, bool], None] | None = None,
     ) -> Path:
         """Makes every stage that is not there yet and returns the line's folder.
 
         `redo` names stages to make again ('all' for every one); what was made from them follows when it changed.
-        `watch(position, total, node, artifact, seconds)` is called after each stage.
+        `watch(position, total, node, artifact, made)` is called after each stage; `made` is False when it was there already.
         Raises DriftError when an artifact of the line was made from another spec.
         """
         run = run or Run()
@@ -146,10 +145,10 @@ class Recipe(Spec):
         made: dict[str, Artifact] = {}
         redone: set[str] = set()
         for position, node in enumerate(nodes, 1):
-            started = time.monotonic()
             parents = {
                 role: made[source] if source in made else Artifact.read(source) for role, source in node.inputs.items()
             }
+            there = (line / node.folder / MANIFEST).exists()
             wanted = "all" in redo or node.folder in redo
             command = f"hone run {recipe_file} --work={work} --redo={node.folder}"
             here = Run(device=run.device, redo=wanted, quiet=run.quiet, machine=run.machine, command=command)
@@ -168,7 +167,7 @@ class Recipe(Spec):
                 redone.add(node.folder)
             made[node.folder] = artifact
             if watch is not None:
-                watch(position, len(nodes), node, artifact, time.monotonic() - started)
+                watch(position, len(nodes), node, artifact, wanted or not there)
         return line
 
 
