@@ -177,6 +177,7 @@ def _read(
     for _, reason in listing.broken:
         totals.setdefault(reason, Counter())["documents"] += 1
     num_documents = num_bytes = 0
+    full = False
     with run.progress("read", listing.num_bytes, "B") as bar:
         for number, files in enumerate(tasks(listing.files)):
             shard = draft.state / f"documents-{number:05d}.parquet"
@@ -196,15 +197,15 @@ def _read(
             for reason, count in summary["broken"].items():
                 totals.setdefault(reason, Counter()).update(count)
             if summary["full"]:
+                full = True
                 run.say(f"stopped reading at max_bytes = {spec.max_bytes}")
                 break
-    bad_documents = sum(count["documents"] for count in totals.values())
     reasons = {reason: {"documents": row["documents"], "bytes": row["bytes"]} for reason, row in sorted(totals.items())}
-    _tell(listing, reasons, bad_documents, num_documents, spec, run)
+    _tell(listing, reasons, num_documents, full, spec, run)
     step = {
         "name": "read",
         "slot": "reader",
-        "documents_in": num_documents + bad_documents,
+        "documents_in": num_documents + sum(row["documents"] for row in reasons.values()),
         "bytes_in": num_bytes + sum(row["bytes"] for row in reasons.values()),
         "documents_out": num_documents,
         "bytes_out": num_bytes,
@@ -226,21 +227,23 @@ def _few(samples: list[dict[str, str]], most: int = 3) -> list[dict[str, str]]:
     return kept
 
 
-def _tell(listing: Listing, reasons: dict[str, Any], num_bad: int, num_documents: int, spec: Data, run: Run) -> None:
+def _tell(listing: Listing, reasons: dict[str, Any], num_documents: int, full: bool, spec: Data, run: Run) -> None:
     """Says what could not be read. Raises SpecError when nothing could."""
     found = ", ".join(f"{row['documents']} {reason}" for reason, row in reasons.items())
     if not num_documents:
-        hint = {
-            "no_text_field": f"set text_field, which is '{spec.text_field}' now",
-            "wrong_encoding": f"set encoding, which is '{spec.encoding}' now",
-        }
-        fixes = [text for reason, text in hint.items() if reason in reasons]
-        limit = f", max_bytes = {spec.max_bytes}" if spec.max_bytes else ""
+        fixes = []
+        if full:
+            found += f"{', ' if found else ''}the first is larger than max_bytes = {spec.max_bytes}"
+            fixes.append("raise max_bytes")
+        if "no_text_field" in reasons:
+            fixes.append(f"set text_field, which is '{spec.text_field}' now")
+        if "wrong_encoding" in reasons:
+            fixes.append(f"set encoding, which is '{spec.encoding}' now")
         raise SpecError(
-            f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}{limit}) and no document in them"
-            f" ({found or 'all larger than max_bytes'})",
+            f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}) and no document in them ({found})",
             fix="; ".join(fixes) or "give a source with text in it",
         )
+    num_bad = sum(row["documents"] for row in reasons.values())
     if num_bad:
         run.say(f"set aside {num_bad} of {num_documents + num_bad} documents: {found} (see dropped.jsonl)")
     if listing.skipped:
