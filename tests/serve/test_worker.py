@@ -11,8 +11,8 @@ import time
 import pytest
 
 from hone.base.errors import MachineError, SpecError
-from hone.serve.http.worker import EngineFacts, EngineProcess, Loop, Refused
-from hone.serve.request import Output, Request, SamplingParams
+from hone.serve.http.worker import EngineFacts, EngineProcess, Loop, Refused, pack, unpack
+from hone.serve.request import Output, Request, SamplingParams, TokenLogprob
 from tests.serve import fake_engine as fake
 
 
@@ -50,7 +50,7 @@ def test_the_loop_reports_every_step():
     steps = [message for message in channel.sent if message[0] == "step"]
     assert [message[1] for message in steps] == [1, 2, 3]
     assert all(message[2] > 0 for message in steps)
-    assert [output.tokens for _, _, _, outputs in steps for output in outputs] == [[41], [51], [42], [52], [43], [53]]
+    assert [output.tokens for _, _, _, rows in steps for output in unpack(rows)] == [[41], [51], [42], [52], [43], [53]]
 
 
 def test_the_loop_takes_messages_between_steps_in_order():
@@ -71,9 +71,14 @@ def test_a_refused_request_is_answered():
 
 def test_a_broken_step_fails_what_was_in_it_only():
     channel = run_loop(fake.FakeEngine(), [("add", [request("a", fake.ALWAYS_RAISES), request("b", 40)])], 1)
-    (outputs,) = [message[3] for message in channel.sent if message[0] == "step"]
-    assert {output.request_id: output.finish for output in outputs} == {"a": "error", "b": "error"}
-    assert "step is broken" in outputs[0].error
+    (rows,) = [message[3] for message in channel.sent if message[0] == "step"]
+    assert {output.request_id: output.finish for output in unpack(rows)} == {"a": "error", "b": "error"}
+    assert "step is broken" in unpack(rows)[0].error
+
+
+def test_packing_keeps_every_field():
+    output = Output("a", [1], "x", [TokenLogprob(1, -1.0, [(1, -1.0)])], [None], "stop", "y", "z", 1, 2, 3)
+    assert unpack(pack([output])) == [output]
 
 
 def across(test) -> None:

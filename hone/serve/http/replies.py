@@ -13,6 +13,7 @@ from hone.serve.request import Output, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; clients expect this floor
 
 
@@ -59,7 +60,7 @@ class Choice:
 
 def dump(value: Any) -> bytes:
     """`value` as compact UTF-8 JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf8", "replace")
+    return _ENCODER.encode(value).encode("utf8", "replace")
 
 
 def event(value: Any) -> bytes:
@@ -163,6 +164,7 @@ class Reply:
     ) -> None:
         self._body = body
         self._head = {"id": reply_id, "created": created, "model": model}
+        self._begin = b"data: " + dump({"object": self.stream_object, **self._head})[:-1] + b',"choices":['
         self.choices = [Choice(row * n + copy, prompt) for row, prompt in enumerate(prompts) for copy in range(n)]
         self._prompts = prompts
         self._n = n
@@ -199,7 +201,7 @@ class Reply:
         if not (shown or first):
             return b""
         choice.begun = True
-        return b"".join(self._chunk([part]) for part in self._parts(choice, output, first))
+        return b"".join(self._chunk(part) for part in self._parts(choice, output, first))
 
     def closing(self) -> bytes:
         """What ends a stream: usage when asked for, then [DONE]."""
@@ -211,11 +213,11 @@ class Reply:
     def _wants_ids(self) -> bool:
         return bool(self._body.return_token_ids)
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        value: dict[str, Any] = {"object": self.stream_object, **self._head, "choices": choices}
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        usage = b""
         if self._include_usage:
-            value["usage"] = self.usage() if self._usage_each else None
-        return event(value)
+            usage = b',"usage":' + (dump(self.usage()) if self._usage_each else b"null")
+        return self._begin + dump(choice) + b"]" + usage + b"}\n\n"
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError

@@ -22,7 +22,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Protocol
 
 from hone.base.errors import HoneError, MachineError
@@ -64,6 +65,19 @@ class Refused:
     request_id: str
     message: str
     status: int
+
+
+_values_of = attrgetter(*(field.name for field in fields(Output)))
+
+
+def pack(outputs: list[Output]) -> list[tuple[Any, ...]]:
+    """`outputs` as plain tuples, which pickle twice as fast: with hundreds of rows a step that is felt."""
+    return [_values_of(output) for output in outputs]
+
+
+def unpack(rows: list[tuple[Any, ...]]) -> list[Output]:
+    """The opposite of `pack`."""
+    return [Output(*row) for row in rows]
 
 
 # ---- inside the worker process -------------------------------------------------------------------------------------
@@ -145,7 +159,7 @@ class Loop:
             outputs = self._step()
             self._steps += 1
             self._live.difference_update(output.request_id for output in outputs if output.finish is not None)
-            self._channel.send(("step", self._steps, time.monotonic() - started, outputs))
+            self._channel.send(("step", self._steps, time.monotonic() - started, pack(outputs)))
             if time.monotonic() - self._stats_at > _STATS_EVERY_S:
                 self._send_stats()
 
@@ -332,10 +346,10 @@ class EngineProcess:
 
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "step":
-            self.steps, seconds, outputs = rest
+            self.steps, seconds, rows = rest
             self._step_seconds.append(seconds)
             self._progress_at = time.monotonic()
-            for output in outputs:
+            for output in unpack(rows):
                 deliver = self._deliver.get(output.request_id)
                 if deliver is None:
                     continue  # aborted while the step was under way
