@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+
+from hone.base.run import Run
+from hone.recipe import Recipe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -51,6 +55,58 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.normal_(std=0.15)
     model.save_pretrained(folder)
     return folder
+
+
+MINI = {
+    "data.tokenizer.vocab_size": "512",
+    "data.validation_fraction": "0.2",
+    "train-base.steps": "12",
+    "train-base.batch_size": "4",
+    "train-base.seq_len": "128",
+    "train-base.checkpoint_every": "5",
+    "train-base.model": "{hidden_size: 64, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 128}",
+    "train-draft.steps": "6",
+    "train-draft.batch_size": "4",
+    "train-draft.seq_len": "128",
+    "compress-gptq4.num_sequences": "8",
+    "compress-gptq4.seq_len": "128",
+    "eval.max_tokens": "2000",
+}
+SERVE = {"num_requests": "6", "prompt_tokens": "[4, 12]", "output_tokens": "[4, 12]", "shared_prefix": "16"}
+
+
+def mini_recipe(source: Path) -> Recipe:
+    """recipes/tiny.yaml, shrunk to seconds and fed from `source`."""
+    recipe = Recipe.load(ROOT / "recipes" / "tiny.yaml")
+    serving = {
+        f"{node.folder}.{key}": value
+        for node in recipe.nodes()
+        if node.stage == "serve"
+        for key, value in SERVE.items()
+    }
+    return recipe.override({"data.source": str(source), **MINI, **serving})
+
+
+@pytest.fixture(scope="session")
+def mini_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text that every machine has: a few modules of the standard library."""
+    import json as json_module
+
+    folder = tmp_path_factory.mktemp("source")
+    package = Path(json_module.__file__).parent
+    for path in sorted([*package.glob("*.py"), *(package.parent / "email").glob("*.py")]):
+        shutil.copy(path, folder / path.name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mini_line(mini_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose work/tiny holds every artifact of the tiny recipe, made small, and its report."""
+    from hone.report import build
+
+    home = tmp_path_factory.mktemp("home")
+    build(mini_recipe(mini_source).run(home / "work", Run(quiet=True)))
+    return home
 
 
 def byte_tokenizer():
