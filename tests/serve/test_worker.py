@@ -147,7 +147,8 @@ def test_a_large_prompt_and_a_busy_engine_do_not_block_the_caller():
         for number in range(20):
             process.submit([request(f"r{number}", *([40] * 50_000), max_tokens=1)], inbox.items.append)
         assert time.monotonic() - started < fake.STUCK_S / 2
-        assert process.trouble(0.0001) is not None
+        while process.trouble(0.0001) is None:  # until 20 median steps have passed
+            await asyncio.sleep(0.01)
         process.fail_all("enough")
         assert process.outstanding == 0
         assert sum(item.error == "enough" for item in inbox.items) == 21
