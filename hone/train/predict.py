@@ -29,8 +29,8 @@ class Plan(NamedTuple):
     eval_rows: int = 0
     """Rows evaluated in all, every evaluation counted."""
     teacher: ModelFacts | None = None
-    trained_bytes_before: int = 0
-    """Bytes of the weights that are in memory already when the window opens."""
+    packed: bool = True
+    """Whether rows hold several documents, which costs attention masks."""
 
     @property
     def step_tokens(self) -> int:
@@ -103,6 +103,8 @@ def growth_bytes(plan: Plan, device: str) -> Estimate:
         batch_tokens=plan.step_tokens // plan.accumulation,
         seq_len=plan.seq_len,
         dtype=TORCH_NAMES[plan.precision],
+        accumulate=plan.accumulation > 1,
+        packed=plan.packed,
         kept_layers=live_layers(plan.segments),
         kept_inputs=len(recomputed),
         loss_chunk=chunk_rows(device.partition(":")[0], facts.vocab_size),

@@ -1,0 +1,266 @@
+"""The training step: on a CPU against a plain PyTorch loop over the transformers model, on a GPU a Llama-3-8B shape in bf16.
+
+    python -m benchmarks.train                                    # 2.6 M parameters, 8 x 256, fp32, interleaved with the peer
+    python -m benchmarks.train --device cuda --shape llama3-8b    # random weights and tokens; needs one GPU of 140 GB
+    python -m benchmarks.train --device cuda --shape llama3-1b
+
+Random tokens are made here; nothing is downloaded and no tokenizer is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch: the 8B run fills the card
+
+import numpy as np
+import torch
+
+from benchmarks import ledger
+from hone.data.load import IGNORE, Batch
+from hone.measure.window import Window
+from hone.model.config import ModelConfig
+from hone.model.decoder import Decoder, build
+from hone.model.families import Shape
+from hone.train.cosine import Cosine
+from hone.train.loop import Trainer
+from hone.train.optimizer import AdamW
+from hone.train.predict import Plan, growth_bytes
+from hone.train.remat import EveryNth, KeepAll
+
+SHAPES: dict[str, tuple[Shape, int]] = {
+    "tiny": (Shape(), 4096),
+    "llama3-1b": (
+        Shape(hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
+              max_seq_len=8192, rope_theta=5e5, tie_embeddings=True), 128256,
+    ),
+    "llama3-8b": (
+        Shape(hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336,
+              max_seq_len=8192, rope_theta=5e5, tie_embeddings=False), 128256,
+    ),
+}  # fmt: skip
+SHEET_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 FLOP/s of the data sheet, by a part of the GPU's name."""
+
+
+def random_batch(draw: np.random.Generator, vocab: int, rows: int, seq_len: int) -> Batch:
+    """Rows of one document each, so that a plain causal model sees the same."""
+    tokens = draw.integers(0, vocab, (rows, seq_len))
+    targets = np.concatenate([tokens[:, 1:], np.full((rows, 1), IGNORE)], axis=1)
+    return Batch(tokens, targets, np.zeros((rows, seq_len), np.int32))
+
+
+def against_transformers(shape: str, rows: int, seq_len: int, repeats: int) -> list[dict[str, Any]]:
+    """hone's step and the peer's on the same batches in turn; both with fused AdamW, clipping, and the loss read out."""
+    import transformers
+
+    from hone.model.hf import save
+
+    sizes, vocab = SHAPES[shape]
+    model = build(sizes.config(vocab))
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, folder)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    num_params = model.config.num_params
+    flat = Cosine(warmup=0, floor=1.0)
+    trainer = Trainer(model, steps=10**6, schedule=flat, optimizer=AdamW(weight_decay=0.0))
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    draw = np.random.default_rng(0)
+    ours, theirs, gap = [], [], 0.0
+    for repeat in range(repeats + 3):
+        batch = random_batch(draw, vocab, rows, seq_len)
+        begun = time.perf_counter()
+        loss = trainer.step(batch).loss
+        between = time.perf_counter()
+        tokens = torch.from_numpy(batch.tokens)
+        peer_loss = peer(input_ids=tokens, labels=tokens).loss
+        peer_loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        gap = max(gap, abs(peer_loss.item() - loss))
+        ended = time.perf_counter()
+        if repeat >= 3:
+            ours.append(between - begun)
+            theirs.append(ended - between)
+    assert gap < 1e-3, f"the two loops disagree by {gap} nats: they do not train the same model"
+    mine, other = (rows * seq_len / statistics.median(times) for times in (ours, theirs))
+    spread = (max(ours) - min(ours)) / 2 / statistics.median(ours) * mine
+    return [
+        {
+            "figure": f"training step, {num_params / 1e6:.1f} M parameters, fp32, {rows} x {seq_len}",
+            "value": mine, "unit": "tokens/s", "n": len(ours), "spread": spread,
+            "peer": "transformers model in a PyTorch loop", "peer_value": other, "ratio": mine / other,
+            "note": f"{torch.get_num_threads()} threads, interleaved, medians; losses agree to {gap:.1e}",
+        }
+    ]  # fmt: skip
+
+
+def random_decoder(config: ModelConfig, device: str) -> Decoder:
+    """As `build`, drawn on the device itself: eight billion numbers take a second there, minutes on the host."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for part in model.parameters():
+            part.normal_(0.0, 0.02, generator=generator) if part.ndim >= 2 else part.fill_(1.0)
+    return model
+
+
+def matmul_rate(device: str) -> float:
+    """Measured bf16 FLOP/s of an 8192 x 8192 x 8192 product."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(20):
+        a @ b
+    torch.cuda.synchronize()
+    return 20 * 2 * 8192**3 / (time.perf_counter() - begun)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
+    """(causal-halved, attention counted in full) FLOPs of a training step for one token, recomputation not counted."""
+    facts = config.facts()
+    mixing = sum(12.0 * layer.num_heads * layer.head_dim * seq_len for layer in facts.layers)
+    return 3 * facts.flops_per_token(seq_len), 6.0 * facts.matmul_params + mixing
+
+
+def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int, bool]]) -> list[dict[str, Any]]:
+    """Trains random weights for `steps` steps in each cell (rows, seq_len, n: every n-th layer recomputed or 0, compile).
+
+    Memory of bf16 training with one micro-batch: 2 (weights) + 4 (masters) + 8 (moments) + 2 (gradients) = 16 bytes a
+    parameter, so 8.03 billion take 119.7 GiB; what is left holds activations, which is why all layers are recomputed.
+    A cell that does not fit is reported and left out.
+    """
+    sizes, vocab = SHAPES[shape]
+    config = sizes.config(vocab)
+    name = torch.cuda.get_device_name(device)
+    peak = next((value for key, value in SHEET_PEAK.items() if key in name), None)
+    measured = matmul_rate(device)
+    torch.cuda.empty_cache()
+    print(f"{name}: bf16 matmul 8192: {measured / 1e12:.0f} TFLOP/s, data sheet {peak and peak / 1e12} TFLOP/s")
+    start = torch.cuda.memory_allocated(device)
+    model = random_decoder(config, device)
+    flat = Cosine(warmup=0, floor=1.0)
+    options = {"steps": 10**6, "schedule": flat, "optimizer": AdamW(lr=1e-4), "precision": "bf16"}
+    trainer = Trainer(model, **options)
+    print(
+        f"{config.num_params / 1e9:.2f} B parameters, {torch.cuda.memory_allocated() / 2**30:.1f} GiB before the first step"
+    )
+    rows = []
+    for cell in cells:
+        row, seq_len, nth, compiled = cell
+        label = f"{row} x {seq_len}, {f'recompute every {nth}' if nth else 'no recomputation'}{', compiled' * compiled}"
+        try:
+            rows += _cell(trainer, cell, device, steps, start, config, shape, peak, measured)
+        except Exception as error:  # a cell that fails must not cost the others
+            print(f"{label}: left out, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            trainer.update.drop()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _cell(
+    trainer: Trainer,
+    cell: tuple[int, int, int, bool],
+    device: str,
+    steps: int,
+    start: int,
+    config: ModelConfig,
+    shape: str,
+    peak: float | None,
+    measured: float,
+) -> list[dict[str, Any]]:
+    """Times `steps` steps after two to warm up; prints a line and returns the ledger's rows."""
+    rows, seq_len, nth, compiled = cell
+    remat = EveryNth(n=nth) if nth else KeepAll()
+    trainer.segments = remat.segments(config.num_layers)
+    for layer in trainer.model.layers:
+        layer._compiled_call_impl = None
+        if compiled:
+            layer.compile(dynamic=False)
+    vocab = config.vocab_size
+    draw = np.random.default_rng(1)
+    batches = [random_batch(draw, vocab, rows, seq_len) for _ in range(4)]
+    losses, times = [], []
+    with Window(device) as window:
+        for step in range(steps + 2):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            losses.append(trainer.step(batches[step % 4]).loss)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begun)
+    step_s = statistics.median(times[2:])
+    rate = rows * seq_len / step_s
+    causal, full = flops_per_token(config, seq_len)
+    plan = Plan(config.facts(), steps, rows, seq_len, 1, "bf16", trainer.segments, packed=False)
+    predicted = (start + growth_bytes(plan, "cuda").value) / 2**30
+    top = torch.cuda.max_memory_allocated(device) if window.peak_memory_bytes == 0 else window.peak_memory_bytes
+    gib = top / 2**30
+    of = peak or measured
+    label = f"{rows} x {seq_len}, {f'recompute every {nth}' if nth else 'keep all'}{', compiled' * compiled}"
+    print(
+        f"{label}: {rate:,.0f} tokens/s, {step_s:.3f} s a step, "
+        f"MFU {causal * rate / of:.1%} causal-halved, {full * rate / of:.1%} full (of {of / 1e12:.0f} TFLOP/s), "
+        f"{causal * rate / measured:.1%} of the measured matmul rate; peak {gib:.1f} GiB, predicted {predicted:.1f} GiB "
+        f"({predicted / gib - 1:+.1%}); loss {losses[0]:.3f} -> {losses[-1]:.3f}; energy "
+        f"{'no sensor' if window.energy_j is None else f'{window.energy_j / (rows * seq_len * (steps + 2)):.3f} J/token'}",
+        flush=True,
+    )
+    name = f"training, {shape} shape, bf16, {label}"
+    note = f"1 GPU, random weights and tokens, fp32 masters and moments, {of / 1e12:.0f} TFLOP/s peak"
+    return [
+        {"figure": name, "value": rate, "unit": "tokens/s", "n": steps, "of_limit": causal * rate / of, "note": note},
+        {"figure": f"{name}: MFU, attention in full", "value": full * rate / of, "unit": "fraction", "n": steps},
+        {"figure": f"{name}: MFU, causal-halved", "value": causal * rate / of, "unit": "fraction", "n": steps},
+        {
+            "figure": f"{name}: peak memory",
+            "value": gib,
+            "unit": "GiB",
+            "n": 1,
+            "note": f"predicted {predicted:.1f} GiB",
+        },
+    ]
+
+
+CELLS = {
+    "llama3-8b": [(1, 4096, 1, False), (1, 8192, 1, False), (2, 8192, 1, False), (1, 8192, 1, True), (2, 8192, 1, True),
+                  (1, 4096, 2, True)],
+    "llama3-1b": [(2, 8192, 0, False), (2, 8192, 0, True), (4, 8192, 1, False)],
+    "tiny": [(32, 256, 0, False)],
+}  # fmt: skip
+"""(rows, seq_len, recompute every n-th layer or 0, compile), the safest first."""
+
+
+def main() -> None:
+    """Runs the benchmark, prints its table, appends to the ledger."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", default=None, choices=list(SHAPES))
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=20, help="steps measured")
+    parser.add_argument("--no-ledger", action="store_true", help="print only")
+    chosen = parser.parse_args()
+    if chosen.device == "cpu":
+        rows = against_transformers(chosen.shape or "tiny", chosen.batch_size, chosen.seq_len, chosen.repeats)
+    else:
+        shape = chosen.shape or "llama3-8b"
+        rows = on_gpu(shape, chosen.device, min(chosen.repeats, 8), CELLS[shape])
+    print(ledger.table(rows))
+    if rows and not chosen.no_ledger:
+        print(f"appended to {ledger.append('train', rows, chosen.device)}")
+
+
+if __name__ == "__main__":
+    main()
