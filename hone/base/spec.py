@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from hone.base.errors import HoneError, SpecError
 
@@ -25,6 +25,19 @@ class Spec(BaseModel):
     """Says what to compute. Frozen; unknown fields are errors; every field has a description, which is its help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, values: Any) -> Any:
+        """Lets `steps: gptq` stand for `steps: [gptq]` wherever a field is a list of any length."""
+        if not isinstance(values, dict):
+            return values
+        alone = {
+            name: (values[name],)
+            for name, field in cls.model_fields.items()
+            if name in values and isinstance(values[name], (str, int, float, dict)) and _is_open_list(field.annotation)
+        }
+        return {**values, **alone}
 
     @classmethod
     def read(cls, values: Any) -> Self:
@@ -72,6 +85,11 @@ class Spec(BaseModel):
     def to_yaml(self) -> str:
         """The spec's exact print; `read(yaml.safe_load(...))` gives an equal spec."""
         return dump_yaml(self.model_dump(mode="json"))
+
+
+def _is_open_list(annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    return origin is list or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis)
 
 
 def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:

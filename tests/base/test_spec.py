@@ -71,6 +71,11 @@ def test_a_mistake_names_the_field_and_the_way_out(change, words):
         assert word in str(error.value)
 
 
+def test_one_stands_for_a_list_of_one():
+    assert Outer(chain="round") == Outer(chain=["round"]) == Outer.from_overrides({"chain": "round"})
+    assert Outer(chain={"kind": "round", "bits": 3}).chain[0].bits == 3
+
+
 def test_json_schema_lists_the_techniques():
     schema = Outer.model_json_schema()
     assert schema["properties"]["quantizer"]["oneOf"][0]["properties"]["kind"] == {"const": "round"}

@@ -1,0 +1,208 @@
+"""The command line: what it prints, and that a user's mistake is one clear line with a fix, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from hone.base.spec import dump_yaml
+from hone.cli import main, parse
+from hone.recipe import Recipe
+from tests.conftest import ROOT, mini_recipe
+
+
+def hone(*arguments: str, cwd=ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "hone.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=120
+    )
+
+
+def mistake(done: subprocess.CompletedProcess, *words: str) -> None:
+    """Asserts the manners of a mistake: exit code 2, `error:` then `fix:`, the words in it, no traceback."""
+    text = done.stdout + done.stderr
+    assert done.returncode == 2, text
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("error:", "fix:"))]
+    assert [line.partition(":")[0] for line in lines] == ["error", "fix"], text
+    assert "Traceback" not in text
+    for word in words:
+        assert word in done.stderr, text
+
+
+@pytest.fixture
+def model(mini_line, tmp_path):
+    """A private copy of the small line's model, to be broken."""
+    return shutil.copytree(mini_line / "work" / "tiny" / "train-base", tmp_path / "model")
+
+
+def test_options_are_read_in_every_form():
+    words, options = parse(["run", "r.yaml", "--a.b=1", "--c", "2", "--redo", "--quiet", "--api-key", "x"])
+    assert words == ["run", "r.yaml"]
+    assert options == {"a.b": "1", "c": "2", "redo": "true", "quiet": "true", "api_key": "x"}
+
+
+def test_help_is_fast_and_lists_every_verb():
+    start = time.monotonic()
+    done = hone("--help")
+    spent = time.monotonic() - start
+    assert done.returncode == 0 and spent < 5  # generous: the machine may be busy; the figure is in the ledger
+    from hone.base.stage import STAGES
+
+    for verb in [*(set(STAGES) - {"serve"}), "serve", "run", "report", "show", "schema", "techniques"]:
+        assert f"  {verb}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "verb", ["run", "data", "train", "compress", "eval", "bench", "serve", "generate", "report", "show", "techniques"]
+)
+def test_every_verb_explains_itself(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: hone {verb}")
+
+
+def test_show_prints_a_recipe_that_is_the_same_recipe(tmp_path, capsys):
+    assert main(["show", str(ROOT / "recipes" / "tiny.yaml")]) == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    before = [(node.folder, node.read()) for node in Recipe.load(ROOT / "recipes" / "tiny.yaml").nodes()]
+    assert [(node.folder, node.read()) for node in Recipe.load(printed).nodes()] == before
+
+
+def test_schema_is_json_schema(capsys):
+    assert main(["schema", "compress"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert "gptq" in json.dumps(schema["properties"]["steps"])
+
+
+def test_generate_continues_a_text(mini_line, capsys):
+    assert (
+        main(
+            [
+                "generate",
+                str(mini_line / "work" / "tiny" / "compress-int8"),
+                "import ",
+                "--max_tokens=5",
+                "--ignore_eos=true",
+            ]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.startswith("import ")
+
+
+# The ten typical mistakes.
+
+
+def test_missing_folder(mini_line):
+    mistake(
+        hone("compress", mini_line / "work" / "tiny" / "train-bas", "--steps=rtn", "--out=/tmp/x"),
+        "train-bas",
+        "did you mean",
+    )
+
+
+def test_wrong_field(mini_line):
+    mistake(
+        hone("train", mini_line / "work" / "tiny" / "data-text", "--stesp=3", "--out=/tmp/x"),
+        "stesp",
+        "did you mean 'steps'",
+    )
+
+
+def test_unknown_technique(model, tmp_path):
+    mistake(hone("compress", model, "--steps=[gptqq]", f"--out={tmp_path / 'x'}"), "gptqq", "did you mean 'gptq'")
+
+
+def test_too_long_prompt(model):
+    mistake(hone("generate", model, "word " * 5000), "tokens", "maximum context length")
+
+
+def test_no_space(mini_line, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
+
+    monkeypatch.setattr("hone.base.durable.os.fsync", full)
+    assert (
+        main(
+            [
+                "eval",
+                str(mini_line / "work/tiny/train-base"),
+                f"--from.data={mini_line / 'work/tiny/data-text'}",
+                f"--out={tmp_path / 'e'}",
+            ]
+        )
+        == 2
+    )
+    text = capsys.readouterr().err
+    assert "error: no space left" in text and "fix: free some space" in text
+
+
+def test_corrupt_safetensors(model, tmp_path):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    mistake(hone("compress", model, "--steps=rtn", f"--out={tmp_path / 'x'}"), "model.safetensors")
+    mistake(hone("generate", model, "a"), "model.safetensors")
+
+
+def test_wrong_dtype(model):
+    mistake(hone("serve", model, "--dtype=float17"), "float17", "float16")
+
+
+def test_drifted_artifact(mini_line, mini_source, tmp_path):
+    work = shutil.copytree(mini_line / "work", tmp_path / "work")
+    recipe = tmp_path / "drifted.yaml"
+    recipe.write_text(dump_yaml({**yaml.safe_load(mini_recipe(mini_source).to_yaml())}))
+    mistake(
+        hone("run", recipe, f"--work={work}", "--train-base.steps=13"),
+        "steps was 12, is 13",
+        "--redo=train-base",
+        "--work=",
+    )
+
+
+def test_port_in_use(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        mistake(hone("serve", model, f"--port={port}"), str(port), "in use")
+
+
+def test_no_tokenizer(model):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    mistake(hone("generate", model, "a"), "tokenizer")
+
+
+# And some more.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nur"], ["unknown command 'nur'"]),
+        (["run"], ["RECIPE"]),
+        (["run", "nothing.yaml"], ["no file nothing.yaml"]),
+        (["run", "pyproject.toml"], ["pyproject.toml", "YAML"]),
+        (["run", "recipes/tiny.yaml", "--data.sorce=x"], ["sorce", "did you mean 'source'"]),
+        (["run", "recipes/tiny.yaml", "--redo=nothing", "--work=/tmp/none"], ["--redo=nothing", "train-base"]),
+        (["data", "/nowhere/at/all", "--out=/tmp/x"], ["/nowhere/at/all"]),
+        (["report", "/nowhere"], ["/nowhere"]),
+        (["show", "/nowhere"], ["/nowhere"]),
+        (["schema", "tarin"], ["did you mean 'train'"]),
+        (["techniques", "quantiser"], ["quantizer"]),
+        (["eval", "tests"], ["--out"]),
+        (["train", "tests", "--out=/tmp/x", "--device=cuda:77"], ["cuda:77"]),
+        (["compress", "tests", "--steps=rtn", "--out=/proc/x"], []),
+    ],
+)
+def test_other_mistakes(arguments, words):
+    mistake(hone(*arguments), *words)
