@@ -234,8 +234,8 @@ def _cell(
 
 
 CELLS = {
-    "llama3-8b": [(1, 4096, 1, False), (1, 8192, 1, False), (2, 8192, 1, False), (1, 8192, 1, True), (2, 8192, 1, True),
-                  (1, 4096, 2, True)],
+    "llama3-8b": [(1, 4096, 1, False), (1, 8192, 1, False), (1, 8192, 2, False), (4, 8192, 1, False),
+                  (1, 8192, 2, True), (4, 8192, 1, True)],
     "llama3-1b": [(2, 8192, 0, False), (2, 8192, 0, True), (4, 8192, 1, False)],
     "tiny": [(32, 256, 0, False)],
 }  # fmt: skip
