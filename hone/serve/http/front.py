@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +161,7 @@ class Job:
         self._items: deque[Output | Refused] = deque()
         self._wake = asyncio.Event()
         self._started = time.monotonic()
-        self._seen_quiet = False
+        self._timer: asyncio.TimerHandle
         self._seen: dict[str, tuple[float, float]] = {}  # request id to the times of its first and its latest output
 
     def deliver(self, item: Output | Refused) -> None:
@@ -173,34 +173,40 @@ class Job:
         """Waits for all choices; the response object as JSON. Raises ApiError when one of them fails."""
         while self._open:
             await self._wake.wait()
-            self._take()
+            for _ in self._take():
+                pass
         if self._reply.num_rows > _THREAD_ROWS:
             return await asyncio.to_thread(lambda: dump(self._reply.whole()))
         return dump(self._reply.whole())
 
     async def events(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Sends every event as it comes, [DONE] at last; an error becomes an event."""
-        self._ping()
+        self._ping_later()
+        parts: list[bytes] = []
         try:
             while self._open:
                 await self._wake.wait()
-                new = self._take()
-                data = b"".join(self._reply.events(choice, output) for choice, output in new)
-                if data or not new:
-                    self._seen_quiet = False
-                    await send(data or PING)
-            await send(self._reply.closing())
+                idle = not self._items
+                parts.clear()
+                for choice, output in self._take():
+                    parts.append(self._reply.events(choice, output))
+                data = PING if idle else b"".join(parts)
+                if data:
+                    await send(data)
+            parts = [self._reply.closing()]
         except ApiError as error:
-            await send(error_events(error))
+            parts.append(error_events(error))
         finally:
             self._timer.cancel()
+        await send(b"".join(parts))
 
-    def _ping(self) -> None:
+    def _ping_later(self) -> None:
         # A comment now and then keeps proxies from closing a stream that waits in the queue.
-        self._timer = asyncio.get_running_loop().call_later(_PING_S, self._ping)
-        if self._seen_quiet:
+        def ping() -> None:
             self._wake.set()
-        self._seen_quiet = True
+            self._ping_later()
+
+        self._timer = asyncio.get_running_loop().call_later(_PING_S, ping)
 
     def close(self) -> None:
         """Aborts what is not finished: the client went away, or another choice failed."""
@@ -210,10 +216,12 @@ class Job:
                 self._front.metrics.finished("abort")
             self._open.clear()
 
-    def _take(self) -> list[tuple[Choice, Output]]:
-        """What was delivered since the last call, entered into the choices. Raises ApiError for a failed choice."""
+    def _take(self) -> Iterator[tuple[Choice, Output]]:
+        """What was delivered since the last call, one by one as it is entered into its choice.
+
+        Raises ApiError for a failed choice.
+        """
         self._wake.clear()
-        taken = []
         while self._items:
             item = self._items.popleft()
             if isinstance(item, Refused):
@@ -228,8 +236,7 @@ class Job:
             choice.take(item)
             if item.finish is not None:
                 self._open.discard(item.request_id)
-            taken.append((choice, item))
-        return taken
+            yield choice, item
 
     def _measure(self, output: Output, choice: Choice) -> None:
         metrics, now = self._front.metrics, time.monotonic()
