@@ -25,6 +25,8 @@ class Bar:
     strong: bool = False
 
 
+_FARTHEST = 1e9
+"""Ratios beyond this stand at the axis' end."""
 _RATIO_TICKS = (
     (2.0, (0.7, 1, 1.4)),
     (5.0, (0.5, 1, 2)),
@@ -104,7 +106,7 @@ def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = F
     step, size, top = 30.0, 13.0, 22.0
     name_width = min(width * 0.38, max(text_width(_row_name(check, mixed), size) for check in checks) + 12)
     known = [check.ratio for check in checks if check.ratio is not None]
-    reach = max([1.5, *(max(ratio, 1 / ratio) for ratio in known)]) ** 1.12
+    reach = min(max([1.5, *(max(ratio, 1 / ratio) for ratio in known)]), _FARTHEST) ** 1.12
     x = Scale(1 / reach, reach, name_width, width - 62, True)
     bottom = top + step * len(checks)
     ticks = next(marks for limit, marks in _RATIO_TICKS if reach <= limit)
@@ -130,7 +132,7 @@ def _ratio_row(check: Check, name: str, x: Scale, middle: float, width: float) -
     if check.ratio is None:
         why = fit(figure.note or units.ABSENT, width - left - 8, 12)
         return group(said, label, text(left + 8, middle + 4, why, "absent"))
-    end = x(check.ratio)
+    end = x(min(max(check.ratio, 1 / _FARTHEST), _FARTHEST))
     if check.bound:
         d = f"M{end:.1f} {middle - 7:.1f}V{middle + 7:.1f}M{end:.1f} {middle:.1f}H{x(1):.1f}"
         said += "; a speed-of-light limit, no prediction"

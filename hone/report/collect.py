@@ -223,6 +223,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def mappings(value: Any) -> list[dict[str, Any]]:
+    """The mappings in a list; [] for anything else: side files are read as far as they make sense."""
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
 def finite(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
     """The pairs of which both are finite numbers."""
     return [

@@ -9,7 +9,7 @@ from typing import Any
 
 from hone.base.figure import Figure
 from hone.report import units
-from hone.report.collect import Line, Row
+from hone.report.collect import Line, Row, mappings
 
 TOLERATED = 0.05
 """Perplexity a finding may cost before another variant is preferred."""
@@ -321,13 +321,11 @@ def _data(line: Line) -> Finding | None:
 
 def step_bytes(row: Row) -> list[tuple[str, float, float]]:
     """(step, bytes in, bytes out) of a data artifact's steps, as far as its stats.json says."""
-    steps = (row.content.get("stats.json") or {}).get("steps") or []
+    steps = mappings((row.content.get("stats.json") or {}).get("steps"))
     return [
         (str(step.get("name", "?")), float(step["bytes_in"]), float(step["bytes_out"]))
         for step in steps
-        if isinstance(step, dict)
-        and isinstance(step.get("bytes_in"), int | float)
-        and isinstance(step.get("bytes_out"), int | float)
+        if isinstance(step.get("bytes_in"), int | float) and isinstance(step.get("bytes_out"), int | float)
     ]
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from hone.report import units
-from hone.report.collect import Line
+from hone.report.collect import Line, mappings
 
 
 def summary(line: Line) -> str:
@@ -82,8 +82,8 @@ def calibration_facts(calibration: dict[str, Any]) -> list[tuple[str, str]]:
     if isinstance(read, int | float):
         facts.append(("memory read", f"{units.prefixed(read)}B/s"))
     best: dict[str, float] = {}
-    for rate in calibration.get("matmuls") or []:
-        if isinstance(rate, dict) and isinstance(rate.get("flops_per_s"), int | float):
+    for rate in mappings(calibration.get("matmuls")):
+        if isinstance(rate.get("flops_per_s"), int | float):
             best[str(rate.get("dtype"))] = max(best.get(str(rate.get("dtype")), 0.0), float(rate["flops_per_s"]))
     facts += [(f"best matmul, {dtype}", f"{units.prefixed(rate)}FLOP/s") for dtype, rate in best.items()]
     if isinstance(op, int | float):

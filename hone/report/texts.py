@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 from hone.report import bars, units
-from hone.report.collect import Line, Row, finite
+from hone.report.collect import Line, Row, finite, mappings
 from hone.report.sections import both
 
 
 def data(line: Line, row: Row) -> dict[str, Any]:
     """Waterfalls, reasons with samples, languages and sources of one data artifact."""
     stats = row.content.get("stats.json") or {}
-    steps = [step for step in stats.get("steps") or [] if isinstance(step, dict)]
+    steps = mappings(stats.get("steps"))
     falls = []
     for title, key, unit in (("Text", "bytes", "B"), ("Documents", "documents", "documents")):
         known = [
@@ -54,13 +54,17 @@ def data(line: Line, row: Row) -> dict[str, Any]:
                 )
     return {
         "row": row,
-        "warnings": [str(warning) for warning in stats.get("warnings") or [] if isinstance(warning, str)],
+        "warnings": stats["warnings"] if _all_text(stats.get("warnings")) else [],
         "words": f"{row.id}: {', '.join(words)}." if words else row.id,
         "falls": falls,
         "reasons": reasons,
         "shares": shares,
         "samples": [_sample(entry) for entry in (row.content.get("sample.jsonl") or [])[:4]],
     }
+
+
+def _all_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
 def finite_items(table: dict[str, Any]) -> list[tuple[str, float]]:
@@ -76,9 +80,10 @@ def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list
     """Every reason of every step with its amounts and samples; samples of an uncounted reason come last."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for step in steps:
-        for reason, amounts in (step.get("reasons") or {}).items():
-            amounts = amounts if isinstance(amounts, dict) else {}
-            documents, size = amounts.get("documents") or 0, amounts.get("bytes") or 0
+        reasons = step.get("reasons")
+        for reason, amounts in reasons.items() if isinstance(reasons, dict) else ():
+            known = finite([(amounts.get("documents"), amounts.get("bytes"))] if isinstance(amounts, dict) else [])
+            documents, size = known[0] if known else (0.0, 0.0)
             name = f"{step.get('name', '?')}: {reason}"
             found[str(step.get("name")), str(reason)] = {
                 "name": name,
