@@ -88,8 +88,10 @@ class LiveServer:
         ]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends the server by a signal; its exit code."""
+        """Ends the server by a signal, if it still runs; its exit code."""
         self.http.close()
+        if self._log.closed:
+            return self.process.wait()
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:

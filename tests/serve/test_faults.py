@@ -27,6 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def fresh(folder: Path) -> Iterator[LiveServer]:
+    """A server of its own for a test that ends it."""
+    live = LiveServer(folder, FAKE)
+    yield live
+    live.stop()
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LiveServer]:
     live = LiveServer(folder, FAKE, stall_s=0.6, max_queue=8)
@@ -177,8 +185,8 @@ def test_a_slow_client_stalls_nobody(server: LiveServer):
     server.wait_for("hone:requests_outstanding", 0)
 
 
-def test_a_dead_worker_is_told_to_all_and_ends_the_server(folder: Path):
-    server = LiveServer(folder, FAKE)
+def test_a_dead_worker_is_told_to_all_and_ends_the_server(fresh: LiveServer):
+    server = fresh
     assert len(server.workers()) == 1
     results: list = []
     threads = [
@@ -199,17 +207,15 @@ def test_a_dead_worker_is_told_to_all_and_ends_the_server(folder: Path):
     assert server.process.wait(10) == 1
     assert "the engine process ended: killed by SIGKILL" in server.errors()
     assert "fix:" in server.errors()
-    server.stop()
 
 
-def test_an_engine_that_keeps_failing_ends_the_server(folder: Path):
-    server = LiveServer(folder, FAKE)
+def test_an_engine_that_keeps_failing_ends_the_server(fresh: LiveServer):
+    server = fresh
     for _ in range(3):
         got = stream(server, [fake.ALWAYS_RAISES, 20], max_tokens=9)
         assert "error" in got[-2]
     assert server.process.wait(10) == 1
     assert "step is broken" in server.errors()
-    server.stop()
 
 
 def test_an_engine_that_cannot_be_built(folder: Path):
@@ -217,8 +223,8 @@ def test_an_engine_that_cannot_be_built(folder: Path):
         LiveServer(folder, "tests.serve.fake_engine:build_broken")
 
 
-def test_sigterm_drains(folder: Path):
-    server = LiveServer(folder, FAKE)
+def test_sigterm_drains(fresh: LiveServer):
+    server = fresh
     results: list = []
     thread = threading.Thread(
         target=lambda: results.append(server.http.post("/v1/completions", json={"prompt": [40], "max_tokens": 400}))
@@ -230,11 +236,10 @@ def test_sigterm_drains(folder: Path):
     assert results[0].status_code == 200 and results[0].json()["usage"]["completion_tokens"] == 400
     assert server.process.wait(10) == 0
     assert [line for line in server.errors().splitlines() if "no tokenizer.json" not in line] == []
-    server.stop()
 
 
-def test_ctrl_c_ends_cleanly(folder: Path):
-    server = LiveServer(folder, FAKE)
+def test_ctrl_c_ends_cleanly(fresh: LiveServer):
+    server = fresh
     workers = server.workers()
     results: list = []
     thread = threading.Thread(target=lambda: results.append(stream(server, [40], max_tokens=90_000)))
@@ -247,11 +252,10 @@ def test_ctrl_c_ends_cleanly(folder: Path):
     assert server.process.wait(10) == 0
     assert [line for line in server.errors().splitlines() if "no tokenizer.json" not in line] == []
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    server.stop()
 
 
-def test_the_worker_goes_with_its_parent(folder: Path):
-    server = LiveServer(folder, FAKE)
+def test_the_worker_goes_with_its_parent(fresh: LiveServer):
+    server = fresh
     (worker,) = server.workers()
     server.stop(signal.SIGKILL)
     deadline = time.monotonic() + 10
