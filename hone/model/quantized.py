@@ -244,20 +244,27 @@ class PackedInt(nn.Module):
         return formats.dequantize(self._codes(slice(None)), self.scales, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] float -> [..., N] in x's dtype; weights are codes times scales taken in x's dtype."""
+        """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype.
+
+        With one scale a row the outputs are scaled, not the weights: N products in place of N x K, and no rounding of
+        weights in 16-bit formats.
+        """
         rows = self.out_features // 2 if self.halves else self.out_features
         values = self.in_features * (2 if self.halves else 1)
         tile = max(1, TILE_VALUES.get(x.device.type, 1 << 20) // values)
         if tile >= rows:
-            return F.linear(x, self._tile(slice(0, rows), x.dtype), self.bias)
-        out = x.new_empty(*x.shape[:-1], self.out_features)
-        for start in range(0, rows, tile):
-            piece = slice(start, min(start + tile, rows))
-            y = F.linear(x, self._tile(piece, x.dtype))
-            if self.halves:
-                out.unflatten(-1, (2, rows))[..., piece] = y.unflatten(-1, (2, -1))
-            else:
-                out[..., piece] = y
+            out = F.linear(x, self._tile(slice(0, rows), x.dtype))
+        else:
+            out = x.new_empty(*x.shape[:-1], self.out_features)
+            for start in range(0, rows, tile):
+                piece = slice(start, min(start + tile, rows))
+                y = F.linear(x, self._tile(piece, x.dtype))
+                if self.halves:
+                    out.unflatten(-1, (2, rows))[..., piece] = y.unflatten(-1, (2, -1))
+                else:
+                    out[..., piece] = y
+        if self.scales.shape[1] == 1:
+            out = out.mul_(self.scales.view(-1))
         return out if self.bias is None else out.add_(self.bias)
 
     def extra_repr(self) -> str:
@@ -265,17 +272,19 @@ class PackedInt(nn.Module):
         return f"{self.in_features}, {self.out_features}, bits={scheme.bits}, group_size={scheme.group_size}"
 
     def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
-        """Weights of rows `piece`; with halves of those rows, then of the rows N/2 further on."""
+        """Weights of rows `piece`, then (with halves) of the rows N/2 further on; mere codes where a row has one scale."""
+        groups = self.scales.shape[1]
         if not self.halves:
-            return formats.dequantize(self._codes(piece), self.scales[piece], dtype)
+            codes = self._codes(piece)
+            return codes.to(dtype) if groups == 1 else formats.dequantize(codes, self.scales[piece], dtype)
         codes = self.codes[piece]
         rows, columns = codes.shape
         weights = torch.empty(2, rows, columns, dtype=dtype, device=codes.device)
         weights[0].copy_((codes << 4) >> 4)
         weights[1].copy_(codes >> 4)
-        groups = self.scales.shape[1]
-        scales = self.scales.view(2, -1, groups, 1)[:, piece].to(dtype)
-        weights.view(2, rows, groups, columns // groups).mul_(scales)
+        if groups > 1:
+            scales = self.scales.view(2, -1, groups, 1)[:, piece].to(dtype)
+            weights.view(2, rows, groups, columns // groups).mul_(scales)
         return weights.view(2 * rows, columns)
 
     def _codes(self, piece: slice) -> Tensor:

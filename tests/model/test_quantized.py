@@ -70,7 +70,11 @@ def test_bfloat16_weights_round_as_a_dense_bfloat16_layer(scheme: Scheme) -> Non
     parts, _, _ = make_parts(scheme, [8, 4], 64, dtype=torch.bfloat16)
     module = make_module(scheme, parts, [8, 4], 64)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(module(x), F.linear(x, module.dequantize(torch.bfloat16)))
+    expected = F.linear(x, module.dequantize(torch.bfloat16))
+    if scheme.group_size:
+        assert torch.equal(module(x), expected)
+    else:  # scaled behind the product, which rounds the outputs and not the weights
+        assert torch.allclose(module(x), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
