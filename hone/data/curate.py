@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +24,11 @@ from hone.data.listing import Listing, list_source
 from hone.data.pack import pack
 from hone.data.read import Options
 from hone.data.results import count_by, step_row, write_documents, write_samples, write_stats
+from hone.data.settings import Settings
 from hone.measure.window import Window
 
-if TYPE_CHECKING:
-    from hone.data.stage import Data
 
-
-def curate(spec: Data, draft: Draft, run: Run) -> None:
+def curate(spec: Settings, draft: Draft, run: Run) -> None:
     """Runs the whole stage into `draft`. Raises SpecError when nothing is left at any step, naming what took it away."""
     need_parquet()
     _check_encoding(spec.encoding)
@@ -95,7 +93,7 @@ class Chain:
     `drops` holds (step, reasons object [n]) per step, `likes` (int [n]) which document stands for each.
     """
 
-    def __init__(self, spec: Data, corpus: Corpus, run: Run) -> None:
+    def __init__(self, spec: Settings, corpus: Corpus, run: Run) -> None:
         self.spec, self.corpus, self.run = spec, corpus, run
         self.alive = np.ones(len(corpus), bool)
         self.likes = np.arange(len(corpus))
@@ -145,7 +143,7 @@ def _check_encoding(name: str) -> None:
         ) from None
 
 
-def _list(spec: Data, draft: Draft, run: Run) -> Listing:
+def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
     """The source's files. A resumed run whose input has changed meanwhile starts again."""
     listing = list_source(spec.source)
     note = draft.state / "input"
@@ -157,7 +155,9 @@ def _list(spec: Data, draft: Draft, run: Run) -> Listing:
     return listing
 
 
-def _forecast(spec: Data, listing: Listing, identifier: Identifier, draft: Draft, memory: int) -> dict[str, Estimate]:
+def _forecast(
+    spec: Settings, listing: Listing, identifier: Identifier, draft: Draft, memory: int
+) -> dict[str, Estimate]:
     """The forecast, made once: a resumed run is held to what the first one said."""
     note = draft.state / "forecast.json"
     if not note.exists():
@@ -167,7 +167,7 @@ def _forecast(spec: Data, listing: Listing, identifier: Identifier, draft: Draft
 
 
 def _read(
-    spec: Data, listing: Listing, identifier: Identifier, draft: Draft, run: Run
+    spec: Settings, listing: Listing, identifier: Identifier, draft: Draft, run: Run
 ) -> tuple[Corpus, dict[str, Any]]:
     """All documents as a Corpus in `draft.state`, and the 'read' row of stats.json with samples of the broken."""
     options = Options(spec.text_field, spec.encoding, spec.max_document_chars)
@@ -227,7 +227,7 @@ def _few(samples: list[dict[str, str]], most: int = 3) -> list[dict[str, str]]:
     return kept
 
 
-def _tell(listing: Listing, reasons: dict[str, Any], num_documents: int, full: bool, spec: Data, run: Run) -> None:
+def _tell(listing: Listing, reasons: dict[str, Any], num_documents: int, full: bool, spec: Settings, run: Run) -> None:
     """Says what could not be read. Raises SpecError when nothing could."""
     found = ", ".join(f"{row['documents']} {reason}" for reason, row in reasons.items())
     if not num_documents:
@@ -251,7 +251,7 @@ def _tell(listing: Listing, reasons: dict[str, Any], num_documents: int, full: b
         run.say(f"skipped {listing.skipped.total()} files of other kinds: {endings}")
 
 
-def _tokenizer(spec: Data, corpus: Corpus, train: np.ndarray, draft: Draft) -> tokenizers.Encoder:
+def _tokenizer(spec: Settings, corpus: Corpus, train: np.ndarray, draft: Draft) -> tokenizers.Encoder:
     """Trains or takes the tokenizer into the artifact, unless it is there already."""
     done = draft.state / "tokenizer-done"
     if not done.exists():

@@ -6,21 +6,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import psutil
 
+from hone.base.errors import HoneError
 from hone.base.figure import Estimate, human_bytes
 from hone.data import tokenizer as tokenizers
 from hone.data.corpus import GROUP_BYTES, Corpus, annotate
 from hone.data.language import Identifier
 from hone.data.listing import File, Listing
 from hone.data.read import Options, head
+from hone.data.settings import Settings
 from hone.data.tokenizer import Encoder
-
-if TYPE_CHECKING:
-    from hone.data.stage import Data
 
 SAMPLE_BYTES = 600_000
 _SAMPLE_FILES = 64
@@ -28,9 +27,9 @@ _LEAST_HEAD_BYTES = 8192
 # Training BPE counts words (linear) and merges distinct ones (a power of the text): 0.85 fits 1 to 12 MB of code and prose.
 _TRAIN_POWER = 0.85
 # Fitted to runs of 3 to 40 MB: what stays resident beyond the sample's own peak.
-_LATER_BYTES = 75 << 20
+_LATER_BYTES = 60 << 20
 _BYTES_A_DOCUMENT = 1500
-_COPIES_OF_A_GROUP = 7
+_COPIES_OF_A_GROUP = 9
 
 
 class _Sample(NamedTuple):
@@ -44,7 +43,7 @@ class _Sample(NamedTuple):
 
 
 def forecast(
-    spec: Data, listing: Listing, identifier: Identifier, folder: Path, start_memory_bytes: int
+    spec: Settings, listing: Listing, identifier: Identifier, folder: Path, start_memory_bytes: int
 ) -> dict[str, Estimate]:
     """Estimates of time_s, peak_memory_bytes, train_tokens, kept_bytes; {} when the sample holds no document.
 
@@ -96,7 +95,7 @@ def forecast(
     }
 
 
-def _try_out(spec: Data, listing: Listing, identifier: Identifier, folder: Path) -> _Sample | None:
+def _try_out(spec: Settings, listing: Listing, identifier: Identifier, folder: Path) -> _Sample | None:
     """Every step on a sample, timed."""
     folder.mkdir(exist_ok=True)
     seconds: dict[str, float] = {}
@@ -172,7 +171,9 @@ def _choose(listing: Listing, folder: Path) -> tuple[list[File], int]:
         part = max(int(size * share), _LEAST_HEAD_BYTES)
         if size > part and file.format in ("text", "jsonl", "warc"):
             try:
-                content, size = head(file, part)
+                content, size = head(file, part), part
+            except HoneError:
+                raise
             except Exception:  # it is broken; reading it will say so
                 continue
             prefix = folder / f"prefix-{len(chosen)}"

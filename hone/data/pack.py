@@ -15,7 +15,7 @@ from hone.data.corpus import Corpus, publish
 from hone.data.tokenizer import Encoder
 
 SPLITS = ("train", "val")
-_BATCH_CHARS = 1 << 20
+_BATCH_CHARS = 1 << 18
 
 
 def pack(

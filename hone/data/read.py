@@ -146,34 +146,40 @@ def _open(file: File) -> IO[bytes]:
     return io.BufferedReader(_Zstd(raw), 1 << 20) if file.compression == ".zst" else raw
 
 
-def head(file: File, num_bytes: int) -> tuple[bytes, int]:
-    """(the first `num_bytes` of the file's decompressed bytes, how many bytes of the file that took). Raises OSError, EOFError."""
-    with _open(file) as stream:
-        content = stream.read(num_bytes)
-        inner = getattr(stream, "fileobj", None) or getattr(stream, "raw", stream)  # below gzip, below zstd
-        return content, min(inner.tell(), file.size)
+def head(file: File, num_bytes: int) -> bytes:
+    """What the first `num_bytes` of the file decompress to. Raises OSError, zlib.error or zstandard's ZstdError."""
+    with open(file.path, "rb") as raw:
+        rest = raw.read(num_bytes)
+    if not file.compression:
+        return rest
+    content = b""
+    while rest:  # one gzip member or zstd frame after the other
+        part = zlib.decompressobj(31) if file.compression == ".gz" else _zstandard().ZstdDecompressor().decompressobj()
+        content += part.decompress(rest)
+        rest = part.unused_data if part.eof else b""
+    return content
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtra.of("reading .zst files", "zstandard", "data") from None
+    return zstandard
 
 
 class _Zstd(io.RawIOBase):
     """Reads concatenated zstd frames; unlike the library's own reader it notices a missing end."""
 
     def __init__(self, raw: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise MissingExtra.of("reading .zst files", "zstandard", "data") from None
         self._raw = raw
-        self._new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._new = _zstandard().ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame = self._new()
         self._begun = False
         self._ready = b""
 
     def readable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        """Bytes taken from the compressed file."""
-        return self._raw.tell()
 
     def close(self) -> None:
         self._raw.close()

@@ -21,7 +21,7 @@ tokenizers = lazy("tokenizers")
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 _OPTIONAL_FILES = ("special_tokens_map.json", "chat_template.jinja")
-_PIECE_CHARS = 1 << 20
+_PIECE_CHARS = 1 << 18
 _TRAIN_PIECE_CHARS = 100_000
 _NO_LIMIT = 1 << 30
 

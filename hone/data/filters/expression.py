@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from hone.data.expression import parse
-from hone.data.rules import Filter, Rule
+from hone.data.filters.base import Filter, Rule
 
 
 class Custom(Filter):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hone.data.rules import SPACED_PROSE, Filter, Rule
+from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 
 
 class FineWeb(Filter):

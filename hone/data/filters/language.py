@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hone.data.rules import Filter, Rule
+from hone.data.filters.base import Filter, Rule
 
 
 class Language(Filter):

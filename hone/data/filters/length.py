@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from hone.data.rules import Filter, Rule
+from hone.data.filters.base import Filter, Rule
 
 
 class Length(Filter):
