@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import train_bytes
@@ -72,6 +73,19 @@ def predict(plan: Plan, machine: Machine, start_memory_bytes: int) -> dict[str, 
             tolerance=0.02,
         ),
     }
+
+
+def must_fit(peak: Estimate, machine: Machine) -> None:
+    """Raises FitError when the predicted peak is more than the device has."""
+    has = machine.ram_bytes
+    if machine.device.startswith("cuda"):
+        has = machine.gpus[int(machine.device.partition(":")[2] or 0)].memory_bytes
+    if peak.value > has:
+        raise FitError(
+            f"training needs about {human_bytes(peak.value)}, {machine.processor} has {human_bytes(has)} "
+            f"({peak.formula})",
+            fix="raise accumulation, set remat: every_nth, or take a smaller model or seq_len",
+        )
 
 
 def step_seconds(plan: Plan, machine: Machine) -> Estimate:

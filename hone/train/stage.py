@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import read_jsonl
-from hone.base.errors import SpecError
+from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
@@ -93,6 +93,7 @@ class Train(Stage):
         """
         from hone.data.load import PackedTokens
         from hone.model.hf import save
+        from hone.train.predict import must_fit, predict
         from hone.train.warm import warm_up
 
         parents["data"].need("tokens/meta.json", "tokenizer.json")
@@ -104,9 +105,9 @@ class Train(Stage):
         with Window(run.device) as window:
             model, teacher = self._models(parents, data, run)
             plan = self._plan(model.config, teacher, data, val, steps)
-            from hone.train.predict import predict
-
-            draft.predict(predict(plan, machine, window.start_memory_bytes))
+            estimates = predict(plan, machine, window.start_memory_bytes)
+            must_fit(estimates["peak_memory_bytes"], machine)
+            draft.predict(estimates)
             trainer = self._trainer(model, teacher, steps)
             watch = self._train(draft, trainer, data, val, machine, run)
             save(model, draft.folder, tokenizer_from=parents["data"].folder)
@@ -227,6 +228,13 @@ class Train(Stage):
                     checkpoints=checkpoints,
                     checkpoint_every=self.checkpoint_every,
                 )
+            except (RuntimeError, MemoryError) as error:  # torch says a full memory in several ways
+                if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+                    raise
+                raise FitError(
+                    f"{run.device} is out of memory at step {trainer.done + 1}: {str(error).splitlines()[0]}",
+                    fix="raise accumulation, set remat: every_nth, or take a smaller model or seq_len",
+                ) from None
             finally:
                 watch.close()
         return watch
