@@ -14,6 +14,7 @@ from hone.base.artifact import MANIFEST, Artifact
 from hone.base.errors import ArtifactError
 from hone.base.figure import Figure
 
+_ABSURD = 1e30
 KINDS = ("foreign", "data", "train", "compress", "eval", "serve")
 """Stages in the order in which a line runs them; unknown kinds come last."""
 CONTENT = {
@@ -57,10 +58,9 @@ class Row:
     parents: list[Parent] = field(default_factory=list)
 
     def value(self, name: str) -> float | None:
-        """The figure's value; None when it is unknown, absent or not finite."""
+        """The figure's value; None when it is unknown, absent or not sound."""
         figure = self.figures.get(name)
-        known = figure is not None and figure.value is not None and math.isfinite(figure.value)
-        return figure.value if known else None
+        return figure.value if figure is not None and sound(figure.value) else None
 
     def parent(self, role: str) -> Parent | None:
         return next((parent for parent in self.parents if parent.role == role), None)
@@ -228,10 +228,11 @@ def mappings(value: Any) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
+def sound(value: Any) -> bool:
+    """Whether `value` is a number that can be drawn: finite, and no slip of the pen beyond 1e30."""
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < _ABSURD
+
+
 def finite(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
-    """The pairs of which both are finite numbers."""
-    return [
-        (float(x), float(y))
-        for x, y in pairs
-        if isinstance(x, int | float) and isinstance(y, int | float) and math.isfinite(x) and math.isfinite(y)
-    ]
+    """The pairs of which both are sound numbers."""
+    return [(float(x), float(y)) for x, y in pairs if sound(x) and sound(y)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from hone.base.figure import Figure
 from hone.report import units
-from hone.report.collect import Line, Row, mappings
+from hone.report.collect import Line, Row, mappings, sound
 
 TOLERATED = 0.05
 """Perplexity a finding may cost before another variant is preferred."""
@@ -212,14 +211,8 @@ def checks(line: Line) -> list[Check]:
         for figure in row.figures.values():
             if figure.estimate is not None:
                 value, estimate = figure.value, figure.estimate.value
-                sound = (
-                    value is not None
-                    and math.isfinite(value)
-                    and math.isfinite(estimate)
-                    and value > 0
-                    and estimate > 0
-                )
-                found.append(Check(row, figure, estimate / value if sound and value else None))
+                drawn = value is not None and sound(value) and sound(estimate) and value > 0 and estimate > 0
+                found.append(Check(row, figure, estimate / value if drawn and value else None))
     return found
 
 

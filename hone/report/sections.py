@@ -119,7 +119,7 @@ def _layers(line: Line) -> list[tuple[str, Markup, str]]:
         for row in line.of("compress"):
             layers = row.content.get("layers.jsonl") or []
             pairs = finite((index, entry.get(key)) for index, entry in enumerate(layers))
-            dots = [(str(layers[int(index)].get("name", "?")), error) for index, error in pairs if error > 0]
+            dots = [(str(layers[int(index)].get("name", "?")), error) for index, error in pairs if error > 1e-30]
             entries += [(row.name, dots)] if dots else []
         if entries:
             chart = both(lambda width, entries=entries, title=title: bars.strips(entries, width, title))

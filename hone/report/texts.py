@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from hone.report import bars, units
-from hone.report.collect import Line, Row, finite, mappings
+from hone.report.collect import Line, Row, finite, mappings, sound
 from hone.report.sections import both
 
 
@@ -70,10 +69,8 @@ def _all_text(value: Any) -> bool:
 def finite_items(table: dict[str, Any]) -> list[tuple[str, float]]:
     """(name, bytes) of a statistics table, largest first."""
     found = [(str(name), entry.get("bytes")) for name, entry in table.items() if isinstance(entry, dict)]
-    return sorted(
-        ((name, float(value)) for name, value in found if isinstance(value, int | float) and math.isfinite(value)),
-        key=lambda entry: (-entry[1], entry[0]),
-    )
+    known = [(name, float(value)) for name, value in found if sound(value)]
+    return sorted(known, key=lambda entry: (-entry[1], entry[0]))
 
 
 def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list[dict[str, Any]]:
