@@ -74,6 +74,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
                 flow.save(_states(draft, index + 1))
             entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
             write_atomic(_marker(draft, index), json.dumps(entry).encode())
+            del tensors  # before the next layer is read
             _states(draft, index).unlink(missing_ok=True)
             draft.keep_time()
             bar.advance(1, rows[-1]["name"] if rows else "")

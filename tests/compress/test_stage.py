@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hone.base.artifact import Artifact
-from hone.base.errors import ArtifactError, FitError, SpecError
+from hone.base.errors import ArtifactError, FitError, MachineError, SpecError
 from hone.base.run import Run
 from hone.compress import QUANTIZERS, STEPS
 from hone.compress.estimate import folder_bytes
@@ -206,6 +206,34 @@ def test_the_model_folder_is_not_touched(tiny_llama: Path, compress) -> None:
     before = {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
     compress(tiny_llama, {"kind": "magnitude"}, GPTQ4)
     assert {path.name: path.read_bytes() for path in tiny_llama.iterdir()} == before
+
+
+def test_one_layer_is_in_memory_at_a_time(tiny_llama: Path, compress, monkeypatch: pytest.MonkeyPatch) -> None:
+    import weakref
+
+    from hone.model.hf import Checkpoint
+
+    built, live = [], []
+    build_layer = Checkpoint.build_layer
+
+    def watched(self, index, *args):
+        live.append(sum(layer() is not None for layer in built))
+        layer = build_layer(self, index, *args)
+        built.append(weakref.ref(layer))
+        return layer
+
+    monkeypatch.setattr(Checkpoint, "build_layer", watched)
+    monkeypatch.setattr(Checkpoint, "build", lambda *args: pytest.fail("the whole model was built"))
+    compress(tiny_llama, GPTQ4)
+    assert live == [0, 0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="cuda"):
+        Compress.read({"steps": [INT4]}).make(
+            tmp_path / "compress-x", {"model": Artifact.read(tiny_llama)}, Run(device="cuda", quiet=True)
+        )
 
 
 def test_a_new_technique_is_one_file_and_one_table_line(
