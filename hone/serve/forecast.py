@@ -9,7 +9,9 @@ import torch
 
 from hone.base.figure import Estimate
 from hone.base.run import Run
-from hone.cost.memory import serve_bytes
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import BYTES, serve_bytes
+from hone.cost.roofline import seconds
 from hone.cost.steps import decode_step_seconds, forward_seconds
 from hone.measure.machine import Machine, describe
 from hone.measure.memory import resident_bytes
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usually in the page cache
 _STEP_S = 3e-4  # Python around one step: scheduling, sampling, text
+_OPS_PER_LAYER = 80  # what modules, pages and masks cost beside a layer's own operations, in starts of an operation
 
 
 def forecast(spec: Serve, workload: Workload, model: Path, draft: Path | None, run: Run) -> dict[str, Estimate]:
@@ -33,7 +36,7 @@ def forecast(spec: Serve, workload: Workload, model: Path, draft: Path | None, r
     machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
     config = Checkpoint(model).config
     facts = config.facts()
-    dtype = "float32" if run.device == "cpu" else "bfloat16"
+    dtype = str(Checkpoint(model).dtype).removeprefix("torch.")
     tokens = sum(workload.output_tokens)
     prompt_tokens = sum(map(len, workload.prompts))
     if spec.engine.prefix_cache:
@@ -44,7 +47,7 @@ def forecast(spec: Serve, workload: Workload, model: Path, draft: Path | None, r
         lengths = workload.output_tokens
         steps = sum(max(lengths[start : start + rows]) for start in range(0, len(lengths), rows))
     mean_context = sum(map(len, workload.prompts)) / len(workload.prompts) + tokens / len(workload.prompts) / 2
-    decode = decode_step_seconds(facts, machine, rows=rows, context=int(2 * mean_context), dtype=dtype)
+    decode_s, bound = _decode_step(facts, machine, rows, mean_context, dtype)
     prefill = forward_seconds(
         facts,
         machine,
@@ -53,35 +56,41 @@ def forecast(spec: Serve, workload: Workload, model: Path, draft: Path | None, r
         dtype=dtype,
         logit_tokens=1,
     )
-    serving_s = steps * (decode.value + _STEP_S) + len(workload.prompts) * prefill.value
+    serving_s = steps * decode_s + len(workload.prompts) * prefill.value
     sample_tokens = 64 * len(workload.sample_prompts) + workload.output_tokens[0]
-    one = decode_step_seconds(facts, machine, rows=1, context=128, dtype=dtype).value + _STEP_S
+    one, _ = _decode_step(facts, machine, 1, 64, dtype)
     weights = _weights_bytes(model) + (_weights_bytes(draft) if draft else 0)
     total_s = weights / _LOAD_BYTES_PER_S + serving_s + sample_tokens * one
-    formula = f"{steps} steps of {rows} rows x {decode.value * 1e3:.2f} ms + {len(workload.prompts)} prefills x {prefill.value * 1e3:.2f} ms"
+    formula = f"{steps} steps of {rows} rows x {decode_s * 1e3:.2f} ms + {len(workload.prompts)} prefills x {prefill.value * 1e3:.2f} ms"
     return {
-        "time_s": Estimate(value=total_s, unit="s", formula=f"load + {formula} + samples", bound=decode.bound),
-        "tokens_per_s": Estimate(value=tokens / serving_s, unit="tokens/s", formula=formula, bound=decode.bound),
+        "time_s": Estimate(value=total_s, unit="s", formula=f"load + {formula} + samples", bound=bound),
+        "tokens_per_s": Estimate(value=tokens / serving_s, unit="tokens/s", formula=formula, bound=bound),
         "peak_memory_bytes": _peak(spec, workload, model, draft, run),
     }
+
+
+def _decode_step(facts: ModelFacts, machine: Machine, rows: int, context: float, dtype: str) -> tuple[float, bool]:
+    """Seconds of one engine step, and whether that is only a bound.
+
+    To the model's own work come gathering keys and values out of their pages (read, write, read) and Python.
+    """
+    work = decode_step_seconds(facts, machine, rows=rows, context=int(2 * context), dtype=dtype)
+    gathered = 3 * rows * context * facts.kv_values_per_token * BYTES[dtype]
+    around = seconds(machine, num_bytes=gathered, num_ops=_OPS_PER_LAYER * facts.num_layers, dtype=dtype)
+    return work.value + around.value + _STEP_S, work.bound
 
 
 def _peak(spec: Serve, workload: Workload, model: Path, draft: Path | None, run: Run) -> Estimate:
     """Memory in use now + weights + the pages that the run touches + one step's work."""
     configs = [Checkpoint(folder).config for folder in (model, draft) if folder is not None]
     facts = configs[0].facts()
-    dtype = torch.float32 if run.device == "cpu" else torch.bfloat16
+    dtype = Checkpoint(model).dtype
     shapes = [shape for config in configs for shape in kv_shapes(config)]
     longest = spec.engine.max_model_len or configs[0].max_seq_len
     device = torch.device(run.device)
     pages = cache_pages(spec.engine, page_bytes(shapes, spec.engine.page_size, dtype), device, longest)
     if device.type == "cpu":  # memory that nobody touches is not resident
-        need = sum(
-            -(-(len(prompt) + length) // spec.engine.page_size)
-            for prompt, length in zip(workload.prompts, workload.output_tokens)
-        )
-        rows = min(spec.concurrency, spec.engine.max_rows)
-        pages = min(pages, need if spec.engine.prefix_cache else -(-need * rows // len(workload.prompts)))
+        pages = min(pages, touched_pages(spec, workload))
     most = max(map(len, workload.prompts)) + max(workload.output_tokens)
     growth = serve_bytes(
         facts,
@@ -90,13 +99,23 @@ def _peak(spec: Serve, workload: Workload, model: Path, draft: Path | None, run:
         max_tokens=min(spec.engine.token_budget, spec.concurrency * most),
         max_rows=min(spec.concurrency, spec.engine.max_rows),
         context_tokens=min(spec.concurrency, spec.engine.max_rows) * most,
-        dtype="float32" if dtype is torch.float32 else "bfloat16",
+        dtype=str(dtype).removeprefix("torch."),
         device=run.device,
     )
     start = resident_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
     return growth.model_copy(
         update={"value": growth.value + start, "formula": f"in use before {start / 2**20:.0f} MiB + {growth.formula}"}
     )
+
+
+def touched_pages(spec: Serve, workload: Workload) -> int:
+    """Pages that the run ever uses: all full ones with a prefix cache (shared ones once), else those used at a time."""
+    size, rows = spec.engine.page_size, min(spec.concurrency, spec.engine.max_rows)
+    totals = [len(prompt) + length for prompt, length in zip(workload.prompts, workload.output_tokens)]
+    if not spec.engine.prefix_cache:
+        return sum(sorted((-(-total // size) for total in totals), reverse=True)[:rows])
+    shared = spec.shared_prefix // size
+    return shared + sum(total // size - shared for total in totals) + rows
 
 
 def _weights_bytes(folder: Path) -> int:

@@ -202,9 +202,11 @@ class KVCache:
             for shape in dict.fromkeys(shapes):
                 layers = [layer for layer, other in enumerate(shapes) if other == shape]
                 heads, head_dim = shape
-                store = torch.zeros(
+                # Not zeroed at once: pages are wiped when given out, and on a CPU what nobody touches takes no memory.
+                store = torch.empty(
                     len(layers), 2, num_pages + 1, heads, page_size, head_dim, dtype=dtype, device=device
                 )
+                store[:, :, NULL_PAGE] = 0
                 self._stores.append(store)
                 for position, layer in enumerate(layers):
                     self.k[layer], self.v[layer] = store[position, 0], store[position, 1]

@@ -50,6 +50,7 @@ class Serve(Stage):
         return self
 
     def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+        from hone.measure.warm import warm_up
         from hone.measure.window import Window
         from hone.serve.engine import Engine
         from hone.serve.forecast import forecast
@@ -63,6 +64,7 @@ class Serve(Stage):
             )
         model.need("config.json")
         workload = make_workload(self, parents["data"].folder, model.folder)
+        warm_up(run.device)
         draft.predict(forecast(self, workload, model.folder, guesser.folder if guesser else None, run))
         with Window(run.device) as window:
             engine = Engine(
