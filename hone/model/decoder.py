@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, make: MakeLinear = make_dense) -> None:
         super().__init__()
         self.config = config
+        self.quantization: dict[str, Any] | None = None  # config.json's block of that name, for who saves it again
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)

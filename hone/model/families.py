@@ -91,8 +91,8 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     if "sliding_window" in values and values["sliding_window"] is None:
         read["sliding_window"] = None
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if not isinstance(read.get(name), int):
-            raise SpecError(f"{where}: {name} is {read.get(name)!r}", fix=f"set {name} to a whole number")
+        if not isinstance(read.get(name), int) or read[name] < 1:
+            raise SpecError(f"{where}: {name} is {read.get(name)!r}", fix=f"set {name} to a whole number above 0")
     _only(read, where, "hidden_act", ("silu", "swish"), "silu")
     _only(read, where, "partial_rotary_factor", (1, 1.0), 1.0)
     heads = read["num_attention_heads"]
@@ -126,7 +126,7 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
             "tie_embeddings": bool(read.get("tie_word_embeddings", False)),
             "max_seq_len": read["max_position_embeddings"],
             "bos_token_id": read.get("bos_token_id"),
-            "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+            "eos_token_ids": [] if eos is None else eos if isinstance(eos, list) else [eos],
         }
     )
 
@@ -190,11 +190,12 @@ def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:
 
 def _family(values: dict[str, Any], where: str) -> str:
     names = values.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     family = values.get("model_type")
     known = ", ".join(ARCHITECTURES.values())
     if names and names[0] not in ARCHITECTURES.values():
         raise SpecError(f"{where}: architectures is {names}, which hone cannot run", fix=f"supported are: {known}")
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         raise SpecError(
             f"{where}: model_type is {family!r}, which hone cannot run",
             fix=f"supported are: {', '.join(ARCHITECTURES)}",
@@ -216,6 +217,9 @@ def _only(values: dict[str, Any], where: str, name: str, supported: tuple, defau
 
 def _rope(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Rotary fields from either form: rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(values.get(name) or {}, dict):
+            raise SpecError(f"{where}: {name} is {values[name]!r}", fix=f"give {name} its fields, or remove it")
     scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = scaling.get("rope_theta", values.get("rope_theta", 10000.0))
@@ -265,17 +269,19 @@ def _windows(values: dict[str, Any], family: str, where: str) -> list[int | None
     if not values.get("use_sliding_window", False):
         return [None] * count
     first = values.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise SpecError(f"{where}: max_window_layers is {first!r}", fix="set max_window_layers to a whole number")
     types = values.get("layer_types") or [
         "sliding_attention" if index >= first else "full_attention" for index in range(count)
     ]
+    if not isinstance(types, list) or len(types) != count:
+        raise SpecError(
+            f"{where}: layer_types does not say what each of the {count} layers is", fix="give one entry a layer"
+        )
     for name in types:
         if name not in ("full_attention", "sliding_attention"):
             raise SpecError(
                 f"{where}: layer_types has {name!r}, which hone cannot run",
                 fix="supported are: full_attention, sliding_attention",
             )
-    if len(types) != count:
-        raise SpecError(
-            f"{where}: layer_types has {len(types)} entries for {count} layers", fix="give one entry a layer"
-        )
     return [window if name == "sliding_attention" else None for name in types]

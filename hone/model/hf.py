@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
@@ -18,10 +15,9 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.families import from_hf, to_hf
 from hone.model.linear import LINEARS, MakeLinear, make_dense
+from hone.model.shards import Shards, read_json, write_json, write_tensors
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,7 +40,12 @@ _NORMS = {
     "mixer.q_norm": "self_attn.q_norm",
     "mixer.k_norm": "self_attn.k_norm",
 }
-_IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints stored
+_AS_STORED = ("weight_scale",)
+_IGNORED = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)  # buffers that old checkpoints stored
 
 
 class Module(NamedTuple):
@@ -69,25 +70,15 @@ class Checkpoint:
         self.values = read_json(self.folder / CONFIG)
         self.config = from_hf(self.values, str(self.folder / CONFIG))
         self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
-        self._files: dict[str, Any] = {}
-        self._where = self._tensor_files()
+        self._shards = Shards(self.folder)
 
     def names(self) -> list[str]:
         """Every tensor's name."""
-        return list(self._where)
+        return self._shards.names()
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor called `name`, on the CPU, in the dtype of the file."""
-        if name not in self._where:
-            raise ArtifactError(f"{self.folder} has no tensor {name}", fix="download or write the checkpoint again")
-        try:
-            return self._open(self._where[name]).get_tensor(name)
-        except SafetensorError as error:
-            raise _corrupt(self.folder / self._where[name], error, name) from None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape, from the file's header."""
-        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+        """The tensor called `name`, on the CPU, in the dtype of the file; its memory is the mapped file."""
+        return self._shards.tensor(name)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,14 +110,32 @@ class Checkpoint:
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
         """The whole model. Raises ArtifactError for tensors that are missing, of the wrong shape, or of no use."""
-        self._no_strangers()
         with torch.device("meta"):
             decoder = Decoder(self.config, self._maker())
+        self.check(decoder)
         dtype = dtype or self.dtype
         self._load_ends(decoder, device, dtype)
         for index, layer in enumerate(decoder.layers):
             self._load_layer(layer, index, device, dtype)
+            self._shards.close()  # gives the pages of the file back; it is opened again for the next layer
+        decoder.quantization = self.quantization
         return decoder
+
+    def check(self, decoder: Decoder) -> None:
+        """Raises ArtifactError unless the folder has exactly the tensors of `decoder`, by name and shape (headers only)."""
+        expected = expected_shapes(decoder)
+        for name, shape in expected.items():
+            found = self._shards.shape(name)
+            if found != shape:
+                raise self._misfit(name, found, shape)
+        for name in self.names():
+            spare = name == "lm_head.weight" and self.config.tie_embeddings  # some tied checkpoints store it too
+            if name not in expected and not spare and not name.endswith(_IGNORED):
+                raise ArtifactError(
+                    f"{self._shards.file(name)}: {name} is no tensor of the {self.config.num_layers}-layer "
+                    f"{self.config.family} model in {CONFIG}",
+                    fix="pair the weights with the config.json they were saved with",
+                )
 
     def _maker(self) -> MakeLinear:
         """Dense linears, or what the quantization config asks for.
@@ -173,13 +182,9 @@ class Checkpoint:
         """Loads the checkpoint modules `names` (to their row counts) into one fused linear."""
         parts = []
         for name, shapes in zip(names, linear.part_shapes(list(names.values())), strict=True):
-            part = {}
-            for suffix, shape in shapes.items():
-                tensor = self._checked(f"{name}.{suffix}", shape).to(device)
-                # Scales of quantized weights stay as stored: widening them would add up to a bit a weight.
-                cast = tensor.is_floating_point() and suffix != "weight_scale"
-                part[suffix] = tensor.to(dtype) if cast else tensor
-            parts.append(part)
+            parts.append(
+                {suffix: self._take(f"{name}.{suffix}", shape, device, dtype) for suffix, shape in shapes.items()}
+            )
         linear.load(parts)
 
     def _set(
@@ -187,55 +192,24 @@ class Checkpoint:
     ) -> None:
         """Replaces one parameter by the tensor `name`."""
         shape = tuple(getattr(module, attribute).shape)
-        setattr(module, attribute, nn.Parameter(self._checked(name, shape).to(device=device, dtype=dtype)))
+        setattr(module, attribute, nn.Parameter(self._take(name, shape, device, dtype)))
 
-    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.tensor(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise ArtifactError(
-                f"{self.folder / self._where[name]}: {name} has shape {tuple(tensor.shape)}, "
-                f"{CONFIG} asks for {tuple(shape)}",
-                fix="pair the weights with the config.json they were saved with",
-            )
-        return tensor
+    def _take(self, name: str, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """The tensor `name` in memory of its own; `dtype` is for floating ones, codes and their scales keep theirs."""
+        mapped = self.tensor(name)
+        if tuple(mapped.shape) != tuple(shape):
+            raise self._misfit(name, tuple(mapped.shape), shape)
+        # Scales of quantized weights stay as stored: widening them would add up to a bit a weight.
+        cast = mapped.is_floating_point() and not name.endswith(_AS_STORED)
+        taken = mapped.to(device=device, dtype=dtype if cast else None)
+        # What is still the mapped file would change or fault when the file is written again.
+        return taken.clone() if taken.data_ptr() == mapped.data_ptr() else taken
 
-    def _no_strangers(self) -> None:
-        """Raises ArtifactError for a tensor that no module of the model would take."""
-        known = {"model.embed_tokens", "model.norm", "lm_head"}  # a tied checkpoint may store its head too
-        for index in range(self.config.num_layers):
-            with torch.device("meta"):
-                layer = DecoderLayer(self.config.layers[index], self.config, index)
-            known |= {module.name for module in layer_modules(layer, index)}
-            known |= {f"model.layers.{index}.{name}" for ours, name in _NORMS.items() if _submodule(layer, ours)}
-        for name in self._where:
-            if name.rpartition(".")[0] not in known and not name.endswith(_IGNORED):
-                raise ArtifactError(
-                    f"{self.folder / self._where[name]}: {name} is no tensor of a {self.config.num_layers}-layer "
-                    f"{self.config.family} model",
-                    fix="pair the weights with the config.json they were saved with",
-                )
-
-    def _tensor_files(self) -> dict[str, str]:
-        """Tensor name to the file that holds it."""
-        if (self.folder / INDEX).exists():
-            return dict(read_json(self.folder / INDEX)["weight_map"])
-        if not (self.folder / SINGLE).exists():
-            raise ArtifactError(
-                f"{self.folder} has neither {SINGLE} nor {INDEX}",
-                fix="point at a folder with safetensors weights (save_pretrained writes one)",
-            )
-        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self.folder / file
-            if not path.exists():
-                raise ArtifactError(f"{path} is missing", fix="download or write the checkpoint again")
-            try:
-                self._files[file] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise _corrupt(path, error) from None
-        return self._files[file]
+    def _misfit(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ArtifactError:
+        return ArtifactError(
+            f"{self._shards.file(name)}: {name} has shape {list(found)}, {CONFIG} asks for {list(wanted)}",
+            fix="pair the weights with the config.json they were saved with",
+        )
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
@@ -257,12 +231,12 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or decoder.embedding.dtype
-    write_config(decoder.config, folder, stored)
-    write_tensors(
-        ((name, tensor.to(stored) if tensor.is_floating_point() else tensor) for name, tensor in state(decoder)),
-        folder,
-        max_shard_bytes,
+    write_config(decoder.config, folder, stored, decoder.quantization)
+    cast = (
+        (name, tensor.to(stored) if tensor.is_floating_point() and not name.endswith(_AS_STORED) else tensor)
+        for name, tensor in state(decoder)
     )
+    write_tensors(cast, folder, max_shard_bytes)
     if tokenizer_from is not None:
         copy_tokenizer(Path(tokenizer_from), folder)
 
@@ -274,9 +248,9 @@ def write_config(
     values = to_hf(config, str(dtype).removeprefix("torch."))
     if quantization is not None:
         values["quantization_config"] = quantization
-    _write_json(folder / CONFIG, values)
+    write_json(folder / CONFIG, values)
     tokens = {name: values[name] for name in ("bos_token_id", "eos_token_id") if values[name] is not None}
-    _write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+    write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
 
 
 def state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -303,34 +277,11 @@ def layer_state(layer: DecoderLayer, index: int) -> Iterator[tuple[str, Tensor]]
             yield f"model.layers.{index}.{theirs}.weight", norm.weight.detach()
 
 
-def write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> None:
-    """Writes named tensors as model.safetensors, or as numbered shards with an index when they are larger."""
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = total = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor.cpu().contiguous()
-        filled += size
-        total += size
-    if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the tokenizer files of `source`. Raises ArtifactError when it has no tokenizer.json."""
+    """Copies the tokenizer files of `source`, and its generation defaults when it has any. Raises ArtifactError when it has no tokenizer.json."""
     if not (source / "tokenizer.json").exists():
         raise ArtifactError(f"{source} has no tokenizer.json", fix="name a folder that has one")
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).exists() and source.resolve() != folder.resolve():
             shutil.copyfile(source / name, folder / name)
 
@@ -344,6 +295,23 @@ def fused_linears(layer: DecoderLayer, index: int) -> dict[str, dict[str, int]]:
             full = [f"model.layers.{index}.{prefix}.{names[piece]}" for piece in pieces]
             found[f"{block}.{attribute}"] = dict(zip(full, module.rows[attribute], strict=True))
     return found
+
+
+def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every checkpoint tensor of `decoder`, which may be on the meta device."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": tuple(decoder.embedding.shape)}
+    linears = [({"lm_head": decoder.config.vocab_size}, decoder.lm_head)] if decoder.lm_head is not None else []
+    for index, layer in enumerate(decoder.layers):
+        linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(layer, index).items()]
+        for ours, theirs in _NORMS.items():
+            norm = _submodule(layer, ours)
+            if norm is not None:
+                shapes[f"model.layers.{index}.{theirs}.weight"] = tuple(norm.weight.shape)
+    for names, linear in linears:
+        for name, parts in zip(names, linear.part_shapes(list(names.values())), strict=True):
+            shapes.update({f"{name}.{suffix}": tuple(shape) for suffix, shape in parts.items()})
+    shapes["model.norm.weight"] = tuple(decoder.norm.weight.shape)
+    return shapes
 
 
 def layer_modules(layer: DecoderLayer, index: int) -> list[Module]:
@@ -367,29 +335,7 @@ def fused_names(name: str) -> list[str]:
     return [f"model.layers.{index}.{prefix}.{names[piece]}" for piece in pieces]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ArtifactError when it is missing or broken."""
-    try:
-        values = json.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise ArtifactError(f"no file {path}", fix="point at a folder that hone or transformers wrote") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} is corrupt: {error}", fix="download or write the folder again") from None
-    if not isinstance(values, dict):
-        raise ArtifactError(f"{path} is no JSON object", fix="download or write the folder again")
-    return values
-
-
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
     for name in path.split("."):
         layer = getattr(layer, name, None)
     return layer
-
-
-def _corrupt(path: Path, error: Exception, tensor: str = "") -> ArtifactError:
-    where = f"{path}, tensor {tensor}" if tensor else str(path)
-    return ArtifactError(f"{where} is corrupt: {error}", fix="download or write the file again")
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf8")

@@ -1,0 +1,148 @@
+"""Named tensors in the safetensors files of a folder, one file or many with an index: read lazily, written by the shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hone.base.errors import ArtifactError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Shards:
+    """The tensors of a folder; nothing is read before it is asked for.
+
+    Raises ArtifactError, naming file and tensor, for whatever is missing or corrupt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._where = self._tensor_files()
+
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return list(self._where)
+
+    def file(self, name: str) -> Path:
+        """The file that holds tensor `name`."""
+        return self.folder / self._where[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor called `name`, on the CPU, in the dtype of the file; its memory is the mapped file."""
+        self.need(name)
+        try:
+            return self._open(self._where[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise _corrupt(self.file(name), error, name) from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, from the file's header."""
+        self.need(name)
+        try:
+            return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise _corrupt(self.file(name), error, name) from None
+
+    def need(self, name: str) -> None:
+        """Raises ArtifactError unless there is a tensor called `name`."""
+        if name not in self._where:
+            raise ArtifactError(
+                f"{self.folder} has no tensor {name}, which its config.json asks for",
+                fix="download or write the checkpoint again",
+            )
+
+    def close(self) -> None:
+        """Gives the mapped pages back; files are opened again when they are needed."""
+        self._files.clear()
+
+    def _tensor_files(self) -> dict[str, str]:
+        """Tensor name to the file that holds it."""
+        if (self.folder / INDEX).exists():
+            files = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(files, dict):
+                raise _corrupt(self.folder / INDEX, ValueError("no weight_map"))
+            return files
+        if not (self.folder / SINGLE).exists():
+            raise ArtifactError(
+                f"{self.folder} has neither {SINGLE} nor {INDEX}",
+                fix="point at a folder with safetensors weights (save_pretrained writes one)",
+            )
+        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            if not path.exists():
+                raise ArtifactError(f"{path} is missing", fix="download or write the checkpoint again")
+            try:
+                self._files[file] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise _corrupt(path, error) from None
+        return self._files[file]
+
+
+def write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> None:
+    """Writes named tensors as model.safetensors, or as numbered shards with an index when they are larger.
+
+    Only one shard is in memory at a time (beside what the tensors are views of). A tensor larger than
+    `max_shard_bytes` gets a shard of its own.
+    """
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    filled = total = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if held and filled + size > max_shard_bytes:
+            shards.append(_write_shard(held, folder / f"{len(shards)}.shard"))
+            held, filled = {}, 0
+        held[name] = tensor.cpu().contiguous()
+        filled += size
+        total += size
+    shards.append(_write_shard(held, folder / f"{len(shards)}.shard"))
+    if len(shards) == 1:
+        (folder / "0.shard").rename(folder / SINGLE)
+        (folder / INDEX).unlink(missing_ok=True)  # of what was here before
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.shard").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    (folder / SINGLE).unlink(missing_ok=True)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_shard(tensors: dict[str, Tensor], path: Path) -> list[str]:
+    save_file(tensors, path, metadata={"format": "pt"})
+    return list(tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ArtifactError when it is missing or broken."""
+    try:
+        values = json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"no file {path}", fix="point at a folder that hone or transformers wrote") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} is corrupt: {error}", fix="download or write the folder again") from None
+    if not isinstance(values, dict):
+        raise ArtifactError(f"{path} is no JSON object", fix="download or write the folder again")
+    return values
+
+
+def _corrupt(path: Path, error: Exception, tensor: str = "") -> ArtifactError:
+    where = f"{path}, tensor {tensor}" if tensor else str(path)
+    return ArtifactError(f"{where} is corrupt: {error}", fix="download or write the file again")
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf8")
