@@ -1,4 +1,4 @@
-"""Bytes that training and serving add to a process or a GPU, in closed form."""
+"""Bytes that training and serving add to a process or a GPU, in closed form, from what hone's modules keep alive."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from hone.cost.facts import LayerFacts, ModelFacts
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number by format name."""
 
+GAPS = 2.5
+"""Gaps that glibc's heap keeps on a CPU, in sets of one layer's temporaries: tensors that are freed leave holes which the
+next ones, of other sizes, do not fill. Measured with hone's trainer, with and without rematerialization, at 1 to 96
+rows, in float32 and bfloat16: 1.3 to 4.5 sets. (None with MALLOC_MMAP_THRESHOLD_=65536, which gives every tensor pages of
+its own and takes a third more time.) CUDA's figures count live bytes, so there it is 0."""
+
+TOUCHED = 32 << 20
+"""Bytes of program code and small objects that a CPU run brings into memory beside its tensors: measured
+14 MiB in a bare loop, about 35 MiB in a stage (TensorBoard, safetensors, a second thread)."""
+
+BUCKET = 1 << 26
+"""Gradients that half-precision training widens to float32 at a time (hone.train.optimizer.BUCKET_ELEMENTS)."""
+
 
 def train_bytes(
     facts: ModelFacts,
@@ -16,51 +29,56 @@ def train_bytes(
     seq_len: int,
     dtype: str = "float32",
     optimizer: str = "adamw",
+    accumulate: bool = False,
+    packed: bool = True,
     kept_layers: int | None = None,
     kept_inputs: int = 0,
     loss_chunk: int | None = None,
     model_loaded: bool = False,
     device: str = "cpu",
 ) -> Estimate:
-    """What training adds at its peak: weights, gradients, optimizer state, activations of one micro-batch, loss.
+    """What training adds at its peak to what was in memory before.
 
-    `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`. `dtype` is the format of activations; weights,
-    gradients and state are float32 (master weights). `kept_layers` (default: all) is how many layers have their inner
-    activations alive at once and `kept_inputs` how many layer inputs are kept for recomputation. `loss_chunk` is the
-    number of tokens whose logits are alive at once (default: all). `model_loaded`: the weights were there before.
+    Always there: weights, optimizer state and, in half precision, float32 masters. On top the largest of three moments:
+    `loss` (all activations and the head's logits), `backward` (all activations, the last layer's gradients in the
+    making) and `update` (all gradients and one layer's activations, or one bucket widened).
+
+    `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`; `accumulate`: a step has several, whose
+    gradients are summed in float32. `packed`: rows of several documents carry an attention mask. `kept_layers` (default:
+    all) is how many layers have their inner activations alive at once and `kept_inputs` how many layer inputs are kept
+    for recomputation. `loss_chunk` is the number of tokens whose logits are alive at once (default: all).
+    `model_loaded`: the float32 weights are counted in what was there before.
     """
-    layers = facts.layers if kept_layers is None else facts.layers[:kept_layers]
     width = BYTES[dtype]
-    states = {"adamw": 2, "sgd": 0}[optimizer]
-    weights = 0 if model_loaded else 4 * facts.num_params
-    gradients = 4 * facts.num_params
-    state = 4 * states * facts.num_params
-    copy = 0 if dtype == "float32" else width * facts.num_params
-    activations = (
-        batch_tokens
-        * width
-        * (sum(saved_values_per_token(layer, facts.hidden_size) for layer in layers) + kept_inputs * facts.hidden_size)
-    )
-    logits = min(loss_chunk or batch_tokens, batch_tokens) * facts.vocab_size * (2 * 4 + (0 if width == 4 else width))
-    total = weights + gradients + state + copy + activations + logits
-    parts = {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": state,
-        f"{dtype} copy": copy,
-        "activations": activations,
-        "logits": logits,
+    half = width < 4
+    params, vocab, hidden = facts.num_params, facts.vocab_size, facts.hidden_size
+    weights = 4 * params + (width * params if half else 0) - (4 * params if model_loaded else 0)
+    state = 4 * {"adamw": 2, "sgd": 0}[optimizer] * params
+    gradients = (4 if accumulate else width) * params
+
+    kept = facts.num_layers if kept_layers is None else kept_layers
+    layer = max((saved_values(one, hidden) for one in facts.layers), default=0)
+    mask = seq_len if packed else 0  # each layer's attention keeps its own float mask of the batch
+    per_layer = batch_tokens * width * (layer + mask)
+    activations = kept * per_layer + batch_tokens * width * kept_inputs * hidden
+    making = batch_tokens * width * max((_gradient_values(one, hidden) for one in facts.layers), default=0)
+
+    chunk = min(loss_chunk or batch_tokens, batch_tokens) * vocab
+    head = vocab * hidden
+    # The head's gradient is summed in float32; scaling it makes a second one, rounding it a third in half precision.
+    in_loss = head * 4 + chunk * (2 * 4 + (width if half else 0)) + 3 * batch_tokens * hidden * width
+    scaled = head * (8 + (width if half else 0)) + 3 * batch_tokens * hidden * width
+    summed = gradients if accumulate else 0
+    moments = {
+        "loss": activations + max(in_loss, scaled) + summed,
+        "backward": activations + making + head * width + summed,
+        "update": gradients + max(per_layer + making, 2 * min(max(BUCKET, head), params) if half else 0),
     }
-    return _sum_up(total, parts)
-
-
-def saved_values_per_token(layer: LayerFacts, hidden_size: int) -> int:
-    """Numbers autograd keeps for one token of one layer: inputs of norms, matmuls, attention and activation."""
-    query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    norms = 2 * 2 * hidden_size
-    attention = (query + 2 * kv) * 2 + query
-    feed_forward = 3 * layer.intermediate_size
-    return norms + attention + feed_forward
+    moment = max(moments, key=lambda name: moments[name])
+    fixed = {"weights": weights, "optimizer": state}
+    moving = {f"{moment}: activations": min(activations, moments[moment]) if moment != "update" else 0}
+    moving[f"{moment}: gradients and work"] = moments[moment] - sum(moving.values())
+    return _sum_up(fixed, moving, making, device)
 
 
 def serve_bytes(
@@ -77,27 +95,55 @@ def serve_bytes(
     """What serving adds at its peak: weights (0 when they were there before), the page pool, one step's work.
 
     `max_tokens` is the most tokens of one step, `max_rows` the rows whose logits are computed in it,
-    `context_tokens` the cached positions that one attention call gathers.
+    `context_tokens` the cached positions, over all rows, that a step's attention gathers.
     """
     width = BYTES[dtype]
-    widest = max((2 * layer.intermediate_size + hidden_row(layer, facts) for layer in facts.layers), default=0)
-    step = max_tokens * width * (widest + 2 * facts.hidden_size)
-    gathered = context_tokens * width * max((layer.kv_values_per_token for layer in facts.layers), default=0)
-    logits = max_rows * facts.vocab_size * (width + 2 * 4)
-    total = weights_bytes + kv_bytes + max(step, gathered, logits)
-    parts = {
-        "weights": weights_bytes,
-        "pages": kv_bytes,
-        "largest of step, gather, logits": max(step, gathered, logits),
-    }
-    return _sum_up(total, parts)
+    step = forward_bytes(facts, tokens=max_tokens, dtype=dtype, context_tokens=context_tokens)
+    # Logits, their float32 copy, and what choosing makes of them (sorted or as probabilities).
+    logits = max_rows * facts.vocab_size * (width + 3 * 4)
+    fixed = {"weights": weights_bytes, "pages": kv_bytes}
+    return _sum_up(fixed, {"a step's activations": step, "logits": logits}, step, device)
 
 
-def hidden_row(layer: LayerFacts, facts: ModelFacts) -> int:
-    """Numbers of one token's query, key, value and layer input together."""
-    return (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + facts.hidden_size
+def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", context_tokens: int = 0) -> float:
+    """The most that a forward pass without gradients holds at once beside weights and logits.
+
+    In the attention: the residual, its norm, queries, keys and values as projected and rotated, keys and values gathered
+    from `context_tokens` cached positions, the result. In the feed-forward: residual, norm, both halves, their product.
+    """
+    width, hidden, most = BYTES[dtype], facts.hidden_size, 0.0
+    for layer in facts.layers:
+        query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        attention = tokens * (2 * hidden + 3 * query + 3 * kv) + context_tokens * layer.kv_values_per_token
+        feed_forward = tokens * (2 * hidden + 3 * layer.intermediate_size)
+        most = max(most, attention, feed_forward)
+    return width * most
 
 
-def _sum_up(total: float, parts: dict[str, float]) -> Estimate:
+def saved_values(layer: LayerFacts, hidden_size: int) -> int:
+    """Numbers that one layer keeps of one token for the backward pass.
+
+    Two residuals and two normed ones; projected queries, keys, values (kept whole because the values are a part of
+    them), rotated queries and keys, the attention's result; gate and up, and their product.
+    """
+    query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    attention = (query + 2 * kv) + (query + kv) + query
+    return 4 * hidden_size + attention + 3 * layer.intermediate_size + layer.head_dim
+
+
+def _gradient_values(layer: LayerFacts, hidden_size: int) -> int:
+    """Numbers per token that the backward pass of a feed-forward adds at its widest.
+
+    Gradients of the product, of gate and up, one temporary; the product itself is free by then. Two residual gradients.
+    """
+    return 3 * layer.intermediate_size + 2 * hidden_size
+
+
+def _sum_up(fixed: dict[str, float], moving: dict[str, float], temporaries: float, device: str) -> Estimate:
+    """Sum of both kinds; on a CPU the heap's gaps and TOUCHED come on top."""
+    parts = {**fixed, **moving}
+    if not device.startswith("cuda"):
+        parts[f"gaps in the heap ({GAPS} x a layer's temporaries)"] = GAPS * temporaries
+        parts["code"] = TOUCHED
     formula = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items() if value)
-    return Estimate(value=float(total), unit="B", formula=formula, tolerance=0.2)
+    return Estimate(value=float(sum(parts.values())), unit="B", formula=formula, tolerance=0.2)

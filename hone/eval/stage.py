@@ -20,6 +20,7 @@ from hone.cost.memory import BYTES, serve_bytes
 from hone.cost.roofline import seconds
 from hone.cost.steps import forward_seconds
 from hone.measure.machine import Machine, describe
+from hone.measure.warm import warm_up
 from hone.measure.window import Window
 
 torch = lazy("torch")
@@ -73,6 +74,7 @@ class Eval(Stage):
                 f"the text has token {int(text.tokens.max())}, the model {folders['model']} only {config.vocab_size}",
                 fix="use the tokenizer that the model was trained with",
             )
+        warm_up(run.device)
         with Window(run.device) as measured:
             facts = config.facts()
             weights = sum(

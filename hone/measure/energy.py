@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 
 _POWERCAP = Path("/sys/class/powercap")
+_LOOK_S = 60.0  # a range of 262 kJ lasts 15 minutes at 300 W
 _NVML = "libnvidia-ml.so.1"
 
 
@@ -18,28 +20,41 @@ class Meter:
             counter, self.note = nvml_counter(device)
             self._counters = [counter] if counter is not None else []
         else:
-            self._counters, self.note = rapl_counters()
-        self._before: list[int] = []
+            counters, self.note = rapl_counters(_POWERCAP)
+            self._counters = list(counters)
+        self._seen: list[int] = []
+        self._joules = 0.0
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
 
     def start(self) -> None:
-        self._before = [counter.read() for counter in self._counters]
+        """Begins to count. A RAPL counter wraps around after minutes, so a thread looks at it now and then."""
+        self._seen = [counter.read() for counter in self._counters]
+        if any(isinstance(counter, RaplCounter) for counter in self._counters):
+            threading.Thread(target=self._look, name="hone-energy", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the thread, if there is one."""
+        self._stopped.set()
 
     def joules(self) -> float | None:
         """Joules since `start`; None when there is no counter."""
         if not self._counters:
             return None
-        total = 0.0
-        for counter, before in zip(self._counters, self._before, strict=True):
-            total += counter.joules_between(before, counter.read())
-        return total
+        with self._lock:
+            now = [counter.read() for counter in self._counters]
+            for counter, before, after in zip(self._counters, self._seen, now, strict=True):
+                self._joules += counter.joules_between(before, after)
+            self._seen = now
+            return self._joules
+
+    def _look(self) -> None:
+        while not self._stopped.wait(_LOOK_S):
+            self.joules()
 
 
 class RaplCounter:
-    """One package or DRAM domain of RAPL: microjoules that wrap around at `max_energy_range_uj`.
-
-    A window longer than one wrap (some ten minutes at full power) would lose energy; `read` may be called
-    in between for that (`Meter` is not told; a package of 150 W wraps after half an hour with a 262 kJ range).
-    """
+    """One package or DRAM domain of RAPL: microjoules that wrap around at `max_energy_range_uj`."""
 
     def __init__(self, folder: Path) -> None:
         self.name = (folder / "name").read_text(encoding="ascii").strip()
@@ -54,7 +69,7 @@ class RaplCounter:
         return ((after - before) if after >= before else (after - before + self._range)) / 1e6
 
 
-def rapl_counters(root: Path = _POWERCAP) -> tuple[list[RaplCounter], str]:
+def rapl_counters(root: Path) -> tuple[list[RaplCounter], str]:
     """Counters of all packages and of DRAM beside them, and a note: their names, or why there are none.
 
     `core` and `uncore` lie inside a package and `psys` around it; counting them too would count twice.

@@ -40,6 +40,7 @@ class Window:
             self.time_s = time.perf_counter() - self._begun
             self.energy_j = self._meter.joules()
             self.energy_note = self._meter.note
+            self._meter.stop()
             self._memory.close()
 
     @property

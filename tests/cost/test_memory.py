@@ -1,0 +1,77 @@
+"""Closed forms against what autograd really keeps, and against arithmetic on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import saved_values, serve_bytes, train_bytes
+from hone.model.context import Causal
+from hone.model.decoder import build
+from hone.model.families import Shape
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("hidden", [96, 192])
+def test_saved_values_are_what_autograd_keeps(kv_heads, hidden):
+    shape = Shape(hidden_size=hidden, num_layers=2, num_heads=6, num_kv_heads=kv_heads, intermediate_size=256)
+    decoder = build(shape.config(64, eos=0))
+    tokens = torch.randint(0, 64, (2, 32))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    kept, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # or the address would be given to another tensor
+        return tensor
+
+    x = decoder.embed(tokens)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        decoder.layers[0](x, Causal(tokens))
+    real = sum(kept.values()) / 4 / tokens.numel()
+    assert saved_values(decoder.config.facts().layers[0], hidden) == pytest.approx(real, rel=0.02)
+
+
+def llama_8b() -> ModelFacts:
+    return ModelFacts.uniform(
+        num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+        vocab_size=128256, max_seq_len=8192,
+    )  # fmt: skip
+
+
+def test_states_of_a_large_model():
+    """bf16 training of 8.03e9 parameters: 2 weight + 4 master + 8 moments, and 2 of gradient at the update."""
+    estimate = train_bytes(llama_8b(), batch_tokens=8, seq_len=8, dtype="bfloat16", loss_chunk=8, device="cuda")
+    assert llama_8b().num_params == 8_030_261_248
+    assert estimate.value == pytest.approx(16 * 8.03e9, rel=0.07)
+    assert "update" in estimate.formula
+
+
+def test_more_of_anything_needs_more():
+    facts = llama_8b()
+    base = {"batch_tokens": 4096, "seq_len": 1024, "dtype": "bfloat16", "device": "cuda", "loss_chunk": 1024}
+    one = train_bytes(facts, **base).value
+    assert train_bytes(facts, **{**base, "batch_tokens": 65536}).value > one
+    assert train_bytes(facts, **base, accumulate=True).value > one
+    assert train_bytes(facts, **{**base, "batch_tokens": 65536}, kept_layers=1, kept_inputs=32).value < one * 1.2
+    assert train_bytes(facts, **base, model_loaded=True).value == pytest.approx(one - 4 * facts.num_params)
+
+
+def test_serving_adds_up():
+    facts = llama_8b()
+    estimate = serve_bytes(facts, weights_bytes=16e9, kv_bytes=20e9, device="cuda")
+    assert estimate.value == 36e9
+    assert facts.kv_values_per_token == 32 * 2 * 8 * 128
+    more = serve_bytes(facts, weights_bytes=16e9, max_tokens=8192, max_rows=64, dtype="bfloat16", device="cuda")
+    # 8,192 tokens x 2 bytes x (2 x 4,096 + 3 x 14,336) and 64 rows x 128,256 logits x 14 bytes.
+    assert more.value - 16e9 == pytest.approx(8192 * 2 * (2 * 4096 + 3 * 14336) + 64 * 128256 * 14)
+
+
+def test_a_cpu_has_gaps_and_code_on_top():
+    facts = llama_8b()
+    gpu = serve_bytes(facts, max_tokens=100, device="cuda").value
+    cpu = serve_bytes(facts, max_tokens=100, device="cpu")
+    assert cpu.value > gpu and "gaps" in cpu.formula and "code" in cpu.formula

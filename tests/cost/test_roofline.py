@@ -1,0 +1,82 @@
+"""Rates are looked up, interpolated and labelled as the docstrings say."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.cost.facts import ModelFacts
+from hone.cost.roofline import copy_rate, data_sheets, matmul_rate, seconds, speed_of_light
+from hone.cost.steps import decode_step_seconds, forward_seconds, train_step_seconds
+from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
+from hone.measure.machine import Gpu, Machine
+
+
+def calibration(op_s: float = 1e-6) -> Calibration:
+    shapes = [(1, 256, 256), (16, 256, 256), (256, 256, 256), (256, 1024, 256), (2048, 1024, 1024)]
+    return Calibration(
+        device="test", threads=1, torch="2", read_bytes_per_s=10e9, op_s=op_s, exp_per_s=1e9,
+        copies=(Bandwidth(num_bytes=1 << 16, bytes_per_s=100e9), Bandwidth(num_bytes=1 << 28, bytes_per_s=10e9)),
+        matmuls=tuple(
+            MatmulRate(dtype="float32", m=m, n=n, k=k, flops_per_s=m * 1e9) for m, n, k in shapes
+        ),
+    )  # fmt: skip
+
+
+def machine(**more) -> Machine:
+    return Machine(cpu="cpu", num_cores=2, num_threads=2, ram_bytes=1, os="x", python="3", torch="2", **more)
+
+
+def test_an_exact_shape_has_its_measured_rate():
+    assert matmul_rate(calibration(), "float32", (16, 256, 256)) == 16e9
+    assert matmul_rate(calibration(), "float32", None) == 2048e9
+    assert copy_rate(calibration(), 1 << 28) == 10e9
+
+
+def test_between_two_shapes_lies_a_rate_between():
+    assert 16e9 < matmul_rate(calibration(), "float32", (64, 256, 256)) < 256e9
+    assert 10e9 < copy_rate(calibration(), 1 << 22) < 100e9
+
+
+def test_the_larger_of_both_roofs_and_the_starts():
+    here = machine(calibration=calibration())
+    bound_by_flops = seconds(here, matmul=(256, 256, 256), num_bytes=8)
+    assert bound_by_flops.value == pytest.approx(2 * 256**3 / 256e9)
+    bound_by_bytes = seconds(here, flops=1.0, num_bytes=1 << 28)
+    assert bound_by_bytes.value == pytest.approx((1 << 28) / 10e9)
+    assert seconds(here, num_ops=1000).value == pytest.approx(1e-3)
+    assert not bound_by_flops.bound and "calibrated" in bound_by_flops.formula
+
+
+def test_without_calibration_it_is_a_bound_and_says_so():
+    bare = seconds(machine(), flops=1e12, num_bytes=1)
+    assert bare.bound and bare.value == pytest.approx(1e12 / (2 * 256e9)) and "not calibrated" in bare.formula
+    other = seconds(machine(calibration=calibration()), flops=1e12, dtype="bfloat16")
+    assert other.bound and "bfloat16" in other.formula
+
+
+def test_gpus_come_from_their_data_sheets():
+    gpu = Gpu(name="NVIDIA H200", memory_bytes=1, capability="9.0", num_multiprocessors=132)
+    peak, bandwidth, source = speed_of_light(machine(device="cuda", gpus=(gpu,)), "bfloat16")
+    assert (peak, bandwidth) == (989.4e12, 4.8e12) and "H200" in source
+    strange = Gpu(name="NVIDIA X1", memory_bytes=1, capability="9.0", num_multiprocessors=1)
+    _, _, source = speed_of_light(machine(device="cuda:0", gpus=(strange,)), "bfloat16")
+    assert "X1 is not listed" in source
+    for row in data_sheets():
+        assert row["flops_per_s"]["bfloat16"] > 1e14 and row["bytes_per_s"] > 1e12
+
+
+def test_steps_grow_with_their_work():
+    facts = ModelFacts.uniform(
+        num_layers=4, hidden_size=192, intermediate_size=512, num_heads=6, num_kv_heads=6, head_dim=32,
+        vocab_size=4096, max_seq_len=512, tie_embeddings=True,
+    )  # fmt: skip
+    here = machine(calibration=calibration())
+    forward = forward_seconds(facts, here, tokens=2048, seq_len=256).value
+    train = train_step_seconds(facts, here, batch_tokens=2048, seq_len=256).value
+    assert 2.5 * forward < train < 5 * forward
+    again = train_step_seconds(facts, here, batch_tokens=2048, seq_len=256, recomputed_layers=4).value
+    assert train < again < 1.5 * train
+    assert train_step_seconds(facts, here, batch_tokens=1024, seq_len=256, micro_batches=2).value > 0.9 * train
+    one = decode_step_seconds(facts, here, rows=1, context=100).value
+    assert one < decode_step_seconds(facts, here, rows=64, context=100).value
+    assert decode_step_seconds(facts, machine(), rows=1, context=100).bound
