@@ -93,10 +93,8 @@ print(json.dumps([predicted, window.peak_memory_bytes, window.start_memory_bytes
     "case",
     [
         (8, 1, "fp32", "none"),
-        (24, 1, "fp32", "none"),
         (24, 4, "fp32", "none"),
         (24, 1, "fp32", "every_nth"),
-        (24, 1, "fp32", "sqrt"),
         (16, 1, "bf16", "none"),
     ],
 )

@@ -1,0 +1,82 @@
+"""Training on a CUDA device: the same losses as on the CPU, every precision, memory as predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hone.base.artifact import Artifact
+from hone.base.run import Run
+from hone.data.load import Batch, PackedTokens
+from hone.measure.window import Window
+from hone.model.decoder import build
+from hone.model.families import Shape
+from hone.train.checkpoint import Checkpoints
+from hone.train.cosine import Cosine
+from hone.train.loop import Trainer, fit
+from hone.train.predict import Plan, growth_bytes
+from hone.train.remat import EveryNth, KeepAll
+from hone.train.stage import Train
+from tests.train.conftest import SHAPE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def make(data: PackedTokens, device: str, **options) -> Trainer:
+    model = build(SHAPE.config(data.vocab_size), device=device, seed=3)
+    return Trainer(model, steps=20, schedule=Cosine(warmup=2), **options)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2), ("fp16", 5e-3)])
+def test_same_losses_as_on_the_cpu(data_folder, precision, tolerance):
+    data = PackedTokens(data_folder)
+    exact, other = make(data, "cpu"), make(data, "cuda", precision=precision, remat=EveryNth(n=2), accumulation=2)
+    for step in range(5):
+        batch = data.batch(step, 4, 48, 0)
+        assert exact.step(batch).loss == pytest.approx(other.step(batch).loss, rel=tolerance)
+
+
+def test_a_checkpoint_restores_everything(data_folder, tmp_path):
+    data = PackedTokens(data_folder)
+    kept = Checkpoints(tmp_path)
+    first = make(data, "cuda", precision="bf16")
+    first.step(data.batch(0, 4, 32, 0))
+    kept.save(1, *first.state())
+    second = make(data, "cuda", precision="bf16")
+    second.restore(*kept.newest())
+    for name, tensor in first.update.state().items():
+        assert torch.equal(tensor.cpu(), second.update.state()[name].cpu()), name
+    assert first.step(data.batch(1, 4, 32, 0)).loss == second.step(data.batch(1, 4, 32, 0)).loss
+
+
+def test_the_stage(data_folder, tmp_path):
+    spec = Train.read({"model": SHAPE.model_dump(), "batch_size": 8, "seq_len": 64, "steps": 30, "precision": "bf16"})
+    made = spec.make(tmp_path / "train-x", {"data": Artifact.read(data_folder)}, Run(device="cuda", quiet=True))
+    assert made.figures["val_loss"].value < 5.0
+
+
+@pytest.mark.parametrize("remat", [KeepAll(), EveryNth(n=1)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peak_memory_is_predicted_within_a_fifth(precision, remat):
+    config = Shape(hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=8, intermediate_size=2816).config(16000)
+    draw = np.random.default_rng(0)
+    with Window("cuda") as window:
+        model = build(config, device="cuda")
+        trainer = Trainer(model, steps=9, schedule=Cosine(), remat=remat, precision=precision)
+        for _ in range(3):
+            tokens = draw.integers(0, 16000, (8, 1024))
+            trainer.step(Batch(tokens, tokens, np.zeros((8, 1024), np.int32)))
+    plan = Plan(config.facts(), 3, 8, 1024, 1, precision, trainer.segments, packed=False)
+    assert growth_bytes(plan, "cuda").value == pytest.approx(window.memory_growth_bytes, rel=0.2)
+
+
+def test_packed_rows_learn(data_folder):
+    data = PackedTokens(data_folder)
+    trainer = make(data, "cuda")
+    first = trainer.step(data.batch(0, 8, 64, 0)).loss
+    fit(trainer, data, batch_size=8, seq_len=64)
+    assert trainer._loss(data.batch(0, 8, 64, 0)).item() / (8 * 64) < first
