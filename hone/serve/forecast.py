@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,32 +18,32 @@ from hone.measure.memory import resident_bytes
 from hone.model.hf import Checkpoint
 from hone.serve.pages import page_bytes
 from hone.serve.sizing import cache_pages, kv_shapes
-
-if TYPE_CHECKING:
-    from hone.serve.stage import Serve, Workload
+from hone.serve.spec import EngineSpec
+from hone.serve.workload import Workload
 
 _LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usually in the page cache
 _STEP_S = 3e-4  # Python around one step: scheduling, sampling, text
 _OPS_PER_LAYER = 80  # what modules, pages and masks cost beside a layer's own operations, in starts of an operation
 
 
-def forecast(spec: Serve, workload: Workload, model: Path, draft: Path | None, run: Run) -> dict[str, Estimate]:
-    """Estimates of time_s, tokens_per_s and peak_memory_bytes.
+def forecast(
+    spec: EngineSpec, concurrency: int, workload: Workload, folders: Sequence[Path], run: Run
+) -> dict[str, Estimate]:
+    """Estimates of time_s, tokens_per_s and peak_memory_bytes. `folders`: the model's and, with a drafter's, the draft's.
 
     Requests go in waves of `concurrency`: every decode step has as many rows, at the mean context. A static batch
     lasts as long as its longest request. With a drafter the speed-up is unknown before (acceptance): none is assumed.
     """
     machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
-    config = Checkpoint(model).config
-    facts = config.facts()
-    dtype = str(Checkpoint(model).dtype).removeprefix("torch.")
+    facts = Checkpoint(folders[0]).config.facts()
+    dtype = str(Checkpoint(folders[0]).dtype).removeprefix("torch.")
     tokens = sum(workload.output_tokens)
     prompt_tokens = sum(map(len, workload.prompts))
-    if spec.engine.prefix_cache:
-        prompt_tokens -= (len(workload.prompts) - 1) * spec.shared_prefix
-    rows = min(spec.concurrency, spec.engine.max_rows, len(workload.prompts))
+    if spec.prefix_cache:
+        prompt_tokens -= (len(workload.prompts) - 1) * workload.shared_prefix
+    rows = min(concurrency, spec.max_rows, len(workload.prompts))
     steps = -(-tokens // rows)
-    if spec.engine.batching == "static":
+    if spec.batching == "static":
         lengths = workload.output_tokens
         steps = sum(max(lengths[start : start + rows]) for start in range(0, len(lengths), rows))
     mean_context = sum(map(len, workload.prompts)) / len(workload.prompts) + tokens / len(workload.prompts) / 2
@@ -59,13 +59,13 @@ def forecast(spec: Serve, workload: Workload, model: Path, draft: Path | None, r
     serving_s = steps * decode_s + len(workload.prompts) * prefill.value
     sample_tokens = 64 * len(workload.sample_prompts) + workload.output_tokens[0]
     one, _ = _decode_step(facts, machine, 1, 64, dtype)
-    weights = _weights_bytes(model) + (_weights_bytes(draft) if draft else 0)
+    weights = sum(map(_weights_bytes, folders))
     total_s = weights / _LOAD_BYTES_PER_S + serving_s + sample_tokens * one
     formula = f"{steps} steps of {rows} rows x {decode_s * 1e3:.2f} ms + {len(workload.prompts)} prefills x {prefill.value * 1e3:.2f} ms"
     return {
         "time_s": Estimate(value=total_s, unit="s", formula=f"load + {formula} + samples", bound=bound),
         "tokens_per_s": Estimate(value=tokens / serving_s, unit="tokens/s", formula=formula, bound=bound),
-        "peak_memory_bytes": _peak(spec, workload, model, draft, run),
+        "peak_memory_bytes": _peak(spec, concurrency, workload, folders, run),
     }
 
 
@@ -80,25 +80,25 @@ def _decode_step(facts: ModelFacts, machine: Machine, rows: int, context: float,
     return work.value + around.value + _STEP_S, work.bound
 
 
-def _peak(spec: Serve, workload: Workload, model: Path, draft: Path | None, run: Run) -> Estimate:
+def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Sequence[Path], run: Run) -> Estimate:
     """Memory in use now + weights + the pages that the run touches + one step's work."""
-    configs = [Checkpoint(folder).config for folder in (model, draft) if folder is not None]
+    configs = [Checkpoint(folder).config for folder in folders]
     facts = configs[0].facts()
-    dtype = Checkpoint(model).dtype
+    dtype = Checkpoint(folders[0]).dtype
     shapes = [shape for config in configs for shape in kv_shapes(config)]
-    longest = spec.engine.max_model_len or configs[0].max_seq_len
+    longest = spec.max_model_len or configs[0].max_seq_len
     device = torch.device(run.device)
-    pages = cache_pages(spec.engine, page_bytes(shapes, spec.engine.page_size, dtype), device, longest)
+    pages = cache_pages(spec, page_bytes(shapes, spec.page_size, dtype), device, longest)
     if device.type == "cpu":  # memory that nobody touches is not resident
-        pages = min(pages, touched_pages(spec, workload))
+        pages = min(pages, touched_pages(spec, concurrency, workload))
     most = max(map(len, workload.prompts)) + max(workload.output_tokens)
     growth = serve_bytes(
         facts,
-        weights_bytes=sum(_weights_bytes(folder) for folder in (model, draft) if folder is not None),
-        kv_bytes=pages * page_bytes(shapes, spec.engine.page_size, dtype),
-        max_tokens=min(spec.engine.token_budget, spec.concurrency * most),
-        max_rows=min(spec.concurrency, spec.engine.max_rows),
-        context_tokens=min(spec.concurrency, spec.engine.max_rows) * most,
+        weights_bytes=sum(map(_weights_bytes, folders)),
+        kv_bytes=pages * page_bytes(shapes, spec.page_size, dtype),
+        max_tokens=min(spec.token_budget, concurrency * most),
+        max_rows=min(concurrency, spec.max_rows),
+        context_tokens=min(concurrency, spec.max_rows) * most,
         dtype=str(dtype).removeprefix("torch."),
         device=run.device,
     )
@@ -108,13 +108,13 @@ def _peak(spec: Serve, workload: Workload, model: Path, draft: Path | None, run:
     )
 
 
-def touched_pages(spec: Serve, workload: Workload) -> int:
+def touched_pages(spec: EngineSpec, concurrency: int, workload: Workload) -> int:
     """Pages that the run ever uses: all full ones with a prefix cache (shared ones once), else those used at a time."""
-    size, rows = spec.engine.page_size, min(spec.concurrency, spec.engine.max_rows)
+    size, rows = spec.page_size, min(concurrency, spec.max_rows)
     totals = [len(prompt) + length for prompt, length in zip(workload.prompts, workload.output_tokens)]
-    if not spec.engine.prefix_cache:
+    if not spec.prefix_cache:
         return sum(sorted((-(-total // size) for total in totals), reverse=True)[:rows])
-    shared = spec.shared_prefix // size
+    shared = workload.shared_prefix // size
     return shared + sum(total // size - shared for total in totals) + rows
 
 

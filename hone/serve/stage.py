@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +16,7 @@ from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.serve.spec import EngineSpec
+from hone.serve.workload import Workload, make_workload
 
 if TYPE_CHECKING:
     from hone.model.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 np = lazy("numpy")
 
-_SAMPLE_PROMPTS, _SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 4, 24, 64
+_SAMPLE_TOKENS = 64
 
 
 class Serve(Stage):
@@ -63,9 +63,18 @@ class Serve(Stage):
                 fix="set engine.drafter: draft_model and draft: NAME, or neither",
             )
         model.need("config.json")
-        workload = make_workload(self, parents["data"].folder, model.folder)
+        workload = make_workload(
+            parents["data"].folder,
+            model.folder,
+            num_requests=self.num_requests,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            shared_prefix=self.shared_prefix,
+            seed=self.seed,
+        )
         warm_up(run.device)
-        draft.predict(forecast(self, workload, model.folder, guesser.folder if guesser else None, run))
+        folders = [model.folder] + ([guesser.folder] if guesser else [])
+        draft.predict(forecast(self.engine, self.concurrency, workload, folders, run))
         with Window(run.device) as window:
             engine = Engine(
                 model.folder,
@@ -114,61 +123,6 @@ class Serve(Stage):
             note="of drafted tokens" if drafted else "no drafter",
         )
         draft.record("model_bytes", sum(path.stat().st_size for path in folder.glob("*.safetensors")), "B")
-
-
-@dataclass
-class Workload:
-    """The requests of a run: a pure function of the stage's spec and the data."""
-
-    prompts: list[list[int]]
-    output_tokens: list[int]
-    sample_prompts: list[list[int]]
-
-    def params(self, place: int, max_tokens: int | None = None) -> Any:
-        """Greedy, of exactly the planned length."""
-        from hone.serve.request import SamplingParams
-
-        return SamplingParams(max_tokens=max_tokens or self.output_tokens[place], temperature=0, ignore_eos=True)
-
-
-def make_workload(spec: Serve, data: Path, model: Path) -> Workload:
-    """Draws lengths and text places from `spec.seed`; prompts are pieces of the validation split in the model's tokens."""
-    from hone.data.load import PackedTokens
-
-    tokens = PackedTokens(data, "val")
-    text, starts = np.asarray(tokens.tokens), tokens.starts
-    text, starts = _in_model_tokens(text, starts, data, model)
-    most = spec.shared_prefix + spec.prompt_tokens[1]
-    if len(text) < most:
-        raise SpecError(
-            f"the validation split has {len(text)} tokens, prompts take {most}",
-            fix="use more data, or lower prompt_tokens or shared_prefix",
-        )
-    random = np.random.Generator(np.random.Philox(spec.seed))
-    prompts, lengths = [], []
-    shared = text[: spec.shared_prefix].tolist()
-    for _ in range(spec.num_requests):
-        own = int(random.integers(spec.prompt_tokens[0], spec.prompt_tokens[1] + 1))
-        lengths.append(int(random.integers(spec.output_tokens[0], spec.output_tokens[1] + 1)))
-        place = int(random.integers(0, len(text) - own + 1))
-        prompts.append(shared + text[place : place + own].tolist())
-    samples = [text[start : start + _SAMPLE_PROMPT_TOKENS].tolist() for start in starts[:-1][:_SAMPLE_PROMPTS]]
-    return Workload(prompts, lengths, samples)
-
-
-def _in_model_tokens(text: Any, starts: Any, data: Path, model: Path) -> tuple[Any, Any]:
-    """The tokens as they are when data and model share a tokenizer, else decoded and encoded again."""
-    theirs, ours = model / "tokenizer.json", data / "tokenizer.json"
-    if not theirs.exists() or not ours.exists() or theirs.read_bytes() == ours.read_bytes():
-        return text, starts
-    from hone.model.tokenizer import load_tokenizer
-
-    old, new = load_tokenizer(data), load_tokenizer(model)
-    pieces: list[list[int]] = []
-    for begin, end in pairwise(starts):
-        pieces.append(new.encode(old.decode(text[begin:end].tolist()), add_special_tokens=False))
-    bounds = np.cumsum([0, *(len(piece) for piece in pieces)])
-    return np.array([token for piece in pieces for token in piece], dtype=np.int64), bounds
 
 
 @dataclass

@@ -13,7 +13,8 @@ from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.serve.stage import Serve, make_workload
+from hone.serve.stage import Serve
+from hone.serve.workload import make_workload
 
 SMALL = {"num_requests": 6, "concurrency": 3, "prompt_tokens": [4, 12], "output_tokens": [2, 8], "shared_prefix": 16}
 TEXT = "the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 12
@@ -78,13 +79,13 @@ def test_content_is_the_same_every_time(tmp_path, tiny_llama, data):
         assert other.fingerprint != one.fingerprint
 
 
-def test_the_workload_is_a_function_of_the_spec(tiny_llama, data):
-    spec = Serve.read(SMALL)
-    one, other = (make_workload(spec, data.folder, tiny_llama) for _ in range(2))
+def test_the_workload_is_a_function_of_its_arguments(tiny_llama, data):
+    sizes = {"num_requests": 5, "prompt_tokens": (4, 9), "output_tokens": (2, 8), "shared_prefix": 16}
+    one, other = (make_workload(data.folder, tiny_llama, seed=0, **sizes) for _ in range(2))
     assert one == other
-    assert make_workload(spec.model_copy(update={"seed": 1}), data.folder, tiny_llama) != one
-    shared = {tuple(prompt[: spec.shared_prefix]) for prompt in one.prompts}
-    assert len(shared) == 1
+    assert make_workload(data.folder, tiny_llama, seed=1, **sizes) != one
+    assert len({tuple(prompt[:16]) for prompt in one.prompts}) == 1
+    assert all(20 <= len(prompt) <= 25 for prompt in one.prompts)
 
 
 def test_prompts_longer_than_the_text_are_a_mistake(tmp_path, tiny_llama, data):

@@ -1,0 +1,83 @@
+"""The requests of a measured serving run: a pure function of lengths, seed and text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+
+np = lazy("numpy")
+
+_SAMPLE_PROMPTS, _SAMPLE_PROMPT_TOKENS = 4, 24
+
+
+@dataclass
+class Workload:
+    """The requests of a run: a pure function of the stage's spec and the data."""
+
+    prompts: list[list[int]]
+    output_tokens: list[int]
+    shared_prefix: int
+    sample_prompts: list[list[int]]
+
+    def params(self, place: int, max_tokens: int | None = None) -> Any:
+        """Greedy, of exactly the planned length."""
+        from hone.serve.request import SamplingParams
+
+        return SamplingParams(max_tokens=max_tokens or self.output_tokens[place], temperature=0, ignore_eos=True)
+
+
+def make_workload(
+    data: Path,
+    model: Path,
+    *,
+    num_requests: int,
+    prompt_tokens: tuple[int, int],
+    output_tokens: tuple[int, int],
+    shared_prefix: int,
+    seed: int,
+) -> Workload:
+    """Draws lengths and text places from `seed`; prompts are pieces of the validation split in the model's tokens.
+
+    Raises SpecError when the split is shorter than a prompt.
+    """
+    from hone.data.load import PackedTokens
+
+    tokens = PackedTokens(data, "val")
+    text, starts = np.asarray(tokens.tokens), tokens.starts
+    text, starts = _in_model_tokens(text, starts, data, model)
+    most = shared_prefix + prompt_tokens[1]
+    if len(text) < most:
+        raise SpecError(
+            f"the validation split has {len(text)} tokens, prompts take {most}",
+            fix="use more data, or lower prompt_tokens or shared_prefix",
+        )
+    random = np.random.Generator(np.random.Philox(seed))
+    prompts, lengths = [], []
+    shared = text[:shared_prefix].tolist()
+    for _ in range(num_requests):
+        own = int(random.integers(prompt_tokens[0], prompt_tokens[1] + 1))
+        lengths.append(int(random.integers(output_tokens[0], output_tokens[1] + 1)))
+        place = int(random.integers(0, len(text) - own + 1))
+        prompts.append(shared + text[place : place + own].tolist())
+    samples = [text[start : start + _SAMPLE_PROMPT_TOKENS].tolist() for start in starts[:-1][:_SAMPLE_PROMPTS]]
+    return Workload(prompts, lengths, shared_prefix, samples)
+
+
+def _in_model_tokens(text: Any, starts: Any, data: Path, model: Path) -> tuple[Any, Any]:
+    """The tokens as they are when data and model share a tokenizer, else decoded and encoded again."""
+    theirs, ours = model / "tokenizer.json", data / "tokenizer.json"
+    if not theirs.exists() or not ours.exists() or theirs.read_bytes() == ours.read_bytes():
+        return text, starts
+    from hone.model.tokenizer import load_tokenizer
+
+    old, new = load_tokenizer(data), load_tokenizer(model)
+    pieces: list[list[int]] = []
+    for begin, end in pairwise(starts):
+        pieces.append(new.encode(old.decode(text[begin:end].tolist()), add_special_tokens=False))
+    bounds = np.cumsum([0, *(len(piece) for piece in pieces)])
+    return np.array([token for piece in pieces for token in piece], dtype=np.int64), bounds
