@@ -60,13 +60,13 @@ class Tokenizer:
         return self.core.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for inside a text; special tokens give their spelling, unknown ids b''.
+        """The bytes that a token stands for inside a text; added tokens give their spelling, unknown ids b''.
 
         A leading space is kept, so joining the bytes of a text's tokens gives the text (and, with sentencepiece
         vocabularies, the one space they put in front of it).
         """
         text = self.token_text(token_id)
-        if token_id in self._special_ids:
+        if token_id in self._added:
             return text.encode()
         if self._byte_level:
             return bytes(_BYTE_OF.get(letter, 0x3F) for letter in text)
@@ -79,14 +79,18 @@ class Tokenizer:
         return self._special_ids
 
     @cached_property
+    def _added(self) -> dict[int, Any]:
+        return self.core.get_added_tokens_decoder()
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
-        return frozenset(number for number, token in self.core.get_added_tokens_decoder().items() if token.special)
+        return frozenset(number for number, token in self._added.items() if token.special)
 
     @cached_property
     def _byte_level(self) -> bool:
         """Whether tokens are spelled in GPT-2's alphabet of 256 printable letters, one a byte."""
-        parts = json.loads(self.core.to_str())
-        return any('"ByteLevel"' in json.dumps(parts.get(part)) for part in ("pre_tokenizer", "decoder"))
+        parts = (self.core.pre_tokenizer, self.core.decoder)
+        return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
     @property
     def has_chat_template(self) -> bool:
@@ -115,13 +119,12 @@ class Tokenizer:
         """
         if self._template is None:
             raise SpecError("this model has no chat template", fix="use plain completions, or a chat model")
-        import jinja2
-
+        template = self._compiled
         try:
-            return self._compiled.render(
+            return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **{**self._template_tokens, **variables}
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever a template does wrong, it does it to its own messages
             raise SpecError(
                 f"the chat template refuses these messages: {error}",
                 fix="send the roles, fields and order that the model's template expects",
@@ -133,7 +136,7 @@ class Tokenizer:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -227,6 +230,20 @@ def _raise_exception(message: str) -> None:
     import jinja2
 
     raise jinja2.TemplateError(message)
+
+
+def _generation_tag() -> type:
+    """{% generation %}...{% endgeneration %}: marks what an assistant wrote, for training; here it is just its body."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
 
 
 def _letters() -> dict[str, int]:
