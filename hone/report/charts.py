@@ -97,7 +97,7 @@ def _end_labels(
 
 
 def loss_domain(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """One loss axis for all training runs; None without a loss."""
+    """One loss axis for these training runs; None without a loss."""
     values = [loss_ for row in rows for series in loss_series(row) for _, loss_ in series]
     if not values:
         return None

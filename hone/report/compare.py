@@ -254,13 +254,12 @@ def _compression(line: Line) -> Finding | None:
     )
     row = line.get(best.model)
     words = technique_words(line.own_techniques(row)) if row else ""
-    change = units.signed_percent(best.quality / base.quality - 1)
+    change = best.quality / base.quality - 1
+    metric = units.label(quality_metric(line))
     named = f"{best.label} ({words})" if words else best.label
-    return Finding(
-        f"{units.three(base.num_bytes / best.num_bytes)}x smaller",
-        f"{named} against {base.label}, for {change} {units.label(quality_metric(line))}",
-        "quality",
-    )
+    price = f"for {units.signed_percent(change)} {metric}" if abs(change) >= 0.0005 else f"at the same {metric}"
+    smaller = f"{units.three(base.num_bytes / best.num_bytes)}x smaller"
+    return Finding(smaller, f"{named} against {base.label}, {price}", "quality")
 
 
 def _serving(line: Line) -> Finding | None:

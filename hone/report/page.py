@@ -37,7 +37,7 @@ def _context(line: Line) -> dict[str, Any]:
             chain(line, 1080.0, anchors), chain(line, 358.0, anchors)
         ),
         "losses": sections.losses(line),
-        "distilled": sections.distilled(line),
+        "distilled": any(sections.taught(row) for row in line.of("train")),
         "quality": sections.quality(line),
         "speeds": sections.speeds(line),
         "serving": sections.serving(line),

@@ -40,23 +40,28 @@ def both(draw: Callable[[float], Markup], wide: float = HALF) -> Markup:
 def losses(line: Line) -> list[tuple[Row, Markup, str]]:
     """(row, chart, sentence) of every training run with a steps.jsonl."""
     rows = [row for row in line.of("train") if any(charts.loss_series(row))]
-    domain = charts.loss_domain(rows)
-    if domain is None:
-        return []
+    domains = {told: charts.loss_domain([row for row in rows if taught(row) == told]) for told in (False, True)}
     wide = HALF if len(rows) > 1 else FULL
     found = []
     for row in rows:
-        words = []
+        words, domain = [], domains[taught(row)]
         for name, said in TRAINED.items():
             if row.value(name) is not None:
                 unit = "" if name in ("num_params", "train_tokens") else row.figures[name].unit
                 words.append(said.format(units.show(row.value(name), unit, name)))
-        found.append((row, both(lambda width, row=row: charts.loss(row, width, domain), wide), ", ".join(words)))
+        found.append(
+            (
+                row,
+                both(lambda width, row=row, domain=domain: charts.loss(row, width, domain), wide),
+                ", ".join(words),
+            )
+        )
     return found
 
 
-def distilled(line: Line) -> bool:
-    return any(row.parent("teacher") for row in line.of("train"))
+def taught(row: Row) -> bool:
+    """Whether a training run had a teacher: its training loss is then another quantity."""
+    return row.parent("teacher") is not None
 
 
 def quality(line: Line) -> dict[str, Any] | None:
@@ -258,7 +263,8 @@ def _short(value: Any) -> str:
             for key, entry in value.items()
             if key != "kind" and not isinstance(entry, dict | list)
         )
-        return f"{value.get('kind', '')} {f'({rest})' if rest else ''}".strip()
+        kind = str(value.get("kind") or "").replace("_", " ")
+        return f"{kind} {f'({rest})' if rest else ''}".strip()
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
@@ -289,6 +295,6 @@ def estimates(line: Line) -> dict[str, Any] | None:
             )
         )
     if few:
-        wide, said = (HALF if len(groups) % 2 else FULL), "Other figures: estimate over measurement"
-        groups.append(("Other figures", both(lambda width: bars.ratios(few, width, said, mixed=True), wide)))
+        said = "Other figures: estimate over measurement"
+        groups.append(("Other figures", both(lambda width: bars.ratios(few, width, said, mixed=True), FULL)))
     return {"charts": groups, "rows": [(check, compare.error_words(check)) for check in checks]}

@@ -186,23 +186,20 @@ def place_labels(
 ) -> list[Box]:
     """A box for each label, nearer to its own anchor than to any other, inside `frame`, overlapping no other label, no point and no obstacle.
 
-    Tries the nearest places first, then further rings around the point; in a hopeless crowd it takes the last tried.
+    Tries the nearest places first, then further rings around the point. In a crowd it gives up, in this order: being
+    nearest to its own anchor, keeping off points and obstacles, keeping off other labels.
     """
     points = [(x - radius, y - radius, x + radius, y + radius) for x, y in anchors]
     placed: list[Box] = []
     for (x, y), label in zip(anchors, labels, strict=True):
-        width, height = text_width(label, size), size * 1.25
-        box = (x, y, x + width, y + height)
-        for box in _places(x, y, width, height, radius):
-            inside = box[0] >= frame[0] and box[1] >= frame[1] and box[2] <= frame[2] and box[3] <= frame[3]
-            free = not any(overlap(box, other) for other in [*placed, *points, *obstacles])
-            if (
-                inside
-                and free
-                and all(distance(box, x, y) < 0.8 * distance(box, *other) for other in anchors if other != (x, y))
-            ):
-                break
-        placed.append(box)
+        places = _places(x, y, text_width(label, size), size * 1.25, radius)
+        taken = [*placed, *points, *obstacles]
+        inside = [p for p in places if p[0] >= frame[0] and p[1] >= frame[1] and p[2] <= frame[2] and p[3] <= frame[3]]
+        free = [place for place in inside if not any(overlap(place, other) for other in taken)]
+        others = [anchor for anchor in anchors if anchor != (x, y)]
+        clear = [p for p in free if all(distance(p, x, y) < 0.8 * distance(p, *other) for other in others)]
+        apart = [place for place in inside if not any(overlap(place, other) for other in placed)]
+        placed.append((clear or free or apart or inside or places)[0])
     return placed
 
 

@@ -43,8 +43,8 @@ def data(line: Line, row: Row) -> dict[str, Any]:
         if isinstance(table, dict) and table:
             entries = finite_items(table)
             if entries:
-                shown = [bars.Bar(name, value) for name, value in entries[:10]]
-                title += f": the 10 largest of {len(entries)}" if len(entries) > 10 else ""
+                shown = [bars.Bar(name, value) for name, value in entries[:8]]
+                title += f": the 8 largest of {len(entries)}" if len(entries) > 8 else ""
                 shares.append(
                     (
                         title,
@@ -58,7 +58,7 @@ def data(line: Line, row: Row) -> dict[str, Any]:
         "falls": falls,
         "reasons": reasons,
         "shares": shares,
-        "samples": [_sample(entry) for entry in (row.content.get("sample.jsonl") or [])[:4]],
+        "samples": [_sample(entry) for entry in (row.content.get("sample.jsonl") or [])[:3]],
     }
 
 

@@ -160,11 +160,11 @@ def _small_prefix(value: float, unit: str, digits: int) -> str:
 
 
 def signed_percent(ratio: float) -> str:
-    """A relative change with two digits or more: 0.0092 -> '+0.92 %', 0.0000026 -> '+0.00026 %', 1.4 -> '+140 %'."""
+    """A relative change with two digits: 0.0092 -> '+0.92 %', 1.4 -> '+140 %'."""
     percent = 100 * ratio
     if not math.isfinite(percent):
         return three(percent)
-    if abs(percent) < 1e-6:
-        return "0 %"
+    if abs(percent) < 0.005:
+        return "0.00 %"
     places = max(0, 1 - math.floor(math.log10(abs(percent))))
     return f"{percent:+.{min(places, 0 if abs(percent) >= 99.5 else 1) if abs(percent) >= 0.95 else places}f} %"

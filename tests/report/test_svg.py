@@ -48,7 +48,7 @@ def test_labels_overlap_nothing_when_there_is_room(anchors: list[tuple[float, fl
         assert not any(overlap(box, (x - 5, y - 5, x + 5, y + 5)) for x, y in anchors)
 
 
-@pytest.mark.parametrize("gap", [0.0, 3.0, 9.0])
+@pytest.mark.parametrize("gap", [0.0, 0.5, 3.0, 9.0])
 def test_labels_of_close_points_stay_apart(gap: float) -> None:
     anchors = [(100.0, 100.0), (100.0 + gap, 100.0 + gap), (100.0, 100.0 - gap)]
     boxes = place_labels(anchors, ["int4", "int4-rtn", "int4-awq"], (0, 0, 400, 300))

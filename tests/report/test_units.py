@@ -62,8 +62,8 @@ def test_ticks_tell_values_apart(values: list[float], unit: str, words: list[str
         (0.035, "+3.5 %"),
         (-0.4, "-40 %"),
         (1.4, "+140 %"),
-        (0.0000264, "+0.0026 %"),
-        (0.0, "0 %"),
+        (0.0000264, "0.00 %"),
+        (0.0, "0.00 %"),
     ],
 )
 def test_signed_percent(ratio: float, words: str) -> None:
