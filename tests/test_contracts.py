@@ -1,0 +1,192 @@
+"""Contract tests of every slot: whatever stands in a table must keep them, without being named here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hone
+from hone.base.errors import SpecError
+from hone.base.run import Run
+from hone.base.table import Technique, all_tables
+from hone.compress import PRUNERS, QUANTIZERS
+from hone.compress.stage import Compress
+from hone.data import DEDUPS, FILTERS
+from hone.data.expression import evaluate
+from hone.data.signals import signals
+from hone.serve import DRAFTERS
+from hone.train import OBJECTIVES, REMATS, SCHEDULES
+
+QUIET = Run(quiet=True)
+SPECS = [
+    (slot, name)
+    for slot, table in all_tables().items()
+    for name in table
+    if isinstance(table[name], type) and issubclass(table[name], Technique)
+]
+
+
+def required(cls: type[Technique]) -> dict:
+    """Values for the fields that have no default: the smallest that can be."""
+    plain = {
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "keep": "True",
+        "languages": ["en"],
+    }
+    return {name: plain[name] for name, field in cls.model_fields.items() if field.is_required()}
+
+
+@pytest.mark.parametrize(("slot", "name"), SPECS)
+def test_options_print_and_read_back(slot, name):
+    table = all_tables()[slot]
+    technique = table.read({"kind": name, **required(table[name])})
+    assert technique.kind == name
+    assert table.read(technique.model_dump(mode="json")) == technique
+
+
+@pytest.mark.parametrize(("slot", "name"), SPECS)
+def test_a_wrong_option_is_named(slot, name):
+    table = all_tables()[slot]
+    with pytest.raises(SpecError, match="no_such_option"):
+        table.read({"kind": name, **required(table[name]), "no_such_option": 1})
+
+
+# compress
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir()) if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("kind", [*QUANTIZERS, *PRUNERS])
+def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
+    before = digests(tiny_llama)
+    text = tmp_path / "calibration.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 60)
+    step = (
+        {"kind": kind, "group_size": 32}
+        if "group_size" in (QUANTIZERS if kind in QUANTIZERS else PRUNERS)[kind].model_fields
+        else kind
+    )
+    spec = Compress.read({"steps": [step], "calibration_text": str(text), "num_sequences": 4, "seq_len": 64})
+    made = spec.make(tmp_path / "made", {"model": hone.Artifact.read(tiny_llama)}, QUIET)
+    assert digests(tiny_llama) == before
+    figure = made.figures["model_bytes"]
+    assert figure.estimate.value == pytest.approx(figure.value, rel=0.01)
+    assert [row["kind"] for row in made.techniques] == [kind]
+    tokens = torch.arange(40)[None]
+    first, again = hone.load(made.folder)(tokens), hone.load(made.folder)(tokens)
+    assert torch.isfinite(first).all() and torch.equal(first, again)
+    hone.save(hone.load(made.folder), tmp_path / "saved")
+    assert torch.equal(hone.load(tmp_path / "saved")(tokens), first)
+
+
+# data
+
+
+@pytest.fixture(scope="module")
+def columns():
+    """Signals of odd texts, as the filters see them."""
+    texts = [
+        "",
+        " ",
+        "\n\n\n",
+        "a",
+        "plain words " * 80,
+        "# " * 200,
+        "same line\n" * 100,
+        "\x00\x01",
+        "日本語の文章。" * 50,
+        "x" * 5000,
+    ]
+    rows = [signals(text) for text in texts]
+    made = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    made["kind"] = np.array(["text"] * len(texts), object)
+    made["language"] = np.array(["en"] * len(texts), object)
+    made["language_score"] = np.ones(len(texts))
+    return made
+
+
+@pytest.mark.parametrize("name", [*FILTERS])
+def test_a_filter_gives_a_reason_for_everything_it_drops(name, columns):
+    chosen = FILTERS.read({"kind": name, **required(FILTERS[name])})
+    keep, reasons = chosen.decide(columns)
+    assert keep.dtype == bool and len(keep) == len(columns["bytes"])
+    assert ((reasons == "") == keep).all()
+    assert set(reasons) - {""} <= {rule.reason for rule in chosen.rules()}
+    outside = ~evaluate(chosen.when, columns)
+    assert keep[outside].all(), "dropped a document its rules do not apply to"
+
+
+def test_dedups_name_their_reason():
+    reasons = [DEDUPS[name].reason for name in DEDUPS]
+    assert len(set(reasons)) == len(reasons)
+
+
+# train
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES])
+@pytest.mark.parametrize("steps", [1, 2, 7, 100])
+def test_a_schedule_stays_between_nothing_and_the_peak(name, steps):
+    schedule = SCHEDULES.read(name)
+    shares = [schedule.share(step, steps) for step in range(steps)]
+    assert all(0 <= share <= 1 and math.isfinite(share) for share in shares)
+    assert max(shares) > 0.5
+    if steps == 100:
+        assert shares[-1] < 0.2, "the learning rate never came down"
+
+
+@pytest.mark.parametrize("name", [*REMATS])
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 16, 33])
+def test_a_remat_policy_covers_every_layer_once(name, num_layers):
+    segments = REMATS.read(name).segments(num_layers)
+    covered = [layer for segment in segments for layer in range(segment.start, segment.stop)]
+    assert covered == list(range(num_layers))
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES])
+def test_an_objective_ignores_what_it_is_told_to_and_has_a_gradient(name, tiny_llama):
+    model, objective = hone.load(tiny_llama), OBJECTIVES.read(name)
+    tokens = torch.arange(24).reshape(2, 12)
+    targets = tokens.roll(-1, 1)
+    targets[:, -4:] = -100
+    from hone.model.context import Causal
+
+    teacher = hone.load(tiny_llama) if objective.from_teacher else None
+    taught = teacher.hidden(tokens, Causal(tokens)) if teacher is not None else None
+    x = model.hidden(tokens, Causal(tokens))
+    loss = objective.total(model, x, targets, teacher, taught)
+    changed = x.detach().clone()
+    changed[:, -4:] += 1.0
+    other = None if taught is None else torch.cat([taught[:, :-4], taught[:, -4:] - 1.0], 1)
+    assert torch.allclose(objective.total(model, changed, targets, teacher, other), loss, rtol=1e-5)
+    loss.backward()
+    assert all(parameter.grad is not None and torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+# serve
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS])
+def test_a_drafter_never_changes_greedy_text(name, tiny_llama):
+    params = hone.SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = ["the quick brown fox", "the cat sat on the mat and the cat", "a"]
+    plain = hone.Engine(tiny_llama).generate(prompts, params)
+    draft = tiny_llama if "draft" in DRAFTERS[name].needs else None
+    from hone.serve.spec import EngineSpec
+
+    engine = hone.Engine(tiny_llama, EngineSpec.read({"drafter": name}), draft_model=draft)
+    assert [one.tokens for one in engine.generate(prompts, params)] == [one.tokens for one in plain]
+    stats = engine.stats()
+    assert stats["pages_used"] == 0 and stats["pages_free"] == stats["pages_total"]

@@ -1,0 +1,55 @@
+"""The README's commands and its Python are run as they stand, in a folder where the demo (made small) has run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from hone.cli import main
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+COMMANDS = [line.split("#")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+
+
+@pytest.fixture
+def home(mini_line, monkeypatch):
+    monkeypatch.chdir(mini_line)
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = [command.split()[1] for command in COMMANDS if command.startswith("make ")]
+    assert targets == ["demo", "test"]
+    for target in targets:
+        assert f"\n{target}:" in makefile
+
+
+def test_commands_run_in_their_order(home, capsys):
+    commands = [shlex.split(command)[1:] for command in COMMANDS if command.startswith("hone ")]
+    assert len(commands) >= 4
+    for arguments in commands:
+        assert main(arguments) == 0, arguments
+    assert "gptq" in capsys.readouterr().out
+
+
+def test_python_runs(home, capsys):
+    (code,) = [block for kind, block in BLOCKS if kind == "python"]
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert "times smaller" in capsys.readouterr().out
+    assert names["decoder"].config.vocab_size >= names["tokenizer"].vocab_size
+
+
+def test_every_linked_file_is_there():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_where_is_x_names_every_room():
+    for folder in (ROOT / "hone").iterdir():
+        if (folder / "__init__.py").exists():
+            assert f"hone/{folder.name}/" in README
