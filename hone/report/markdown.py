@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from hone.report import compare, origin, sections, texts, units
 from hone.report.chain import facts
 from hone.report.collect import Line, Row
+from hone.report.findings import findings
 
 
 def render(line: Line) -> str:
     """The report of `line` as Markdown text."""
     parts = [f"# {escape(line.name)}", "", escape(origin.summary(line)), ""]
-    parts += [f"- **{escape(finding.value)}** {escape(finding.text)}" for finding in compare.findings(line)]
+    parts += [f"- **{escape(finding.value)}** {escape(finding.text)}" for finding in findings(line)]
     if line.problems:
         parts += ["", "## Not everything could be read", ""]
         parts += [f"- {code(name)}: {escape(what)}" for name, what in line.problems]

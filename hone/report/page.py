@@ -13,6 +13,7 @@ from hone.base.spec import dump_yaml
 from hone.report import compare, origin, sections, texts, units
 from hone.report.chain import chain, facts
 from hone.report.collect import Line
+from hone.report.findings import findings
 from hone.report.svg import drawing, el
 
 
@@ -32,7 +33,7 @@ def _context(line: Line) -> dict[str, Any]:
         "css": Markup(stylesheet()),
         "js": Markup(_asset("page.js")),
         "under": origin.summary(line),
-        "findings": compare.findings(line),
+        "findings": findings(line),
         "chain": Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(
             chain(line, 1080.0, anchors), chain(line, 358.0, anchors)
         ),

@@ -12,6 +12,7 @@ from hone.base.durable import write_atomic
 from hone.report import charts, compare, markdown, page
 from hone.report.chain import chain
 from hone.report.collect import Line, collect
+from hone.report.findings import findings
 from hone.report.svg import drawing, el
 
 SCHEMA = 1
@@ -86,7 +87,7 @@ def rows(line: Line) -> dict[str, Any]:
     found = {
         "schema": SCHEMA,
         "line": line.name,
-        "findings": [asdict(finding) for finding in compare.findings(line)],
+        "findings": [asdict(finding) for finding in findings(line)],
         "problems": [{"name": name, "what": what} for name, what in line.problems],
         "quality": {
             "metric": compare.quality_metric(line),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hone.report import compare
 from hone.report.collect import collect
+from hone.report.findings import findings
 
 NUMBERS = st.floats(0.01, 1e9, allow_nan=False)
 
@@ -72,7 +73,7 @@ def test_differences() -> None:
 
 
 def test_findings_say_what_the_figures_say(whole: Path) -> None:
-    found = {finding.about: finding for finding in compare.findings(collect(whole))}
+    found = {finding.about: finding for finding in findings(collect(whole))}
     assert found["quality"].value == "5.80x smaller"
     assert found["quality"].text == "int4 (gptq 4-bit) against base, for +0.92 % perplexity"
     assert found["serving"].value == "2.43x tokens/s"
@@ -88,7 +89,7 @@ def test_a_costly_variant_is_not_praised_over_a_good_one(copy) -> None:
         if figure["name"] == "perplexity":
             figure["value"] = 80.0
     path.write_text(json.dumps(manifest))
-    finding = next(finding for finding in compare.findings(collect(folder)) if finding.about == "quality")
+    finding = next(finding for finding in findings(collect(folder)) if finding.about == "quality")
     assert finding.text.startswith("int4-rtn") and "+3.5 %" in finding.text
 
 
