@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from hone.base.durable import write_atomic
-from hone.base.errors import HoneError, MissingExtra
+from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.language import NO_LANGUAGE, Identifier
 from hone.data.listing import File
-from hone.data.read import Broken, Document, Options, read_file
+from hone.data.read import Broken, Document, Options, poisoned, read_file
 from hone.data.signals import SIGNALS, signals
 
 pa = lazy("pyarrow")
@@ -76,9 +76,9 @@ def annotate(
             if isinstance(item, Document):
                 try:
                     row = _row(item, identifier)
-                except HoneError:
-                    raise
-                except Exception as error:  # a poison document is set aside alone
+                except BaseException as error:  # a poison document is set aside alone
+                    if not poisoned(error):
+                        raise
                     item = Broken(f"failed_{type(error).__name__}", item.source, item.text[:400], len(item.text))
             if isinstance(item, Broken):
                 count = broken[item.reason]

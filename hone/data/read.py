@@ -71,12 +71,12 @@ def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
     while True:
         try:
             item = next(items, None)
-        except HoneError:
-            raise
         except _Unreadable as stop:
             yield Broken(str(stop), file.name, "", file.size)
             return
-        except Exception as error:
+        except BaseException as error:
+            if not poisoned(error):
+                raise
             yield Broken(_reason(error), file.name, str(error)[:_SAMPLE_CHARS], file.size)
             return
         if item is None:
@@ -91,6 +91,16 @@ def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
             continue
         yield _document(text, kind, file, number)
         number += 1
+
+
+def poisoned(error: BaseException) -> bool:
+    """Whether `error` came from the input, so that the document or file is set aside and the rest goes on.
+
+    A panic of a library in Rust arrives as a BaseException that is no Exception.
+    """
+    if isinstance(error, HoneError | MemoryError):
+        return False
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _document(text: str, kind: str, file: File, number: int) -> Document | Broken:
@@ -177,9 +187,14 @@ class _Zstd(io.RawIOBase):
         self._frame = self._new()
         self._begun = False
         self._ready = b""
+        self._position = 0
 
     def readable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        """Decompressed bytes handed out; fastwarc asks."""
+        return self._position
 
     def close(self) -> None:
         self._raw.close()
@@ -200,6 +215,7 @@ class _Zstd(io.RawIOBase):
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
+        self._position += count
         return count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 _OPTIONAL_FILES = ("special_tokens_map.json", "chat_template.jinja")
 _PIECE_CHARS = 1 << 18
 _TRAIN_PIECE_CHARS = 100_000
+_ENDLESS_WORD = re.compile(r"\S{200}")
 _NO_LIMIT = 1 << 30
 
 
@@ -77,7 +79,7 @@ def train(spec: Tokenizer, texts: Iterable[str], folder: Path) -> None:
         max_token_length=spec.max_token_chars,
         show_progress=False,
     )
-    core.train_from_iterator((part for text in texts for part in _pieces(text, _TRAIN_PIECE_CHARS)), trainer)
+    core.train_from_iterator((part for text in texts for part in _for_training(text)), trainer)
     write_atomic(folder / "tokenizer.json", core.to_str(pretty=False).encode())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -130,6 +132,12 @@ def _eos_text(folder: Path) -> str:
             if value:
                 return value["content"] if isinstance(value, dict) else value
     return END_OF_TEXT
+
+
+def _for_training(text: str) -> Iterator[str]:
+    """`text` in pieces, endless words broken: the trainer's time grows with the square of a word's length."""
+    for part in _pieces(text, _TRAIN_PIECE_CHARS):
+        yield _ENDLESS_WORD.sub(r"\g<0>\n", part)
 
 
 def _pieces(text: str, limit: int) -> Iterator[str]:

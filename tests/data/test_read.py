@@ -164,6 +164,35 @@ def test_no_permission(tmp_path, monkeypatch):
     assert [item.reason for item in read_file(File(path, "a.txt", 1, "text"), Options())] == ["no_permission"]
 
 
+class PanicException(BaseException):
+    """Named like what a panic in Rust becomes."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(RuntimeError, "failed_RuntimeError"), (PanicException, "failed_PanicException")]
+)
+def test_a_poison_page_is_set_aside_alone(tmp_path, monkeypatch, error, reason):
+    def extract(raw, encoding=None):
+        if b"poison" in raw:
+            raise error("cannot")
+        return raw.decode()
+
+    for name in ("a", "poison", "z"):
+        put(tmp_path / f"{name}.html", name.encode())
+    monkeypatch.setattr("hone.data.read.html_to_text", extract)
+    assert texts(tmp_path) == ["a", "z"] and reasons(tmp_path) == [reason]
+
+
+def test_an_interrupt_is_no_poison(tmp_path, monkeypatch):
+    def extract(raw, encoding=None):
+        raise KeyboardInterrupt
+
+    put(tmp_path / "a.html", b"x")
+    monkeypatch.setattr("hone.data.read.html_to_text", extract)
+    with pytest.raises(KeyboardInterrupt):
+        texts(tmp_path)
+
+
 def test_nothing_to_read_is_an_error(tmp_path):
     with pytest.raises(SpecError, match="there is no such file"):
         list_source(str(tmp_path / "missing"))

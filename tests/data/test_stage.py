@@ -195,6 +195,7 @@ def test_killed_at_durable_steps_the_rerun_gives_the_same_bytes(made, source, tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_killed_at_every_durable_step(made, source, tmp_path):
     kill_at = 0
     while True:
