@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import ClassVar
 
 from hone.base.artifact import Artifact, Draft
+from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.data.listing import list_source
 from hone.data.settings import Settings
 
 
@@ -14,6 +18,24 @@ class Data(Settings):
 
     stage: ClassVar[str] = "data"
     roles: ClassVar[dict[str, bool]] = {}
+
+    def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
+        """As every stage; says so when the finished artifact it finds was made from files that have changed since."""
+        artifact = super().make(out, parents, run)
+        try:
+            now = list_source(self.source).digest
+            before = json.loads((artifact.folder / "stats.json").read_text(encoding="utf8"))["input"]["digest"]
+        except (
+            SpecError,
+            OSError,
+            ValueError,
+            KeyError,
+        ):  # the input may be gone by now; the artifact stands without it
+            return artifact
+        if before != now:
+            name = artifact.folder.name
+            (run or Run()).say(f"{self.source} has changed since {name} was made; make it again with --redo={name}")
+        return artifact
 
     def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Makes the artifact's files in `draft.folder`; every step resumes from `draft.state`."""

@@ -218,6 +218,19 @@ def test_input_that_changes_during_an_interruption_is_read_again(made, source, t
     assert artifact.content == spec_of(changing).make(tmp_path / "fresh", run=QUIET).content
 
 
+def test_a_finished_artifact_of_changed_input_is_said(tmp_path, capsys):
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.txt").write_text("\n".join(story(i) for i in range(3)))
+    spec = spec_of(source, dedups=[])
+    made = spec.make(tmp_path / "data-x", run=QUIET)
+    assert spec.make(tmp_path / "data-x", run=Run()).content == made.content
+    assert "has changed" not in capsys.readouterr().err
+    (source / "b.txt").write_text(story(7))
+    assert spec.make(tmp_path / "data-x", run=Run()).content == made.content
+    assert "has changed since data-x was made; make it again with --redo=data-x" in capsys.readouterr().err
+
+
 def test_limits_and_splits(source, tmp_path):
     small = spec_of(source, max_bytes=20_000, validation_fraction=0.0).make(tmp_path / "small", run=QUIET)
     assert small.figures["input_bytes"].value <= 20_000 and small.figures["val_tokens"].value == 0
