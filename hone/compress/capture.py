@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
 from hone.compress.calibration import Calibration
-from hone.compress.shards import write_shard
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder, DecoderLayer
 
@@ -34,12 +33,12 @@ class Flow:
         tokens = torch.from_numpy(self.calibration.tokens)
         self.states = torch.cat([ends.embed(part.to(self.device)).to(self.dtype) for part in tokens.split(64)])
 
-    def save(self, path: Path) -> None:
-        """Writes the states durably."""
-        write_shard(path, {"states": self.states})
+    def snapshot(self) -> Tensor:
+        """A copy of the states on the CPU, to be written while the next layer changes them."""
+        return self.states.to("cpu", copy=True)
 
     def restore(self, path: Path) -> None:
-        """Reads the states of `save`, into memory of their own: a mapped file may be aligned differently, and
+        """Reads a snapshot that was written as "states", into memory of their own: a mapped file may be aligned differently, and
         matrix products may then differ in the last bit."""
         try:
             with safe_open(path, framework="pt") as file:

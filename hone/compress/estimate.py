@@ -21,6 +21,9 @@ from hone.cost.steps import forward_seconds
 from hone.measure.machine import Machine
 from hone.model.hf import Checkpoint
 
+DURABLE_S = 0.01
+"""Seconds until a file and its folder entry are on disk, whatever its size; three a layer."""
+
 Entry = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -114,13 +117,13 @@ class Plan:
                     one = seconds(machine, flops=work.flops, num_bytes=work.num_bytes, num_ops=work.num_ops)
                     solve, bound = solve + one.value, bound or one.bound
         moved = folder_bytes(checkpoint.folder) + 3 * self.model_bytes() + 2 * self.states_bytes() * facts.num_layers
-        files = seconds(machine, num_bytes=moved).value
+        files = seconds(machine, num_bytes=moved).value + DURABLE_S * 3 * (facts.num_layers + 1)
         parts = {"two forward passes": forward, "sums of x x^T": gather, "solvers": solve, "files": files}
         formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
         return Estimate(value=sum(parts.values()), unit="s", formula=formula, bound=bound)
 
     def _peak(self, memory_before: int) -> Estimate:
-        """States, one layer (as computed, as stored), its Hessians, and the largest of one batch and one solve."""
+        """States and the copy being written, a layer as computed and as stored, its Hessians, one batch or one solve."""
         checkpoint, width = self.job.checkpoint, self.job.dtype.itemsize
         config = checkpoint.config
         layer = hessians = solve = batch = 0
@@ -138,7 +141,8 @@ class Plan:
                 )
         parts = {
             "in use before": memory_before,
-            "hidden states": self.states_bytes(),
+            "hidden states, twice": self.states_bytes()
+            + (0 if self.job.device.startswith("cuda") else self.states_bytes()),
             "one layer": layer,
             "sums of x x^T": hessians,
             "one batch or one solve": max(solve, batch),

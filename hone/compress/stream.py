@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,20 +66,34 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
             flow.embed(job.checkpoint.build_ends(job.device, job.dtype))
         else:
             flow.restore(_states(draft, done))
-    with torch.no_grad(), run.progress("compress", count, "layers") as bar:
+    # One thread writes a finished layer while the next one is computed; a layer's marker comes after its files.
+    with torch.no_grad(), ThreadPoolExecutor(1) as writer, run.progress("compress", count, "layers") as bar:
         bar.advance(done)
+        written: Future[None] | None = None
         for index in range(done, count):
             rows, tensors = _compress_layer(job, flow, index)
-            write_shard(draft.folder / shard_name(index + 2, job.num_shards), tensors)
-            if flow is not None and index + 1 < count:
-                flow.save(_states(draft, index + 1))
-            entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
-            write_atomic(_marker(draft, index), json.dumps(entry).encode())
-            del tensors  # before the next layer is read
-            _states(draft, index).unlink(missing_ok=True)
-            draft.keep_time()
+            states = flow.snapshot() if flow is not None and index + 1 < count else None
+            if written is not None:
+                written.result()
+            written = writer.submit(_keep, job, draft, index, rows, tensors, states)
+            del tensors, states  # the thread has them, until they are on disk
             bar.advance(1, rows[-1]["name"] if rows else "")
+        if written is not None:
+            written.result()
     return _finish(job, draft, run)
+
+
+def _keep(
+    job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor], states: Tensor | None
+) -> None:
+    """Makes layer `index` durable: its shard, the states behind it, then the marker that both are there."""
+    write_shard(draft.folder / shard_name(index + 2, job.num_shards), tensors)
+    if states is not None:
+        write_shard(_states(draft, index + 1), {"states": states})
+    entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
+    write_atomic(_marker(draft, index), json.dumps(entry).encode())
+    _states(draft, index).unlink(missing_ok=True)
+    draft.keep_time()
 
 
 def shapes_of(checkpoint: Checkpoint, index: int) -> dict[str, tuple[int, int]]:
