@@ -13,7 +13,7 @@ import numpy as np
 
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
-from hone.base.errors import SpecError
+from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
 from hone.data import tokenizer as tokenizers
@@ -21,11 +21,14 @@ from hone.data.corpus import Corpus, annotate, need_parquet, tasks
 from hone.data.forecast import forecast
 from hone.data.language import Identifier
 from hone.data.listing import Listing, list_source
+from hone.data.load import PackedTokens
 from hone.data.pack import pack
 from hone.data.read import Options
 from hone.data.results import count_by, step_row, write_documents, write_samples, write_stats
 from hone.data.settings import Settings
 from hone.measure.window import Window
+
+_SEQ_LENS = (256, 1024, 4096)
 
 
 def curate(spec: Settings, draft: Draft, run: Run) -> None:
@@ -35,7 +38,9 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
     with Window("cpu") as window:
         listing = _list(spec, draft, run)
         identifier = Identifier(spec.languages)
-        draft.predict(_forecast(spec, listing, identifier, draft, window.start_memory_bytes))
+        estimates = _forecast(spec, listing, identifier, draft, window.start_memory_bytes)
+        draft.predict(estimates)
+        _need_space(draft, listing, estimates)
         corpus, step = _read(spec, listing, identifier, draft, run)
         chain = Chain(spec, corpus, run)
         chain.filter()
@@ -65,6 +70,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
                 "steps": [step, *chain.steps],
                 "languages": count_by(corpus.columns["language"], sizes, chain.alive),
                 "sources": count_by(corpus.columns["group"], sizes, chain.alive),
+                "packing": packing(draft.folder),
                 "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
                 "warnings": chain.warnings,
             },
@@ -85,6 +91,13 @@ def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.nd
         below = there[: min(max(len(below), 1), len(there) - 1)]
     val = alive & np.isin(families, below)
     return {"train": alive & ~val, "val": val}
+
+
+def packing(folder: Path) -> dict[str, dict[str, float]]:
+    """{row length: {rows, waste}} of the training split: what rows of common lengths leave without a target."""
+    train = PackedTokens(folder)
+    found = {seq_len: train.packing(seq_len) for seq_len in _SEQ_LENS}
+    return {str(seq_len): {"rows": row.rows, "waste": row.waste} for seq_len, row in found.items()}
 
 
 class Chain:
@@ -132,6 +145,7 @@ class Chain:
             )
         if self.alive.sum() == before.sum():
             self.warnings.append(f"{slot} '{name}' dropped nothing")
+            self.run.say(f"note: {self.warnings[-1]}")
 
 
 def _check_encoding(name: str) -> None:
@@ -147,12 +161,26 @@ def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
     """The source's files. A resumed run whose input has changed meanwhile starts again."""
     listing = list_source(spec.source)
     note = draft.state / "input"
-    if note.exists() and note.read_text() != listing.digest:
-        run.say(f"{spec.source} has changed since this stage was interrupted; starting it again")
-        for path in draft.state.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_atomic(note, listing.digest.encode())
+    if not note.exists() or note.read_text() != listing.digest:
+        if note.exists():
+            run.say(f"{spec.source} has changed since this stage was interrupted; starting it again")
+        kept = ("begun.json", draft.state.name, draft.log.name, "elapsed_s", note.name)
+        for path in (*draft.folder.iterdir(), *draft.state.iterdir()):
+            if path.name not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        write_atomic(note, listing.digest.encode())  # last: without it the next run clears again
     return listing
+
+
+def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) -> None:
+    """Raises FitError when the disk cannot hold shards, documents and tokens, each at most about the kept text."""
+    text = estimates["kept_bytes"].value if "kept_bytes" in estimates else listing.num_bytes
+    free = shutil.disk_usage(draft.folder).free
+    if free < 2 * text:
+        raise FitError(
+            f"{draft.folder} needs about {human_bytes(2 * text)} of disk, has {human_bytes(free)}",
+            fix="free some space, choose another output folder, or set max_bytes",
+        )
 
 
 def _forecast(
@@ -259,9 +287,9 @@ def _tokenizer(spec: Settings, corpus: Corpus, train: np.ndarray, draft: Draft) 
             tokenizers.take(spec.tokenizer.path, draft.folder)
         else:
             total = int(corpus.columns["bytes"][train].sum())
-            # Families are hashes: the lowest ones are a fixed random sample.
+            # Families are hashes: the highest ones are a fixed random sample.
             share = min(1.0, spec.tokenizer.max_train_bytes / max(total, 1))
-            chosen = train & (corpus.columns["family"][:] >= np.uint64(int((1 - share) * (2**64 - 1))))
+            chosen = train & (corpus.columns["family"] >= np.uint64(int((1 - share) * (2**64 - 1))))
             texts = (text for _, shard, first, _ in corpus.spans() for _, text in corpus.texts(shard, first, chosen))
             tokenizers.train(spec.tokenizer, texts, draft.folder)
         write_atomic(done, b"")

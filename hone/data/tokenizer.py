@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from pydantic import Field
 
 from hone.base.durable import write_atomic
@@ -18,6 +17,7 @@ from hone.base.lazy import lazy
 from hone.base.spec import Spec
 from hone.data.read import END_OF_TEXT
 
+np = lazy("numpy")
 tokenizers = lazy("tokenizers")
 
 FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -16,7 +16,7 @@ import pytest
 
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
-from hone.base.errors import ArtifactError, MissingExtra, SpecError
+from hone.base.errors import ArtifactError, FitError, MissingExtra, SpecError
 from hone.base.run import Run
 from hone.data.load import PackedTokens
 from hone.data.stage import Data
@@ -97,6 +97,7 @@ def test_what_is_dropped_and_why(made):
         assert sum(row["documents"] for row in stats[table].values()) == kept == 67
     assert stats["languages"]["code"]["documents"] == 1  # exempt from prose rules by their expression
     assert stats["warnings"] == ["filter 'gopher_quality' dropped nothing"]
+    assert 0 < stats["packing"]["256"]["waste"] < 0.2 and set(stats["packing"]) == {"256", "1024", "4096"}
     dropped = read_jsonl(made.folder / "dropped.jsonl")
     assert {row["reason"] for row in dropped} == {reason for step in stats["steps"] for reason in step["reasons"]}
     assert next(row for row in dropped if row["reason"] == "near_duplicate")["duplicate_of"] == "near.txt"
@@ -207,15 +208,25 @@ def test_killed_at_every_durable_step(made, source, tmp_path):
     assert kill_at > 15
 
 
-def test_input_that_changes_during_an_interruption_is_read_again(made, source, tmp_path):
+@pytest.mark.parametrize("kill_at", [6, 30])
+def test_input_that_changes_during_an_interruption_is_read_again(made, source, tmp_path, kill_at):
     changing = tmp_path / "source"
     changing.mkdir()
     (changing / "rows.jsonl").write_bytes((source / "rows.jsonl").read_bytes())
     out = tmp_path / "data-text"
-    assert run_killed(out, changing, 6, "after") == -signal.SIGKILL
+    assert run_killed(out, changing, kill_at, "after") == -signal.SIGKILL
     (changing / "more.txt").write_text(story(999))
     artifact = spec_of(changing).make(out, run=QUIET)
     assert artifact.content == spec_of(changing).make(tmp_path / "fresh", run=QUIET).content
+
+
+def test_a_full_disk_is_said_before_the_work(source, tmp_path, monkeypatch):
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(FitError, match="of disk, has 1000 B"):
+        spec_of(source).make(tmp_path / "out", run=QUIET)
 
 
 def test_a_finished_artifact_of_changed_input_is_said(tmp_path, capsys):
