@@ -19,7 +19,7 @@ class Distill(Objective):
 
     paper: ClassVar[str] = "arXiv:1503.02531"
     from_teacher: ClassVar[bool] = True
-    alpha: float = Field(0.5, ge=0, le=1, description="Weight of the teacher's distribution; the text has the rest.")
+    alpha: float = Field(0.9, ge=0, le=1, description="Weight of the teacher's distribution; the text has the rest.")
     temperature: float = Field(1.0, gt=0, description="Both distributions are softened by it before they are compared.")
 
     def total(

@@ -147,7 +147,10 @@ class Trainer:
         return tensors, {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Takes up what `state` gave; the next step is then bit for bit the one that would have followed."""
+        """Takes up what `state` gave; the next step is then the one that would have followed.
+
+        Bit for bit on a CPU with as many threads; on a GPU attention's backward pass may add in another order.
+        """
         self.update.restore(tensors)
         torch.set_rng_state(tensors["rng.cpu"])
         if self.device.type == "cuda" and "rng.cuda" in tensors:

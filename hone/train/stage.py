@@ -93,8 +93,7 @@ class Train(Stage):
         """
         from hone.data.load import PackedTokens
         from hone.model.hf import save
-        from hone.train.predict import must_fit, predict
-        from hone.train.warm import warm_up
+        from hone.train.predict import must_fit, predict, warm_up
 
         parents["data"].need("tokens/meta.json", "tokenizer.json")
         data, val = (PackedTokens(parents["data"].folder, split) for split in ("train", "val"))

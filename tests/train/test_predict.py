@@ -68,8 +68,7 @@ from hone.model.families import Shape
 from hone.train import REMATS
 from hone.train.cosine import Cosine
 from hone.train.loop import Trainer
-from hone.train.predict import Plan, growth_bytes
-from hone.train.warm import warm_up
+from hone.train.predict import Plan, growth_bytes, warm_up
 rows, accumulation, precision, remat = json.loads(sys.argv[1])
 remat = REMATS.read(remat)
 warm_up("cpu")
