@@ -38,7 +38,7 @@ class Plan:
     def model_bytes(self) -> int:
         """Bytes of all shards, exactly."""
         before = entries(self.job.checkpoint)
-        total = shard_bytes((name, *before[name]) for name in self.job.ends())
+        total = shard_bytes((name, self.job.stored_rest(*before[name]), before[name][1]) for name in self.job.ends())
         for index in range(self.job.checkpoint.config.num_layers):
             after = {name: before[name] for name in self.job.inside(index)}
             if self.job.quantizer is not None:

@@ -56,6 +56,10 @@ class Compress(Stage):
         "auto", description="Format of the forward passes; auto is float32 on a CPU, bfloat16 on a GPU."
     )
 
+    rest_dtype: Literal["keep", "bfloat16", "float16"] = Field(
+        "keep", description="Format the embedding and the head are stored in; most of a small model's bytes are there."
+    )
+
     @model_validator(mode="after")
     def _steps_follow(self) -> Compress:
         given: set[str] = set()
@@ -83,7 +87,8 @@ class Compress(Stage):
             )
         selected = self._select(checkpoint)
         samples = self._calibrate(checkpoint, parents)
-        job = stream.Job(checkpoint, self.steps, selected, run.device, self._compute_dtype(run.device))
+        rest = None if self.rest_dtype == "keep" else getattr(torch, self.rest_dtype)
+        job = stream.Job(checkpoint, self.steps, selected, run.device, self._compute_dtype(run.device), rest)
         machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
         with Window(run.device) as measured:
             plan = estimate.Plan(job, samples, self.batch_size)

@@ -31,6 +31,12 @@ class Job:
     targets: tuple[tuple[str, ...], ...]
     device: str
     dtype: torch.dtype
+    rest_dtype: torch.dtype | None = None
+    """What the matrices outside the layers (embedding, head) are stored in; None keeps them."""
+
+    def stored_rest(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
+        """Dtype in which a tensor outside the layers is stored."""
+        return self.rest_dtype if self.rest_dtype is not None and len(shape) > 1 else dtype
 
     @property
     def quantizer(self) -> Quantizer | None:
@@ -43,7 +49,7 @@ class Job:
         return self.checkpoint.config.num_layers + 1
 
     def ends(self) -> list[str]:
-        """Names of the tensors outside the decoder layers, which are copied as they are."""
+        """Names of the tensors outside the decoder layers."""
         return [name for name in self.checkpoint.names() if not name.startswith("model.layers.")]
 
     def inside(self, index: int) -> list[str]:
@@ -60,10 +66,16 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
     done = _finished_layers(draft, job, flow)
     first = draft.folder / shard_name(1, job.num_shards)
     if not first.exists():
-        write_shard(first, {name: job.checkpoint.tensor(name) for name in job.ends()})
+        tensors = {name: job.checkpoint.tensor(name) for name in job.ends()}
+        write_shard(first, {name: t.to(job.stored_rest(t.dtype, t.shape)) for name, t in tensors.items()})
+        del tensors
     if flow is not None and done < count:
         if done == 0:
-            flow.embed(job.checkpoint.build_ends(job.device, job.dtype))
+            ends = job.checkpoint.build_ends(job.device, job.dtype)
+            if job.rest_dtype is not None:
+                ends.embedding = nn.Parameter(ends.embedding.to(job.rest_dtype).to(job.dtype), requires_grad=False)
+            flow.embed(ends)
+            del ends
         else:
             flow.restore(_states(draft, done))
     # One thread writes a finished layer while the next one is computed; a layer's marker comes after its files.
@@ -212,7 +224,8 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
     weight_map, total, rows = {}, 0, []
     for name in job.ends():
         weight_map[name] = shard_name(1, count)
-        total += job.checkpoint.tensor(name).nbytes
+        tensor = job.checkpoint.tensor(name)
+        total += tensor.numel() * job.stored_rest(tensor.dtype, tensor.shape).itemsize
     for index in range(count - 1):
         entry = json.loads(_marker(draft, index).read_text(encoding="utf8"))
         weight_map.update(dict.fromkeys(entry["tensors"], shard_name(index + 2, count)))

@@ -126,6 +126,24 @@ def test_ignored_and_untargeted_modules_stay_dense(family_folder, compress) -> N
     assert (ours - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # tied, untied
+def test_embedding_and_head_may_be_stored_narrower(family: str, family_folder, compress) -> None:
+    wide = compress(family_folder(family), FORMATS["int8-channel"], name="wide")
+    made = compress(family_folder(family), FORMATS["int8-channel"], rest_dtype="float16")
+    saved = wide.figures["model_bytes"].value - made.figures["model_bytes"].value
+    ends = load(wide.folder).embedding.numel() * (1 if family == "llama" else 2)
+    assert saved == pytest.approx(2 * ends, abs=64)
+    assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
+    model = load(made.folder)
+    assert model.embedding.dtype == torch.float32
+    tokens = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = model(tokens)
+    assert (ours - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
+    with torch.no_grad():
+        assert (ours - load(wide.folder)(tokens)).abs().max() < 0.01
+
+
 def test_loading_never_unpacks_a_matrix(family_folder, compress) -> None:
     from tests.model.test_quantized import Largest
 
