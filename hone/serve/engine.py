@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from hone.serve.scheduler import Row, Scheduler
 from hone.serve.sizing import cache_pages, kv_shapes
 from hone.serve.spec import EngineSpec
 from hone.serve.speculate import Drafter
+
+_SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
+"""Up to here (some 50 ms of one core) a step on a CPU runs on one thread."""
 
 __all__ = ["BusyError", "Engine", "EngineSpec"]
 
@@ -165,11 +169,33 @@ class Engine:
             return outputs
         self.runner.wipe(fresh)
         self._num_steps += 1
-        for step in self.runner.run(work):
+        with self._threads(sum(item.count for item in work)):
+            steps = self.runner.run(work)
+        for step in steps:
             output = self._settle(step)
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    @contextmanager
+    def _threads(self, num_tokens: int) -> Iterator[None]:
+        """Sets the CPU threads of a step of `num_tokens`; the process gets its own number back.
+
+        Threads meet after every operation. In small steps the meeting costs more than the sharing saves, and when
+        anything else wants the core, it costs a time slice each.
+        """
+        before = torch.get_num_threads()
+        params = self.model.config.num_params
+        small = params <= _SMALL_PARAMS and 2 * params * num_tokens <= _SMALL_FLOPS
+        wanted = self.spec.num_threads or (1 if small and self.device.type == "cpu" else before)
+        if wanted == before:
+            yield
+            return
+        torch.set_num_threads(wanted)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _settle(self, step: Step) -> Output | None:
         """Books a row's step; whatever goes wrong here ends this row alone."""

@@ -27,6 +27,9 @@ class EngineSpec(Spec):
     batching: Literal["continuous", "static"] = Field("continuous", description="static: no one joins a running batch.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are turned away.")
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output; empty for the model's own.")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of a step; empty for one in small steps, where threads wait more than work."
+    )  # fmt: skip
     drafter: Annotated[Technique, Choice(DRAFTERS)] | None = Field(None, description="Who guesses tokens ahead.")
 
     @model_validator(mode="after")

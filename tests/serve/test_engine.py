@@ -332,3 +332,34 @@ def test_text_streams_and_stops(tiny_llama):
     kept = one.generate(["the quick"], greedy(40, stop=(stop,), include_stop=True))[0]
     assert kept.text == done.text + stop
     assert_all_free(one)
+
+
+def test_threads_of_a_step_are_chosen_and_given_back(monkeypatch):
+    before = torch.get_num_threads()
+    seen = []
+    for chosen in (None, 3):
+        one = engine(MODEL, num_threads=chosen)
+        real = one.runner.run
+        monkeypatch.setattr(
+            one.runner, "run", lambda work, real=real: seen.append(torch.get_num_threads()) or real(work)
+        )
+        one.generate([[1, 2]], greedy(1))
+    assert seen == [1, 3]
+    assert torch.get_num_threads() == before
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch):
+    one = engine(MODEL)
+    real, calls = one.step, []
+
+    def step():
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real()
+
+    monkeypatch.setattr(one, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        one.generate(PROMPTS, greedy(8))
+    assert_all_free(one)
+    assert one.generate(PROMPTS[:1], greedy(8))[0].tokens == dense_greedy(MODEL, PROMPTS[0], 8)
