@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -84,34 +87,34 @@ def build(
         decoder = Decoder(config)
     decoder = decoder.to(dtype).to_empty(device=device)
     with torch.no_grad():
-        _draw(decoder.embedding, f"{seed}/embedding")
-        _fill_norms(decoder)
-        for index, layer in enumerate(decoder.layers):
-            _draw_block(layer.mixer, f"{seed}/layers.{index}.mixer", config.num_layers)
-            _draw_block(layer.feed_forward, f"{seed}/layers.{index}.feed_forward", config.num_layers)
-        if decoder.lm_head is not None:
-            _draw(decoder.lm_head.weight, f"{seed}/lm_head")
+        for module in decoder.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
+            elif isinstance(getattr(module, "bias", None), Tensor):
+                module.bias.zero_()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # drawing is serial and lets other threads run
+        for _ in pool.map(lambda piece: _draw(*piece), _pieces(decoder, seed)):
+            pass
     return decoder
 
 
-def _fill_norms(decoder: Decoder) -> None:
-    for module in decoder.modules():
-        if isinstance(module, RMSNorm):
-            module.weight.fill_(1.0)
+def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, float]]:
+    """Every matrix as it stands in a checkpoint: a view of it, its name with the seed, its spread."""
+    yield decoder.embedding.detach(), f"{seed}/embedding", INIT_STD
+    residual_std = INIT_STD / math.sqrt(2 * decoder.config.num_layers)
+    for index, layer in enumerate(decoder.layers):
+        for block in ("mixer", "feed_forward"):
+            module = getattr(layer, block)
+            for attribute, pieces in module.pieces.items():
+                std = residual_std if attribute == module.residual else INIT_STD
+                views = getattr(module, attribute).weight.detach().split(module.rows[attribute])
+                for piece, view in zip(pieces, views, strict=True):
+                    yield view, f"{seed}/layers.{index}.{block}.{piece}", std
+    if decoder.lm_head is not None:
+        yield decoder.lm_head.weight.detach(), f"{seed}/lm_head", INIT_STD
 
 
-def _draw_block(block: nn.Module, name: str, num_layers: int) -> None:
-    """Draws every linear of a mixer or feed-forward, piece by piece."""
-    for attribute, pieces in block.pieces.items():
-        linear = getattr(block, attribute)
-        std = INIT_STD / math.sqrt(2 * num_layers) if attribute == block.residual else INIT_STD
-        for piece, rows in zip(pieces, linear.weight.split(block.rows[attribute]), strict=True):
-            _draw(rows, f"{name}.{piece}", std)
-        if linear.bias is not None:
-            linear.bias.zero_()
-
-
-def _draw(target: Tensor, name: str, std: float = INIT_STD) -> None:
+def _draw(target: Tensor, name: str, std: float) -> None:
     """Fills `target` with normals that depend on `name` and the shape alone, drawn in float32 on the CPU."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     generator = torch.Generator().manual_seed(seed)

@@ -36,7 +36,11 @@ class Shape(Spec):
     tie_embeddings: bool = Field(True, description="Whether the head is the embedding.")
 
     def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
-        """The model of this shape over `vocab_size` tokens. Raises SpecError when the sizes do not fit together."""
+        """The model of this shape over `vocab_size` tokens.
+
+        Raises SpecError when the sizes do not fit together or the family has no such model: better now than when a
+        trained one is saved.
+        """
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise SpecError(
                 f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
@@ -55,17 +59,21 @@ class Shape(Spec):
         layer = LayerSpec.read(
             {"mixer": mixer, "feed_forward": {"kind": "swiglu", "intermediate_size": self.intermediate_size}}
         )
-        return ModelConfig(
-            family=self.family,
-            vocab_size=vocab_size,
-            hidden_size=self.hidden_size,
-            layers=(layer,) * self.num_layers,
-            norm_eps=self.norm_eps,
-            tie_embeddings=self.tie_embeddings,
-            max_seq_len=self.max_seq_len,
-            bos_token_id=bos,
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        config = ModelConfig.read(
+            {
+                "family": self.family,
+                "vocab_size": vocab_size,
+                "hidden_size": self.hidden_size,
+                "layers": [layer] * self.num_layers,
+                "norm_eps": self.norm_eps,
+                "tie_embeddings": self.tie_embeddings,
+                "max_seq_len": self.max_seq_len,
+                "bos_token_id": bos,
+                "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else eos,
+            }
         )
+        to_hf(config)
+        return config
 
 
 # What each family's transformers class assumes when config.json leaves a field out.
@@ -184,7 +192,7 @@ def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:
     if lost:
         raise SpecError(
             f"a {config.family} config.json cannot say this model: {lost}",
-            fix="give every layer the same sizes; alternating windows need family qwen2 or qwen3",
+            fix="give every layer the same sizes; windows need family mistral, alternating ones qwen2 or qwen3",
         )
 
 

@@ -122,9 +122,17 @@ def test_a_stack_that_no_family_can_say_is_refused_at_save() -> None:
         to_hf(config.model_copy(update={"layers": (one, windowed)}))
 
 
-def test_shape_refuses_heads_that_do_not_divide() -> None:
+def test_shape_refuses_what_its_family_has_not_before_anything_is_trained() -> None:
     with pytest.raises(SpecError, match="num_heads"):
         Shape(hidden_size=100, num_heads=6).config(64)
+    with pytest.raises(SpecError, match="window"):
+        Shape(family="llama", window=8).config(64)
+    with pytest.raises(SpecError, match="num_kv_heads"):
+        Shape(num_heads=6, num_kv_heads=4).config(64)
+    with pytest.raises(SpecError, match="99"):
+        Shape().config(64, eos=99)
+    assert Shape(family="mistral", window=8).config(64, eos=(3, 4)).eos_token_ids == (3, 4)
+    assert Shape.read({"family": "qwen3", "head_dim": 64}).config(64).layers[0].mixer.qk_norm
 
 
 def test_predictions() -> None:
