@@ -104,7 +104,9 @@ def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = F
     The shaded band is +-`band`. `mixed` rows are of several figures and named after both.
     """
     step, size, top = 30.0, 13.0, 22.0
-    name_width = min(width * 0.38, max(text_width(_row_name(check, mixed), size) for check in checks) + 12)
+    name_width = min(
+        width * (0.54 if mixed else 0.42), max(text_width(_row_name(check, mixed), size) for check in checks) + 12
+    )
     known = [check.ratio for check in checks if check.ratio is not None]
     reach = min(max([1.5, *(max(ratio, 1 / ratio) for ratio in known)]), _FARTHEST) ** 1.12
     x = Scale(1 / reach, reach, name_width, width - 62, True)
