@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.figure import Estimate
-from hone.measure.calibration import Calibration
+from hone.measure.calibration import Calibration, Layout
 from hone.measure.machine import Machine
 
 NEAREST = 3
@@ -30,11 +30,14 @@ def seconds(
     num_ops: float = 0.0,
     dtype: str = "float32",
     matmul: tuple[int, int, int] | None = None,
+    layout: Layout = "forward",
+    op_bytes: float | None = None,
 ) -> Estimate:
     """max(flops / rate, bytes / bandwidth) + operations x overhead, at the rates of `machine.calibration`.
 
-    `matmul` = (m, n, k) looks the rate up among products of that shape (and sets `flops` when it is 0);
-    without it the rate is the best one calibrated. `num_bytes` counts reads and writes. Without a calibration,
+    `matmul` = (m, n, k) looks the rate up among products of that shape and `layout` (and sets `flops` when it is 0);
+    without it the rate is the best one calibrated. `num_bytes` counts reads and writes; `op_bytes` is what one of the
+    operations behind them touches (default: all), which decides whether a cache holds it. Without a calibration,
     or one that lacks `dtype`, the result is a bound from data-sheet peaks, and says so.
     """
     if matmul is not None and not flops:
@@ -44,12 +47,12 @@ def seconds(
         return _bound(machine, flops, num_bytes, dtype)
     compute_s, how = 0.0, []
     if flops:
-        rate = matmul_rate(calibration, dtype, matmul)
+        rate = matmul_rate(calibration, dtype, matmul, layout)
         compute_s = flops / rate
         how.append(f"{flops:.3g} FLOP at {rate / 1e9:,.1f} GFLOP/s")
     memory_s = 0.0
     if num_bytes:
-        bandwidth = copy_rate(calibration, num_bytes)
+        bandwidth = copy_rate(calibration, op_bytes or num_bytes)
         memory_s = num_bytes / bandwidth
         how.append(f"{num_bytes:.3g} B at {bandwidth / 1e9:,.1f} GB/s")
     formula = f"max({', '.join(how)})" if len(how) == 2 else "".join(how)
@@ -59,14 +62,16 @@ def seconds(
     return Estimate(value=value, unit="s", formula=f"{formula} ({calibration.device}, calibrated)")
 
 
-def matmul_rate(calibration: Calibration, dtype: str, shape: tuple[int, int, int] | None) -> float:
+def matmul_rate(
+    calibration: Calibration, dtype: str, shape: tuple[int, int, int] | None, layout: Layout = "forward"
+) -> float:
     """FLOP/s of an [m, k] by [k, n] product: mean of the nearest calibrated shapes, weighted by distance in log space."""
     rates = [rate for rate in calibration.matmuls if rate.dtype == dtype]
     assert rates, f"calibration has no {dtype}"
     if shape is None:
         return max(rate.flops_per_s for rate in rates)
     near = []
-    for rate in rates:
+    for rate in [rate for rate in rates if rate.layout == layout] or rates:
         gaps = [math.log2(max(one, 1) / other) for one, other in zip(shape, (rate.m, rate.n, rate.k), strict=True)]
         near.append((math.sqrt(sum(gap * gap for gap in gaps)), rate.flops_per_s))
     return _weighted(near)
@@ -76,6 +81,18 @@ def copy_rate(calibration: Calibration, num_bytes: float) -> float:
     """Bytes/s when `num_bytes` are touched, from the calibrated sizes around it."""
     near = [(abs(math.log2(max(num_bytes, 1) / copy.num_bytes)), copy.bytes_per_s) for copy in calibration.copies]
     return _weighted(near)
+
+
+def attention_seconds(machine: Machine, flops: float, dtype: str, *, train: bool = False) -> float:
+    """Causal attention of `flops` forward FLOPs (visible pairs only); with `train` its backward pass too.
+
+    Without a calibration the data-sheet rate, with 3.5 times the FLOPs for training (FlashAttention-2, arXiv:2307.08691).
+    """
+    calibration = machine.calibration
+    for rate in calibration.attentions if calibration is not None else ():
+        if rate.dtype == dtype:
+            return flops / (rate.train_flops_per_s if train else rate.forward_flops_per_s)
+    return flops * (3.5 if train else 1.0) / speed_of_light(machine, dtype)[0]
 
 
 def _weighted(near: list[tuple[float, float]]) -> float:

@@ -1,15 +1,27 @@
-"""Seconds of one forward pass, one training step and one decoding step, composed from matmuls, traffic and operation starts."""
+"""Seconds of a forward pass, a training step and a decoding step: matmuls, attention, element-wise traffic, operation starts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hone.base.figure import Estimate
-from hone.cost.facts import ModelFacts, mean_positions
+from hone.cost.facts import LayerFacts, ModelFacts, mean_positions
 from hone.cost.memory import BYTES
-from hone.cost.roofline import seconds
+from hone.cost.roofline import attention_seconds, seconds
+from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 
-OPS_PER_LAYER = 40
-OPS_AROUND = 10
+FORWARD_OPS = 60
+"""Starts of small operations that one layer's forward pass equals, matmuls aside: two norms (7 each), rotations (6 each),
+gate, attention, sums, and the Python between them. Measured on one token; a decoder's views count as parts of a start."""
+
+BACKWARD_OPS = 140
+"""The same for a layer's backward pass through autograd."""
+
+AROUND_OPS = 60
+"""Embedding, last norm, loss and Python around the layers."""
+
+Product = tuple[tuple[int, int, int], Layout]
 
 
 def forward_seconds(
@@ -23,9 +35,16 @@ def forward_seconds(
 ) -> Estimate:
     """Forward pass over `tokens` (B x S) in sequences of `seq_len`, logits for `logit_tokens` of them (default: all)."""
     rows = tokens if logit_tokens is None else logit_tokens
-    shapes = [(tokens, *matmul) for layer in facts.layers for matmul in layer.matmuls]
-    shapes.append((rows, facts.vocab_size, facts.hidden_size))
-    return _compose(facts, machine, shapes, tokens=tokens, seq_len=seq_len, dtype=dtype, passes=1)
+    products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
+    products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
+    flops = sum(_attention_flops(layer, tokens, seq_len) for layer in facts.layers)
+    parts = {
+        f"{len(products)} matmuls": _products(machine, products, dtype),
+        "attention": attention_seconds(machine, flops, dtype),
+        "element-wise": _traffic(machine, facts, tokens, dtype, backward=False),
+    }
+    starts = len(products) + FORWARD_OPS * facts.num_layers + AROUND_OPS
+    return _sum_up(machine, parts, starts, dtype)
 
 
 def train_step_seconds(
@@ -39,16 +58,32 @@ def train_step_seconds(
     recomputed_layers: int = 0,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update."""
-    shapes = []
+    vocab, hidden, width = facts.vocab_size, facts.hidden_size, BYTES[dtype]
+    products: list[Product] = []
+    attention = 0.0
     for index, layer in enumerate(facts.layers):
+        again = index < recomputed_layers
         for out_features, in_features in layer.matmuls:
-            forward = (batch_tokens, out_features, in_features)
-            shapes += [forward] * (2 if index < recomputed_layers else 1)
-            shapes += [(batch_tokens, in_features, out_features), (out_features, in_features, batch_tokens)]
-    vocab, hidden = facts.vocab_size, facts.hidden_size
-    shapes += [(batch_tokens, vocab, hidden), (batch_tokens, hidden, vocab), (vocab, hidden, batch_tokens)]
-    once = _compose(facts, machine, shapes, tokens=batch_tokens, seq_len=seq_len, dtype=dtype, passes=3)
-    update = seconds(machine, num_bytes=4 * 8 * facts.num_params, num_ops=20)
+            products += _three(batch_tokens, out_features, in_features, forwards=2 if again else 1)
+        flops = _attention_flops(layer, batch_tokens, seq_len)
+        attention += attention_seconds(machine, flops, dtype, train=True)
+        attention += attention_seconds(machine, flops, dtype) if again else 0.0
+    products += _three(batch_tokens, vocab, hidden, forwards=1)
+    repeated = recomputed_layers / max(facts.num_layers, 1)
+    forward_traffic = _traffic(machine, facts, batch_tokens, dtype, backward=False)
+    parts = {
+        f"{len(products)} matmuls": _products(machine, products, dtype),
+        "attention": attention,
+        "element-wise": forward_traffic * (1 + repeated) + _traffic(machine, facts, batch_tokens, dtype, backward=True),
+        "loss": loss_seconds(machine, batch_tokens, vocab, train=True)
+        # The head's gradient is summed, scaled, and joined with the embedding's.
+        + seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value,
+    }
+    starts = len(products) + (FORWARD_OPS * (1 + repeated) + BACKWARD_OPS) * facts.num_layers + 4 * AROUND_OPS
+    once = _sum_up(machine, parts, starts, dtype)
+    # Norm, clipping, and the fused AdamW: each weight, gradient and moment read and written; half precision is widened.
+    update_bytes = facts.num_params * (4 * 10 + (12 if width < 4 else 0))
+    update = seconds(machine, num_bytes=update_bytes, num_ops=40, op_bytes=4 * facts.num_params, dtype=dtype)
     value = micro_batches * once.value + update.value
     formula = f"{micro_batches} x ({once.formula}) + update {update.value:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
@@ -63,43 +98,94 @@ def decode_step_seconds(
     dtype: str = "float32",
     weights_bytes: float | None = None,
 ) -> Estimate:
-    """One decoding step of `rows` sequences that each see `context` cached positions."""
-    shapes = [(rows, *matmul) for layer in facts.layers for matmul in layer.matmuls]
-    shapes.append((rows, facts.vocab_size, facts.hidden_size))
-    return _compose(facts, machine, shapes, tokens=rows, seq_len=context, dtype=dtype, passes=1)
+    """One decoding step of `rows` sequences that each see `context` cached positions.
 
-
-def _compose(
-    facts: ModelFacts,
-    machine: Machine,
-    shapes: list[tuple[int, int, int]],
-    *,
-    tokens: int,
-    seq_len: int,
-    dtype: str,
-    passes: int,
-) -> Estimate:
+    `weights_bytes` is what is read of the weights (default: all of them in `dtype`; less when they are quantized).
+    """
     width = BYTES[dtype]
-    matmuls = [
-        seconds(machine, matmul=(m, n, k), num_bytes=width * (m * n + m * k + n * k), num_ops=1, dtype=dtype)
-        for m, n, k in shapes
+    products: list[Product] = [((rows, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
+    products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
+    # Gathered from the pages (read, written) and read by the attention, keys and values alike.
+    cached = sum(min(context, layer.window or context) * layer.kv_values_per_token for layer in facts.layers)
+    gathered = 3.0 * width * rows * cached
+    weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
+    parts = {
+        f"{len(products)} matmuls": max(_products(machine, products, dtype), weights_s),
+        "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered / max(facts.num_layers, 1)).value,
+        "element-wise": _traffic(machine, facts, rows, dtype, backward=False),
+    }
+    return _sum_up(machine, parts, len(products) + FORWARD_OPS * facts.num_layers + AROUND_OPS, dtype)
+
+
+def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool) -> float:
+    """Cross entropy over logits that are there already; with `train` their gradient too, made in their place.
+
+    One exponential and 4 float32 values moved a logit; the gradient takes another exponential and 8 more. Logits come
+    in chunks that stay in a CPU's cache (4 MiB, as in hone.ops.reference.linear_cross_entropy).
+    """
+    count = float(tokens) * vocab_size
+    if not count:
+        return 0.0
+    moved = seconds(machine, num_bytes=4 * count * (12 if train else 4), op_bytes=min(8 * count, 8 << 20)).value
+    calibration = machine.calibration
+    return moved + (count * (2 if train else 1) / calibration.exp_per_s if calibration is not None else 0.0)
+
+
+def _three(rows: int, out_features: int, in_features: int, *, forwards: int) -> list[Product]:
+    """A linear layer's forward product(s) and the two of its backward pass."""
+    return [
+        *[((rows, out_features, in_features), "forward")] * forwards,
+        ((rows, in_features, out_features), "input_gradient"),
+        ((out_features, in_features, rows), "weight_gradient"),
     ]
-    attention = 0.0
-    traffic = 0.0
+
+
+def _products(machine: Machine, products: Iterable[Product], dtype: str) -> float:
+    """Seconds of all matmuls, each the larger of its arithmetic and its traffic; equal ones are looked up once."""
+    known: dict[Product, float] = {}
+    total = 0.0
+    for product in products:
+        if product not in known:
+            (m, n, k), layout = product
+            num_bytes = BYTES[dtype] * (m * n + m * k + n * k)
+            known[product] = seconds(machine, matmul=(m, n, k), layout=layout, num_bytes=num_bytes, dtype=dtype).value
+        total += known[product]
+    return total
+
+
+def _attention_flops(layer: LayerFacts, tokens: int, seq_len: int) -> float:
+    return 4.0 * layer.num_heads * layer.head_dim * mean_positions(seq_len, layer.window) * tokens
+
+
+def _traffic(machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool) -> float:
+    """Seconds of norms, rotations, gate and residual sums, from the numbers that hone.ops.lean reads and writes a token.
+
+    Forward: 5 passes a norm, 6 a rotation, 6 the gate, 3 a sum. Backward: 10 a norm, 8 a rotation, 12 the gate, 3 a
+    sum, and 3 to join the gradients of queries, keys and values.
+    """
+    hidden, total, widest = facts.hidden_size, 0.0, 0.0
     for layer in facts.layers:
-        attention += 4.0 * layer.num_heads * layer.head_dim * mean_positions(seq_len, layer.window) * tokens
-        traffic += (
-            width
-            * tokens
-            * (8 * facts.hidden_size + 6 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size)
-        )
-    rest = seconds(
-        machine,
-        flops=attention * passes,
-        num_bytes=traffic * passes,
-        num_ops=passes * (OPS_PER_LAYER * facts.num_layers + OPS_AROUND),
-        dtype=dtype,
-    )
-    product = sum(one.value for one in matmuls)
-    formula = f"{len(matmuls)} matmuls {product:.3g} s + attention and element-wise {rest.value:.3g} s: {rest.formula}"
-    return Estimate(value=product + rest.value, unit="s", formula=formula, bound=rest.bound)
+        query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        turned, joined, inner = query + kv, query + 2 * kv, layer.intermediate_size
+        if backward:
+            total += 26 * hidden + 8 * turned + 12 * inner + 3 * joined
+        else:
+            total += 16 * hidden + 6 * turned + 6 * inner
+        widest = max(widest, 3 * hidden, 3 * inner)
+    width = BYTES[dtype]
+    return seconds(machine, num_bytes=width * tokens * total, op_bytes=width * tokens * widest, dtype=dtype).value
+
+
+def _sum_up(machine: Machine, parts: dict[str, float], starts: float, dtype: str) -> Estimate:
+    """The parts and the starts of all operations: one after another on a CPU; a GPU works while the next are started."""
+    started = seconds(machine, num_ops=starts, dtype=dtype)
+    work = sum(parts.values())
+    formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items())
+    if machine.device.startswith("cuda"):
+        value, formula = max(work, started.value), f"max({formula}, {starts:,.0f} starts {started.value:.3g} s)"
+    else:
+        value, formula = work + started.value, f"{formula} + {starts:,.0f} starts {started.value:.3g} s"
+    calibration = machine.calibration
+    bound = calibration is None or dtype not in calibration.dtypes
+    formula += " (a bound: not calibrated)" if bound else f" ({calibration.device}, calibrated)"
+    return Estimate(value=value, unit="s", formula=formula, bound=bound)

@@ -6,7 +6,15 @@ import time
 from collections.abc import Callable
 
 from hone.base.lazy import lazy
-from hone.measure.calibration import Bandwidth, Calibration, MatmulRate, keep_calibration, read_calibration
+from hone.measure.calibration import (
+    AttentionRate,
+    Bandwidth,
+    Calibration,
+    Layout,
+    MatmulRate,
+    keep_calibration,
+    read_calibration,
+)
 from hone.measure.machine import describe, identity
 
 torch = lazy("torch")
@@ -17,9 +25,17 @@ BUDGET_S = 4.0
 _SHAPES = [
     (m, n, k) for m in (1, 16, 256, 2048) for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 256))
 ] + [(256, 256, 2048), (1024, 256, 2048), (256, 1024, 2048), (4096, 256, 2048)]
+_GRADIENT_SHAPES = [
+    (m, n, k) for m in (256, 2048) for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 256))
+]
 _GPU_SHAPES = [
     (m, n, k) for m in (1, 16, 256, 4096, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
 ]
+_GPU_GRADIENT_SHAPES = [
+    (m, n, k) for m in (2048, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
+]
+_ATTENTION = (4, 8, 256, 32)
+_GPU_ATTENTION = (2, 32, 2048, 128)
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 
@@ -37,16 +53,27 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
         return kept
     timer = _Timer(device)
     op_s = _op_seconds(timer)
-    shapes = _GPU_SHAPES if timer.cuda else _SHAPES
-    matmuls = tuple(_matmul_rate(timer, dtype, shape, op_s, BUDGET_S / 2 / len(shapes)) for shape in shapes)
-    others = tuple(rate for rate in kept.matmuls if rate.dtype != dtype) if kept is not None else ()
+    forward, gradients = (_GPU_SHAPES, _GPU_GRADIENT_SHAPES) if timer.cuda else (_SHAPES, _GRADIENT_SHAPES)
+    layouts: list[tuple[Layout, list]] = [
+        ("forward", forward),
+        ("input_gradient", gradients),
+        ("weight_gradient", gradients),
+    ]
+    share_s = BUDGET_S / 2 / (len(forward) + 2 * len(gradients))
+    matmuls = tuple(
+        _matmul_rate(timer, dtype, shape, layout, op_s, share_s) for layout, shapes in layouts for shape in shapes
+    )
+    attention = _attention_rate(timer, dtype)
+    kept_matmuls = tuple(rate for rate in kept.matmuls if rate.dtype != dtype) if kept is not None else ()
+    kept_attentions = tuple(rate for rate in kept.attentions if rate.dtype != dtype) if kept is not None else ()
     calibration = Calibration(
         device=machine.processor,
         threads=1 if timer.cuda else torch.get_num_threads(),
         torch=str(machine.torch),
         read_bytes_per_s=_read_rate(timer),
         copies=tuple(_copy_rate(timer, size, op_s) for size in _COPY_BYTES),
-        matmuls=others + matmuls,
+        matmuls=kept_matmuls + matmuls,
+        attentions=(*kept_attentions, attention),
         op_s=op_s,
         exp_per_s=_softmax_rate(timer),
     )
@@ -88,12 +115,43 @@ def _op_seconds(timer: _Timer) -> float:
     return timer.least(lambda: tensor + 1.0, 0.1, inner=200)
 
 
-def _matmul_rate(timer: _Timer, dtype: str, shape: tuple[int, int, int], op_s: float, budget_s: float) -> MatmulRate:
-    m, n, k = shape
-    left = torch.randn(m, k, device=timer.device).to(getattr(torch, dtype))
-    right = torch.randn(n, k, device=timer.device).to(getattr(torch, dtype))
-    took = timer.least(lambda: torch.nn.functional.linear(left, right), budget_s)
-    return MatmulRate(dtype=dtype, m=m, n=n, k=k, flops_per_s=2.0 * m * n * k / max(took - op_s, took / 4))
+def _matmul_rate(
+    timer: _Timer, dtype: str, shape: tuple[int, int, int], layout: Layout, op_s: float, budget_s: float
+) -> MatmulRate:
+    """The product of a linear layer of `n` outputs and `k` inputs on `m` rows; a gradient's shape is that of its product."""
+    rows, outputs, inputs = shape
+    number = getattr(torch, dtype)
+    x = torch.randn(rows, inputs, device=timer.device).to(number)
+    weight = torch.randn(outputs, inputs, device=timer.device).to(number)
+    y = torch.randn(rows, outputs, device=timer.device).to(number)
+    work, (m, n, k) = {
+        "forward": (lambda: x @ weight.T, (rows, outputs, inputs)),
+        "input_gradient": (lambda: y @ weight, (rows, inputs, outputs)),
+        "weight_gradient": (lambda: y.T @ x, (outputs, inputs, rows)),
+    }[layout]
+    took = timer.least(work, budget_s)
+    rate = 2.0 * m * n * k / max(took - op_s, took / 4)
+    return MatmulRate(dtype=dtype, m=m, n=n, k=k, flops_per_s=rate, layout=layout)
+
+
+def _attention_rate(timer: _Timer, dtype: str) -> AttentionRate:
+    batch, heads, seq_len, head_dim = _GPU_ATTENTION if timer.cuda else _ATTENTION
+    shape = (3, batch, seq_len, heads, head_dim)
+    # As a decoder has them: heads beside each other in memory.
+    qkv = torch.randn(shape, device=timer.device).to(getattr(torch, dtype)).transpose(2, 3)
+    flops = 4.0 * batch * heads * head_dim * seq_len * (seq_len + 1) / 2
+
+    def forward() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+
+    def train() -> object:
+        q, k, v = (part.detach().requires_grad_() for part in qkv)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(mixed, (q, k, v), mixed.detach())
+
+    with torch.no_grad():
+        alone = flops / timer.least(forward, 0.1)
+    return AttentionRate(dtype=dtype, forward_flops_per_s=alone, train_flops_per_s=flops / timer.least(train, 0.15))
 
 
 def _copy_rate(timer: _Timer, num_bytes: int, op_s: float) -> Bandwidth:

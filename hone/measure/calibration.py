@@ -6,8 +6,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Layout = Literal["forward", "input_gradient", "weight_gradient"]
+"""Which way the factors of a product lie: x W^T, y W, or y^T x of a linear layer."""
 
 
 class MatmulRate(BaseModel):
@@ -20,6 +24,17 @@ class MatmulRate(BaseModel):
     n: int
     k: int
     flops_per_s: float
+    layout: Layout = "forward"
+
+
+class AttentionRate(BaseModel):
+    """Rate of causal attention, in the FLOPs of the forward pass that the mask leaves (4 a head value a visible pair)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: str
+    forward_flops_per_s: float
+    train_flops_per_s: float = Field(description="Forward FLOPs over the time of forward and backward together.")
 
 
 class Bandwidth(BaseModel):
@@ -42,6 +57,7 @@ class Calibration(BaseModel):
     read_bytes_per_s: float = Field(description="Reading a buffer far larger than the caches.")
     copies: tuple[Bandwidth, ...] = Field(description="Copy bandwidth by size: small buffers stay in a cache.")
     matmuls: tuple[MatmulRate, ...] = Field(description="Matrix product rate by shape and number format.")
+    attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by number format.")
     op_s: float = Field(description="Seconds to start one small operation (dispatch, allocation).")
     exp_per_s: float = Field(description="Elements per second of a softmax over long rows.")
 
@@ -62,7 +78,11 @@ class Calibration(BaseModel):
             rows.append((f"copy, {_binary(copy.num_bytes)} touched", f"{copy.bytes_per_s / 1e9:.1f} GB/s"))
         for rate in self.matmuls:
             shape = f"{rate.dtype} matmul {rate.m} x {rate.n} x {rate.k}"
+            shape += "" if rate.layout == "forward" else f" ({rate.layout.replace('_', ' ')})"
             rows.append((shape, f"{rate.flops_per_s / 1e9:,.1f} GFLOP/s"))
+        for rate in self.attentions:
+            rows.append((f"{rate.dtype} attention", f"{rate.forward_flops_per_s / 1e9:,.1f} GFLOP/s"))
+            rows.append((f"{rate.dtype} attention, trained", f"{rate.train_flops_per_s / 1e9:,.1f} GFLOP/s"))
         rows.append(("start of a small operation", f"{self.op_s * 1e6:.1f} us"))
         rows.append(("softmax", f"{self.exp_per_s / 1e6:,.0f} M elements/s"))
         return rows

@@ -7,7 +7,7 @@ import pytest
 from hone.cost.facts import ModelFacts
 from hone.cost.roofline import copy_rate, data_sheets, matmul_rate, seconds, speed_of_light
 from hone.cost.steps import decode_step_seconds, forward_seconds, train_step_seconds
-from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
+from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Gpu, Machine
 
 
@@ -15,6 +15,7 @@ def calibration(op_s: float = 1e-6) -> Calibration:
     shapes = [(1, 256, 256), (16, 256, 256), (256, 256, 256), (256, 1024, 256), (2048, 1024, 1024)]
     return Calibration(
         device="test", threads=1, torch="2", read_bytes_per_s=10e9, op_s=op_s, exp_per_s=1e9,
+        attentions=(AttentionRate(dtype="float32", forward_flops_per_s=5e10, train_flops_per_s=1.5e10),),
         copies=(Bandwidth(num_bytes=1 << 16, bytes_per_s=100e9), Bandwidth(num_bytes=1 << 28, bytes_per_s=10e9)),
         matmuls=tuple(
             MatmulRate(dtype="float32", m=m, n=n, k=k, flops_per_s=m * 1e9) for m, n, k in shapes

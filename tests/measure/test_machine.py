@@ -44,6 +44,8 @@ def test_calibration_is_kept_and_found(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(micro, "BUDGET_S", 0.05)
     monkeypatch.setattr(micro, "_SHAPES", [(1, 64, 64), (64, 64, 64)])
+    monkeypatch.setattr(micro, "_GRADIENT_SHAPES", [(64, 64, 64)])
+    monkeypatch.setattr(micro, "_ATTENTION", (1, 2, 32, 16))
     monkeypatch.setattr(micro, "_COPY_BYTES", (1 << 12, 1 << 16))
     describe.cache_clear()
     assert describe().calibration is None
@@ -61,7 +63,9 @@ def test_calibration_is_kept_and_found(tmp_path, monkeypatch):
 def test_a_broken_cache_file_is_no_calibration(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     who = identity(describe())
-    made = Calibration(device="x", threads=1, torch="2", read_bytes_per_s=1, copies=(), matmuls=(), op_s=1, exp_per_s=1)
+    made = Calibration(
+        device="x", threads=1, torch="2", read_bytes_per_s=1, copies=(), matmuls=(), attentions=(), op_s=1, exp_per_s=1
+    )
     path = keep_calibration(who, made)
     assert read_calibration(who) == made
     path.write_text(path.read_text()[:-5])
