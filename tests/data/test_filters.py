@@ -1,0 +1,121 @@
+"""Every rule of every filter drops the text it is meant for, and plain prose passes them all."""
+
+from __future__ import annotations
+
+import gzip
+
+import numpy as np
+import pytest
+
+from hone.base.errors import SpecError
+from hone.data import FILTERS
+from hone.data.signals import normalize, signals
+
+PROSE = (
+    "The garden behind the house had been left to itself for many years. Nobody could say who planted the old pear tree.\n"
+    "In spring its white flowers covered the grass, and the children of the village came to play with them.\n"
+    "Their mothers called from the road when supper was ready. Then the place was silent again, and the owl began to cry.\n"
+    "One morning a stranger arrived with a saw. He looked at the tree for a long time. He went away and was not seen again."
+)
+
+
+def columns_of(text: str, kind: str = "prose", language: str = "en", score: float = 0.99) -> dict[str, np.ndarray]:
+    row = {"kind": kind, "language": language, "language_score": score, **signals(normalize(text))}
+    return {name: np.array([value]) for name, value in row.items()}
+
+
+def reason(name: str, text: str, options: dict | None = None, **columns) -> str:
+    _, reasons = FILTERS.read({"kind": name, **(options or {})}).decide(columns_of(text, **columns))
+    return reasons[0]
+
+
+@pytest.mark.parametrize("name", list(FILTERS))
+def test_plain_prose_passes(name):
+    assert reason(name, PROSE) == ""
+
+
+def lines(text: str, count: int = 1) -> str:
+    return "\n".join(text.replace("{n}", str(number)) for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "text"),
+    [
+        ("length", "too_short", "Short."),
+        ("length", "long_line", "word " * 30_000),
+        ("language", "other_language", PROSE),
+        ("gopher_quality", "too_few_words", "The cat and the dog have to be with me."),
+        ("gopher_quality", "too_many_words", "the and of them " * 30_000),
+        ("gopher_quality", "short_words", "to be of it is " * 20),
+        ("gopher_quality", "long_words", "theverylongword andanotherone ofsuchlengths " * 20),
+        ("gopher_quality", "too_many_hashes", "the #tag and #other of them " * 20),
+        ("gopher_quality", "too_many_ellipses", "the things... and others… of them have " * 20),
+        ("gopher_quality", "too_many_bullets", lines("- the item {n} and others of them", 20)),
+        (
+            "gopher_quality",
+            "too_many_ellipsis_lines",
+            lines("the beginning {n} of a very long sentence and more words…", 20),
+        ),
+        ("gopher_quality", "too_few_alphabetic_words", "the 12345 and 67890 of 24680 with 13579 " * 20),
+        ("gopher_quality", "too_few_stop_words", "cats chase mice while dogs sleep quietly under trees " * 20),
+        (
+            "gopher_repetition",
+            "duplicate_lines",
+            lines("again and again", 9),
+        ),
+        ("gopher_repetition", "duplicate_paragraphs", "a b c\nd e f\n\n" + "one short part\n\n" * 3 + PROSE),
+        ("gopher_repetition", "top_2gram", " ".join(f"blue sky w{n}" for n in range(30))),
+        (
+            "gopher_repetition",
+            "duplicate_5grams",
+            " ".join(f"{PROSE[:120]} number{n}." for n in range(2)) + PROSE[120:300],
+        ),
+        ("c4", "lorem_ipsum", PROSE + " Lorem ipsum dolor."),
+        ("c4", "brace", PROSE + " if (x) { y }"),
+        ("c4", "too_few_sentences", "One sentence. And another."),
+        ("c4", "long_word", PROSE + " " + "x" * 1001 + "."),
+        ("c4", "javascript", PROSE + "\nPlease enable Javascript."),
+        ("c4", "policy", PROSE + "\nThis site uses cookies."),
+        ("fineweb", "unpunctuated_lines", lines("a line number {n} of a menu that never ends with anything", 20)),
+        ("fineweb", "short_lines", lines("Item {n}.", 20)),
+        ("fineweb", "duplicate_line_chars", PROSE + "\n" + PROSE.split("\n")[0]),
+        ("fineweb", "list_like", lines("Antidisestablishmentarianism_number_{n}.", 20)),
+    ],
+)
+def test_each_rule_drops_its_text(name, expected, text):
+    options = {"languages": ["de"]} if name == "language" else {}
+    if expected in ("duplicate_lines", "duplicate_paragraphs"):
+        options = {f"max_{expected.replace('duplicate', 'dup')}": 0.2}
+    assert reason(name, text, options) == expected
+
+
+def test_uncertain_languages_are_dropped():
+    assert reason("language", PROSE, score=0.5) == "language_uncertain"
+
+
+def test_code_and_unspaced_languages_are_exempt_by_the_expression():
+    assert reason("gopher_quality", "x = 1", kind="code") == ""
+    assert reason("gopher_quality", "x = 1", {"when": "True"}, kind="code") == "too_few_words"
+    assert reason("gopher_quality", "這是一個句子。" * 40, language="zh") == ""
+    assert reason("length", "x = 1", kind="code") == "too_short"
+
+
+def test_the_estimate_is_the_kept_share_of_a_sample():
+    texts = [PROSE, "Short."]
+    columns = {name: np.concatenate([columns_of(text)[name] for text in texts]) for name in columns_of(PROSE)}
+    share = len(PROSE) / (len(PROSE) + 6)
+    assert FILTERS.read("length").estimates(columns=columns)["kept_fraction"].value == pytest.approx(share)
+
+
+def test_real_books_pass_and_a_word_list_does_not(shared_data):
+    for name in ("en-dracula.txt.gz", "en-frankenstein.txt.gz", "en-alice-s-adventures-in-wonder.txt.gz"):
+        text = gzip.decompress((shared_data / "books" / name).read_bytes()).decode("utf8", "replace")[50_000:250_000]
+        for rules in ("gopher_quality", "gopher_repetition"):
+            assert reason(rules, text) == "", name
+    bad_words = (shared_data / "quality" / "ldnoobw" / "en").read_text()
+    assert reason("fineweb", bad_words) == "unpunctuated_lines"
+
+
+def test_own_rules_name_unknown_columns():
+    with pytest.raises(SpecError, match="did you mean 'urls'"):
+        reason("expression", PROSE, {"keep": "url < 3"})
