@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "tokenizer.model",
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

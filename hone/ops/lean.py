@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis. arXiv:1910.07467."""
     if torch.compiler.is_compiling():
         return reference.rms_norm(x, weight, eps)
-    if x.is_cuda:
+    if x.is_cuda and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)  # one kernel, float32 inside
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)

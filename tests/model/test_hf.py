@@ -17,6 +17,7 @@ from hone.model import hf
 from hone.model.context import Causal
 from hone.model.decoder import build
 from hone.model.families import Shape, from_hf
+from hone.model.quantized import QuantizationConfig, Scheme
 from hone.model.shards import INDEX, SINGLE
 
 TOKENS = torch.arange(24).view(2, 12) % 60
@@ -242,6 +243,32 @@ def test_quantization_of_another_kind_is_refused(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**values, "quantization_config": block}))
         with pytest.raises(ArtifactError, match=block["quant_method"]):
             hf.load(folder)
+
+
+@torch.no_grad()
+def test_a_quantized_model_is_saved_as_it_was_loaded(folder: Path, tmp_path: Path) -> None:
+    scheme = Scheme(bits=4, group_size=16)
+    tensors = load_file(folder / SINGLE)
+    for index in range(3):
+        for module in hf.Checkpoint(folder).layer_modules(index):
+            weight = tensors.pop(f"{module.name}.weight")
+            scales = weight.view(len(weight), -1, 16).abs().amax(-1) / 7
+            codes = (weight / scales.repeat_interleave(16, 1)).round().to(torch.int8)
+            for suffix, tensor in scheme.write(codes, scales.half()).items():
+                tensors[f"{module.name}.{suffix}"] = tensor
+    save_file(tensors, folder / SINGLE)
+    values = json.loads((folder / "config.json").read_text())
+    block = QuantizationConfig(((("Linear",), scheme),), ignore=("lm_head",)).to_json()
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": block}))
+    one = hf.load(folder)
+    hf.save(one, tmp_path / "again", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "again" / SINGLE)
+    assert set(stored) == set(tensors)
+    for name, tensor in tensors.items():
+        dense = name.endswith(("norm.weight", "layernorm.weight", "embed_tokens.weight", "lm_head.weight"))
+        assert torch.equal(stored[name], tensor.bfloat16() if dense else tensor), name
+    two = hf.load(tmp_path / "again", dtype=torch.float32)
+    torch.testing.assert_close(two(TOKENS), one(TOKENS), atol=0.02, rtol=0)
 
 
 def test_a_copy_of_the_folder_is_the_same_model(folder: Path, tmp_path: Path) -> None:
