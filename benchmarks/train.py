@@ -3,6 +3,7 @@
     python -m benchmarks.train                                    # 2.6 M parameters, 8 x 256, fp32, interleaved with the peer
     python -m benchmarks.train --device cuda --shape llama3-8b    # random weights and tokens; needs one GPU of 140 GB
     python -m benchmarks.train --device cuda --shape llama3-1b
+    python -m benchmarks.train --remat                            # what each rematerialization costs and saves, on a CPU
 
 Random tokens are made here; nothing is downloaded and no tokenizer is needed.
 """
@@ -11,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
@@ -28,6 +32,7 @@ from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, build
 from hone.model.families import Shape
+from hone.train import REMATS
 from hone.train.cosine import Cosine
 from hone.train.loop import Trainer
 from hone.train.optimizer import AdamW
@@ -233,6 +238,48 @@ def _cell(
     ]
 
 
+REMAT_CHILD = """
+import json, sys, time
+import numpy as np
+from benchmarks.train import SHAPES, random_batch
+from hone.measure.window import Window
+from hone.model.decoder import build
+from hone.train import REMATS
+from hone.train import REMATS
+from hone.train.cosine import Cosine
+from hone.train.loop import Trainer
+from hone.train.predict import warm_up
+sizes, vocab = SHAPES["tiny"]
+warm_up("cpu")
+times = []
+with Window("cpu") as window:
+    model = build(sizes.model_copy(update={"num_layers": 9}).config(vocab))
+    trainer = Trainer(model, steps=99, schedule=Cosine(), remat=REMATS.read(sys.argv[1]))
+    draw = np.random.default_rng(0)
+    for _ in range(6):
+        batch = random_batch(draw, vocab, 16, 256)
+        begun = time.perf_counter()
+        trainer.step(batch)
+        times.append(time.perf_counter() - begun)
+print(json.dumps([window.memory_growth_bytes / 2**20, 16 * 256 / sorted(times[1:])[2]]))
+"""
+
+
+def remats() -> list[dict[str, Any]]:
+    """Memory and rate of every rematerialization on nine layers, each in a process of its own."""
+    found = {}
+    for name in REMATS:
+        done = subprocess.run([sys.executable, "-c", REMAT_CHILD, name], capture_output=True, text=True, check=True)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    rows = []
+    for name, (mebibytes, rate) in found.items():
+        base = {"peer": "no recomputation", "technique": f"remat/{name}", "n": 5}
+        memory = {"figure": "training memory", "value": mebibytes, "unit": "MiB", "peer_value": found["none"][0]}
+        speed = {"figure": "training rate", "value": rate, "unit": "tokens/s", "peer_value": found["none"][1]}
+        rows += [{**base, **row, "ratio": row["value"] / row["peer_value"]} for row in (memory, speed)]
+    return rows
+
+
 CELLS = {
     "llama3-8b": [(1, 4096, 1, False), (1, 8192, 1, False), (1, 8192, 2, False), (4, 8192, 1, False),
                   (1, 8192, 2, True), (4, 8192, 1, True)],
@@ -250,9 +297,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20, help="steps measured")
+    parser.add_argument("--remat", action="store_true", help="compare the rematerializations instead")
     parser.add_argument("--no-ledger", action="store_true", help="print only")
     chosen = parser.parse_args()
-    if chosen.device == "cpu":
+    if chosen.remat:
+        rows = remats()
+    elif chosen.device == "cpu":
         rows = against_transformers(chosen.shape or "tiny", chosen.batch_size, chosen.seq_len, chosen.repeats)
     else:
         shape = chosen.shape or "llama3-8b"
