@@ -50,7 +50,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         splits = split(corpus, chain.alive, spec.validation_fraction)
         encoder = _tokenizer(spec, corpus, splits["train"], draft)
         draft.keep_time()
-        with run.progress("tokenize", corpus.num_bytes, "B") as bar:
+        with run.progress("tokenize", int(corpus.columns["bytes"][chain.alive].sum()), "B") as bar:
             rows = pack(
                 corpus,
                 splits,
@@ -213,6 +213,7 @@ def _read(
             # Both files: a kill while the state folder is being removed can leave either.
             if shard.exists() and shard.with_suffix(".json").exists():
                 summary = json.loads(shard.with_suffix(".json").read_text())
+                bar.advance(sum(file.size for file in files))
             else:
                 summary = annotate(
                     files, shard, options=options, identifier=identifier, max_bytes=left, progress=bar.advance
@@ -229,7 +230,7 @@ def _read(
                 run.say(f"stopped reading at max_bytes = {spec.max_bytes}")
                 break
     reasons = {reason: {"documents": row["documents"], "bytes": row["bytes"]} for reason, row in sorted(totals.items())}
-    _tell(listing, reasons, num_documents, full, spec, run)
+    _tell(listing, reasons, samples, num_documents, full, spec, run)
     step = {
         "name": "read",
         "slot": "reader",
@@ -255,7 +256,15 @@ def _few(samples: list[dict[str, str]], most: int = 3) -> list[dict[str, str]]:
     return kept
 
 
-def _tell(listing: Listing, reasons: dict[str, Any], num_documents: int, full: bool, spec: Settings, run: Run) -> None:
+def _tell(
+    listing: Listing,
+    reasons: dict[str, Any],
+    samples: list[dict[str, str]],
+    num_documents: int,
+    full: bool,
+    spec: Settings,
+    run: Run,
+) -> None:
     """Says what could not be read. Raises SpecError when nothing could."""
     found = ", ".join(f"{row['documents']} {reason}" for reason, row in reasons.items())
     if not num_documents:
@@ -264,7 +273,8 @@ def _tell(listing: Listing, reasons: dict[str, Any], num_documents: int, full: b
             found += f"{', ' if found else ''}the first is larger than max_bytes = {spec.max_bytes}"
             fixes.append("raise max_bytes")
         if "no_text_field" in reasons:
-            fixes.append(f"set text_field, which is '{spec.text_field}' now")
+            shown = next(row["text"] for row in samples if row["reason"] == "no_text_field")
+            fixes.append(f"set text_field, which is '{spec.text_field}' now; the first has {shown[:120]}")
         if "wrong_encoding" in reasons:
             fixes.append(f"set encoding, which is '{spec.encoding}' now")
         raise SpecError(

@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
 
 class _Unreadable(Exception):
-    """Ends one file early: (reason, bytes)."""
+    """Ends one file early: (reason, what to show of it)."""
 
 
 def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
@@ -72,7 +72,8 @@ def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
         try:
             item = next(items, None)
         except _Unreadable as stop:
-            yield Broken(str(stop), file.name, "", file.size)
+            reason, shown = stop.args
+            yield Broken(reason, file.name, shown[:_SAMPLE_CHARS], file.size)
             return
         except BaseException as error:
             if not poisoned(error):
@@ -281,7 +282,7 @@ def _source(file: File) -> str:
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     except SyntaxError:
-        raise _Unreadable("wrong_encoding") from None
+        raise _Unreadable("wrong_encoding", "") from None
     return raw.decode(encoding)
 
 
@@ -293,7 +294,7 @@ def _whole(file: File) -> bytes:
     with _open(file) as stream:
         raw = stream.read(MAX_ROW_BYTES + 1)
     if len(raw) > MAX_ROW_BYTES:
-        raise _Unreadable("too_large")
+        raise _Unreadable("too_large", "")
     return raw
 
 
@@ -329,14 +330,14 @@ def _read_parquet(file: File, options: Options) -> Iterator[tuple[str, str]]:
     try:
         with parquet.ParquetFile(file.path) as table:
             if options.text_field not in table.schema_arrow.names:
-                raise _Unreadable("no_text_field")
+                raise _Unreadable("no_text_field", f"columns: {', '.join(table.schema_arrow.names)}")
             for batch in table.iter_batches(batch_size=256, columns=[options.text_field]):
                 for text in batch.column(0).to_pylist():
                     yield ("prose", text) if isinstance(text, str) else ("broken", "no_text_field")
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, PermissionError):
             raise
-        raise _Unreadable("bad_parquet") from None
+        raise _Unreadable("bad_parquet", str(error)) from None
 
 
 def _read_warc(file: File, options: Options) -> Iterator[tuple[str, str]]:

@@ -88,7 +88,8 @@ def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": ["one", None, "three"], "n": [1, 2, 3]}), path)
     assert texts(path) == ["one", "three"] and reasons(path) == ["no_text_field"]
-    assert reasons(path, text_field="body") == ["no_text_field"]
+    (broken,) = items(path, text_field="body")
+    assert (broken.reason, broken.text) == ("no_text_field", "columns: text, n")
     path.write_bytes(path.read_bytes()[:-20])
     assert reasons(path) == ["bad_parquet"]
 
