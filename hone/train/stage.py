@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -130,6 +131,8 @@ class Train(Stage):
             )
         if "model" in parents and self.init == "teacher":
             raise SpecError("init: teacher and a 'model' parent both give the first weights", fix="drop one of them")
+        if first := parents.get("teacher" if self.init == "teacher" else "model"):
+            _must_be_dense(first)
         teacher = None
         if wants_teacher:
             teacher = load(parents["teacher"].folder, run.device, torch.float32)
@@ -269,6 +272,17 @@ class Train(Stage):
                 draft.did({"slot": slot, **technique.model_dump(mode="json")})
 
 
+def _must_be_dense(parent: Artifact) -> None:
+    """Raises SpecError when the weights that training would start from are quantized."""
+    parent.need("config.json")
+    config = json.loads((parent.folder / "config.json").read_text(encoding="utf8"))
+    if config.get("quantization_config"):
+        raise SpecError(
+            f"{parent.folder} holds quantized weights, which cannot be trained",
+            fix="start from the model it was compressed from",
+        )
+
+
 def _same_tokens(parent: Artifact, config: ModelConfig, source: Artifact, data: PackedTokens, role: str) -> None:
     """Raises SpecError unless the parent model knows every token of the data under the same number."""
     if config.vocab_size < data.vocab_size:
@@ -285,7 +299,5 @@ def _same_tokens(parent: Artifact, config: ModelConfig, source: Artifact, data: 
 
 
 def _same_vocabulary(one: Any, other: Any) -> bool:
-    import json
-
     vocabularies = [json.loads(path.read_text(encoding="utf8")).get("model", {}).get("vocab") for path in (one, other)]
     return vocabularies[0] == vocabularies[1]

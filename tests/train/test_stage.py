@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +191,15 @@ def test_a_model_that_knows_too_few_tokens(trained, tmp_path):
     (data / "tokens" / "meta.json").write_text(json.dumps({**meta, "vocab_size": 1000}))
     with pytest.raises(SpecError, match=r"knows \d+ tokens, the data use 1000"):
         Train.read(SPEC).make(tmp_path / "train-x", {"data": Artifact.read(data), "model": trained}, QUIET)
+
+
+def test_quantized_weights_are_not_trained(trained, data_folder, tmp_path):
+    shutil.copytree(trained.folder, tmp_path / "int4", ignore=shutil.ignore_patterns("hone.json"))
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    (tmp_path / "int4" / "config.json").write_text(json.dumps({**config, "quantization_config": {"format": "int"}}))
+    parents = {"data": Artifact.read(data_folder), "model": Artifact.read(tmp_path / "int4")}
+    with pytest.raises(SpecError, match="quantized weights, which cannot be trained"):
+        Train.read(SPEC).make(tmp_path / "train-x", parents, QUIET)
 
 
 def test_another_tokenizer_is_said(trained, tmp_path):
