@@ -28,13 +28,21 @@ class Context:
         raise NotImplementedError
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [..., 1, head_dim / 2], of this context's positions under `rope`; made once for all layers."""
+        """(cos, sin) of this context's positions under `rope`, made once for all layers.
+
+        Each broadcasts against [..., heads, head_dim / 2].
+        """
         memo = self.__dict__.setdefault("_rotary", {})
         key = (rope, head_dim, dtype)
         if key not in memo:
-            angles = self.positions[..., None].float() * rope.frequencies(head_dim, self.positions.device)
+            positions = self._distinct_positions()
+            angles = positions[..., None].float() * rope.frequencies(head_dim, positions.device)
             memo[key] = (angles.cos().to(dtype).unsqueeze(-2), angles.sin().to(dtype).unsqueeze(-2))
         return memo[key]
+
+    def _distinct_positions(self) -> Tensor:
+        """`positions` without leading axes along which they repeat."""
+        return self.positions
 
 
 class Causal(Context):
@@ -42,16 +50,19 @@ class Causal(Context):
 
     def __init__(self, tokens: Tensor) -> None:
         self.seq_len = tokens.shape[-1]
-        self.positions = torch.arange(self.seq_len, device=tokens.device).expand(tokens.shape)
+        self._line = torch.arange(self.seq_len, device=tokens.device)
+        self.positions = self._line.expand(tokens.shape)
         self._masks: dict[int, Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
         if window is None or window >= self.seq_len:
             return _sdpa(q, k, v, None, scale)
         if window not in self._masks:
-            positions = torch.arange(self.seq_len, device=q.device)
-            self._masks[window] = _may_see(positions[:, None], positions, window)
+            self._masks[window] = _may_see(self._line[:, None], self._line, window)
         return _sdpa(q, k, v, self._masks[window], scale)
+
+    def _distinct_positions(self) -> Tensor:
+        return self._line
 
 
 class Packed(Context):
