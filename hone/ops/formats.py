@@ -10,6 +10,7 @@ W = ceil(K * bits / 32) words.
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -62,17 +63,30 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
             octets = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
         return (octets[..., :num_values].to(torch.int16) - half).to(torch.int8)
     *lead, words = packed.shape
-    runs = torch.nn.functional.pad(packed, (0, -words % bits)).reshape(*lead, -1, bits)
-    codes = torch.empty(*runs.shape[:-1], WORD, dtype=torch.int8, device=packed.device)
-    mask = (1 << bits) - 1
-    for position in range(WORD):
-        word, offset = divmod(position * bits, WORD)
-        value = runs[..., word] >> offset  # arithmetic shift: the sign bits it brings are masked off or overwritten
-        low = WORD - offset
-        if low < bits:
-            value = (value & ((1 << low) - 1)) | (runs[..., word + 1] << low)
-        codes[..., position] = ((value & mask) - half).to(torch.int8)
-    return codes.reshape(*lead, -1)[..., :num_values].contiguous()
+    runs = torch.nn.functional.pad(packed, (0, -words % bits)).reshape(-1, bits)
+    counts, shift, next_shift, low_mask = _places(bits, packed.device)
+    # Each word once for every value that begins in it: views and one copy, where indexing would gather one by one.
+    here = [runs[:, word : word + 1].expand(-1, count) for word, count in enumerate(counts)]
+    after = [runs[:, min(word + 1, bits - 1)].unsqueeze(1).expand(-1, count) for word, count in enumerate(counts)]
+    codes = (torch.cat(here, 1) >> shift).bitwise_and_(low_mask)  # the mask takes the sign bits that the shift brings
+    codes |= torch.cat(after, 1) << next_shift
+    codes &= (1 << bits) - 1
+    return codes.sub_(half).to(torch.int8).view(*lead, -1)[..., :num_values].contiguous()
+
+
+@cache
+def _places(bits: int, device: torch.device) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
+    """Where each of 32 values lies in its run of `bits` words.
+
+    (values that begin in each word; int32 [32] each: shift in that word, shift in the next, mask of what the first
+    gives). A value that ends where it begins reads the next word too: those bits land above it and are masked off.
+    """
+    starts = [position * bits for position in range(WORD)]
+    counts = tuple(sum(start // WORD == word for start in starts) for word in range(bits))
+    lows = [WORD - start % WORD for start in starts]
+    rows = [(WORD - low, min(low, WORD - 1), (1 << low) - 1 if low < WORD else -1) for low in lows]
+    shift, next_shift, mask = torch.tensor(rows, dtype=torch.int32, device=device).T.contiguous()
+    return counts, shift, next_shift, mask
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
