@@ -20,6 +20,9 @@ from torch import Tensor
 _FREE_SLOTS = 2048
 """Padded slots that cost no more than another group's calls (about 60 us on a CPU core, less on a GPU)."""
 
+_MASK_VALUES = 2**25
+"""Numbers of a mask that exist at once: longer prompts' chunks are attended in blocks of queries."""
+
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, offsets: Tensor) -> None:
     """Files k, v [T, KV, Dh] in k_pages, v_pages [num_pages, KV, page_size, Dh]: token t at offsets[t] of pages[t].
@@ -71,20 +74,29 @@ class _Group:
             self.memo[num_kv_heads] = (self.table[:, None, :] * num_kv_heads + heads[:, None]).flatten()
         return self.memo[num_kv_heads]
 
-    def mask(self, page_size: int, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-        """Additive [R, 1, n * G, L]: 0 where the query may see the slot, -inf elsewhere; a query's G heads stand together."""
+    def mask(
+        self, page_size: int, window: int | None, groups: int, dtype: torch.dtype, queries: slice = slice(None)
+    ) -> Tensor:
+        """Additive [R, 1, n * G, L] for `queries` of each row: 0 where one may see the slot, -inf elsewhere.
+
+        The G heads of a query stand together.
+        """
         key = (window, groups, dtype)
-        if key not in self.memo:
-            slots = torch.arange(self.table.shape[1] * page_size, device=self.table.device)
-            place = self.positions[:, :, None]
-            hidden = slots > place
-            if window is not None:
-                hidden |= slots <= place - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            if hidden.shape[1] > 1 and groups > 1:
-                mask = mask.repeat_interleave(groups, dim=1)
-            self.memo[key] = mask.unsqueeze(1)
-        return self.memo[key]
+        whole = queries == slice(None)
+        if whole and key in self.memo:
+            return self.memo[key]
+        slots = torch.arange(self.table.shape[1] * page_size, device=self.table.device)
+        place = self.positions[:, queries, None]
+        hidden = slots > place
+        if window is not None:
+            hidden |= slots <= place - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        if hidden.shape[1] > 1 and groups > 1:
+            mask = mask.repeat_interleave(groups, dim=1)
+        mask = mask.unsqueeze(1)
+        if whole:
+            self.memo[key] = mask
+        return mask
 
 
 @dataclass
@@ -168,14 +180,35 @@ def _attend_group(
         k, v = k[:, :, :longest], v[:, :, :longest]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
         return out.transpose(1, 2).reshape(-1, heads, head_dim)
-    # The G query heads of a KV head become G queries of it, so that keys are never repeated.
     groups = heads // kv_heads
-    mask = group.mask(page_size, window, groups, q.dtype)
+    q = q.view(num_rows, longest, heads, head_dim)
+    block = max(1, _MASK_VALUES // (num_rows * groups * k.shape[2]))
+    if block >= longest:
+        mask = group.mask(page_size, window, groups, q.dtype)
+        return _attend_masked(q, k, v, mask, scale).reshape(-1, heads, head_dim)
+    out = torch.empty_like(q)
+    for start in range(0, longest, block):
+        part = slice(start, start + block)
+        out[:, part] = _attend_masked(q[:, part], k, v, group.mask(page_size, window, groups, q.dtype, part), scale)
+    return out.view(-1, heads, head_dim)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q [R, n, H, Dh], k and v [R, KV, L, Dh], mask [R, 1, n * G, L] (or [R, 1, 1, L]) -> [R, n, H, Dh].
+
+    The G query heads of a KV head become G queries of it, so that keys are never repeated.
+    """
+    num_rows, longest, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
     q = q.reshape(num_rows, longest, kv_heads, groups, head_dim).transpose(1, 2)
     q = q.reshape(num_rows, kv_heads, longest * groups, head_dim)
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    out = out.view(num_rows, kv_heads, longest, groups, head_dim).transpose(1, 2)
-    return out.reshape(-1, heads, head_dim)
+    return (
+        out.view(num_rows, kv_heads, longest, groups, head_dim)
+        .transpose(1, 2)
+        .reshape(num_rows, longest, heads, head_dim)
+    )
 
 
 def _like_rows(query_lens: Sequence[int], seq_lens: Sequence[int], pages: Sequence[int]) -> list[list[int]]:

@@ -88,13 +88,14 @@ def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Seque
     shapes = [shape for config in configs for shape in kv_shapes(config)]
     longest = spec.max_model_len or configs[0].max_seq_len
     device = torch.device(run.device)
-    pages = cache_pages(spec, page_bytes(shapes, spec.page_size, dtype), device, longest)
+    weights = sum(map(_weights_bytes, folders))
+    pages = cache_pages(spec, page_bytes(shapes, spec.page_size, dtype), device, longest, weights)
     if device.type == "cpu":  # memory that nobody touches is not resident
         pages = min(pages, touched_pages(spec, concurrency, workload))
     most = max(map(len, workload.prompts)) + max(workload.output_tokens)
     growth = serve_bytes(
         facts,
-        weights_bytes=sum(map(_weights_bytes, folders)),
+        weights_bytes=weights,
         kv_bytes=pages * page_bytes(shapes, spec.page_size, dtype),
         max_tokens=min(spec.token_budget, concurrency * most),
         max_rows=min(concurrency, spec.max_rows),

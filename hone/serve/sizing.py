@@ -16,18 +16,19 @@ def kv_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     return [(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in config.layers]
 
 
-def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len: int) -> int:
+def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len: int, taken: int = 0) -> int:
     """Pages for an engine whose page takes `one` bytes (that of a draft model, which shares page numbers, included).
 
     Without a count or bytes: what `max_rows` longest sequences fill, at most `memory_fraction` of the free memory.
-    Raises FitError when not even one page fits.
+    `taken` bytes of what is free now are spoken for (weights that are not there yet). Raises FitError when not even one
+    page fits.
     """
     if spec.num_pages is not None:
         return spec.num_pages
     if spec.cache_bytes is not None:
         given, source = spec.cache_bytes, "engine.cache_bytes"
     else:
-        given, source = _free_bytes(spec, device), f"that part of the free memory of {device}"
+        given, source = _free_bytes(spec, device, taken), f"that part of the free memory of {device}"
     count = given // one - 1  # the null page
     if count < 1:
         raise FitError(
@@ -39,10 +40,10 @@ def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len:
     return int(count)
 
 
-def _free_bytes(spec: EngineSpec, device: torch.device) -> int:
+def _free_bytes(spec: EngineSpec, device: torch.device, taken: int) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, default = torch.cuda.mem_get_info(device)[0], 0.9
     else:
         free, default = psutil.virtual_memory().available, 0.3
-    return int(free * (spec.memory_fraction or default))
+    return int(max(0, free - taken) * (spec.memory_fraction or default))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.ops import paged
 from hone.ops.paged import attend_paged, attend_planned, plan_rows, write_kv
 from hone.ops.reference import attend
 
@@ -103,3 +104,15 @@ def test_a_plan_serves_layers_of_different_shapes():
         for window in (None, 4):
             found = attend_planned(q, k_pages, v_pages, plan, scale=0.4, window=window)
             torch.testing.assert_close(found, expected(q, contents, [3, 1], window))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_long_chunks_go_in_blocks_of_queries(monkeypatch, window):
+    """With a bound on the mask so small that every query is a block of its own, or two."""
+    (k_pages, v_pages), table, contents = filled([40, 33], 2, 4)
+    q = torch.randn(36, 4, HEAD_DIM, dtype=torch.float64)
+    lengths = torch.tensor([40, 33]), torch.tensor([20, 16])
+    for values in (1, 2 * 2 * 40 * 2):
+        monkeypatch.setattr(paged, "_MASK_VALUES", values)
+        found = attend_paged(q, k_pages, v_pages, table, *lengths, scale=0.4, window=window)
+        torch.testing.assert_close(found, expected(q, contents, [20, 16], window))
