@@ -22,7 +22,7 @@ class MinHash(Dedup):
     """Drops documents that share most word shingles with another. Broder 1997; defaults of FineWeb, arXiv:2406.17557.
 
     Two documents of Jaccard similarity s meet in some band with probability 1 - (1 - s^rows)^bands: at the default
-    14 x 8 that is .5 at s = .69, .92 at .8, .9996 at .9. Whoever meets is a duplicate, and so is whoever meets that one.
+    14 x 8 that is .5 at s = .68, .92 at .8, .9996 at .9. Whoever meets is a duplicate, and so is whoever meets that one.
     """
 
     paper: ClassVar[str] = "arXiv:2406.17557"

@@ -10,7 +10,7 @@ from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 
 
 class FineWeb(Filter):
-    """Drops pages made of short, unpunctuated or repeated lines. Penedo et al. 2024, arXiv:2406.17557, section 3.6."""
+    """Drops pages made of short, unpunctuated or repeated lines. Penedo et al. 2024, arXiv:2406.17557."""
 
     paper: ClassVar[str] = "arXiv:2406.17557"
     when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")

@@ -10,7 +10,7 @@ from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 
 
 class GopherQuality(Filter):
-    """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, table A1."""
+    """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, appendix A.1."""
 
     paper: ClassVar[str] = "arXiv:2112.11446"
     when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
