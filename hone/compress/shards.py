@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,33 @@ def shard_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes `tensors` so that a kill leaves nothing or the whole file. Raises FitError when the disk is full."""
-    temporary = path.with_name(path.name + ".tmp")
+@contextmanager
+def full_disk_said(path: Path) -> Iterator[None]:
+    """Turns the errors of a full disk into a FitError; lets every other error through."""
     try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
+        yield
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
-        if not full and "No space left" not in str(error):
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not full and "No space left" not in str(error) and "os error 28" not in str(error):
             raise
         raise FitError(
             f"no space left for {path}", fix="free disk space and run the same command again, it resumes"
         ) from None
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes `tensors` so that a kill leaves nothing or the whole file. Raises FitError when the disk is full."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with full_disk_said(path):
+            save_file(
+                {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"}
+            )
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:

@@ -23,6 +23,7 @@ from hone.measure.window import Window
 torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
 estimate = lazy("hone.compress.estimate")
+shards = lazy("hone.compress.shards")
 stream = lazy("hone.compress.stream")
 quantized = lazy("hone.model.quantized")
 hf = lazy("hone.model.hf")
@@ -95,9 +96,10 @@ class Compress(Stage):
             plan.need_disk(draft.folder)
             draft.predict(plan.estimates(machine, measured.start_memory_bytes))
             flow = stream.Flow(samples, self.batch_size, job.device, job.dtype) if samples is not None else None
-            rows = stream.run_job(job, flow, draft, run)
-            self._describe(draft, checkpoint, job)
-            write_jsonl(draft.folder / "layers.jsonl", rows)
+            with shards.full_disk_said(draft.folder):
+                rows = stream.run_job(job, flow, draft, run)
+                self._describe(draft, checkpoint, job)
+                write_jsonl(draft.folder / "layers.jsonl", rows)
         for step in self.steps:
             source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source})

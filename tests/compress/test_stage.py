@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import shutil
 import textwrap
@@ -13,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hone.base.artifact import Artifact
+from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, FitError, MachineError, SpecError
 from hone.base.run import Run
 from hone.compress import QUANTIZERS, STEPS
@@ -200,6 +203,27 @@ def test_a_disk_without_room_is_said_before_the_work(
     monkeypatch.setattr("hone.compress.estimate.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(FitError, match="of disk"):
         compress(tiny_llama, INT4)
+
+
+def test_a_disk_that_fills_up_is_a_clear_error_and_can_be_resumed(
+    tiny_llama: Path, compress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.compress import stream
+
+    calls = []
+
+    def full(path, content):
+        calls.append(path)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_atomic(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "write_atomic", full)
+        with pytest.raises(FitError, match="no space left"):
+            compress(tiny_llama, GPTQ4)
+    gc.collect()  # the failed draft holds the folder's lock
+    assert compress(tiny_llama, GPTQ4).content == compress(tiny_llama, GPTQ4, name="other").content
 
 
 def test_the_model_folder_is_not_touched(tiny_llama: Path, compress) -> None:
