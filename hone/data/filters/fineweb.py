@@ -1,4 +1,4 @@
-"""FineWeb's own three rules for web pages: lists, repeated lines and unpunctuated lines."""
+"""FineWeb's own rules for web pages: short, repeated, unpunctuated lines and lists."""
 
 from __future__ import annotations
 
