@@ -242,13 +242,13 @@ REMAT_CHILD = """
 import json, sys, time
 import numpy as np
 from benchmarks.train import SHAPES, random_batch
+from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.decoder import build
 from hone.train import REMATS
 from hone.train import REMATS
 from hone.train.cosine import Cosine
 from hone.train.loop import Trainer
-from hone.train.predict import warm_up
 sizes, vocab = SHAPES["tiny"]
 warm_up("cpu")
 times = []

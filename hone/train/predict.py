@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.facts import ModelFacts
@@ -140,15 +138,3 @@ def _forward(facts: ModelFacts, plan: Plan, machine: Machine, *, rows: int) -> f
         facts, machine, tokens=rows * plan.seq_len, seq_len=plan.seq_len, dtype=TORCH_NAMES[plan.precision]
     )
     return estimate.value
-
-
-def warm_up(device: str) -> None:
-    """Wakes torch up before anything is measured, so that its own memory is not taken for the model's.
-
-    A small product, attention and update, forward and backward: libraries load, thread pools and workspaces come up.
-    """
-    x = torch.zeros(64, 64, device=device, requires_grad=True)
-    heads = (x @ x).view(1, 4, 16, 64)
-    mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    mixed.sum().backward()
-    torch.optim.AdamW([x], fused=True).step()

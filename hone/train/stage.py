@@ -15,6 +15,7 @@ from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.measure.machine import Machine, describe
+from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.families import Shape
 from hone.train import OBJECTIVES, REMATS, SCHEDULES
@@ -94,7 +95,7 @@ class Train(Stage):
         """
         from hone.data.load import PackedTokens
         from hone.model.hf import save
-        from hone.train.predict import must_fit, predict, warm_up
+        from hone.train.predict import must_fit, predict
 
         parents["data"].need("tokens/meta.json", "tokenizer.json")
         data, val = (PackedTokens(parents["data"].folder, split) for split in ("train", "val"))

@@ -62,13 +62,14 @@ MEASURE = """
 import json, sys
 import numpy as np
 from hone.data.load import Batch
+from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.decoder import build
 from hone.model.families import Shape
 from hone.train import REMATS
 from hone.train.cosine import Cosine
 from hone.train.loop import Trainer
-from hone.train.predict import Plan, growth_bytes, warm_up
+from hone.train.predict import Plan, growth_bytes
 rows, accumulation, precision, remat = json.loads(sys.argv[1])
 remat = REMATS.read(remat)
 warm_up("cpu")
