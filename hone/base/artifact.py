@@ -30,6 +30,7 @@ from hone.base.spec import Spec, fingerprint
 MANIFEST = "hone.json"
 STATE = "state"
 LOG = "log"
+BEGUN = "begun.json"
 FORMAT = 1
 _RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "pyarrow")
 
@@ -209,11 +210,10 @@ class Draft:
 
     def commit(self) -> Artifact:
         """Hashes and syncs the files, writes hone.json, renames the folder. Returns the finished artifact."""
-        shutil.rmtree(self.state)
         files = {}
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             name = path.relative_to(self.folder).as_posix()
-            if name in ("begun.json", MANIFEST):
+            if name in (BEGUN, MANIFEST) or name.startswith(f"{STATE}/"):
                 continue
             sync(path)
             files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
@@ -231,10 +231,11 @@ class Draft:
             "files": files,
         }
         write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
-        (self.folder / "begun.json").unlink()
         sync(self.folder)
         os.rename(self.folder, self.target)
         sync(self.target.parent)
+        # Only now: a kill before the rename must find all it needs to resume.
+        _sweep(self.target)
         self._lock.close()
         return Artifact(self.target, manifest)
 
@@ -271,7 +272,7 @@ def start(
         return finished
     partial = _partial(out)
     partial.mkdir(parents=True, exist_ok=True)
-    begun = partial / "begun.json"
+    begun = partial / BEGUN
     lock = open(begun, "a+", encoding="utf8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -316,6 +317,7 @@ def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
         shutil.rmtree(out)
         return None
     if there.fingerprint == identity["fingerprint"]:
+        _sweep(out)  # its maker may have been killed right after the rename
         return there
     before = {
         "kind": there.kind,
@@ -331,6 +333,12 @@ def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
         f"{out} was made from another spec: {difference(before, now)}",
         fix=f"keep it and give the new one another name, or make it again with --redo={out.name}",
     )
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what only an unfinished artifact needs."""
+    shutil.rmtree(folder / STATE, ignore_errors=True)
+    (folder / BEGUN).unlink(missing_ok=True)
 
 
 def difference(before: Any, now: Any, path: str = "") -> str:

@@ -88,6 +88,29 @@ def test_an_interrupted_stage_resumes_with_its_state(tmp_path):
     assert draft.resumed and (draft.state / "half").read_text() == "half" and draft.elapsed_s > 0
 
 
+@pytest.mark.parametrize("moment", ["os.rename", "hone.base.artifact._sweep"])
+def test_a_kill_during_commit_loses_nothing(tmp_path, monkeypatch, moment):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    draft = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    (draft.state / "half").write_text("half")
+    (draft.folder / "x.txt").write_text("x")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(moment, kill)
+        draft.commit()
+    draft._lock.close()
+    again = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    if moment == "os.rename":
+        assert again.resumed and (again.state / "half").exists()
+        again = again.commit()
+    assert sorted(path.name for path in again.folder.iterdir()) == ["hone.json", "log", "x.txt"]
+    again.verify()
+
+
 def test_an_interrupted_stage_with_another_spec_starts_anew(tmp_path):
     first = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
     (first.folder / "half.txt").write_text("half")
