@@ -83,6 +83,7 @@ class Engine:
         sampler = Sampler(config.vocab_size, self.device)
         proposer = drafter.open(model, draft, sampler, num_pages, size, self.device) if drafter else None
         self.runner = Runner(model, cache, sampler, self.device, proposer)
+        self._num_params = config.num_params
         self._rows: dict[str, Row] = {}
         self._arrivals = count()
         self._outputs: list[Output] = []  # of aborts, delivered by the next step
@@ -185,7 +186,7 @@ class Engine:
         anything else wants the core, it costs a time slice each.
         """
         before = torch.get_num_threads()
-        params = self.model.config.num_params
+        params = self._num_params
         small = params <= _SMALL_PARAMS and 2 * params * num_tokens <= _SMALL_FLOPS
         wanted = self.spec.num_threads or (1 if small and self.device.type == "cpu" else before)
         if wanted == before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ class Paged(Context):
         self.cache = cache
         size = cache.page_size
         ends = [start + length for start, length in zip(starts, lengths)]
-        widest = max(-(-end // size) for end in ends)
+        self._longest = max(ends)
+        widest = -(-self._longest // size)
         table = np.zeros((len(pages), widest), dtype=np.int64)
         for row, (ids, end) in enumerate(zip(pages, ends)):
             used = -(-end // size)
@@ -49,3 +51,17 @@ class Paged(Context):
         k_pages, v_pages = self.cache.k[layer], self.cache.v[layer]
         write_kv(k, v, k_pages, v_pages, self._pages, self._offsets)
         return attend_planned(q, k_pages, v_pages, self._plan, scale=scale, window=window)
+
+    def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `Context.rotary`, out of a table that the cache keeps: a decode step is too short to make angles anew."""
+        memo = self.__dict__.setdefault("_rotary", {})
+        key = (rope, head_dim, dtype)
+        if key not in memo:
+            table = self.cache.tables.get(key)
+            if table is None or table[0].shape[0] < self._longest:
+                places = torch.arange(1 << (self._longest - 1).bit_length(), device=self.positions.device)
+                angles = places[:, None].float() * rope.frequencies(head_dim, places.device)
+                table = angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+                self.cache.tables[key] = table
+            memo[key] = table[0][self.positions], table[1][self.positions]
+        return memo[key]

@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,6 +195,8 @@ class KVCache:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        """Rotary cosines and sines of every position so far; `Paged` fills and reads it."""
         self._stores: list[Tensor] = []
         self.k: list[Tensor] = [torch.empty(0)] * len(shapes)
         self.v: list[Tensor] = [torch.empty(0)] * len(shapes)
