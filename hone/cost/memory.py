@@ -18,6 +18,10 @@ TOUCHED = 32 << 20
 """Bytes of program code and small objects that a CPU run brings into memory beside its tensors: measured
 14 MiB in a bare loop, about 35 MiB in a stage (TensorBoard, safetensors, a second thread)."""
 
+FORWARD_GAPS = 0.5
+FORWARD_TOUCHED = 8 << 20
+"""The same two without a backward pass, where little lives long enough to leave gaps; measured while serving and scoring."""
+
 BUCKET = 1 << 26
 """Gradients that half-precision training widens to float32 at a time (hone.train.optimizer.BUCKET_ELEMENTS)."""
 
@@ -78,7 +82,7 @@ def train_bytes(
     fixed = {"weights": weights, "optimizer": state}
     moving = {f"{moment}: activations": min(activations, moments[moment]) if moment != "update" else 0}
     moving[f"{moment}: gradients and work"] = moments[moment] - sum(moving.values())
-    return _sum_up(fixed, moving, making, device)
+    return _sum_up(fixed, moving, GAPS * making, TOUCHED, device)
 
 
 def serve_bytes(
@@ -102,7 +106,9 @@ def serve_bytes(
     # Logits, their float32 copy, and what choosing makes of them (sorted or as probabilities).
     logits = max_rows * facts.vocab_size * (width + 3 * 4)
     fixed = {"weights": weights_bytes, "pages": kv_bytes}
-    return _sum_up(fixed, {"a step's activations": step, "logits": logits}, step, device)
+    return _sum_up(
+        fixed, {"a step's activations": step, "logits": logits}, FORWARD_GAPS * step, FORWARD_TOUCHED, device
+    )
 
 
 def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", context_tokens: int = 0) -> float:
@@ -139,11 +145,10 @@ def _gradient_values(layer: LayerFacts, hidden_size: int) -> int:
     return 3 * layer.intermediate_size + 2 * hidden_size
 
 
-def _sum_up(fixed: dict[str, float], moving: dict[str, float], temporaries: float, device: str) -> Estimate:
-    """Sum of both kinds; on a CPU the heap's gaps and TOUCHED come on top."""
+def _sum_up(fixed: dict[str, float], moving: dict[str, float], gaps: float, code: int, device: str) -> Estimate:
+    """Sum of all parts; on a CPU the heap's gaps and the code that runs come on top."""
     parts = {**fixed, **moving}
     if not device.startswith("cuda"):
-        parts[f"gaps in the heap ({GAPS} x a layer's temporaries)"] = GAPS * temporaries
-        parts["code"] = TOUCHED
+        parts |= {"gaps in the heap": gaps, "code": code}
     formula = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items() if value)
     return Estimate(value=float(sum(parts.values())), unit="B", formula=formula, tolerance=0.2)

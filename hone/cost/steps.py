@@ -15,7 +15,7 @@ FORWARD_OPS = 60
 """Starts of small operations that one layer's forward pass equals, matmuls aside: two norms (7 each), rotations (6 each),
 gate, attention, sums, and the Python between them. Measured on one token; a decoder's views count as parts of a start."""
 
-BACKWARD_OPS = 140
+BACKWARD_OPS = 300
 """The same for a layer's backward pass through autograd."""
 
 AROUND_OPS = 60

@@ -17,8 +17,7 @@ from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES, serve_bytes
-from hone.cost.roofline import seconds
-from hone.cost.steps import forward_seconds
+from hone.cost.steps import forward_seconds, loss_seconds
 from hone.measure.machine import Machine, describe
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
@@ -131,16 +130,17 @@ class Eval(Stage):
         models = 2 if compared else 1
         batch = max(min(self.batch_tokens, tokens), 1)
         forward = forward_seconds(facts, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype)
-        # exp and log over every logit: once for the loss; for a divergence both models' log-softmax and one exp more.
-        passes = 4 if compared else 1
-        softmax = seconds(machine, num_bytes=passes * 12.0 * batch * facts.vocab_size, num_ops=20, dtype="float32")
-        value = repeated * tokens / batch * (models * forward.value + softmax.value)
+        # Exponentials over every logit: one for the loss; both models' log-softmax and one more for a divergence.
+        softmax_s = (4 if compared else 1) * loss_seconds(machine, batch, facts.vocab_size, train=False)
+        value = repeated * tokens / batch * (models * forward.value + softmax_s)
         growth = serve_bytes(
             facts,
             weights_bytes=weights_bytes,
             max_tokens=batch,
-            max_rows=min(models * max(LOGITS // facts.vocab_size, 1), batch),
+            # A divergence holds both models' logits, their log-softmax, and the products of these.
+            max_rows=min(max(LOGITS // facts.vocab_size, 1), batch) * (3 if compared else 1),
             dtype=self.dtype,
+            device=machine.device,
         )
         peak = growth.model_copy(
             update={
@@ -148,7 +148,7 @@ class Eval(Stage):
                 "formula": f"{growth.formula} + in use before",
             }
         )
-        formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({models} x forward [{forward.formula}] + softmax {softmax.value:.3g} s)"
+        formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({models} x forward [{forward.formula}] + softmax {softmax_s:.3g} s)"
         return {
             "time_s": Estimate(value=value, unit="s", formula=formula, bound=forward.bound),
             "peak_memory_bytes": peak,
