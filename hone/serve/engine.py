@@ -21,7 +21,7 @@ from hone.serve.request import Completion, Output, Request, SamplingParams
 from hone.serve.runner import Runner, Step
 from hone.serve.sampler import Chooser, Chosen, Entry, Sampler
 from hone.serve.scheduler import Row, Scheduler
-from hone.serve.sizing import cache_pages, kv_shapes
+from hone.serve.sizing import cache_pages, check_weights, kv_shapes
 from hone.serve.spec import EngineSpec
 from hone.serve.speculate import Drafter
 
@@ -57,6 +57,7 @@ class Engine:
         if not isinstance(model, Decoder):
             if tokenizer is None and (Path(model) / "tokenizer.json").exists():
                 tokenizer = load_tokenizer(model)
+            check_weights(model, self.device)
             model = hf.load(model, device=device, dtype=dtype)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -364,6 +365,7 @@ def _open_draft(
             fix="give draft_model=FOLDER" if wanted else "leave draft_model out",
         )
     if model is not None and not isinstance(model, Decoder):
+        check_weights(model, torch.device(device))
         model = hf.load(model, device=device, dtype=dtype)
     return drafter, model.eval().requires_grad_(False) if model is not None else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -40,10 +42,24 @@ def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len:
     return int(count)
 
 
-def _free_bytes(spec: EngineSpec, device: torch.device, taken: int) -> int:
+def check_weights(folder: Path | str, device: torch.device) -> None:
+    """Raises FitError when the weights in `folder` are more than the free memory of `device`."""
+    needed = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    free = _free_now(device)
+    if needed > free:
+        raise FitError(
+            f"the weights in {folder} take {human_bytes(needed)}, {device} has {human_bytes(free)} free",
+            fix="compress the model (hone compress), use a smaller one, or another device",
+        )
+
+
+def _free_now(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        free, default = torch.cuda.mem_get_info(device)[0], 0.9
-    else:
-        free, default = psutil.virtual_memory().available, 0.3
-    return int(max(0, free - taken) * (spec.memory_fraction or default))
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _free_bytes(spec: EngineSpec, device: torch.device, taken: int) -> int:
+    default = 0.9 if device.type == "cuda" else 0.3
+    return int(max(0, _free_now(device) - taken) * (spec.memory_fraction or default))

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from hone.base.errors import FitError
+from hone.serve import sizing
+from hone.serve.engine import Engine
 from hone.serve.sizing import cache_pages
 from hone.serve.spec import EngineSpec
 from tests.serve.small import decoder, engine
@@ -39,3 +41,9 @@ def test_too_little_memory_says_what_is_needed():
         cache_pages(EngineSpec(cache_bytes=900), 1000, CPU, 512)
     with pytest.raises(FitError, match="free memory"):
         cache_pages(EngineSpec(), 10**15, CPU, 512)
+
+
+def test_weights_that_do_not_fit_are_a_clear_mistake(tiny_llama, monkeypatch):
+    monkeypatch.setattr(sizing, "_free_now", lambda device: 1000)
+    with pytest.raises(FitError, match="cpu has 1000 B free"):
+        Engine(tiny_llama)

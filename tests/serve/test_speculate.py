@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -227,3 +230,11 @@ def test_every_drafter_says_what_it_should_bring(name):
     drafter = DRAFTERS.read(name)
     assert drafter.estimates(acceptance=1.0, cost=0.0)["tokens_per_s"].value == drafter.num_tokens + 1
     assert drafter.estimates(acceptance=0.0, cost=0.1)["tokens_per_s"].value < 1
+
+
+def test_drafters_are_read_without_torch():
+    code = "import sys; from hone.serve import DRAFTERS; [DRAFTERS[name] for name in DRAFTERS]; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
