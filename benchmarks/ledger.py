@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hone.base.artifact import provenance
+from hone.base.provenance import provenance
 from hone.measure.machine import describe
 
 FOLDER = Path(__file__).parent / "ledger"

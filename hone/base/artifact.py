@@ -13,17 +13,15 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError
 from hone.base.figure import Estimate, Figure
+from hone.base.provenance import provenance
 from hone.base.run import Run
 from hone.base.spec import Spec, fingerprint
 
@@ -32,7 +30,6 @@ STATE = "state"
 LOG = "log"
 BEGUN = "begun.json"
 FORMAT = 1
-_RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "pyarrow")
 
 
 class _Window(Protocol):
@@ -208,6 +205,13 @@ class Draft:
         """The exact command that makes this artifact again."""
         self._command = text
 
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the folder free for another try, whether the work was committed or failed."""
+        self._lock.close()
+
     def commit(self) -> Artifact:
         """Hashes and syncs the files, writes hone.json, renames the folder. Returns the finished artifact."""
         files = {}
@@ -241,39 +245,81 @@ class Draft:
 
 
 def start(
-    out: Path | str, *, kind: str, spec: Spec, parents: dict[str, Artifact] | None = None, run: Run | None = None
+    out: Path | str,
+    *,
+    kind: str,
+    spec: Spec,
+    parents: dict[str, Artifact] | None = None,
+    files: dict[str, Path] | None = None,
+    run: Run | None = None,
 ) -> Artifact | Draft:
     """Opens folder `out` for a stage of `kind`: the finished Artifact when it is already there, else a Draft.
 
-    `parents` maps a role ('data', 'model') to the artifact that fills it; their fingerprints are part of the identity.
-    Raises DriftError when `out` was made from another spec or other parents (unless `run.redo`), ArtifactError when
-    another process is making it right now.
+    `parents` maps a role ('data', 'model') to the artifact that fills it, `files` a field to a file it names; their
+    content is part of the identity. Raises DriftError when `out` was made from another spec or other inputs (unless
+    `run.redo`), ArtifactError when another process is making it right now.
     """
-    out = Path(out)
-    run = run or Run()
-    parents = parents or {}
-    roles = [
-        {"role": role, "name": f"{parent.kind}-{parent.name}", "fingerprint": parent.fingerprint}
-        for role, parent in parents.items()
-    ]
-    spec_values = spec.model_dump(mode="json")
-    identity = {
-        "kind": kind,
-        "name": out.name.removeprefix(f"{kind}-"),
-        "spec": spec_values,
-        "parents": roles,
-        "fingerprint": fingerprint(
-            {"kind": kind, "spec": spec_values, "parents": {row["role"]: row["fingerprint"] for row in roles}}
-        ),
-        "machine": run.machine,
-    }
+    out, run = Path(out), run or Run()
+    identity = _identity(out, kind, spec, parents or {}, files or {}, run)
     finished = _finished(out, identity, run)
     if finished is not None:
         return finished
     partial = _partial(out)
+    lock = _lock(out, partial)
+    finished = _finished(out, identity, run)  # the other process may have finished between the look and the lock
+    if finished is not None:
+        lock.close()
+        shutil.rmtree(partial, ignore_errors=True)
+        return finished
+    lock.seek(0)
+    before = lock.read()
+    resumed = before == identity["fingerprint"] and not run.redo
+    if resumed:
+        run.say(f"resuming {out.name}")
+    else:
+        if before:
+            run.say(f"{partial} was begun and never finished, and cannot be resumed as asked; starting it again")
+        for path in partial.iterdir():
+            if path.name != BEGUN:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        lock.seek(0)
+        lock.truncate()
+        lock.write(identity["fingerprint"])
+        lock.flush()
+        os.fsync(lock.fileno())
+    return Draft(out, identity, lock, resumed=resumed, parents=list((parents or {}).values()))
+
+
+def _identity(
+    out: Path, kind: str, spec: Spec, parents: dict[str, Artifact], files: dict[str, Path], run: Run
+) -> dict[str, Any]:
+    """What an artifact is made from, and the fingerprint of that."""
+    roles = [
+        {"role": role, "name": f"{parent.kind}-{parent.name}", "fingerprint": parent.fingerprint}
+        for role, parent in parents.items()
+    ]
+    made_from: dict[str, Any] = {"kind": kind, "spec": spec.model_dump(mode="json"), "parents": _by_role(roles)}
+    if files:
+        made_from["files"] = {name: sha256(path)[:16] for name, path in files.items()}
+    return {
+        "kind": kind,
+        "name": out.name.removeprefix(f"{kind}-"),
+        "spec": made_from["spec"],
+        "parents": roles,
+        "input_files": made_from.get("files", {}),
+        "fingerprint": fingerprint(made_from),
+        "machine": run.machine,
+    }
+
+
+def _by_role(roles: list[dict[str, str]]) -> dict[str, str]:
+    return {row["role"]: row["fingerprint"] for row in roles}
+
+
+def _lock(out: Path, partial: Path) -> Any:
+    """The partial folder's file, locked: a second process is refused, a killed one leaves no lock behind."""
     partial.mkdir(parents=True, exist_ok=True)
-    begun = partial / BEGUN
-    lock = open(begun, "a+", encoding="utf8")
+    lock = open(partial / BEGUN, "a+", encoding="utf8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -281,26 +327,7 @@ def start(
         raise ArtifactError(
             f"another process is making {out}", fix="wait for it, or give this run another folder"
         ) from None
-    finished = _finished(out, identity, run)  # the other process may have finished between the look and the lock
-    if finished is not None:
-        return finished
-    lock.seek(0)
-    before = lock.read()
-    resumed = before == identity["fingerprint"] and not run.redo
-    if not resumed:
-        for path in partial.iterdir():
-            if path != begun:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if before:
-            run.say(f"{partial} was begun with another spec and never finished; starting it again")
-        lock.seek(0)
-        lock.truncate()
-        lock.write(identity["fingerprint"])
-        lock.flush()
-        os.fsync(lock.fileno())
-    else:
-        run.say(f"resuming {out.name}")
-    return Draft(out, identity, lock, resumed=resumed, parents=list(parents.values()))
+    return lock
 
 
 def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
@@ -319,16 +346,15 @@ def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
     if there.fingerprint == identity["fingerprint"]:
         _sweep(out)  # its maker may have been killed right after the rename
         return there
-    before = {
-        "kind": there.kind,
-        "spec": there.manifest["spec"],
-        "parents": {row["role"]: row["fingerprint"] for row in there.manifest["parents"]},
-    }
-    now = {
-        "kind": identity["kind"],
-        "spec": identity["spec"],
-        "parents": {row["role"]: row["fingerprint"] for row in identity["parents"]},
-    }
+    before, now = (
+        {
+            "kind": one["kind"],
+            "spec": one["spec"],
+            "parents": _by_role(one["parents"]),
+            "files": one.get("input_files", {}),
+        }
+        for one in (there.manifest, identity)
+    )
     raise DriftError(
         f"{out} was made from another spec: {difference(before, now)}",
         fix=f"keep it and give the new one another name, or make it again with --redo={out.name}",
@@ -356,41 +382,6 @@ def difference(before: Any, now: Any, path: str = "") -> str:
                 return found
         return ""
     return "" if before == now else f"{path} was {before!r}, is {now!r}"
-
-
-@cache
-def provenance() -> dict[str, Any]:
-    """Who made it: hone's version and commit, package versions, arguments."""
-    packages = {}
-    for name in _RECORDED_PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
-    try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5
-        ).stdout.strip()
-        dirty = bool(
-            subprocess.run(
-                [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, timeout=5
-            ).stdout.strip()
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        commit, dirty = "", False
-    try:
-        hone = version("hone-llm")
-    except PackageNotFoundError:
-        hone = "source"
-    return {
-        "hone": hone,
-        "commit": commit or None,
-        "dirty": dirty,
-        "packages": packages,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def _partial(folder: Path) -> Path:

@@ -44,13 +44,18 @@ class Stage(Spec):
                     f"a {self.stage} stage has no use for '{role}'",
                     fix=f"its inputs are: {', '.join(self.roles) or 'none'}",
                 )
-        opened = start(out, kind=self.stage, spec=self, parents=parents, run=run)
+        opened = start(out, kind=self.stage, spec=self, parents=parents, files=self.files(), run=run)
         if isinstance(opened, Artifact):
             return opened
         if run.command:
             opened.command(run.command)
-        self.execute(opened, parents, run)
-        return opened.commit()
+        with opened:
+            self.execute(opened, parents, run)
+            return opened.commit()
+
+    def files(self) -> dict[str, Path]:
+        """Field name to a file whose content is part of the identity, beside the spec that names its path."""
+        return {}
 
     def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Does the work inside `draft.folder`: predict, work (resumably), record. Must not touch the parents."""

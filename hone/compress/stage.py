@@ -77,6 +77,11 @@ class Compress(Stage):
                 raise ValueError(f"'{pattern}' is no regular expression: {error}") from None
         return self
 
+    def files(self) -> dict[str, Path]:
+        """The calibration text: another text at the same path is another artifact."""
+        path = None if self.calibration_text is None else Path(self.calibration_text)
+        return {"calibration_text": path} if path is not None and path.is_file() else {}
+
     def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         folder = parents["model"].folder
         parents["model"].need("config.json")

@@ -186,6 +186,28 @@ def test_stage_checks_roles(tmp_path):
     assert manifest["parents"][0]["fingerprint"] == parent.fingerprint and os.path.exists(made.folder / "rows.jsonl")
 
 
+def test_a_failed_stage_can_be_tried_again_at_once(tmp_path):
+    class Fails(Half):
+        roles = {}  # noqa: RUF012
+
+        def execute(self, draft, parents, run):
+            raise HoneError("no", fix="yes")
+
+    for _ in range(2):
+        with pytest.raises(HoneError, match="no"):
+            Fails().make(tmp_path / "t", {}, QUIET)
+
+
+def test_the_content_of_a_named_file_is_part_of_the_identity(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    start(tmp_path / "a", kind="data", spec=Knobs(), files={"text": text}, run=QUIET).commit()
+    assert isinstance(start(tmp_path / "a", kind="data", spec=Knobs(), files={"text": text}, run=QUIET), Artifact)
+    text.write_text("two")
+    with pytest.raises(DriftError, match=r"files\.text"):
+        start(tmp_path / "a", kind="data", spec=Knobs(), files={"text": text}, run=QUIET)
+
+
 def test_difference_finds_nested_fields():
     assert difference({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}) == "a.1.b was 2, is 3"
     assert difference({"a": 1}, {"a": 1}) == ""

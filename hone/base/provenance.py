@@ -1,0 +1,47 @@
+"""Where a result comes from: the version and commit of hone, versions of the packages under it, the time."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "pyarrow")
+
+
+@cache
+def provenance() -> dict[str, Any]:
+    """Who made it: hone's version and commit, package versions, arguments."""
+    packages = {}
+    for name in _RECORDED_PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5
+        ).stdout.strip()
+        dirty = bool(
+            subprocess.run(
+                [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, timeout=5
+            ).stdout.strip()
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        commit, dirty = "", False
+    try:
+        hone = version("hone-llm")
+    except PackageNotFoundError:
+        hone = "source"
+    return {
+        "hone": hone,
+        "commit": commit or None,
+        "dirty": dirty,
+        "packages": packages,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
