@@ -10,7 +10,7 @@ import torch
 from hone.base.figure import Estimate
 from hone.base.run import Run
 from hone.cost.facts import ModelFacts
-from hone.cost.memory import BYTES, serve_bytes
+from hone.cost.memory import serve_bytes
 from hone.cost.roofline import seconds
 from hone.cost.steps import decode_step_seconds, forward_seconds
 from hone.measure.machine import Machine, describe
@@ -23,7 +23,7 @@ from hone.serve.workload import Workload
 
 _LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usually in the page cache
 _STEP_S = 3e-4  # Python around one step: scheduling, sampling, text
-_OPS_PER_LAYER = 80  # what modules, pages and masks cost beside a layer's own operations, in starts of an operation
+_OPS_PER_LAYER = 40  # what modules, pages and masks cost beside a layer's own operations, in starts of an operation
 
 
 def forecast(
@@ -72,11 +72,10 @@ def forecast(
 def _decode_step(facts: ModelFacts, machine: Machine, rows: int, context: float, dtype: str) -> tuple[float, bool]:
     """Seconds of one engine step, and whether that is only a bound.
 
-    To the model's own work come gathering keys and values out of their pages (read, write, read) and Python.
+    To the model's own work come modules, pages and masks, which are Python, and Python around the step.
     """
-    work = decode_step_seconds(facts, machine, rows=rows, context=int(2 * context), dtype=dtype)
-    gathered = 3 * rows * context * facts.kv_values_per_token * BYTES[dtype]
-    around = seconds(machine, num_bytes=gathered, num_ops=_OPS_PER_LAYER * facts.num_layers, dtype=dtype)
+    work = decode_step_seconds(facts, machine, rows=rows, context=int(context), dtype=dtype)
+    around = seconds(machine, num_ops=_OPS_PER_LAYER * facts.num_layers, dtype=dtype)
     return work.value + around.value + _STEP_S, work.bound
 
 
