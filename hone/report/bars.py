@@ -166,7 +166,7 @@ def waterfall(steps: Sequence[tuple[str, float, float]], width: float, unit: str
     for index, (name, before, after, kind) in enumerate(shown):
         middle = index * step + step / 2
         change = after - before if kind == "lost" else before
-        words = units.show(abs(change), unit).removesuffix(" documents")
+        words = units.show(abs(change), unit).removesuffix(" documents").removesuffix(" document")
         words = words if kind != "lost" else "nothing" if change == 0 else f"{'−' if change < 0 else '+'}{words}"
         low, high = sorted((before, after))
         bar = rect(x(low), middle - 8, max(x(high) - x(low), 1.5), 16, f"fall {kind}") if change else None

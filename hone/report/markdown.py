@@ -15,7 +15,7 @@ def render(line: Line) -> str:
     parts = [f"# {escape(line.name)}", "", escape(origin.summary(line)), ""]
     parts += [f"- **{escape(finding.value)}** {escape(finding.text)}" for finding in findings(line)]
     if line.problems:
-        parts += ["", "## Not everything could be read", ""]
+        parts += ["", "## Not everything is here", ""]
         parts += [f"- {code(name)}: {escape(what)}" for name, what in line.problems]
     parts += ["", "## The chain", *_chain(line)]
     parts += (

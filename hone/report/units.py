@@ -95,7 +95,7 @@ def show(value: float | None, unit: str = "", name: str = "", digits: int = 3) -
     if unit in ("x", "times"):
         return f"{three(value, digits)}x"
     if unit in _COUNTS and float(value).is_integer() and abs(value) < 10_000:
-        return f"{value:,.0f} {unit}"
+        return f"{value:,.0f} {unit.removesuffix('s') if value == 1 else unit}"
     return f"{prefixed(value, digits)} {unit}".strip()
 
 

@@ -25,6 +25,7 @@ from hone.report import units
         (20919.9, "tokens/s", "", "20.9 k tokens/s"),
         (1_900_544, "parameters", "", "1.90 M parameters"),
         (4001, "documents", "", "4,001 documents"),
+        (1, "documents", "", "1 document"),
         (0.413, "fraction", "", "41.3 %"),
         (0.413, "", "mfu", "41.3 %"),
         (5.8, "x", "", "5.80x"),
