@@ -129,11 +129,12 @@ def _matmul_rate(
     # A model's own products find neither weights nor activations in the nearest cache: go round several of each.
     size = 4 * (rows * inputs + outputs * inputs + rows * outputs)
     copies = 1 if timer.cuda else max(1, min(4, _COLD_BYTES // size))
-    # Of ones: the numbers do not matter, and drawing them would take longer than the products.
+    # On a CPU the numbers do not matter, and drawing them would take longer than the products; a GPU that multiplies
+    # ones takes less power and is a sixth faster than it ever is on real numbers.
+    make = torch.randn if timer.cuda else torch.ones
     sets = [
         tuple(
-            torch.ones(one, dtype=number, device=timer.device)
-            for one in ((rows, inputs), (outputs, inputs), (rows, outputs))
+            make(one, dtype=number, device=timer.device) for one in ((rows, inputs), (outputs, inputs), (rows, outputs))
         )
         for _ in range(copies)
     ]
