@@ -195,7 +195,14 @@ def read_yaml(path: Path) -> Any:
 
 def dump_yaml(values: Any) -> str:
     """`values` as YAML in field order."""
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(values, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes a value that occurs twice in full twice: anchors are for people to write, not to read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def fingerprint(values: Any) -> str:

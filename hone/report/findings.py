@@ -54,7 +54,12 @@ def _compression(line: Line) -> Finding | None:
 
 
 def _serving(line: Line) -> Finding | None:
-    pairs = [(pair.ratio, pair.path, pair.before, pair.after) for pair in compare.serving_pairs(line)]
+    # A variant that serves slower than the model it came from is no finding: it was made to be smaller.
+    pairs = [
+        (pair.ratio, pair.path, pair.before, pair.after)
+        for pair in compare.serving_pairs(line)
+        if pair.ratio >= 1 or pair.path != "model"
+    ]
     either = [
         (ratio, path, before, after) if ratio >= 1 else (1 / ratio, path, after, before)
         for ratio, path, before, after in pairs

@@ -23,6 +23,7 @@ from hone.serve.workload import Workload
 
 _LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usually in the page cache
 _STEP_S = 3e-4  # Python around one step: scheduling, sampling, text
+_OPS_PER_ROW = 60  # Python around one row of a step: its choice, its text, its pages, in starts of an operation
 _OPS_PER_LAYER = 40  # what modules, pages and masks cost beside a layer's own operations, in starts of an operation
 
 
@@ -75,7 +76,7 @@ def _decode_step(facts: ModelFacts, machine: Machine, rows: int, context: float,
     To the model's own work come modules, pages and masks, which are Python, and Python around the step.
     """
     work = decode_step_seconds(facts, machine, rows=rows, context=int(context), dtype=dtype)
-    around = seconds(machine, num_ops=_OPS_PER_LAYER * facts.num_layers, dtype=dtype)
+    around = seconds(machine, num_ops=_OPS_PER_LAYER * facts.num_layers + _OPS_PER_ROW * rows, dtype=dtype)
     return work.value + around.value + _STEP_S, work.bound
 
 

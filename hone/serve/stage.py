@@ -74,8 +74,8 @@ class Serve(Stage):
         )
         warm_up(run.device)
         folders = [model.folder] + ([guesser.folder] if guesser else [])
-        draft.predict(forecast(self.engine, self.concurrency, workload, folders, run))
         with Window(run.device) as window:
+            draft.predict(forecast(self.engine, self.concurrency, workload, folders, run))
             engine = Engine(
                 model.folder,
                 self.engine,
