@@ -8,6 +8,7 @@ commit, and `log/` (timings, TensorBoard) is kept but is no content: it may diff
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -318,8 +319,15 @@ def _by_role(roles: list[dict[str, str]]) -> dict[str, str]:
 
 def _lock(out: Path, partial: Path) -> Any:
     """The partial folder's file, locked: a second process is refused, a killed one leaves no lock behind."""
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = open(partial / BEGUN, "a+", encoding="utf8")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = open(partial / BEGUN, "a+", encoding="utf8")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ArtifactError(
+            f"cannot make {partial}: {error.strerror}", fix="give an output folder you may write to"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

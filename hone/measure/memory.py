@@ -150,6 +150,9 @@ class _Allocated(_Watch):
         self._torch: Any = torch
         self._device = torch.device(device)
 
+    def settle(self) -> None:
+        gc.collect()  # tensors that only a reference cycle holds would be freed under way and hide growth
+
     def now(self) -> int:
         return self._torch.cuda.memory_allocated(self._device)
 
