@@ -114,7 +114,12 @@ def decode_step_seconds(
         "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered / max(facts.num_layers, 1)).value,
         "element-wise": _traffic(machine, facts, rows, dtype, backward=False),
     }
-    return _sum_up(machine, parts, len(products) + FORWARD_OPS * facts.num_layers + AROUND_OPS, dtype)
+    return _sum_up(machine, parts, decode_step_starts(facts), dtype)
+
+
+def decode_step_starts(facts: ModelFacts) -> float:
+    """Starts of operations in one decoding step."""
+    return sum(len(layer.matmuls) for layer in facts.layers) + 1 + FORWARD_OPS * facts.num_layers + AROUND_OPS
 
 
 def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool) -> float:

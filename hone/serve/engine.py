@@ -21,11 +21,10 @@ from hone.serve.request import Completion, Output, Request, SamplingParams
 from hone.serve.runner import Runner, Step
 from hone.serve.sampler import Chooser, Chosen, Entry, Sampler
 from hone.serve.scheduler import Row, Scheduler
-from hone.serve.sizing import cache_pages, check_weights, kv_shapes
+from hone.serve.sizing import cache_pages, check_weights, kv_shapes, step_threads
 from hone.serve.spec import EngineSpec
 from hone.serve.speculate import Drafter
 
-_SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
 """Up to here (some 50 ms of one core) a step on a CPU runs on one thread."""
 
 __all__ = ["BusyError", "Engine", "EngineSpec"]
@@ -187,9 +186,7 @@ class Engine:
         anything else wants the core, it costs a time slice each.
         """
         before = torch.get_num_threads()
-        params = self._num_params
-        small = params <= _SMALL_PARAMS and 2 * params * num_tokens <= _SMALL_FLOPS
-        wanted = self.spec.num_threads or (1 if small and self.device.type == "cpu" else before)
+        wanted = step_threads(self.spec, self._num_params, num_tokens, before) if self.device.type == "cpu" else before
         if wanted == before:
             yield
             return

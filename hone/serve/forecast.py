@@ -12,12 +12,12 @@ from hone.base.run import Run
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import serve_bytes
 from hone.cost.roofline import seconds
-from hone.cost.steps import decode_step_seconds, forward_seconds
+from hone.cost.steps import decode_step_seconds, decode_step_starts, forward_seconds
 from hone.measure.machine import Machine, describe
 from hone.measure.memory import resident_bytes
 from hone.model.hf import Checkpoint
 from hone.serve.pages import page_bytes
-from hone.serve.sizing import cache_pages, kv_shapes
+from hone.serve.sizing import cache_pages, kv_shapes, step_threads
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import Workload
 
@@ -48,7 +48,7 @@ def forecast(
         lengths = workload.output_tokens
         steps = sum(max(lengths[start : start + rows]) for start in range(0, len(lengths), rows))
     mean_context = sum(map(len, workload.prompts)) / len(workload.prompts) + tokens / len(workload.prompts) / 2
-    decode_s, bound = _decode_step(facts, machine, rows, mean_context, dtype)
+    decode_s, bound = _decode_step(spec, facts, machine, rows, mean_context, dtype)
     prefill = forward_seconds(
         facts,
         machine,
@@ -59,7 +59,7 @@ def forecast(
     )
     serving_s = steps * decode_s + len(workload.prompts) * prefill.value
     sample_tokens = 64 * len(workload.sample_prompts) + workload.output_tokens[0]
-    one, _ = _decode_step(facts, machine, 1, 64, dtype)
+    one, _ = _decode_step(spec, facts, machine, 1, 64, dtype)
     weights = sum(map(_weights_bytes, folders))
     total_s = weights / _LOAD_BYTES_PER_S + serving_s + sample_tokens * one
     formula = f"{steps} steps of {rows} rows x {decode_s * 1e3:.2f} ms + {len(workload.prompts)} prefills x {prefill.value * 1e3:.2f} ms"
@@ -70,14 +70,23 @@ def forecast(
     }
 
 
-def _decode_step(facts: ModelFacts, machine: Machine, rows: int, context: float, dtype: str) -> tuple[float, bool]:
+def _decode_step(
+    spec: EngineSpec, facts: ModelFacts, machine: Machine, rows: int, context: float, dtype: str
+) -> tuple[float, bool]:
     """Seconds of one engine step, and whether that is only a bound.
 
-    To the model's own work come modules, pages and masks, which are Python, and Python around the step.
+    To the model's own work come modules, pages and masks, which are Python, and Python around the step. Rates were
+    calibrated on all threads; a small model's steps run on one, so what is not the start of an operation takes longer.
     """
     work = decode_step_seconds(facts, machine, rows=rows, context=int(context), dtype=dtype)
     around = seconds(machine, num_ops=_OPS_PER_LAYER * facts.num_layers + _OPS_PER_ROW * rows, dtype=dtype)
-    return work.value + around.value + _STEP_S, work.bound
+    value = work.value
+    calibration = machine.calibration
+    if calibration is not None and not machine.device.startswith("cuda"):
+        starts = decode_step_starts(facts) * calibration.op_s
+        shared = calibration.threads / step_threads(spec, facts.num_params, rows, calibration.threads)
+        value = starts + (value - starts) * shared
+    return value + around.value + _STEP_S, work.bound
 
 
 def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Sequence[Path], run: Run) -> Estimate:

@@ -12,6 +12,9 @@ from hone.base.figure import human_bytes
 from hone.model.config import ModelConfig
 from hone.serve.spec import EngineSpec
 
+_SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
+"""Model and step up to which one CPU thread is faster than several; measured on two cores, idle and busy."""
+
 
 def kv_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     """(num_kv_heads, head_dim) of every layer."""
@@ -58,6 +61,12 @@ def _free_now(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+def step_threads(spec: EngineSpec, num_params: int, num_tokens: int, available: int) -> int:
+    """CPU threads for a step of `num_tokens`: one where meeting after every operation costs more than sharing saves."""
+    small = num_params <= _SMALL_PARAMS and 2 * num_params * num_tokens <= _SMALL_FLOPS
+    return spec.num_threads or (1 if small else available)
 
 
 def _free_bytes(spec: EngineSpec, device: torch.device, taken: int) -> int:
