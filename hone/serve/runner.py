@@ -73,7 +73,7 @@ class Runner:
         guesses = None if self.proposer is None else self.proposer.propose(work)
         x = self.forward(work, guesses)
         steps = [Step(item.row, item.start + item.count) for item in work]
-        self._score_prompts(work, x)
+        self._score_prompts(work, guesses, x)
         sampling = [place for place, item in enumerate(work) if item.samples]
         if not sampling:
             return steps
@@ -124,19 +124,20 @@ class Runner:
         tokens = torch.tensor([token for piece in pieces for token in piece], device=self.device)
         return self.model.hidden(tokens, context)
 
-    def _score_prompts(self, work: Sequence[Work], x: Tensor) -> None:
+    def _score_prompts(self, work: Sequence[Work], guesses: Sequence[Guess] | None, x: Tensor) -> None:
         """Fills in log-probabilities of the prompt tokens that follow the ones just computed."""
         begin = 0
-        for item in work:
-            row, begin, first = item.row, begin + item.count, begin
+        for place, item in enumerate(work):
+            row, first = item.row, begin
+            begin += item.count + (len(guesses[place].tokens) if guesses is not None else 0)
             if row.prompt_logprobs is None or row.num_output:
                 continue
             count = row.request.params.prompt_logprobs or 0
             last = min(item.start + item.count, row.num_prompt - 1)
             for start in range(item.start, last, _SCORED):
                 targets = row.tokens[start + 1 : min(start + _SCORED, last) + 1]
-                place = first + start - item.start
-                logits = self.model.head(x[place : place + len(targets)]).float()
+                at = first + start - item.start
+                logits = self.model.head(x[at : at + len(targets)]).float()
                 row.prompt_logprobs[start + 1 : start + 1 + len(targets)] = logprobs(
                     logits, targets, [count] * len(targets)
                 )

@@ -53,6 +53,20 @@ def test_greedy_tokens_are_identical(draft, spec):
     assert_all_free(one)
 
 
+def test_a_prompt_is_scored_beside_rows_that_guess():
+    one = engine(MODEL, NEAR, token_budget=64)
+    for number, prompt in enumerate(PROMPTS[:2]):
+        one.add(request(str(number), prompt, greedy(30)))
+    one.step()
+    one.step()
+    assert one.stats()["draft_tokens"] > 0
+    one.add(request("scored", PROMPTS[3], greedy(1, prompt_logprobs=1)))
+    found = next(output.prompt_logprobs for output in drain(one)["scored"] if output.prompt_logprobs)
+    expected = MODEL(torch.tensor([PROMPTS[3]]))[0].log_softmax(-1)
+    for place, row in enumerate(found[1:], 1):
+        assert row.logprob == pytest.approx(float(expected[place - 1, PROMPTS[3][place]]), abs=1e-4)
+
+
 def test_a_right_guess_saves_steps():
     plain, fast = engine(MODEL), engine(MODEL, MODEL)
     plain.generate([PROMPTS[1]], greedy(25))
