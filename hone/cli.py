@@ -417,7 +417,7 @@ def _calibrate(words: list[str], options: dict[str, str]) -> int:
         )
         return 0
     run = _circumstances(options)
-    for row in calibrate(run.device, _dtype(run.device), again=True).table():
+    for row in calibrate(run.device, _dtype(run.device), fresh=True).table():
         print("  ".join(str(cell) for cell in row))
     return 0
 
