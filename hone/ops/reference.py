@@ -78,6 +78,8 @@ def linear_cross_entropy(
     'mean' divides by the valid targets (NaN when there is none). The loss is float32 (float64 for float64 inputs).
     """
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    if not torch.is_grad_enabled():  # a Function asks its inputs alone, and would make gradients that nobody takes
+        x, weight = x.detach(), weight.detach()
     total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore_index, z_loss)
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
@@ -93,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=exact, device=x.device)
-        rows = _chunk_rows(x, len(weight))
+        rows = chunk_rows(x.device.type, len(weight))
         for begin in range(0, len(x), rows):
             part = x[begin : begin + rows]
             logits = (part @ weight.T).to(exact)
@@ -130,9 +132,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _chunk_rows(x: Tensor, vocab_size: int) -> int:
-    """Rows whose logits are held at once: what stays in a CPU's cache (4 MiB), what fills a GPU (512 MiB)."""
-    return max(64, (1 << 20) // vocab_size) if x.device.type == "cpu" else max(1024, (1 << 27) // vocab_size)
+def chunk_rows(device_type: str, vocab_size: int) -> int:
+    """Tokens whose logits are held at once: what stays in a CPU's cache (4 MiB), what fills a GPU (512 MiB)."""
+    return max(64, (1 << 20) // vocab_size) if device_type == "cpu" else max(1024, (1 << 27) // vocab_size)
 
 
 def _cross_entropy_chunk(

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -100
+from hone.data.load import IGNORE
+from hone.ops.reference import chunk_rows
 
 
 def distill_loss(
@@ -78,11 +79,6 @@ class _DistillLoss(torch.autograd.Function):
             None if grad_weight is None else (grad_weight * scale).to(ctx.dtypes[1]),
             *[None] * 5,
         )
-
-
-def chunk_rows(device_type: str, vocab_size: int) -> int:
-    """Tokens whose logits are held at once, as in `linear_cross_entropy`: 4 MiB stay in a CPU's cache, 512 MiB fill a GPU."""
-    return max(64, (1 << 20) // vocab_size) if device_type == "cpu" else max(1024, (1 << 27) // vocab_size)
 
 
 def _chunk(

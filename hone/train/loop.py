@@ -203,6 +203,8 @@ def validate(model: Decoder, data: PackedTokens, *, batch_size: int, seq_len: in
     nats, count, seen = 0.0, 0, 0
     with torch.no_grad():
         for batch in data.in_order(batch_size, seq_len):
+            if rows:
+                batch = Batch(*(array[: rows - seen] for array in batch))
             tokens, targets, context = to_device(batch, model.embedding.device)
             x = run_layers(model, tokens, context, segments)
             nats += NextToken().total(model, x, targets, None, None).item()

@@ -19,6 +19,7 @@ from hone.base.lazy import lazy
 torch = lazy("torch")
 
 Precision = Literal["fp32", "bf16", "fp16"]
+TORCH_NAMES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 GROWTH_INTERVAL = 1000
 INITIAL_SCALE = 2.0**16
@@ -26,7 +27,7 @@ INITIAL_SCALE = 2.0**16
 
 def compute_dtype(precision: Precision) -> Any:
     """The torch dtype of the model's weights and activations."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return getattr(torch, TORCH_NAMES[precision])
 
 
 class LossScaler:

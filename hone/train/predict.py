@@ -10,11 +10,9 @@ from hone.cost.facts import ModelFacts
 from hone.cost.memory import train_bytes
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.machine import Machine
-from hone.train.distill_loss import chunk_rows
-from hone.train.precision import Precision
+from hone.ops.reference import chunk_rows
+from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.remat import Segment, live_layers
-
-TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Plan(NamedTuple):

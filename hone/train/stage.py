@@ -22,7 +22,7 @@ from hone.train import OBJECTIVES, REMATS, SCHEDULES
 from hone.train.cosine import Cosine
 from hone.train.next_token import NextToken
 from hone.train.optimizer import AdamW
-from hone.train.precision import Precision
+from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.remat import KeepAll
 
 if TYPE_CHECKING:
@@ -196,7 +196,6 @@ class Train(Stage):
         """Runs the loop from where the newest checkpoint stands."""
         from hone.train.checkpoint import Checkpoints
         from hone.train.loop import fit
-        from hone.train.predict import TORCH_NAMES
         from hone.train.watch import Watch
 
         checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint_keep)

@@ -130,7 +130,7 @@ def _cut_back(path: Path, step: int) -> None:
 
 
 def _memory_bytes(device: str) -> int:
-    """Bytes in use now: allocated on the GPU, or resident in this process."""
+    """Bytes resident in this process now; on a GPU the most allocated so far, as a step's end holds little of its peak."""
     if device.startswith("cuda"):
         import torch
 

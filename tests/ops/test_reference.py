@@ -82,7 +82,7 @@ def test_rms_norm_and_swiglu_are_torchs() -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_linear_cross_entropy_is_torchs(reduction: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_chunk_rows", lambda x, vocab_size: rows)
+    monkeypatch.setattr(reference, "chunk_rows", lambda device, vocab_size: rows)
     x = torch.randn(3, 5, 7, dtype=F64, requires_grad=True)
     weight = torch.randn(11, 7, dtype=F64, requires_grad=True)
     targets = torch.randint(0, 11, (3, 5)).index_fill(1, torch.tensor([2]), -100)
@@ -99,6 +99,17 @@ def test_linear_cross_entropy_is_torchs(reduction: str, rows: int, monkeypatch: 
         torch.testing.assert_close(
             reference.linear_cross_entropy(x, weight, targets, reduction=reduction, z_loss=0.1), plain
         )
+
+
+def test_linear_cross_entropy_makes_no_gradients_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    chunk = reference._cross_entropy_chunk
+    monkeypatch.setattr(reference, "_cross_entropy_chunk", lambda *given: made.append(given[-1]) or chunk(*given))
+    x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(9, 4))
+    with torch.no_grad():
+        reference.linear_cross_entropy(x, weight, torch.tensor([1, 2, 3]))
+    reference.linear_cross_entropy(x, weight, torch.tensor([1, 2, 3]))
+    assert made == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
