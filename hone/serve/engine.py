@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hone.base.errors import FitError, HoneError, SpecError
+from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.model import hf
 from hone.model.decoder import Decoder
@@ -17,7 +17,7 @@ from hone.model.tokenizer import Tokenizer, load_tokenizer
 from hone.serve import DRAFTERS
 from hone.serve.detokenize import TextStream
 from hone.serve.pages import KVCache, PagePool, page_bytes
-from hone.serve.request import Completion, Output, Request, SamplingParams
+from hone.serve.request import BusyError, Completion, Output, Request, SamplingParams
 from hone.serve.runner import Runner, Step
 from hone.serve.sampler import Chooser, Chosen, Entry, Sampler
 from hone.serve.scheduler import Row, Scheduler
@@ -28,10 +28,6 @@ from hone.serve.speculate import Drafter
 """Up to here (some 50 ms of one core) a step on a CPU runs on one thread."""
 
 __all__ = ["BusyError", "Engine", "EngineSpec"]
-
-
-class BusyError(HoneError):
-    """Too many requests wait already; try again later."""
 
 
 class Engine:

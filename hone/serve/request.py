@@ -7,9 +7,14 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from hone.base.errors import HoneError
 from hone.base.spec import Spec
 
 Finish = Literal["stop", "length", "abort", "error"]
+
+
+class BusyError(HoneError):
+    """Too many requests wait already; try again later."""
 
 
 class SamplingParams(Spec):

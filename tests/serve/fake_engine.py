@@ -8,10 +8,10 @@ import time
 
 from hone.base.errors import SpecError
 from hone.serve.http.worker import EngineFacts
-from hone.serve.request import Output, Request
+from hone.serve.request import BusyError, Output, Request
 
 VOCAB = 256
-ADD_RAISES, ADD_REFUSES, STEP_RAISES, FAILS_ALONE, KILLED, STUCK, ALWAYS_RAISES = range(1, 8)
+ADD_RAISES, ADD_REFUSES, STEP_RAISES, FAILS_ALONE, KILLED, STUCK, ALWAYS_RAISES, ADD_IS_BUSY = range(1, 9)
 STUCK_S = 2.5
 STEP_S = 0.002
 
@@ -35,6 +35,8 @@ class FakeEngine:
             raise RuntimeError("add is broken")
         if request.prompt[0] == ADD_REFUSES:
             raise SpecError("not this one", fix="send another")
+        if request.prompt[0] == ADD_IS_BUSY:
+            raise BusyError("many wait already", fix="try again in a moment")
         self._rows[request.id] = request
         self._made[request.id] = []
 

@@ -71,6 +71,9 @@ def test_an_engine_that_refuses_or_breaks_on_add(server: LiveServer):
     assert refused.status_code == 400 and "not this one" in refused.json()["error"]["message"]
     broken = server.post("/v1/completions", prompt=[fake.ADD_RAISES])
     assert broken.status_code == 500 and "add is broken" in broken.json()["error"]["message"]
+    busy = server.post("/v1/completions", prompt=[fake.ADD_IS_BUSY])
+    assert busy.status_code == 503 and int(busy.headers["retry-after"]) >= 1
+    assert busy.json()["error"]["code"] == "queue_full"
     assert server.post("/v1/completions", prompt=[40]).status_code == 200
 
 

@@ -62,11 +62,21 @@ def test_the_loop_takes_messages_between_steps_in_order():
 def test_a_refused_request_is_answered():
     channel = run_loop(
         fake.FakeEngine(),
-        [("add", [request("a", fake.ADD_REFUSES), request("b", fake.ADD_RAISES), request("c", 40)])],
+        [
+            (
+                "add",
+                [
+                    request("a", fake.ADD_REFUSES),
+                    request("b", fake.ADD_RAISES),
+                    request("c", 40),
+                    request("d", fake.ADD_IS_BUSY),
+                ],
+            )
+        ],
         1,
     )
     refused = [message[1] for message in channel.sent if message[0] == "refused"]
-    assert [(one.request_id, one.status) for one in refused] == [("a", 400), ("b", 500)]
+    assert [(one.request_id, one.status) for one in refused] == [("a", 400), ("b", 500), ("d", 503)]
 
 
 def test_a_broken_step_fails_what_was_in_it_only():

@@ -124,8 +124,13 @@ class Front:
                 503,
                 f"the queue is full: {self.engine.outstanding} of {capacity} sequences are in work",
                 code="queue_full",
-                retry_s=1 + self.engine.outstanding // max(self.engine.facts.max_rows, 1),
+                retry_s=self.retry_s,
             )
+
+    @property
+    def retry_s(self) -> int:
+        """Seconds after which a client that was turned away may come again: a second a round of rows."""
+        return 1 + self.engine.outstanding // max(self.engine.facts.max_rows, 1)
 
     def job(self, body: GenerationBody, reply: Reply, request_id: str, prompts: list[Request]) -> Job:
         """Hands `prompts` (one a choice of `reply`, ids still empty) to the engine."""
@@ -141,7 +146,7 @@ class Front:
     # ---- state out --------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
-        """The engine's latest figures and the front's own, for /metrics and /health."""
+        """The engine's latest figures and the front's own, for /metrics."""
         return {
             **self.engine.stats,
             "requests_outstanding": self.engine.outstanding,
@@ -226,6 +231,9 @@ class Job:
             item = self._items.popleft()
             if isinstance(item, Refused):
                 self._open.discard(item.request_id)
+                if item.status == 503:
+                    self._front.metrics.rejected("queue_full")
+                    raise ApiError(503, item.message, code="queue_full", retry_s=self._front.retry_s)
                 raise ApiError(item.status, item.message, code="refused" if item.status == 400 else None)
             if item.finish == "error":
                 self._open.discard(item.request_id)

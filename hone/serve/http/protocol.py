@@ -7,7 +7,7 @@ have is refused by name; an unknown one is accepted and named in a header, as Op
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
@@ -398,6 +398,3 @@ def _part_text(part: Any, param: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     shown = f"'{kind[:40]}'" if isinstance(kind, str) else "something else"
     raise ApiError(400, f"{param} holds {shown}; this model reads text only", param=param, code="unsupported")
-
-
-Kind = Literal["completion", "chat"]

@@ -25,7 +25,7 @@ class TokenNames(Protocol):
 
 @dataclass
 class PromptTokens:
-    """One prompt, ready for the engine: its ids, the text to echo, and which ids leave no trace in that text."""
+    """One prompt, ready for the engine: its ids, and the text to echo."""
 
     ids: list[int]
     text: str = ""

@@ -27,7 +27,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from hone.base.errors import HoneError, MachineError
-from hone.serve.request import Output, Request
+from hone.serve.request import BusyError, Output, Request
 
 _LENGTH = struct.Struct("!Q")
 _STATS_EVERY_S = 0.25
@@ -60,7 +60,7 @@ Build = Callable[..., tuple[EngineLike, EngineFacts]]
 
 @dataclass
 class Refused:
-    """The engine would not take a request: the user's mistake (`status` 400) or a failure of its own (500)."""
+    """The engine would not take a request: the user's mistake (`status` 400), too much to do (503), its own failure (500)."""
 
     request_id: str
     message: str
@@ -182,6 +182,8 @@ class Loop:
     def _add(self, request: Request) -> None:
         try:
             self._engine.add(request)
+        except BusyError as error:
+            self._channel.send(("refused", Refused(request.id, str(error), 503)))
         except HoneError as error:
             self._channel.send(("refused", Refused(request.id, str(error), 400)))
         except Exception as error:
