@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.base.durable import sync, write_atomic
 from hone.base.errors import FitError
+from hone.model.shards import INDEX, save_tensors
 
-INDEX = "model.safetensors.index.json"
 DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
@@ -38,12 +36,11 @@ def shard_name(number: int, count: int) -> str:
 
 @contextmanager
 def full_disk_said(path: Path) -> Iterator[None]:
-    """Turns the errors of a full disk into a FitError; lets every other error through."""
+    """Turns the error of a full disk into a FitError; lets every other error through."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        if not full and "No space left" not in str(error) and "os error 28" not in str(error):
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise FitError(
             f"no space left for {path}", fix="free disk space and run the same command again, it resumes"
@@ -55,9 +52,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         with full_disk_said(path):
-            save_file(
-                {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"}
-            )
+            save_tensors(temporary, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
             sync(temporary)
             os.replace(temporary, path)
             sync(path.parent)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,8 +124,25 @@ def write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard
 
 
 def _write_shard(tensors: dict[str, Tensor], path: Path) -> list[str]:
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_tensors(path, tensors)
     return list(tensors)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes contiguous tensors as one safetensors file, readable for whom the umask says.
+
+    The library makes its files private (mode 0600) and has an error of its own for a full disk; here that is an OSError.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if f"os error {code}" in str(error):
+                raise OSError(code, os.strerror(code), str(path)) from None
+        raise
+    path.chmod(mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:

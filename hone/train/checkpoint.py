@@ -29,14 +29,14 @@ class Checkpoints:
 
     def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Keeps the state after `step`; drops all but the newest `keep` checkpoints."""
-        from safetensors.torch import save_file
+        from hone.model.shards import save_tensors
 
         target = self.folder / f"{_PREFIX}{step:08d}"
         partial = target.with_name(target.name + ".partial")
         for stale in (partial, target):
             shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "tensors.safetensors")
+        save_tensors(partial / "tensors.safetensors", {name: tensor.contiguous() for name, tensor in tensors.items()})
         (partial / "numbers.json").write_text(json.dumps(numbers), encoding="utf8")
         for path in partial.iterdir():
             sync(path)

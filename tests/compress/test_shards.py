@@ -39,7 +39,7 @@ def test_a_full_disk_is_a_clear_error(error: Exception, tmp_path: Path, monkeypa
     def full(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(shards, "save_file", full)
+    monkeypatch.setattr("hone.model.shards.save_file", full)
     with pytest.raises(FitError, match="no space left"):
         shards.write_shard(tmp_path / "x.safetensors", {"a": torch.zeros(3)})
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hone.base.errors import ArtifactError, HoneError, SpecError
@@ -43,6 +45,20 @@ def test_save_and_load_give_the_same_weights(family: str, tmp_path: Path) -> Non
     assert two.config == one.config
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, two.get_parameter(name)), name
+
+
+def test_weights_are_as_readable_as_the_rest(folder: Path) -> None:
+    assert (folder / SINGLE).stat().st_mode == (folder / "config.json").stat().st_mode
+
+
+def test_a_full_disk_is_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("hone.model.shards.save_file", full)
+    with pytest.raises(OSError) as caught:
+        hf.save(model(), tmp_path)
+    assert caught.value.errno == errno.ENOSPC and str(tmp_path) in caught.value.filename
 
 
 @torch.no_grad()
