@@ -19,6 +19,7 @@ from hone.cost.facts import ModelFacts
 from hone.cost.roofline import seconds
 from hone.cost.steps import forward_seconds
 from hone.measure.machine import Machine
+from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint
 
 DURABLE_S = 0.01
@@ -116,7 +117,7 @@ class Plan:
                     work = step.work(n_out, k_in)
                     one = seconds(machine, flops=work.flops, num_bytes=work.num_bytes, num_ops=work.num_ops)
                     solve, bound = solve + one.value, bound or one.bound
-        moved = folder_bytes(checkpoint.folder) + 3 * self.model_bytes() + 2 * self.states_bytes() * facts.num_layers
+        moved = weights_bytes(checkpoint.folder) + 3 * self.model_bytes() + 2 * self.states_bytes() * facts.num_layers
         files = seconds(machine, num_bytes=moved).value + DURABLE_S * 3 * (facts.num_layers + 1)
         parts = {"two forward passes": forward, "sums of x x^T": gather, "solvers": solve, "files": files}
         formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
@@ -167,8 +168,3 @@ def entries(checkpoint: Checkpoint) -> dict[str, Entry]:
                 )
             found[name] = (DTYPES[row["dtype"]], tuple(row["shape"]))
     return {name: found[name] for name in checkpoint.names()}
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of a model folder's weights: all its safetensors files."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -19,6 +19,7 @@ from hone.base.table import Choice, Technique
 from hone.compress import STEPS
 from hone.measure.machine import Machine, describe
 from hone.measure.window import Window
+from hone.model.folder import weights_bytes
 
 torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
@@ -184,13 +185,13 @@ class Compress(Stage):
             hf.copy_tokenizer(checkpoint.folder, draft.folder)
 
     def _record(self, draft: Draft, folder: Path, checkpoint: Any, rows: list[dict[str, Any]]) -> None:
-        size = estimate.folder_bytes(draft.folder)
+        size = weights_bytes(draft.folder)
         weights = sum(row["weights"] for row in rows)
         draft.record("model_bytes", size, "B")
         draft.record(
             "bits_per_weight", 8 * size / checkpoint.config.num_params, "bits", note="whole folder, scales too"
         )
-        draft.record("compression_ratio", estimate.folder_bytes(folder) / size, "times")
+        draft.record("compression_ratio", weights_bytes(folder) / size, "times")
         draft.record(
             "sparsity", sum(row["zeros"] for row in rows) / weights, "fraction", note="of the matrices worked on"
         )

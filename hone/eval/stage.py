@@ -9,18 +9,20 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hone.base.artifact import Artifact, Draft, write_atomic
+from hone.base.artifact import Artifact, Draft
+from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate
 from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.cost.facts import ModelFacts
-from hone.cost.memory import BYTES, serve_bytes
+from hone.cost.memory import BYTES, forward_bytes, serve_bytes
 from hone.cost.steps import forward_seconds, loss_seconds
 from hone.measure.machine import Machine, describe
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
+from hone.model.folder import weights_bytes
 
 torch = lazy("torch")
 
@@ -75,13 +77,8 @@ class Eval(Stage):
             )
         warm_up(run.device)
         with Window(run.device) as measured:
-            facts = config.facts()
-            weights = sum(
-                self._weights_bytes(folders[role], facts) for role in ("model", "reference") if role in folders
-            )
-            draft.predict(
-                self._estimates(facts, machine, text.starts, window, weights, "reference" in folders, measured)
-            )
+            models = [folders[role] for role in ("model", "reference") if role in folders]
+            draft.predict(self._estimates(models, machine, text.starts, window, measured))
             model = self._load(folders["model"], run.device)
             reference = self._load(folders["reference"], run.device) if "reference" in folders else None
             _same_vocabulary(model, reference, folders)
@@ -97,7 +94,7 @@ class Eval(Stage):
                     reference=reference,
                     watch=bar.advance,
                 )
-        self._record(draft, scores, text, window, model_bytes(folders["model"]))
+        self._record(draft, scores, text, window, weights_bytes(folders["model"]))
         draft.record_window(measured)
 
     def _load(self, folder: Path, device: str) -> Any:
@@ -108,37 +105,32 @@ class Eval(Stage):
     def _weights_bytes(self, folder: Path, facts: ModelFacts) -> float:
         """Bytes of the loaded weights: a quantized folder stays packed, a plain one is converted to `dtype`."""
         config = json.loads((folder / "config.json").read_text(encoding="utf8"))
-        return model_bytes(folder) if config.get("quantization_config") else facts.num_params * BYTES[self.dtype]
+        return weights_bytes(folder) if config.get("quantization_config") else facts.num_params * BYTES[self.dtype]
 
     def _estimates(
-        self,
-        facts: ModelFacts,
-        machine: Machine,
-        starts: Any,
-        window: int,
-        weights_bytes: float,
-        compared: bool,
-        measured: Window,
+        self, folders: list[Path], machine: Machine, starts: Any, window: int, measured: Window
     ) -> dict[str, Estimate]:
-        """Time and peak memory, from what one batch needs."""
+        """Time and peak memory, from what one batch needs. `folders`: the model's, then the reference's if there is one."""
         from hone.eval.score import LOGITS
+        from hone.model.hf import Checkpoint
 
+        facts = [Checkpoint(folder).config.facts() for folder in folders]
+        compared, vocab_size = len(facts) > 1, facts[0].vocab_size
         tokens = int(starts[-1])
         documents = len(starts) - 1 if self.join == "documents" else 1
         mean_len = max(min(window, math.ceil(tokens / documents)), 1)
         repeated = window / (self.stride or window)
-        models = 2 if compared else 1
         batch = max(min(self.batch_tokens, tokens), 1)
-        forward = forward_seconds(facts, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype)
+        forwards = [forward_seconds(one, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype) for one in facts]
         # Exponentials over every logit: one for the loss; both models' log-softmax and one more for a divergence.
-        softmax_s = (4 if compared else 1) * loss_seconds(machine, batch, facts.vocab_size, train=False)
-        value = repeated * tokens / batch * (models * forward.value + softmax_s)
+        softmax_s = (4 if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
+        value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
         growth = serve_bytes(
-            facts,
-            weights_bytes=weights_bytes,
+            max(facts, key=lambda one: forward_bytes(one, tokens=batch, dtype=self.dtype)),
+            weights_bytes=sum(self._weights_bytes(folder, one) for folder, one in zip(folders, facts, strict=True)),
             max_tokens=batch,
             # A divergence holds both models' logits, their log-softmax, and the products of these.
-            max_rows=min(max(LOGITS // facts.vocab_size, 1), batch) * (3 if compared else 1),
+            max_rows=min(max(LOGITS // vocab_size, 1), batch) * (3 if compared else 1),
             dtype=self.dtype,
             device=machine.device,
         )
@@ -148,9 +140,10 @@ class Eval(Stage):
                 "formula": f"{growth.formula} + in use before",
             }
         )
-        formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({models} x forward [{forward.formula}] + softmax {softmax_s:.3g} s)"
+        each = " + ".join(f"forward [{forward.formula}]" for forward in forwards)
+        formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({each} + softmax {softmax_s:.3g} s)"
         return {
-            "time_s": Estimate(value=value, unit="s", formula=formula, bound=forward.bound),
+            "time_s": Estimate(value=value, unit="s", formula=formula, bound=forwards[0].bound),
             "peak_memory_bytes": peak,
             "memory_growth_bytes": growth,
         }
@@ -177,11 +170,6 @@ class Eval(Stage):
         content = {"window": window, "stride": self.stride or window, "join": self.join, "split": self.split}
         content |= {"columns": ["tokens", "loss"], "documents": rows}
         write_atomic(draft.folder / "eval.json", json.dumps(content).encode())
-
-
-def model_bytes(folder: Path) -> int:
-    """Bytes of the folder's *.safetensors files."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def evaluate(

@@ -15,6 +15,7 @@ from hone.base.errors import SpecError
 from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.base.stage import Stage
+from hone.model.folder import weights_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import Workload, make_workload
 
@@ -122,7 +123,7 @@ class Serve(Stage):
             "fraction",
             note="of drafted tokens" if drafted else "no drafter",
         )
-        draft.record("model_bytes", sum(path.stat().st_size for path in folder.glob("*.safetensors")), "B")
+        draft.record("model_bytes", weights_bytes(folder), "B")
 
 
 @dataclass

@@ -18,6 +18,7 @@ from hone.measure.machine import Machine, describe
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.families import Shape
+from hone.model.folder import weights_bytes
 from hone.train import OBJECTIVES, REMATS, SCHEDULES
 from hone.train.cosine import Cosine
 from hone.train.next_token import NextToken
@@ -248,8 +249,7 @@ class Train(Stage):
         tail = losses[-10:]
         objective = "" if self.objective.kind == "next_token" else f", objective {self.objective.kind}"
         draft.record("num_params", config.num_params, "parameters")
-        size = sum(path.stat().st_size for path in draft.folder.glob("*.safetensors"))
-        draft.record("model_bytes", size, "B")
+        draft.record("model_bytes", weights_bytes(draft.folder), "B")
         tokens = [row["tokens"] for row in rows if "tokens" in row][-1]
         draft.record("train_tokens", tokens, "tokens", note=f"{tokens / max(data.num_tokens, 1):.2f} epochs")
         note = f"mean of the last {len(tail)} steps{objective}"

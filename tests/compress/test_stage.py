@@ -19,8 +19,8 @@ from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, FitError, MachineError, SpecError
 from hone.base.run import Run
 from hone.compress import QUANTIZERS, STEPS
-from hone.compress.estimate import folder_bytes
 from hone.compress.stage import Compress
+from hone.model.folder import weights_bytes
 from hone.model.hf import load
 from hone.model.quantized import PackedInt
 
@@ -46,7 +46,7 @@ def test_figures_are_what_lies_on_disk(steps: list[dict], tiny_llama: Path, comp
     assert figures["model_bytes"].value == size == figures["model_bytes"].estimate.value
     params = sum(tensor.numel() for tensor in tensors_of(tiny_llama).values())
     assert figures["bits_per_weight"].value == pytest.approx(8 * size / params)
-    assert figures["compression_ratio"].value == pytest.approx(folder_bytes(tiny_llama) / size)
+    assert figures["compression_ratio"].value == pytest.approx(weights_bytes(tiny_llama) / size)
     for name in ("time_s", "peak_memory_bytes"):
         assert figures[name].value > 0 and figures[name].estimate.value > 0
     rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
