@@ -178,7 +178,9 @@ def _read_content(path: Path) -> Any:
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
         return values
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = [
+        json.loads(line) for line in text.split("\n") if line.strip()
+    ]  # texts may hold U+2028, a line end to splitlines
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("a line is not a JSON object")
     return rows

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from hone.base.artifact import Artifact
+from hone.base.durable import write_jsonl
 from hone.base.errors import ArtifactError
 from hone.report import build, picture
+from hone.report.collect import collect
 from tests.report.lines import HOSTILE, LineMaker
 from tests.report.markup import Walk
 
@@ -242,3 +244,11 @@ def test_picture_is_one_svg_with_its_own_colors(whole: Path, tmp_path: Path) -> 
     again = picture(whole, tmp_path / "again.svg")
     assert again.read_bytes() == path.read_bytes()
     shutil.rmtree(tmp_path / "deep")
+
+
+def test_a_text_with_every_kind_of_line_end_is_one_row(copy, tmp_path: Path) -> None:
+    line = copy("data-text")
+    rows = [{"step": "read", "reason": "odd", "source": "a", "text": "one\u2028two\u2029three\x85four\x0cfive"}]
+    write_jsonl(line / "data-text" / "dropped.jsonl", rows)
+    found = collect(line)
+    assert found.problems == [] and found.rows[0].content["dropped.jsonl"] == rows
