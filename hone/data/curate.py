@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hone.base.artifact import Draft
+from hone.base.artifact import BEGUN, Draft
 from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
@@ -164,7 +164,7 @@ def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
     if not note.exists() or note.read_text() != listing.digest:
         if note.exists():
             run.say(f"{spec.source} has changed since this stage was interrupted; starting it again")
-        kept = ("begun.json", draft.state.name, draft.log.name, "elapsed_s", note.name)
+        kept = (BEGUN, draft.state.name, draft.log.name, "elapsed_s", note.name)
         for path in (*draft.folder.iterdir(), *draft.state.iterdir()):
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -98,7 +98,7 @@ def take(source: str, folder: Path) -> None:
     for name in (*_OPTIONAL_FILES, *FILES):
         path = Path(source).expanduser() / name
         if path.exists():
-            temporary = folder.parent / f"{name}.taking"
+            temporary = folder / f"{name}.taking"  # in the own folder: another stage may take one at the same time
             shutil.copyfile(path, temporary)
             temporary.replace(folder / name)
         elif name == FILES[0]:
