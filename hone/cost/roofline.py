@@ -96,7 +96,7 @@ def attention_seconds(machine: Machine, flops: float, dtype: str, *, train: bool
 
 
 def _weighted(near: list[tuple[float, float]]) -> float:
-    """Geometric mean of the rates of the NEAREST points, each weighted by 1 / distance; an exact hit wins alone."""
+    """Geometric mean of the rates of the NEAREST points, each weighted by 1 / distance^2; an exact hit wins alone."""
     near = sorted(near)[:NEAREST]
     if near[0][0] < 1e-6:
         return near[0][1]

@@ -45,7 +45,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (often a leading BOS)."""
-        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # half a surrogate pair: what Python makes of bytes on the command line that are no UTF-8
+            raise SpecError(f"{text!r:.80} is no Unicode text", fix="give text in UTF-8") from None
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of every text, on all cores."""
@@ -77,6 +80,15 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that `decode` leaves out by default."""
         return self._special_ids
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of tokens that were added to the vocabulary, special ones among them."""
+        return self._added_ids
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._added)
 
     @cached_property
     def _added(self) -> dict[int, Any]:

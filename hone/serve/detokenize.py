@@ -56,16 +56,9 @@ def _piece(tokenizer: Tokenizer, token: int) -> bytes:
     """The bytes a token adds to a byte-level text; none for special tokens."""
     if token in tokenizer.special_ids:
         return b""
-    if token in _added(tokenizer):
+    if token in tokenizer.added_ids:
         return tokenizer.decode([token]).encode()
     return tokenizer.token_bytes(token)
-
-
-def _added(tokenizer: Tokenizer) -> frozenset[int]:
-    known = tokenizer.__dict__.get("_added_ids")
-    if known is None:
-        known = tokenizer.__dict__["_added_ids"] = frozenset(tokenizer.core.get_added_tokens_decoder())
-    return known
 
 
 class TextStream:

@@ -33,7 +33,7 @@ class Chooser:
 
     params: SamplingParams
     ends: tuple[int, ...] = ()  # end-of-text and stop tokens, banned below min_tokens
-    seed: int = 0
+    seed: int = field(init=False)  # the request's, or a random one
     plain: bool = field(init=False)  # the most likely token of untouched logits
     penalized: bool = field(init=False)  # logits depend on the tokens before
 
