@@ -107,6 +107,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     flat = q.dim() == 3
     if flat:
         q, k, v = q[None], k[None], v[None]
+    grouped = q.shape[-2] != k.shape[-2]
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # Of CUDA's fused kernels only FlashAttention shares keys between heads, and it takes neither masks nor float32:
+        # torch would fall back to keeping every score. Repeated keys are far smaller than scores.
+        share = q.shape[-2] // k.shape[-2]
+        k, v, grouped = k.repeat_interleave(share, -2), v.repeat_interleave(share, -2), False
     mixed = F.scaled_dot_product_attention(
         q.transpose(-3, -2),
         k.transpose(-3, -2),
@@ -114,6 +120,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=q.shape[-2] != k.shape[-2],
+        enable_gqa=grouped,
     ).transpose(-3, -2)
     return mixed[0] if flat else mixed
