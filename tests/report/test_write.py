@@ -247,8 +247,8 @@ def test_picture_is_one_svg_with_its_own_colors(whole: Path, tmp_path: Path) -> 
 
 
 def test_a_text_with_every_kind_of_line_end_is_one_row(copy, tmp_path: Path) -> None:
-    line = copy("data-text")
+    line = copy("data-corpus")
     rows = [{"step": "read", "reason": "odd", "source": "a", "text": "one\u2028two\u2029three\x85four\x0cfive"}]
-    write_jsonl(line / "data-text" / "dropped.jsonl", rows)
+    write_jsonl(line / "data-corpus" / "dropped.jsonl", rows)
     found = collect(line)
     assert found.problems == [] and found.rows[0].content["dropped.jsonl"] == rows
