@@ -126,7 +126,8 @@ class Recipe(Spec):
     ) -> Path:
         """Makes every stage that is not there yet and returns the line's folder.
 
-        `redo` names stages to make again ('all' for every one); what was made from them follows when it changed.
+        `redo` names stages to make again; what was made from them follows when it changed. 'all' is every stage,
+        'drifted' every one that was made from another spec or other inputs.
         `watch(position, total, node, artifact, made)` is called after each stage; `made` is False when it was there already.
         Raises DriftError when an artifact of the line was made from another spec.
         """
@@ -136,7 +137,7 @@ class Recipe(Spec):
         line.mkdir(parents=True, exist_ok=True)
         known = {node.folder for node in nodes}
         for name in redo:
-            if name not in known and name != "all":
+            if name not in known and name not in ("all", "drifted"):
                 raise SpecError(
                     f"--redo={name}: the recipe has no such stage", fix=f"its stages: {', '.join(sorted(known))}"
                 )
@@ -155,11 +156,11 @@ class Recipe(Spec):
             try:
                 artifact = node.read().make(line / node.folder, parents, here)
             except DriftError as drift:
-                if not redone.intersection(node.inputs.values()):
+                if "drifted" not in redo and not redone.intersection(node.inputs.values()):
                     raise DriftError(
                         drift.what,
                         fix=f"make it and what follows from it again with --redo={node.folder}, "
-                        "or keep it and use another folder with --work=OTHER",
+                        "everything that drifted with --redo=drifted, or keep it all and use another folder with --work=OTHER",
                     ) from None
                 here.redo = wanted = True
                 artifact = node.read().make(line / node.folder, parents, here)

@@ -85,6 +85,13 @@ def test_a_changed_field_is_drift_and_redo_carries_on_to_what_follows(tmp_path):
     assert MADE == ["data-text", "train-base", "train-draft-base"]
 
 
+def test_redo_drifted_makes_again_just_what_changed(tmp_path):
+    recipe().run(tmp_path, QUIET)
+    MADE.clear()
+    recipe((2, {"steps": 7})).run(tmp_path, QUIET, redo=("drifted",))
+    assert MADE == ["train-draft-base"]
+
+
 def test_redo_leaves_alone_what_did_not_change(tmp_path):
     recipe().run(tmp_path, QUIET)
     MADE.clear()
