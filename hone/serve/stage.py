@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_jsonl
-from hone.base.errors import SpecError
+from hone.base.errors import FitError, SpecError
 from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.base.stage import Stage
@@ -83,6 +83,7 @@ class Serve(Stage):
                 draft_model=guesser.folder if guesser else None,
                 device=run.device,
             )
+            _must_fit(engine, workload)
             engine.generate([workload.prompts[0]], workload.params(0))  # the first call pays for set-up once
             engine.pool.clear()
             before = engine.stats()
@@ -137,7 +138,6 @@ class Timing:
     last_s: float = 0.0
     output_tokens: int = 0
     cached_tokens: int = 0
-    error: str | None = field(default=None)
 
     @property
     def ttft_s(self) -> float:
@@ -159,8 +159,17 @@ class Timing:
             "begun_s": round(self.begun_s, 6),
             "ttft_s": round(self.ttft_s, 6),
             "latency_s": round(self.last_s - self.begun_s, 6),
-            "error": self.error,
         }
+
+
+def _must_fit(engine: Engine, workload: Workload) -> None:
+    """Raises FitError when a request would be cut short: the run would measure another work than its spec says."""
+    longest = max(len(prompt) + length for prompt, length in zip(workload.prompts, workload.output_tokens, strict=True))
+    if longest > engine.max_model_len:
+        raise FitError(
+            f"a request takes {longest} tokens with its prompt, the engine holds {engine.max_model_len} of one",
+            fix="lower shared_prefix, prompt_tokens or output_tokens, or give the engine more pages",
+        )
 
 
 def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> list[Timing]:

@@ -11,7 +11,7 @@ import pytest
 
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
-from hone.base.errors import SpecError
+from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.serve.stage import Serve
 from hone.serve.workload import make_workload
@@ -66,6 +66,11 @@ def test_figures_and_forecasts_are_there(tmp_path, tiny_llama, data):
     assert len(rows) == 6 and all(2 <= row["output_tokens"] <= 8 for row in rows)
     samples = read_jsonl(made.folder / "samples.jsonl")
     assert len(samples) == 3 and all(sample["prompt"] and sample["text"] for sample in samples)
+
+
+def test_a_request_that_would_be_cut_short_is_said(tmp_path, tiny_llama, data):
+    with pytest.raises(FitError, match="the engine holds 48 of one"):
+        serve(tmp_path, tiny_llama, data, prompt_tokens=(20, 20), output_tokens=(60, 60), engine={"max_model_len": 48})
 
 
 def test_content_is_the_same_every_time(tmp_path, tiny_llama, data):
