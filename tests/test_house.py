@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hone.base.table import TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hone"
@@ -137,6 +140,34 @@ def test_specs_and_stages_load_without_torch():
         "for name in STAGES: stage_class(name)\n"
         "Recipe.load('recipes/tiny.yaml')\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_every_table_is_listed():
+    literal = re.compile(r"^(\w+) = Table\(", re.MULTILINE)
+    found = {
+        f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')}:{name}"
+        for path in (ROOT / "hone").rglob("*.py")
+        for name in literal.findall(path.read_text(encoding="utf8"))
+    }
+    assert found == set(TABLES)
+
+
+def test_techniques_and_stages_load_without_extras():
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in EXTRAS: raise ModuleNotFoundError(f'{name} is not installed')\n"
+        "EXTRAS = 'pyarrow fastwarc resiliparse zstandard py3langid fastapi starlette uvicorn prometheus_client httpx'.split()\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from hone.base.table import all_tables\n"
+        "from hone.base.stage import STAGES\n"
+        "from hone.recipe import stage_class\n"
+        "assert all(table[name] for table in all_tables().values() for name in table)\n"
+        "for name in STAGES: stage_class(name).model_json_schema()\n"
+        "import hone.serve.http\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
