@@ -64,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
             )
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return _complain(f"not allowed: {error.strerror}: {error.filename}", "give a folder you may read and write")
+        if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP):
+            return _complain(f"cannot use {error.filename}: {error.strerror}", "give another path")
         raise
 
 
@@ -135,7 +137,7 @@ def parse(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 def _need(words: list[str], what: str) -> str:
     from hone.base.errors import SpecError
 
-    if len(words) < 2:
+    if len(words) < 2 or not words[1]:
         raise SpecError(
             f"hone {words[0]} needs {what}", fix=f"hone {words[0]} {what}; hone {words[0]} --help says more"
         )

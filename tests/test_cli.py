@@ -213,3 +213,9 @@ def test_calibrate_measures_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("hone.measure.calibrate.BUDGET_S", 0.01)
     assert main(["calibrate"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out and list(tmp_path.rglob("calibration-*.json"))
+
+
+def test_a_file_where_a_folder_should_be(tmp_path):
+    (tmp_path / "file").write_text("x")
+    mistake(hone("run", "recipes/tiny.yaml", f"--work={tmp_path / 'file'}", "--quiet"), "cannot use", "Not a directory")
+    mistake(hone("show", ""), "needs RECIPE_OR_FOLDER")

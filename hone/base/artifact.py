@@ -265,6 +265,7 @@ def start(
     finished = _finished(out, identity, run)
     if finished is not None:
         return finished
+    _stand_outside(out, parents or {})
     partial = _partial(out)
     lock = _lock(out, partial)
     finished = _finished(out, identity, run)  # the other process may have finished between the look and the lock
@@ -315,6 +316,16 @@ def _identity(
 
 def _by_role(roles: list[dict[str, str]]) -> dict[str, str]:
     return {row["role"]: row["fingerprint"] for row in roles}
+
+
+def _stand_outside(out: Path, parents: dict[str, Artifact]) -> None:
+    """Raises ArtifactError when `out` lies inside an artifact or an input: writing there would change what that is."""
+    taken = {parent.folder.resolve() for parent in parents.values()}
+    for folder in out.resolve().parents:
+        if folder in taken or (folder / MANIFEST).exists():
+            raise ArtifactError(
+                f"{out} lies inside {folder}, which is an input or an artifact", fix="give an output folder beside it"
+            )
 
 
 def _lock(out: Path, partial: Path) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from hone.base.errors import HoneError, SpecError
 
@@ -38,6 +38,14 @@ class Spec(BaseModel):
             if name in values and isinstance(values[name], (str, int, float, dict)) and _is_open_list(field.annotation)
         }
         return {**values, **alone}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, field: ValidationInfo) -> Any:
+        """Refuses `--steps` without a value (it reads as true), which would quietly mean 1."""
+        if isinstance(value, bool) and _is_number(cls.model_fields[str(field.field_name)].annotation):
+            raise ValueError("this needs a number")
+        return value
 
     @classmethod
     def read(cls, values: Any) -> Self:
@@ -92,6 +100,11 @@ def _is_open_list(annotation: Any) -> bool:
     return origin is list or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis)
 
 
+def _is_number(annotation: Any) -> bool:
+    kinds = {annotation, *typing.get_args(annotation)} if typing.get_origin(annotation) is not tuple else set()
+    return bool(kinds & {int, float}) and bool not in kinds
+
+
 def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
     """The first of pydantic's complaints as one line with a way out."""
     detail = error.errors()[0]
@@ -106,7 +119,7 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
         return SpecError(f"{cls.__name__} needs the field '{path}'", fix=f"add {path}: VALUE")
     message = detail["msg"].removeprefix("Value error, ")
     return SpecError(
-        f"{cls.__name__}.{path} = {detail['input']!r}: {message}",
+        f"{cls.__name__}.{path} = {detail['input']!r}: {message}" if path else f"{cls.__name__}: {message}",
         fix=f"give {path or 'it'} a value that fits; `hone schema` prints every field with its type",
     )
 

@@ -17,6 +17,7 @@ class Settings(Stage):
 
     source: str = Field(
         "python",
+        min_length=1,
         description="'python' (the library of the running Python: docstrings, sources, texts) or a file or folder of "
         ".txt .md .rst .html .py .jsonl .warc .wet (each also .gz, .zst) or .parquet.",
     )

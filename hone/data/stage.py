@@ -9,7 +9,7 @@ from typing import ClassVar
 from hone.base.artifact import Artifact, Draft
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.data.listing import list_source
+from hone.data.listing import PYTHON, list_source
 from hone.data.settings import Settings
 
 
@@ -21,6 +21,11 @@ class Data(Settings):
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """As every stage; says so when the finished artifact it finds was made from files that have changed since."""
+        source = Path(self.source).expanduser().resolve()
+        if self.source != PYTHON and source in Path(out).resolve().parents:
+            raise SpecError(
+                f"{out} lies inside its own source {self.source}", fix="give an output folder outside of the text"
+            )
         artifact = super().make(out, parents, run)
         try:
             now = list_source(self.source).digest

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Which way the factors of a product lie: x W^T, y W, or y^T x of a linear layer."""
@@ -23,7 +24,7 @@ class MatmulRate(BaseModel):
     m: int
     n: int
     k: int
-    flops_per_s: float
+    flops_per_s: PositiveFloat
     layout: Layout = "forward"
 
 
@@ -33,8 +34,10 @@ class AttentionRate(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: str
-    forward_flops_per_s: float
-    train_flops_per_s: float = Field(description="Forward FLOPs over the time of forward and backward together.")
+    forward_flops_per_s: PositiveFloat
+    train_flops_per_s: PositiveFloat = Field(
+        description="Forward FLOPs over the time of forward and backward together."
+    )
 
 
 class Bandwidth(BaseModel):
@@ -43,7 +46,7 @@ class Bandwidth(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_bytes: int
-    bytes_per_s: float
+    bytes_per_s: PositiveFloat
 
 
 class Calibration(BaseModel):
@@ -54,12 +57,12 @@ class Calibration(BaseModel):
     device: str = Field(description="Name of the processor or GPU.")
     threads: int = Field(description="Threads torch used (1 on a GPU).")
     torch: str = Field(description="Version of torch.")
-    read_bytes_per_s: float = Field(description="Reading a buffer far larger than the caches.")
+    read_bytes_per_s: PositiveFloat = Field(description="Reading a buffer far larger than the caches.")
     copies: tuple[Bandwidth, ...] = Field(description="Copy bandwidth by size: small buffers stay in a cache.")
     matmuls: tuple[MatmulRate, ...] = Field(description="Matrix product rate by shape and number format.")
     attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by number format.")
-    op_s: float = Field(description="Seconds to start one small operation (dispatch, allocation).")
-    exp_per_s: float = Field(description="Elements per second of a softmax over long rows.")
+    op_s: PositiveFloat = Field(description="Seconds to start one small operation (dispatch, allocation).")
+    exp_per_s: PositiveFloat = Field(description="Elements per second of a softmax over long rows.")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -92,17 +95,24 @@ def read_calibration(identity: dict[str, str]) -> Calibration | None:
     """The calibration kept for `identity` (device, torch version, threads); None when there is none that is whole."""
     try:
         return Calibration.model_validate_json(_path(identity).read_text(encoding="utf8"))
-    except (OSError, ValidationError):
+    except (OSError, RuntimeError, ValueError):  # no file, no home, no UTF-8, no calibration
         return None
 
 
-def keep_calibration(identity: dict[str, str], calibration: Calibration) -> Path:
-    """Writes `calibration` for `identity` under the user's cache folder; returns the file."""
-    path = _path(identity)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(calibration.model_dump_json(indent=1), encoding="utf8")
-    os.replace(temporary, path)
+def keep_calibration(identity: dict[str, str], calibration: Calibration) -> Path | None:
+    """Writes `calibration` for `identity` under the user's cache folder; returns the file.
+
+    A cache that cannot be written costs the next run a few seconds, no more: it warns and returns None.
+    """
+    try:
+        path = _path(identity)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(calibration.model_dump_json(indent=1), encoding="utf8")
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+        warnings.warn(f"the calibration is measured again each time, it cannot be kept: {error}", stacklevel=2)
+        return None
     return path
 
 

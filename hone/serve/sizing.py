@@ -29,6 +29,14 @@ def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len:
     page fits.
     """
     if spec.num_pages is not None:
+        # A CPU would hand out pages lazily and be killed for it in the middle of a request.
+        free = max(0, _free_now(device) - taken)
+        if (spec.num_pages + 1) * one > free:
+            raise FitError(
+                f"{spec.num_pages} pages of {human_bytes(one)} are {human_bytes((spec.num_pages + 1) * one)}, "
+                f"{device} has {human_bytes(free)} free",
+                fix=f"at most engine.num_pages={max(0, free // one - 1)} fit now; leave it out to size the cache by what is free",
+            )
         return spec.num_pages
     if spec.cache_bytes is not None:
         given, source = spec.cache_bytes, "engine.cache_bytes"

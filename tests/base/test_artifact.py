@@ -212,3 +212,14 @@ def test_difference_finds_nested_fields():
     assert difference({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}) == "a.1.b was 2, is 3"
     assert difference({"a": 1}, {"a": 1}) == ""
     assert difference({"a": 1}, {}) == "a was 1, is 'absent'"
+
+
+def test_nothing_is_made_inside_an_artifact_or_an_input(tmp_path):
+    made = finish(tmp_path / "data-a")
+    with pytest.raises(ArtifactError, match="lies inside"):
+        start(made.folder / "more", kind="data", spec=Knobs(), run=QUIET)
+    (tmp_path / "foreign").mkdir()
+    foreign = Artifact.read(tmp_path / "foreign")
+    with pytest.raises(ArtifactError, match="lies inside"):
+        start(tmp_path / "foreign" / "x" / "y", kind="data", spec=Knobs(), parents={"model": foreign}, run=QUIET)
+    assert not any((tmp_path / "foreign").iterdir()) and not (made.folder / "more.partial").exists()

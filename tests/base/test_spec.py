@@ -119,3 +119,15 @@ def test_fingerprint_refuses_what_json_cannot_say():
 )
 def test_scalars(text, value):
     assert parse_scalar(text) == value
+
+
+def test_an_option_without_its_value_is_not_one():
+    class Numbers(Spec):
+        count: int = Field(3, description="Count.")
+        share: float | None = Field(None, description="Share.")
+        on: bool = Field(False, description="On.")
+
+    for name in ("count", "share"):
+        with pytest.raises(SpecError, match=f"Numbers.{name} = True: this needs a number"):
+            Numbers.from_overrides({name: "true"})
+    assert Numbers.from_overrides({"on": "true"}).on

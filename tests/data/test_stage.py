@@ -318,3 +318,12 @@ def test_the_spec_is_small_light_and_prints_exactly(tmp_path):
     check = "import sys, hone.data.stage as s; s.Data(); print({'torch', 'pyarrow', 'numpy'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
     assert "torch" not in out and "pyarrow" not in out
+
+
+def test_the_output_may_not_lie_in_its_own_source(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(SpecError, match="lies inside its own source"):
+        Data(source=str(tmp_path)).make(tmp_path / "work" / "data-a", run=Run(quiet=True))
+    assert not (tmp_path / "work").exists()
+    with pytest.raises(SpecError, match=r"Data\.source"):
+        Data.read({"source": ""})

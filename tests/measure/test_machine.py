@@ -71,3 +71,20 @@ def test_a_broken_cache_file_is_no_calibration(tmp_path, monkeypatch):
     path.write_text(path.read_text()[:-5])
     assert read_calibration(who) is None
     assert read_calibration({**who, "threads": "99"}) is None
+
+
+def test_a_cache_that_cannot_be_kept_or_read_is_not_fatal(tmp_path, monkeypatch):
+    who = {"device": "x"}
+    kept = Calibration(
+        device="x", threads=1, torch="2", read_bytes_per_s=1, copies=(), matmuls=(), attentions=(), op_s=1, exp_per_s=1
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = keep_calibration(who, kept)
+    assert path is not None and read_calibration(who) == kept
+    for damage in (b"\xff\xfe", b"{", path.read_bytes().replace(b'"op_s": 1', b'"op_s": 0')):
+        path.write_bytes(damage)
+        assert read_calibration(who) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, no folder
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert keep_calibration(who, kept) is None
+    assert read_calibration(who) is None

@@ -135,3 +135,8 @@ def test_no_or_broken_template() -> None:
         Tokenizer(core).chat(MESSAGES)
     with pytest.raises(ArtifactError, match="Jinja"):
         Tokenizer(core, chat_template="{% if %}").chat(MESSAGES)
+
+
+def test_half_a_character_is_a_users_mistake(tiny_llama):
+    with pytest.raises(SpecError, match="no Unicode text"):
+        load_tokenizer(tiny_llama).encode("a\udcff")

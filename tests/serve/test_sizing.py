@@ -47,3 +47,9 @@ def test_weights_that_do_not_fit_are_a_clear_mistake(tiny_llama, monkeypatch):
     monkeypatch.setattr(sizing, "_free_now", lambda device: 1000)
     with pytest.raises(FitError, match="cpu has 1000 B free"):
         Engine(tiny_llama)
+
+
+def test_more_pages_than_memory_fail_at_once():
+    with pytest.raises(FitError, match=r"100000000 pages of 1.0 MiB are .* cpu has .* free") as caught:
+        cache_pages(EngineSpec(num_pages=100_000_000), 1 << 20, CPU, 512)
+    assert "engine.num_pages=" in caught.value.fix
