@@ -28,6 +28,7 @@ class Flow:
         self.dtype = dtype
         self.states = torch.empty(0)
 
+    @torch.no_grad()  # a graph would keep the embedding in memory through all layers
     def embed(self, ends: Decoder) -> None:
         """States in front of the first layer."""
         tokens = torch.from_numpy(self.calibration.tokens)
