@@ -64,11 +64,13 @@ class Eval(Stage):
         config = Checkpoint(folders["model"]).config
         text = read_text(folders["data"], folders["model"], split=self.split, max_tokens=self.max_tokens)
         window = self.window or min(config.max_seq_len, DEFAULT_WINDOW)
-        if window > config.max_seq_len:
-            raise SpecError(
-                f"window {window} is longer than the model's context of {config.max_seq_len}",
-                fix=f"use --window={config.max_seq_len} or less",
-            )
+        for role in ("model", "reference"):
+            longest = Checkpoint(folders[role]).config.max_seq_len if role in folders else window
+            if window > longest:
+                raise SpecError(
+                    f"window {window} is longer than the {role}'s context of {longest}",
+                    fix=f"use --window={longest} or less",
+                )
         machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
         if int(text.tokens.max()) >= config.vocab_size:
             raise SpecError(

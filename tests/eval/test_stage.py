@@ -99,6 +99,11 @@ def test_another_tokenizer_scores_the_text_itself(tiny_llama, data, tmp_path):
 def test_mistakes(tiny_llama, data, tmp_path):
     with pytest.raises(SpecError, match="longer than the model's context of 512"):
         evaluate(tmp_path / "eval-a", tiny_llama, data, window=513)
+    shorter = shutil.copytree(tiny_llama, tmp_path / "shorter")
+    config = json.loads((shorter / "config.json").read_text())
+    (shorter / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    with pytest.raises(SpecError, match="longer than the reference's context of 256"):
+        evaluate(tmp_path / "eval-a", tiny_llama, data, shorter)
     with pytest.raises(SpecError, match="stride 20 is longer than window 10"):
         Eval.read({"window": 10, "stride": 20})
     with pytest.raises(SpecError, match="no split 'test'"):
