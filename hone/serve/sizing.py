@@ -10,6 +10,7 @@ import torch
 from hone.base.errors import FitError
 from hone.base.figure import human_bytes
 from hone.model.config import ModelConfig
+from hone.model.folder import weights_bytes
 from hone.serve.spec import EngineSpec
 
 _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
@@ -55,7 +56,7 @@ def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len:
 
 def check_weights(folder: Path | str, device: torch.device) -> None:
     """Raises FitError when the weights in `folder` are more than the free memory of `device`."""
-    needed = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    needed = weights_bytes(folder)
     free = _free_now(device)
     if needed > free:
         raise FitError(
