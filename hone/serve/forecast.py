@@ -15,6 +15,7 @@ from hone.cost.roofline import seconds
 from hone.cost.steps import decode_step_seconds, decode_step_starts, forward_seconds
 from hone.measure.machine import Machine, describe
 from hone.measure.memory import resident_bytes
+from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint
 from hone.serve.pages import page_bytes
 from hone.serve.sizing import cache_pages, kv_shapes, step_threads
@@ -60,7 +61,7 @@ def forecast(
     serving_s = steps * decode_s + len(workload.prompts) * prefill.value
     sample_tokens = 64 * len(workload.sample_prompts) + workload.output_tokens[0]
     one, _ = _decode_step(spec, facts, machine, 1, 64, dtype)
-    weights = sum(map(_weights_bytes, folders))
+    weights = sum(map(weights_bytes, folders))
     total_s = weights / _LOAD_BYTES_PER_S + serving_s + sample_tokens * one
     formula = f"{steps} steps of {rows} rows x {decode_s * 1e3:.2f} ms + {len(workload.prompts)} prefills x {prefill.value * 1e3:.2f} ms"
     return {
@@ -97,7 +98,7 @@ def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Seque
     shapes = [shape for config in configs for shape in kv_shapes(config)]
     longest = spec.max_model_len or configs[0].max_seq_len
     device = torch.device(run.device)
-    weights = sum(map(_weights_bytes, folders))
+    weights = sum(map(weights_bytes, folders))
     pages = cache_pages(spec, page_bytes(shapes, spec.page_size, dtype), device, longest, weights)
     if device.type == "cpu":  # memory that nobody touches is not resident
         pages = min(pages, touched_pages(spec, concurrency, workload))
@@ -126,7 +127,3 @@ def touched_pages(spec: EngineSpec, concurrency: int, workload: Workload) -> int
         return sum(sorted((-(-total // size) for total in totals), reverse=True)[:rows])
     shared = workload.shared_prefix // size
     return shared + sum(total // size - shared for total in totals) + rows
-
-
-def _weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,0 +1,141 @@
+"""Writes the figures of finished lines to the ledger, each under the technique that made it.
+
+    hone run recipes/tiny.yaml && hone run recipes/techniques.yaml
+    python -m benchmarks.line work/tiny work/techniques
+
+A figure's peer is the same figure of the run without the technique: the uncompressed model, the run without a drafter,
+the cosine schedule, no rematerialization.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ledger
+from hone.base.artifact import Artifact
+
+Rows = list[dict[str, Any]]
+
+
+def row(
+    technique: str, figure: str, value: float, unit: str, peer: str = "", peer_value: float | None = None
+) -> dict[str, Any]:
+    """One ledger row; the ratio is hone's value over the peer's."""
+    made: dict[str, Any] = {"technique": technique, "figure": figure, "value": value, "unit": unit}
+    if peer_value:
+        made |= {"peer": peer, "peer_value": peer_value, "ratio": value / peer_value}
+    return made
+
+
+def of_filters(artifact: Artifact) -> Rows:
+    """Share of bytes each filter and deduplication dropped of what reached it."""
+    steps = json.loads((artifact.folder / "stats.json").read_text())["steps"]
+    return [
+        row(f"{step['slot']}/{step['name']}", f"bytes dropped, {artifact.manifest['spec']['source']} source",
+            100 * (1 - step["bytes_out"] / step["bytes_in"]), "%")
+        for step in steps if step["slot"] in ("filter", "dedup") and step["bytes_in"]
+    ]  # fmt: skip
+
+
+def of_compression(line: dict[str, Artifact], base: Artifact) -> Rows:
+    """Perplexity and size of every compressed model of a line, beside the model it came from."""
+    rows = []
+    whole = line[f"eval-{base.name}"].figures["perplexity"].value
+    for artifact in line.values():
+        scored = line.get(f"eval-{artifact.name}")
+        if artifact.kind != "compress" or scored is None:
+            continue
+        step = artifact.techniques[-1]
+        name = f"{step['slot']}/{step['kind']}"
+        what = f"{step['bits']} bits" if "bits" in step else f"{step['sparsity']:.0%} zeros"
+        rows.append(
+            row(name, f"perplexity, tiny, {what}", scored.figures["perplexity"].value, "", "uncompressed", whole)
+        )
+        rows.append(row(name, f"size, tiny, {what}", artifact.figures["model_bytes"].value / 1e6, "MB", "uncompressed",
+                        base.figures["model_bytes"].value / 1e6))  # fmt: skip
+    return rows
+
+
+def of_serving(line: dict[str, Artifact], plain: Artifact) -> Rows:
+    """Acceptance and tokens/s of every drafter, beside the run without one."""
+    rows = []
+    for artifact in line.values():
+        drafter = artifact.manifest["spec"].get("engine", {}).get("drafter") if artifact.kind == "serve" else None
+        if drafter:
+            name, figures = f"drafter/{drafter['kind']}", artifact.figures
+            rows.append(row(name, "guesses accepted, tiny, 16 at once", figures["acceptance_rate"].value, "fraction"))
+            rows.append(row(name, "tokens/s, tiny, 16 at once", figures["tokens_per_s"].value, "tokens/s", "no drafter",
+                            plain.figures["tokens_per_s"].value))  # fmt: skip
+    return rows
+
+
+def of_training(line: dict[str, Artifact]) -> Rows:
+    """Validation loss of schedules and objectives, memory and speed of rematerialization policies."""
+    rows = []
+    for artifact in line.values():
+        if artifact.kind != "train":
+            continue
+        spec, figures = artifact.manifest["spec"], artifact.figures
+        steps = f"{spec['steps']} steps of {spec['batch_size']} x {spec['seq_len']}"
+        if spec["remat"]["kind"] != "none" or artifact.name == "none":
+            for figure, unit in (("memory_growth_bytes", "B"), ("tokens_per_s", "tokens/s")):
+                without = line["train-none"].figures[figure].value
+                rows.append(
+                    row(
+                        f"remat/{spec['remat']['kind']}",
+                        f"{figure}, {steps}",
+                        figures[figure].value,
+                        unit,
+                        "none",
+                        without,
+                    )
+                )
+            continue
+        loss = figures["val_loss"].value
+        rows.append(
+            row(
+                f"objective/{spec['objective']['kind']}",
+                f"validation loss, {artifact.name}, {steps}",
+                loss,
+                "nats/token",
+            )
+        )
+        rows.append(
+            row(
+                f"schedule/{spec['schedule']['kind']}", f"validation loss, {artifact.name}, {steps}", loss, "nats/token"
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("tiny", type=Path, help="folder of the line of recipes/tiny.yaml")
+    parser.add_argument("techniques", type=Path, help="folder of the line of recipes/techniques.yaml")
+    parser.add_argument("--no-ledger", action="store_true", help="print only")
+    chosen = parser.parse_args()
+    tiny, extra = (
+        {path.parent.name: Artifact.read(path.parent) for path in sorted(folder.glob("*/hone.json"))}
+        for folder in (chosen.tiny, chosen.techniques)
+    )
+    rows = [
+        found
+        for line in (tiny, extra)
+        for artifact in line.values()
+        if artifact.kind == "data"
+        for found in of_filters(artifact)
+    ]
+    rows += of_compression(tiny, tiny["train-base"]) + of_training({**tiny, **extra})
+    rows += of_serving({**tiny, **extra}, tiny["serve-plain"])
+    for found in rows:
+        print(found["technique"], end="  ")
+        print(ledger.table([found]).splitlines()[1])
+    if not chosen.no_ledger:
+        print(ledger.append("line", rows))
+
+
+if __name__ == "__main__":
+    main()
