@@ -177,9 +177,12 @@ def _expand(entry: dict[str, Any], where: str) -> Iterator[Node]:
     if not isinstance(entry, dict) or "stage" not in entry:
         raise SpecError(f"{where} has no 'stage'", fix=f"write stage: NAME, one of: {', '.join(STAGES)}")
     stage_class(entry["stage"])
-    inputs = dict(entry.get("from") or {})
+    inputs, each, name = entry.get("from") or {}, entry.get("each"), entry.get("name")
+    if not isinstance(inputs, dict) or not _texts([*inputs.values()]):
+        raise SpecError(f"{where}.from is {inputs!r}", fix="write from: {role: STAGE OR FOLDER}")
+    if name is not None and (not isinstance(name, str | int | float) or "/" in str(name)):
+        raise SpecError(f"{where}.name is {name!r}", fix="a name is one word, without /")
     spec = {key: value for key, value in entry.items() if key not in _RESERVED}
-    each = entry.get("each")
     if not each:
         if not entry.get("name"):
             raise SpecError(
@@ -187,7 +190,7 @@ def _expand(entry: dict[str, Any], where: str) -> Iterator[Node]:
             )
         yield Node(stage=entry["stage"], name=str(entry["name"]), inputs=inputs, spec=spec)
         return
-    if len(each) != 1 or not isinstance(next(iter(each.values())), list):
+    if not isinstance(each, dict) or len(each) != 1 or not _texts(*each.values()):
         raise SpecError(
             f"{where}.each must hold one role with a list", fix="write each: {model: [train-base, compress-int8]}"
         )
@@ -198,9 +201,13 @@ def _expand(entry: dict[str, Any], where: str) -> Iterator[Node]:
         yield Node(stage=entry["stage"], name=name, inputs={role: source, **inputs}, spec=spec)
 
 
+def _texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
 def stage_class(name: str) -> type[Stage]:
     """The stage named `name`. Raises SpecError with the nearest name."""
-    if name not in STAGES:
+    if not isinstance(name, str) or name not in STAGES:
         near = difflib.get_close_matches(str(name), STAGES, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise SpecError(f"unknown stage '{name}'", fix=f"{hint}the stages are: {', '.join(STAGES)}")

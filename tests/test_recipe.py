@@ -133,3 +133,20 @@ def test_wrong_redo_and_wrong_override_name_the_stages(tmp_path):
 
 def test_yaml_is_the_exact_print():
     assert Recipe.read(yaml.safe_load(recipe().to_yaml())) == recipe()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"stage": [1], "name": "a"},
+        {"stage": "data", "name": [1]},
+        {"stage": "data", "name": "../../a"},
+        {"stage": "train", "name": "a", "from": [1]},
+        {"stage": "train", "name": "a", "from": {"data": [3]}},
+        {"stage": "eval", "each": 5},
+        {"stage": "eval", "each": {"model": [3]}},
+    ],
+)
+def test_an_entry_of_wrong_types_is_a_users_mistake(entry):
+    with pytest.raises(SpecError):
+        Recipe(line="x", stages=[entry]).nodes()

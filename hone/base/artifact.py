@@ -31,6 +31,8 @@ STATE = "state"
 LOG = "log"
 BEGUN = "begun.json"
 FORMAT = 1
+_FIELDS = {"kind": str, "name": str, "fingerprint": str, "spec": dict, "figures": list, "files": dict}
+_FIELDS |= {"parents": list, "techniques": list}
 
 
 class _Window(Protocol):
@@ -78,9 +80,12 @@ class Artifact:
         try:
             manifest = json.loads(path.read_text(encoding="utf8"))
             known = manifest["format"] == FORMAT
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            for name, kind in _FIELDS.items() if known else ():
+                if not isinstance(manifest[name], kind):
+                    raise TypeError(f"{name} is no {kind.__name__}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArtifactError(
-                f"{path} is corrupt: {error}", fix="delete the folder and run its stage again"
+                f"{path} is corrupt: {type(error).__name__} {error}", fix="delete the folder and run its stage again"
             ) from None
         if not known:
             raise ArtifactError(
@@ -218,7 +223,8 @@ class Draft:
         files = {}
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             name = path.relative_to(self.folder).as_posix()
-            if name in (BEGUN, MANIFEST) or name.startswith(f"{STATE}/"):
+            # A full disk or a kill can leave an earlier attempt at the manifest behind.
+            if name in (BEGUN, MANIFEST, f"{MANIFEST}.tmp") or name.startswith(f"{STATE}/"):
                 continue
             sync(path)
             files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}

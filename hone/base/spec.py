@@ -200,7 +200,7 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise SpecError(f"no file {path}", fix="check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError, RecursionError) as error:
         raise SpecError(
             f"{path} is not a YAML file: {str(error).splitlines()[0]}", fix="correct the file at that place"
         ) from None

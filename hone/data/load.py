@@ -51,6 +51,10 @@ class PackedTokens:
         folder = Path(folder) / "tokens"
         self.split = split
         self.meta = _read_meta(folder)
+        damaged = ArtifactError(
+            f"{folder}: {split}.starts.npy or meta.json is corrupt",
+            fix="delete the folder and run its data stage again",
+        )
         if split not in self.meta["splits"]:
             raise SpecError(
                 f"{folder.parent} has no split '{split}'", fix=f"its splits are: {', '.join(self.meta['splits'])}"
@@ -66,8 +70,12 @@ class PackedTokens:
             )
         # An empty file cannot be mapped.
         self.tokens = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
-        self.starts = np.load(folder / f"{split}.starts.npy")
-        assert len(self.starts) == row["documents"] + 1 and self.starts[-1] == row["tokens"], f"{path}: starts disagree"
+        try:
+            self.starts = np.load(folder / f"{split}.starts.npy")
+        except (OSError, ValueError, EOFError):
+            raise damaged from None
+        if self.starts.shape != (row["documents"] + 1,) or self.starts[-1] != row["tokens"]:
+            raise damaged
         self._orders: dict[tuple[int, int, int], np.ndarray] = {}
 
     @property
@@ -171,8 +179,12 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             fix="point at the folder of a data stage",
         )
     try:
-        return json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
+        meta = json.loads(path.read_text(encoding="utf8"))
+        np.dtype(meta["dtype"]).newbyteorder("<")
+        for row in meta["splits"].values():
+            row["tokens"] + row["documents"] + row["bytes"] + meta["vocab_size"]  # all there, all numbers
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(
-            f"{path} is corrupt: {error}", fix="delete the folder and run its data stage again"
+            f"{path} is corrupt: {type(error).__name__} {error}", fix="delete the folder and run its data stage again"
         ) from None
+    return meta

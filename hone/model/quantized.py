@@ -68,7 +68,7 @@ class QuantizationConfig:
     @classmethod
     def read(cls, values: dict[str, Any], where: str = "config.json") -> QuantizationConfig:
         """From config.json's `quantization_config`. Raises ArtifactError for anything hone does not compute exactly."""
-        method = values.get("quant_method")
+        method = values.get("quant_method") if isinstance(values, dict) else values
         if method != "compressed-tensors":
             raise ArtifactError(
                 f"{where}: quantization_config has quant_method {method!r}",

@@ -151,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ArtifactError(f"no file {path}", fix="point at a folder that hone or transformers wrote") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is corrupt: {error}", fix="download or write the folder again") from None
     if not isinstance(values, dict):
         raise ArtifactError(f"{path} is no JSON object", fix="download or write the folder again")

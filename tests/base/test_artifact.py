@@ -223,3 +223,24 @@ def test_nothing_is_made_inside_an_artifact_or_an_input(tmp_path):
     with pytest.raises(ArtifactError, match="lies inside"):
         start(tmp_path / "foreign" / "x" / "y", kind="data", spec=Knobs(), parents={"model": foreign}, run=QUIET)
     assert not any((tmp_path / "foreign").iterdir()) and not (made.folder / "more.partial").exists()
+
+
+def test_a_manifest_that_a_full_disk_cut_off_is_no_content(tmp_path):
+    whole = finish(tmp_path / "data-a")
+    draft = start(tmp_path / "data-b", kind="data", spec=Knobs(), run=QUIET)
+    (draft.folder / "hone.json.tmp").write_text("")
+    (draft.folder / "x.txt").write_text("x")
+    assert draft.commit().content == whole.content
+
+
+def test_a_manifest_of_wrong_types_is_corrupt(tmp_path):
+    path = finish(tmp_path / "data-a").folder / "hone.json"
+    good = json.loads(path.read_text())
+    for name, wrong in (("kind", None), ("figures", {}), ("files", []), ("parents", 3), ("fingerprint", [])):
+        path.write_text(json.dumps(good | {name: wrong}))
+        with pytest.raises(ArtifactError, match="corrupt"):
+            Artifact.read(path.parent)
+    for text in ('{"format": 1}', "[" * 100_000, "null"):
+        path.write_text(text)
+        with pytest.raises(ArtifactError, match="corrupt"):
+            Artifact.read(path.parent)

@@ -121,3 +121,24 @@ def test_mistakes_are_named(tmp_path):
     write(tmp_path, [])
     with pytest.raises(SpecError, match="too few"):
         PackedTokens(tmp_path).batch(0, 1, 4, 0)
+
+
+def test_damaged_descriptions_are_a_users_mistake(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    (tokens / "train.bin").write_bytes(b"\1\0\2\0")
+    row = {"tokens": 2, "documents": 1, "bytes": 2}
+    meta = {"dtype": "uint16", "vocab_size": 9, "eos_token_id": 2, "splits": {"train": row}}
+    (tokens / "meta.json").write_text(json.dumps(meta))
+    np.save(tokens / "train.starts.npy", np.array([0, 2]))
+    assert PackedTokens(tmp_path).num_tokens == 2
+    np.save(tokens / "train.starts.npy", np.array([0, 1]))
+    with pytest.raises(ArtifactError, match="corrupt"):
+        PackedTokens(tmp_path)
+    (tokens / "train.starts.npy").write_bytes(b"no array")
+    with pytest.raises(ArtifactError, match="corrupt"):
+        PackedTokens(tmp_path)
+    for text in ("{}", "[]", "{", json.dumps(meta | {"dtype": "x"}), json.dumps(meta | {"splits": {"train": {}}})):
+        (tokens / "meta.json").write_text(text)
+        with pytest.raises(ArtifactError, match=r"meta\.json is corrupt"):
+            PackedTokens(tmp_path)
