@@ -101,6 +101,9 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(read.get(name), int) or read[name] < 1:
             raise SpecError(f"{where}: {name} is {read.get(name)!r}", fix=f"set {name} to a whole number above 0")
+    for name, most in (("num_hidden_layers", 10_000), ("vocab_size", 2**31), ("hidden_size", 2**24)):
+        if read[name] > most:
+            raise SpecError(f"{where}: {name} is {read[name]}", fix=f"hone builds up to {most}; correct the file")
     _only(read, where, "hidden_act", ("silu", "swish"), "silu")
     _only(read, where, "partial_rotary_factor", (1, 1.0), 1.0)
     heads = read["num_attention_heads"]

@@ -183,7 +183,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     core.no_padding()
     settings = _optional(folder / "special_tokens_map.json") | _optional(folder / "tokenizer_config.json")
     tokens = {
-        name: _spelling(settings[name])
+        name: _spelling(settings[name], f"{folder}: {name}")
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         if settings.get(name)
     }
@@ -227,8 +227,11 @@ def _optional(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _spelling(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _spelling(token: Any, where: str) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ArtifactError(f"{where} is {token!r:.80}", fix="write the token's text there")
+    return text
 
 
 def _tojson(

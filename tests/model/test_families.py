@@ -142,3 +142,11 @@ def test_predictions() -> None:
     per_layer = (64 + 64) * 64 + 64 * 64 + 3 * 64 * 96
     assert config.flops_per_token(1) == 2 * (2 * per_layer + 100 * 64) + 2 * 4 * 4 * 16
     assert config.facts().num_layers == 2
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "hidden_size"])
+def test_absurd_sizes_are_refused_before_anything_is_built(name):
+    values = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    values |= {"num_hidden_layers": 1, "num_attention_heads": 4, name: 10**9 if "layers" in name else 2**60}
+    with pytest.raises(SpecError, match=name):
+        from_hf(values)

@@ -140,3 +140,11 @@ def test_no_or_broken_template() -> None:
 def test_half_a_character_is_a_users_mistake(tiny_llama):
     with pytest.raises(SpecError, match="no Unicode text"):
         load_tokenizer(tiny_llama).encode("a\udcff")
+
+
+def test_a_special_token_that_is_no_text(tiny_llama, tmp_path):
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": [1]}')
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    with pytest.raises(ArtifactError, match=r"eos_token is \[1\]"):
+        load_tokenizer(folder)
