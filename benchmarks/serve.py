@@ -304,7 +304,9 @@ class Bench:
             spent.append(timed(lambda: model.generate(ids, max_new_tokens=65, min_new_tokens=65, **options)) - first)
         peer = 1e3 * statistics.median(spent) / 64
         spread = 1e3 * (max(spent) - min(spent)) / 2 / 64
-        self.add(f"transformers {transformers.__version__} generate, batch 1", peer, "ms/token", n=3 * 64, spread=spread)
+        self.add(
+            f"transformers {transformers.__version__} generate, batch 1", peer, "ms/token", n=3 * 64, spread=spread
+        )
         for row in self.rows:
             if row["figure"].endswith("decode, batch 1"):
                 row |= {

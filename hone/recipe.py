@@ -59,6 +59,8 @@ class Recipe(Spec):
 
     def nodes(self) -> list[Node]:
         """The stages with branches expanded and references checked."""
+        if Path(self.line).name != self.line or self.line in ("", ".", ".."):
+            raise SpecError(f"line '{self.line}' is no folder name", fix="write line: NAME, without slashes")
         found: dict[str, Node] = {}
         for position, entry in enumerate(self.stages):
             for node in _expand(entry, f"stages.{position}"):

@@ -131,6 +131,12 @@ def test_wrong_redo_and_wrong_override_name_the_stages(tmp_path):
         recipe().override({"dat.text": "x"})
 
 
+@pytest.mark.parametrize("line", ["../x", "a/b", "", ".."])
+def test_a_line_stays_in_its_folder(line):
+    with pytest.raises(SpecError, match="is no folder name"):
+        Recipe(line=line, stages=[dict(entry) for entry in ENTRIES]).nodes()
+
+
 def test_yaml_is_the_exact_print():
     assert Recipe.read(yaml.safe_load(recipe().to_yaml())) == recipe()
 

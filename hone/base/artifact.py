@@ -242,6 +242,8 @@ class Draft:
             "files": files,
         }
         write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
+        for folder in (path for path in self.folder.rglob("*") if path.is_dir()):
+            sync(folder)
         sync(self.folder)
         os.rename(self.folder, self.target)
         sync(self.target.parent)
@@ -274,6 +276,8 @@ def start(
     _stand_outside(out, parents or {})
     partial = _partial(out)
     lock = _lock(out, partial)
+    if run.redo and out.exists():
+        shutil.rmtree(out)  # under the lock: two that make it again do not collide
     finished = _finished(out, identity, run)  # the other process may have finished between the look and the lock
     if finished is not None:
         lock.close()
@@ -356,7 +360,7 @@ def _lock(out: Path, partial: Path) -> Any:
 
 
 def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
-    """The artifact in `out` if it is whole and of this identity; removes it for `run.redo`; raises on drift."""
+    """The artifact in `out` if it is whole and of this identity; None when it is to be made; raises on drift."""
     if not out.exists():
         return None
     if not (out / MANIFEST).exists():
@@ -366,7 +370,6 @@ def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
         )
     there = Artifact.read(out)
     if run.redo:
-        shutil.rmtree(out)
         return None
     if there.fingerprint == identity["fingerprint"]:
         _sweep(out)  # its maker may have been killed right after the rename
