@@ -205,11 +205,11 @@ def _run(words: list[str], options: dict[str, str]) -> int:
     from hone.report import build
 
     page = build(line)
-    compressed = next((node.folder for node in recipe.nodes() if node.stage == "compress"), None)
-    served = line / (compressed or "train-base")
+    models = [node.folder for kind in ("compress", "train") for node in recipe.nodes() if node.stage == kind]
+    served = f"  hone serve {line / models[0]}\n" if models else ""
     print(
         f"\ndone in {time.monotonic() - started:.0f} s; the report: {page}\n\ntry next:\n"
-        f"  hone serve {served}\n"
+        f"{served}"
         f"  hone compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine\n"
         f"  hone run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours"
     )
