@@ -41,6 +41,7 @@ _NORMS = {
     "mixer.q_norm": "self_attn.q_norm",
     "mixer.k_norm": "self_attn.k_norm",
 }
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _AS_STORED = ("weight_scale",)
 _IGNORED = (
     "rotary_emb.inv_freq",
@@ -200,6 +201,11 @@ class Checkpoint:
         mapped = self.tensor(name)
         if tuple(mapped.shape) != tuple(shape):
             raise self._misfit(name, tuple(mapped.shape), shape)
+        if self.quantization is None and mapped.dtype not in _WEIGHT_DTYPES:
+            raise ArtifactError(
+                f"{self._shards.file(name)}: {name} holds {str(mapped.dtype).removeprefix('torch.')}, a weight is a float",
+                fix="save the weights as float32, bfloat16 or float16",
+            )
         # Scales of quantized weights stay as stored: widening them would add up to a bit a weight.
         cast = mapped.is_floating_point() and not name.endswith(_AS_STORED)
         taken = mapped.to(device=device, dtype=dtype if cast else None)

@@ -290,3 +290,14 @@ def test_a_quantized_model_is_saved_as_it_was_loaded(folder: Path, tmp_path: Pat
 def test_a_copy_of_the_folder_is_the_same_model(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     assert torch.equal(hf.load(tmp_path / "copy")(TOKENS), hf.load(folder)(TOKENS))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats_are_refused_not_cast(folder, dtype):
+    path = folder / SINGLE
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"q_proj\.weight holds .* a weight is a float"):
+        hf.load(folder)
