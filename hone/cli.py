@@ -174,7 +174,7 @@ def _run(words: list[str], options: dict[str, str]) -> int:
 
     if "help" in options:
         print(
-            "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|all] [--device=cuda]\n\n"
+            "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n\n"
             "Makes every stage of the recipe that is not there yet, resumes an interrupted one, then draws the report.\n"
             "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
             "name (--train-base.steps=100). hone show RECIPE prints all fields."

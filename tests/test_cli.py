@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -49,11 +48,19 @@ def test_options_are_read_in_every_form():
     assert options == {"a.b": "1", "c": "2", "redo": "true", "quiet": "true", "api_key": "x"}
 
 
-def test_help_is_fast_and_lists_every_verb():
-    start = time.monotonic()
+def test_help_loads_nothing_heavy():
+    """What keeps `hone --help` under half a second, checked by cause: a timing would be the machine's."""
+    code = (
+        "import sys; from hone.cli import main; main(['--help'])\n"
+        "heavy = {'torch', 'pydantic', 'numpy', 'rich', 'yaml', 'pyarrow', 'fastapi'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_help_lists_every_verb():
     done = hone("--help")
-    spent = time.monotonic() - start
-    assert done.returncode == 0 and spent < 5  # generous: the machine may be busy; the figure is in the ledger
+    assert done.returncode == 0
     from hone.base.stage import STAGES
 
     for verb in [*(set(STAGES) - {"serve"}), "serve", "run", "report", "show", "schema", "techniques"]:
