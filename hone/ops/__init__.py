@@ -1,1 +1,24 @@
 """Numeric operations: one function an op, a plain torch reference for each; fast twins come beside them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Name to home (no file is named as its function: a submodule would hide it). Everything loads on first use:
+# a reference must not wait for a kernel's imports.
+_HOMES: dict[str, str] = {
+    "choose": "hone.ops.dispatch",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hone.ops' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

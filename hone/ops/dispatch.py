@@ -1,0 +1,108 @@
+"""Which backend runs an op: pure rules from shapes, dtype and device to a name and the reason for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Where:
+    """What decides between backends: the kind of device, its compute capability, its multiprocessors, and Triton's version.
+
+    `triton` is (0, 0) where Triton is not installed.
+    """
+
+    kind: str = "cpu"
+    capability: tuple[int, int] = (0, 0)
+    num_sms: int = 0
+    triton: tuple[int, int] = (0, 0)
+
+    @property
+    def runs_triton(self) -> bool:
+        """A GPU that Triton's tensor-core code is made for, with a Triton that is new enough."""
+        return self.kind == "cuda" and self.capability >= (8, 0) and self.triton >= (3, 6)
+
+    @property
+    def runs_gluon(self) -> bool:
+        """Gluon kernels here use Hopper's own instructions (wgmma, the tensor memory accelerator): exactly sm_90."""
+        return self.runs_triton and self.capability == (9, 0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and why it was chosen."""
+
+    backend: str
+    reason: str
+
+
+def choose(op: str, where: Where, **facts: Any) -> Choice:
+    """The backend of `op` ('attend', 'linear', ...) for `facts` (shapes, dtype and options that the op's rule names).
+
+    A pure function: the same arguments give the same answer on any machine. Raises KeyError for an op without a rule.
+    """
+    if where.kind == "cuda" and not where.runs_triton:
+        return Choice("reference", _why_no_triton(where))
+    return RULES[op](where, **facts)
+
+
+def locate(device: torch.device | str) -> Where:
+    """`Where` of a torch device."""
+    device = torch.device(device)
+    return _locate(device.type, device.index or 0)
+
+
+@cache
+def _locate(kind: str, index: int) -> Where:
+    if kind != "cuda":
+        return Where(kind, triton=triton_version())
+    properties = torch.cuda.get_device_properties(index)
+    return Where(kind, (properties.major, properties.minor), properties.multi_processor_count, triton_version())
+
+
+@cache
+def triton_version() -> tuple[int, int]:
+    """(major, minor) of the installed Triton, (0, 0) when there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return (0, 0)
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def backend_of(op: str, device: torch.device, forced: str | None = None, **facts: Any) -> str:
+    """The name an op dispatches on: `forced` (tests do that), else the chosen one. Says once why a GPU runs the reference."""
+    if forced is not None:
+        return forced
+    where = locate(device)
+    choice = choose(op, where, **facts)
+    if choice.backend == "reference" and where.kind == "cuda":
+        say_once(f"{op} runs its plain torch reference on {device.type}: {choice.reason}")
+    return choice.backend
+
+
+@cache
+def say_once(text: str) -> None:
+    """A warning that a process gives once."""
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _why_no_triton(where: Where) -> str:
+    if where.triton == (0, 0):
+        return "Triton is not installed"
+    if where.triton < (3, 6):
+        return f"Triton {where.triton[0]}.{where.triton[1]} is older than 3.6"
+    return f"compute capability {where.capability[0]}.{where.capability[1]} is below 8.0"
+
+
+# One rule an op, in the order of hone.ops; each takes `where` and the op's facts by name and returns a Choice.
+
+RULES: dict[str, Callable[..., Choice]] = {}

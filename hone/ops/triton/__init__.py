@@ -1,0 +1,1 @@
+"""Triton twins of the ops: portable GPU kernels, imported only when chosen."""
