@@ -38,6 +38,8 @@ def required(cls: type[Technique]) -> dict:
         "num_heads": 2,
         "num_kv_heads": 1,
         "head_dim": 4,
+        "window": 4,
+        "max_seq_len": 64,
         "keep": "True",
         "languages": ["en"],
     }

@@ -3,31 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Mixing(Protocol):
+    """What a layer's tokens do to see each other, in numbers; every mixer's spec is one."""
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """FLOPs a token of a sequence of `seq_len` needs on average besides its own rows of the layer's matmuls."""
+        ...
+
+    def state_values(self, seq_len: int) -> float:
+        """Numbers kept of a sequence of `seq_len` to go on from it, which a decoding step reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attending:
+    """Causal softmax attention of `num_heads` query heads over `num_kv_heads` shared ones."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Positions a query sees at most; None for all before it."""
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """4 a head value a position seen: scores and weighted sum."""
+        return 4.0 * self.num_heads * self.head_dim * mean_positions(seq_len, self.window)
+
+    def state_values(self, seq_len: int) -> float:
+        """Keys and values of what the next token may see."""
+        return 2.0 * self.num_kv_heads * self.head_dim * min(seq_len, self.window or seq_len)
+
+
+class Widths(NamedTuple):
+    """Numbers a token that a mixer makes on the way, all kept for the backward pass."""
+
+    projected: int
+    """By its input projections (queries, keys, values)."""
+    turned: int
+    """From those before tokens are mixed (rotated queries and keys, feature maps)."""
+    mixed: int
+    """By the mixing: what the output projection reads."""
+    extra: int = 0
+    """Anything else."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One decoder layer: attention of `num_heads` query heads over `num_kv_heads` shared ones, then a feed-forward.
+    """One decoder layer: a mixer, then a feed-forward.
 
     `matmuls` are its weight matrices as they are multiplied (fused ones once), each (out_features, in_features).
     """
 
     matmuls: tuple[tuple[int, int], ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    mixing: Mixing
+    widths: Widths
     intermediate_size: int
-    window: int | None = None
-    """Positions a query sees at most; None for all before it."""
+    kv_values_per_token: int = 0
+    """Numbers a paged cache keeps for one token in this layer; 0 for a mixer that keeps no keys in pages."""
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers the cache keeps for one token in this layer."""
-        return 2 * self.num_kv_heads * self.head_dim
+    @classmethod
+    def attention(
+        cls, matmuls: tuple[tuple[int, int], ...], attending: Attending, intermediate_size: int
+    ) -> LayerFacts:
+        """Facts of a layer of softmax attention with rotary positions."""
+        return cls(
+            matmuls=matmuls,
+            mixing=attending,
+            widths=attention_widths(attending.num_heads, attending.num_kv_heads, attending.head_dim),
+            intermediate_size=intermediate_size,
+            kv_values_per_token=2 * attending.num_kv_heads * attending.head_dim,
+        )
 
     @property
     def matmul_params(self) -> int:
         return sum(rows * columns for rows, columns in self.matmuls)
+
+
+def attention_widths(num_heads: int, num_kv_heads: int, head_dim: int) -> Widths:
+    """Queries, keys and values as projected; queries and keys as rotated; the heads' results; the rotation's angles."""
+    query, kv = num_heads * head_dim, num_kv_heads * head_dim
+    return Widths(projected=query + 2 * kv, turned=query + kv, mixed=query, extra=head_dim)
 
 
 @dataclass(frozen=True)
@@ -61,18 +123,15 @@ class ModelFacts:
     ) -> ModelFacts:
         """Facts of a Llama-shaped decoder whose layers are all alike (no biases, two norms a layer, one at the end)."""
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
-        layer = LayerFacts(
-            matmuls=(
+        layer = LayerFacts.attention(
+            (
                 (query + 2 * kv, hidden_size),
                 (hidden_size, query),
                 (2 * intermediate_size, hidden_size),
                 (hidden_size, intermediate_size),
             ),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            intermediate_size=intermediate_size,
-            window=window,
+            Attending(num_heads, num_kv_heads, head_dim, window),
+            intermediate_size,
         )
         ends = vocab_size * hidden_size * (1 if tie_embeddings else 2) + hidden_size
         return cls(
@@ -90,7 +149,7 @@ class ModelFacts:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers the cache keeps for one token in all layers; times bytes a number gives its bytes."""
+        """Numbers a paged cache keeps for one token in all layers; times bytes a number gives its bytes."""
         return sum(layer.kv_values_per_token for layer in self.layers)
 
     @property
@@ -101,12 +160,14 @@ class ModelFacts:
     def flops_per_token(self, seq_len: int) -> float:
         """Forward floating-point operations a token of a causal sequence of `seq_len` needs on average.
 
-        2 a weight, and 4 a head value a position seen (scores and weighted sum); the causal mean is (seq_len + 1) / 2.
+        2 a weight, and what each layer's mixing takes (attention: 4 a head value a position seen, (seq_len + 1) / 2 of
+        them on average).
         """
-        flops = 2.0 * self.matmul_params
-        for layer in self.layers:
-            flops += 4.0 * layer.num_heads * layer.head_dim * mean_positions(seq_len, layer.window)
-        return flops
+        return 2.0 * self.matmul_params + sum(layer.mixing.mixing_flops(seq_len) for layer in self.layers)
+
+    def state_values(self, seq_len: int) -> float:
+        """Numbers that all layers keep of a sequence of `seq_len` to go on from it."""
+        return sum(layer.mixing.state_values(seq_len) for layer in self.layers)
 
 
 def mean_positions(seq_len: int, window: int | None = None) -> float:

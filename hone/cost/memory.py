@@ -119,8 +119,9 @@ def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", con
     """
     width, hidden, most = BYTES[dtype], facts.hidden_size, 0.0
     for layer in facts.layers:
-        query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        attention = tokens * (2 * hidden + 3 * query + 3 * kv) + context_tokens * layer.kv_values_per_token
+        widths = layer.widths
+        made = widths.projected + widths.turned + widths.mixed
+        attention = tokens * (2 * hidden + made) + context_tokens * layer.kv_values_per_token
         feed_forward = tokens * (2 * hidden + 3 * layer.intermediate_size)
         most = max(most, attention, feed_forward)
     return width * most
@@ -129,12 +130,10 @@ def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", con
 def saved_values(layer: LayerFacts, hidden_size: int) -> int:
     """Numbers that one layer keeps of one token for the backward pass.
 
-    Two residuals and two normed ones; projected queries, keys, values (kept whole because the values are a part of
-    them), rotated queries and keys, the attention's result; gate and up, and their product.
+    Two residuals and two normed ones; the mixer's widths (attention: projected queries, keys, values, kept whole because
+    the values are a part of them, rotated queries and keys, the result); gate and up, and their product.
     """
-    query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    attention = (query + 2 * kv) + (query + kv) + query
-    return 4 * hidden_size + attention + 3 * layer.intermediate_size + layer.head_dim
+    return 4 * hidden_size + layer.widths.total + 3 * layer.intermediate_size
 
 
 def _gradient_values(layer: LayerFacts, hidden_size: int) -> int:

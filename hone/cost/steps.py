@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hone.base.figure import Estimate
-from hone.cost.facts import LayerFacts, ModelFacts, mean_positions
+from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES
 from hone.cost.roofline import attention_seconds, seconds
 from hone.measure.calibration import Layout
@@ -37,7 +37,7 @@ def forward_seconds(
     rows = tokens if logit_tokens is None else logit_tokens
     products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
     products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
-    flops = sum(_attention_flops(layer, tokens, seq_len) for layer in facts.layers)
+    flops = sum(layer.mixing.mixing_flops(seq_len) * tokens for layer in facts.layers)
     parts = {
         f"{len(products)} matmuls": _products(machine, products, dtype),
         "attention": attention_seconds(machine, flops, dtype),
@@ -65,7 +65,7 @@ def train_step_seconds(
         again = index < recomputed_layers
         for out_features, in_features in layer.matmuls:
             products += _three(batch_tokens, out_features, in_features, forwards=2 if again else 1)
-        flops = _attention_flops(layer, batch_tokens, seq_len)
+        flops = layer.mixing.mixing_flops(seq_len) * batch_tokens
         attention += attention_seconds(machine, flops, dtype, train=True)
         attention += attention_seconds(machine, flops, dtype) if again else 0.0
     products += _three(batch_tokens, vocab, hidden, forwards=1)
@@ -106,7 +106,7 @@ def decode_step_seconds(
     products: list[Product] = [((rows, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
     products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
     # Gathered from the pages (read, written) and read by the attention, keys and values alike.
-    cached = sum(min(context, layer.window or context) * layer.kv_values_per_token for layer in facts.layers)
+    cached = sum(layer.mixing.state_values(context) for layer in facts.layers)
     gathered = 3.0 * width * rows * cached
     weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
     parts = {
@@ -159,10 +159,6 @@ def _products(machine: Machine, products: Iterable[Product], dtype: str) -> floa
     return total
 
 
-def _attention_flops(layer: LayerFacts, tokens: int, seq_len: int) -> float:
-    return 4.0 * layer.num_heads * layer.head_dim * mean_positions(seq_len, layer.window) * tokens
-
-
 def _traffic(machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool) -> float:
     """Seconds of norms, rotations, gate and residual sums, from the numbers that hone.ops.lean reads and writes a token.
 
@@ -171,8 +167,7 @@ def _traffic(machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, ba
     """
     hidden, total, widest = facts.hidden_size, 0.0, 0.0
     for layer in facts.layers:
-        query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        turned, joined, inner = query + kv, query + 2 * kv, layer.intermediate_size
+        turned, joined, inner = layer.widths.turned, layer.widths.projected, layer.intermediate_size
         if backward:
             total += 26 * hidden + 8 * turned + 12 * inner + 3 * joined
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hone.base.errors import SpecError
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.cost.facts import LayerFacts, ModelFacts
@@ -42,6 +44,36 @@ class ModelConfig(Spec):
                 raise ValueError(f"token {token} is outside the vocabulary of {self.vocab_size}")
         return self
 
+    @model_validator(mode="after")
+    def _borrowers_have_a_source(self) -> ModelConfig:
+        for index, layer in enumerate(self.layers):
+            if not layer.mixer.borrows:
+                continue
+            source = self.source_of(index)
+            if source is None:
+                raise ValueError(f"layer {index} ('{layer.mixer.kind}') has no layer before it whose keys it could use")
+            layer.mixer.check_source(self.layers[source].mixer)
+        return self
+
+    def source_of(self, index: int) -> int | None:
+        """The layer whose keys and values layer `index` borrows: the nearest before it that lends; None for its own."""
+        if not self.layers[index].mixer.borrows:
+            return None
+        return next((place for place in reversed(range(index)) if self.layers[place].mixer.lends), None)
+
+    def must_be_causal(self, otherwise: str) -> None:
+        """Raises SpecError naming the first layer whose mixer sees later tokens; `otherwise` says what follows from that."""
+        for index, layer in enumerate(self.layers):
+            if not layer.mixer.causal:
+                raise SpecError(
+                    f"layer {index} mixes with '{layer.mixer.kind}', which sees later tokens: {otherwise}",
+                    fix="take a causal mixer for every layer; `hone techniques mixer` lists them",
+                )
+
+    def lends(self, index: int) -> bool:
+        """Whether a later layer borrows the keys and values of layer `index`."""
+        return any(self.source_of(later) == index for later in range(index + 1, self.num_layers))
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -72,11 +104,10 @@ class ModelConfig(Spec):
                         *layer.mixer.matmuls(self.hidden_size),
                         *layer.feed_forward.matmuls(self.hidden_size),
                     ),
-                    num_heads=layer.mixer.num_heads,
-                    num_kv_heads=layer.mixer.num_kv_heads,
-                    head_dim=layer.mixer.head_dim,
+                    mixing=layer.mixer.mixing(),
+                    widths=layer.mixer.widths(self.hidden_size),
                     intermediate_size=layer.feed_forward.intermediate_size,
-                    window=layer.mixer.window,
+                    kv_values_per_token=2 * math.prod(layer.mixer.paged_shape() or (0, 0)),
                 )
                 for layer in self.layers
             ),
@@ -86,11 +117,15 @@ class ModelConfig(Spec):
         """FLOPs of one token's forward pass, averaged over a causal sequence of `seq_len` tokens.
 
         Convention: a multiply-add is 2 FLOPs; every matrix product including the head counts, the embedding lookup
-        and elementwise work do not; attention counts only what a token may see, (seq_len + 1) / 2 tokens on average
-        (causal-halved), fewer with a window. A training step costs 3 times this.
+        and elementwise work do not; mixing counts what each mixer says (attention: what a token may see, (seq_len + 1) / 2
+        tokens on average, fewer with a window). A training step costs 3 times this.
         """
         return self.facts().flops_per_token(seq_len)
 
+    def state_bytes(self, seq_len: int, bytes_per_value: float = 2) -> float:
+        """Bytes that all layers keep of a sequence of `seq_len` tokens to decode on from it."""
+        return self.facts().state_values(seq_len) * bytes_per_value
+
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> float:
-        """Cache bytes for one token in all layers when a number takes `bytes_per_value` bytes."""
+        """Bytes of one token's keys and values in the engine's pages, all layers, at `bytes_per_value` bytes a number."""
         return self.facts().kv_values_per_token * bytes_per_value

@@ -6,6 +6,7 @@ values in pages) by subclassing `Context`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,13 +20,46 @@ class Context:
     positions: Tensor
     """int64, the leading shape of the tokens: each token's distance from the start of its document."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    start: int = 0
+    """Tokens of each row that earlier passes took in (only `carry` knows of them)."""
+
+    document_ids: Tensor | None = None
+    """int64 [B, S] where rows hold several documents: a number that is the same for the tokens of one, rising along a row."""
+
+    carry: dict[int, Any] | None = None
+    """None: sequences come whole. A dict: they come bit by bit, and a mixer finds there under its layer index what it left
+    at the last pass (nothing at the start) and leaves what it will need, of bounded size where its mathematics allow."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens a row brings in this pass."""
+        return self.positions.shape[-1]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+    ) -> Tensor:
         """Attention of the queries to every key this context lets them see.
 
         q [..., H, Dh], k and v [..., KV, Dh], rotated already; leading shape that of the tokens. Returns [..., H, Dh].
         With `window` w a token sees itself and the w - 1 tokens before it. `layer` is where a cache files k and v.
+        k and v None: those that `layer` itself attended to in this pass, after it has lent them.
         """
         raise NotImplementedError
+
+    def lend(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Says that a later layer will attend to the keys and values of `layer`, before `layer` itself does."""
+        self._lent[layer] = (k, v)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Adds a mean a token (a scalar) to what training minimises beside its objective; see `extra_loss`."""
+        if torch.is_grad_enabled():
+            self.__dict__.setdefault("_losses", []).append(loss)
+
+    @property
+    def extra_loss(self) -> Tensor | None:
+        """The sum of what `add_loss` got in this pass, None when it got nothing."""
+        losses = self.__dict__.get("_losses")
+        return torch.stack(losses).sum() if losses else None
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of this context's positions under `rope`, made once for all layers.
@@ -44,22 +78,37 @@ class Context:
         """`positions` without leading axes along which they repeat."""
         return self.positions
 
+    @property
+    def _lent(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return self.__dict__.setdefault("_lent_keys", {})
+
+    def _keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        """k and v, or what `layer` has lent."""
+        if k is not None and v is not None:
+            return k, v
+        assert layer in self._lent, f"layer {layer} has lent no keys in this pass"
+        return self._lent[layer]
+
 
 class Causal(Context):
     """Each row of `tokens` [..., S] is one document; a token sees itself and what came before."""
 
     def __init__(self, tokens: Tensor) -> None:
-        self.seq_len = tokens.shape[-1]
-        self._line = torch.arange(self.seq_len, device=tokens.device)
+        self._line = torch.arange(tokens.shape[-1], device=tokens.device)
         self.positions = self._line.expand(tokens.shape)
         self._masks: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+    ) -> Tensor:
+        k, v = self._keys(layer, k, v)
         if window is None or window >= self.seq_len:
-            return _sdpa(q, k, v, None, scale)
+            return fused(q, k, v, scale) if has_fused(q, v) else sdpa(q, k, v, None, scale)
+        if has_fused(q, v):
+            return fused(q, k, v, scale, window)
         if window not in self._masks:
-            self._masks[window] = _may_see(self._line[:, None], self._line, window)
-        return _sdpa(q, k, v, self._masks[window], scale)
+            self._masks[window] = may_see(self._line[:, None], self._line, window)
+        return sdpa(q, k, v, self._masks[window], scale)
 
     def _distinct_positions(self) -> Tensor:
         return self._line
@@ -77,33 +126,71 @@ class Packed(Context):
         places = torch.arange(document_ids.shape[-1], device=document_ids.device).expand(document_ids.shape)
         begins = torch.where(changes, places, 0).cummax(-1).values
         self.positions = places - begins
-        self._begins = begins
+        self.document_ids = begins  # an id that comes back in a row is a new document
         self._places = places
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[int | None, Any] = {}
         # One document a row is plain causal attention. Asking costs a device synchronisation, so only a CPU asks.
         self._whole = document_ids.device.type == "cpu" and not bool(changes.any())
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
-        seq_len = self.positions.shape[-1]
-        if window is not None and window >= seq_len:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+    ) -> Tensor:
+        k, v = self._keys(layer, k, v)
+        if window is not None and window >= self.seq_len:
             window = None
         if self._whole and window is None:
-            return _sdpa(q, k, v, None, scale)
+            return sdpa(q, k, v, None, scale)
+        if has_fused(q, v):
+            from hone.ops.masks import documents
+
+            if window not in self._masks:  # one for all layers: its block lists are made once
+                self._masks[window] = documents(self.document_ids, window=window)
+            return fused(q, k, v, scale, mask=self._masks[window])
         if window not in self._masks:
-            mask = _may_see(self._places[..., :, None], self._places[..., None, :], window)
-            mask &= self._begins[..., :, None] == self._begins[..., None, :]
+            mask = may_see(self._places[..., :, None], self._places[..., None, :], window)
+            mask &= self.document_ids[..., :, None] == self.document_ids[..., None, :]
             self._masks[window] = mask.unsqueeze(-3)
-        return _sdpa(q, k, v, self._masks[window], scale)
+        return sdpa(q, k, v, self._masks[window], scale)
 
 
-def _may_see(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+def has_fused(q: Tensor, v: Tensor) -> bool:
+    """Whether `hone.ops.attend` runs a kernel of its own on these heads; elsewhere torch's attention is the better one."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or max(q.shape[-1], v.shape[-1]) > 256:
+        return False
+    from hone.ops.dispatch import locate
+
+    return locate(q.device).runs_triton and _attend_is_there()
+
+
+@cache
+def _attend_is_there() -> bool:
+    import importlib.util
+
+    return all(importlib.util.find_spec(f"hone.ops.{name}") for name in ("masks", "attention"))
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, mask: Any = None) -> Tensor:
+    """`hone.ops.attend` on [..., S, heads, Dh] with leading axes or without; causal unless a `mask` is given.
+
+    Queries that are fewer than the keys stand at their end.
+    """
+    from hone.ops import attend, masks
+
+    if mask is None:
+        mask = masks.CAUSAL if window is None else masks.window(window)
+    if q.dim() == 3:
+        return attend(q[None], k[None], v[None], mask, scale=scale)[0]
+    return attend(q, k, v, mask, scale=scale)
+
+
+def may_see(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     """True where the key's place is not after the query's and, with a window, not too far before."""
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Torch's attention on [..., S, heads, Dh]; causal where there is no mask."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = True) -> Tensor:
+    """Torch's attention on [..., S, heads, Dh]; where there is no mask it is `causal`, or every key is seen."""
     flat = q.dim() == 3
     if flat:
         q, k, v = q[None], k[None], v[None]
@@ -118,7 +205,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
         k.transpose(-3, -2),
         v.transpose(-3, -2),
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal and mask is None,
         scale=scale,
         enable_gqa=grouped,
     ).transpose(-3, -2)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hone.model.config import LayerSpec, ModelConfig
 from hone.model.context import Causal, Context
 from hone.model.linear import MakeLinear, make_dense
+from hone.model.mixer import Initial
 from hone.model.norm import RMSNorm
 
 INIT_STD = 0.02
@@ -29,6 +30,11 @@ class DecoderLayer(nn.Module):
         name, width = f"layers.{index}", config.hidden_size
         self.mixer_norm = RMSNorm(width, config.norm_eps)
         self.mixer = spec.mixer.build(width, index, f"{name}.mixer", config.norm_eps, make)
+        source = config.source_of(index)
+        if source is not None:
+            self.mixer.source = source
+        elif config.lends(index):
+            self.mixer.lends = True
         self.feed_forward_norm = RMSNorm(width, config.norm_eps)
         self.feed_forward = spec.feed_forward.build(width, f"{name}.feed_forward", make)
 
@@ -90,7 +96,7 @@ def build(
         for module in decoder.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-            elif isinstance(getattr(module, "bias", None), Tensor):
+            elif "bias" in module._parameters and module.bias is not None:
                 module.bias.zero_()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # drawing is serial and lets other threads run
         for _ in pool.map(lambda piece: _draw(*piece), _pieces(decoder, seed)):
@@ -98,8 +104,9 @@ def build(
     return decoder
 
 
-def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, float]]:
-    """Every matrix as it stands in a checkpoint: a view of it, its name with the seed, its spread."""
+def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, float | Initial]]:
+    """Every tensor as it stands in a checkpoint, norms and biases of linears aside: a view of it, its name with the seed,
+    its spread or how else it begins."""
     yield decoder.embedding.detach(), f"{seed}/embedding", INIT_STD
     residual_std = INIT_STD / math.sqrt(2 * decoder.config.num_layers)
     for index, layer in enumerate(decoder.layers):
@@ -110,12 +117,38 @@ def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, float]]:
                 views = getattr(module, attribute).weight.detach().split(module.rows[attribute])
                 for piece, view in zip(pieces, views, strict=True):
                     yield view, f"{seed}/layers.{index}.{block}.{piece}", std
+            for path, tensor in _loose(module).items():
+                yield (
+                    tensor,
+                    f"{seed}/layers.{index}.{block}.{path}",
+                    getattr(module, "initial", {}).get(path, INIT_STD),
+                )
     if decoder.lm_head is not None:
         yield decoder.lm_head.weight.detach(), f"{seed}/lm_head", INIT_STD
 
 
-def _draw(target: Tensor, name: str, std: float) -> None:
-    """Fills `target` with normals that depend on `name` and the shape alone, drawn in float32 on the CPU."""
+def outside(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a mixer or feed-forward that are in no linear of its `pieces`, by name."""
+    linears = tuple(f"{name}." for name in module.pieces)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if not name.startswith(linears)}
+
+
+def _loose(module: nn.Module) -> dict[str, Tensor]:
+    """`outside` without norms."""
+    norms = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, RMSNorm))
+    return {name: tensor for name, tensor in outside(module).items() if not name.startswith(norms)}
+
+
+def _draw(target: Tensor, name: str, initial: float | Initial) -> None:
+    """Fills `target` with what depends on `name` and the shape alone, drawn in float32 on the CPU.
+
+    `initial` is the std of normals around 0, or what `hone.model.mixer` says of it.
+    """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     generator = torch.Generator().manual_seed(seed)
-    target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))
+    if callable(initial):
+        target.copy_(initial(tuple(target.shape), generator))
+        return
+    mean, std = (0.0, initial) if isinstance(initial, float) else initial
+    target.copy_(torch.empty(target.shape).normal_(mean, std, generator=generator))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hone.base.artifact import difference
 from hone.base.errors import SpecError
 from hone.base.spec import Spec
+from hone.base.table import Technique
 from hone.model.config import LayerSpec, ModelConfig
+from hone.model.mixers import MIXERS
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -17,6 +19,10 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+
+OWN = "hone"
+"""The model_type of folders in hone's own format."""
 
 
 class Shape(Spec):
@@ -34,37 +40,40 @@ class Shape(Spec):
     window: int | None = Field(None, gt=0, description="Sliding window, in tokens; empty for full attention.")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in every norm.")
     tie_embeddings: bool = Field(True, description="Whether the head is the embedding.")
+    mixers: tuple[str | dict[str, Any], ...] = Field(
+        (),
+        description="How layers mix tokens: names or {kind: NAME, options}, repeated over the layers; empty: attention. "
+        "Sizes a mixer leaves out are those above.",
+    )
+
+    @field_validator("mixers")
+    @classmethod
+    def _mixers_exist(cls, mixers: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
+        for entry in mixers:
+            kind = entry if isinstance(entry, str) else entry.get("kind")
+            if kind not in MIXERS.rows:
+                raise ValueError(f"there is no mixer {kind!r}; the mixers are: {', '.join(MIXERS.rows)}")
+        return mixers
 
     def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
         """The model of this shape over `vocab_size` tokens.
 
-        Raises SpecError when the sizes do not fit together or the family has no such model: better now than when a
-        trained one is saved.
+        Raises SpecError when the sizes do not fit together or, without `mixers`, the family has no such model: better now
+        than when a trained one is saved.
         """
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise SpecError(
                 f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
                 fix="change one of them, or set head_dim",
             )
-        mixer = {
-            "kind": "attention",
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim or self.hidden_size // self.num_heads,
-            "rope": {"theta": self.rope_theta},
-            "window": self.window,
-            "qkv_bias": self.family == "qwen2",
-            "qk_norm": self.family == "qwen3",
-        }
-        layer = LayerSpec.read(
-            {"mixer": mixer, "feed_forward": {"kind": "swiglu", "intermediate_size": self.intermediate_size}}
-        )
+        feed_forward = {"kind": "swiglu", "intermediate_size": self.intermediate_size}
+        layers = [LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward}) for mixer in self._layer_mixers()]
         config = ModelConfig.read(
             {
                 "family": self.family,
                 "vocab_size": vocab_size,
                 "hidden_size": self.hidden_size,
-                "layers": [layer] * self.num_layers,
+                "layers": layers,
                 "norm_eps": self.norm_eps,
                 "tie_embeddings": self.tie_embeddings,
                 "max_seq_len": self.max_seq_len,
@@ -72,8 +81,42 @@ class Shape(Spec):
                 "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else eos,
             }
         )
-        to_hf(config)
+        if not self.mixers:
+            to_hf(config)
         return config
+
+    def _layer_mixers(self) -> list[Technique]:
+        """One mixer a layer: those of `mixers` in turn, with this shape's sizes where they have such fields."""
+        sizes = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim or self.hidden_size // self.num_heads,
+            "rope": {"theta": self.rope_theta},
+            "qkv_bias": self.family == "qwen2",
+            "qk_norm": self.family == "qwen3",
+            "max_seq_len": self.max_seq_len,
+        }
+        if not self.mixers:
+            return [MIXERS.read({"kind": "attention", **sizes_of("attention", sizes), "window": self.window})] * (
+                self.num_layers
+            )
+        chosen: list[Technique] = []
+        for index in range(self.num_layers):
+            entry = self.mixers[index % len(self.mixers)]
+            options = {"kind": entry} if isinstance(entry, str) else entry
+            kind = options["kind"]
+            known = dict(sizes)
+            if self.window is not None and kind != "attention":  # in a pattern that is the layer which sees everything
+                known["window"] = self.window
+            if MIXERS[kind].borrows and (lender := next((one for one in reversed(chosen) if one.lends), None)):
+                known |= {name: getattr(lender, name) for name in ("head_dim", "rope", "window", "qk_norm")}
+            chosen.append(MIXERS.read({**sizes_of(kind, known), **options}))
+        return chosen
+
+
+def sizes_of(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of `sizes` that mixer `kind` has fields for."""
+    return {name: value for name, value in sizes.items() if name in MIXERS[kind].model_fields}
 
 
 # What each family's transformers class assumes when config.json leaves a field out.
@@ -94,6 +137,8 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     Raises SpecError naming the field when the architecture, activation, rotary scaling or another field that changes
     the result is not supported, or a needed field is missing.
     """
+    if values.get("model_type") == OWN:
+        return ModelConfig.read(values.get("config"))
     family = _family(values, where)
     read = {**_DEFAULTS[family], **{name: value for name, value in values.items() if value is not None}}
     if "sliding_window" in values and values["sliding_window"] is None:
@@ -147,6 +192,13 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 
     Raises SpecError when the stack is one that no transformers class of its family can express.
     """
+    config = config.model_copy(update={"layers": tuple(map(_as_attention, config.layers))})
+    for index, layer in enumerate(config.layers):
+        if layer.mixer.kind != "attention":
+            raise SpecError(
+                f"layer {index} mixes with '{layer.mixer.kind}', which no transformers class of family {config.family} has",
+                fix="save it with hone.save, which has a format of its own for such stacks, or use attention alone",
+            )
     first = config.layers[0]
     mixer, family = first.mixer, config.family
     values: dict[str, Any] = {
@@ -187,6 +239,31 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
             values["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
     _must_survive(config, values)
     return values
+
+
+def own_format(config: ModelConfig, dtype: str, reason: str) -> dict[str, Any]:
+    """The config.json of a stack that no transformers class can express: the `ModelConfig` as data, under hone's name."""
+    return {
+        "architectures": ["HoneDecoder"],
+        "model_type": OWN,
+        "note": f"Only hone reads this folder (hone.load), transformers cannot: {reason}.",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.max_seq_len,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "torch_dtype": dtype,
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _as_attention(layer: LayerSpec) -> LayerSpec:
+    """The layer with a sliding window written as the option of attention that it is."""
+    if layer.mixer.kind != "sliding_window":
+        return layer
+    return layer.model_copy(update={"mixer": layer.mixer.as_attention()})
 
 
 def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hone.base.errors import ArtifactError
+from hone.base.errors import ArtifactError, SpecError
 from hone.model.config import ModelConfig
-from hone.model.decoder import Decoder, DecoderLayer
-from hone.model.families import from_hf, to_hf
+from hone.model.decoder import Decoder, DecoderLayer, outside
+from hone.model.families import from_hf, own_format, to_hf
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.shards import Shards, read_json, write_json, write_tensors
+from hone.ops.dispatch import say_once
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -167,10 +168,9 @@ class Checkpoint:
         for attribute, names in fused_linears(layer, index).items():
             linear = layer.get_submodule(attribute)
             self._load_linear(linear, names, device, dtype)
-        for ours, theirs in _NORMS.items():
-            norm = _submodule(layer, ours)
-            if norm is not None:
-                self._set(norm, "weight", f"model.layers.{index}.{theirs}.weight", device, dtype)
+        for path, name in singles(layer, index).items():
+            owner, _, attribute = path.rpartition(".")
+            self._set(layer.get_submodule(owner), attribute, name, device, dtype)
 
     def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
         self._set(decoder, "embedding", "model.embed_tokens.weight", device, dtype)
@@ -192,9 +192,10 @@ class Checkpoint:
     def _set(
         self, module: nn.Module, attribute: str, name: str, device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        """Replaces one parameter by the tensor `name`."""
-        shape = tuple(getattr(module, attribute).shape)
-        setattr(module, attribute, nn.Parameter(self._take(name, shape, device, dtype)))
+        """Replaces one parameter or buffer by the tensor `name`."""
+        old = getattr(module, attribute)
+        taken = self._take(name, tuple(old.shape), device, dtype)
+        setattr(module, attribute, nn.Parameter(taken) if isinstance(old, nn.Parameter) else taken)
 
     def _take(self, name: str, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """The tensor `name` in memory of its own; `dtype` is for floating ones, codes and their scales keep theirs."""
@@ -233,6 +234,7 @@ def save(
 ) -> None:
     """Writes `decoder` as a folder that transformers loads: config, generation config, weights, tokenizer files.
 
+    A stack that no transformers class can express is written in hone's own format, which is said; `load` reads both.
     `dtype` None keeps the decoder's. Weights above `max_shard_bytes` are split into numbered shards with an index.
     """
     folder = Path(folder)
@@ -252,7 +254,12 @@ def write_config(
     config: ModelConfig, folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None = None
 ) -> None:
     """Writes config.json and generation_config.json."""
-    values = to_hf(config, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    try:
+        values = to_hf(config, name)
+    except SpecError as error:
+        values = own_format(config, name, error.what)
+        say_once(f"{values['note']} It is the folder {folder}")
     if quantization is not None:
         values["quantization_config"] = quantization
     write_json(folder / CONFIG, values)
@@ -278,10 +285,9 @@ def layer_state(layer: DecoderLayer, index: int) -> Iterator[tuple[str, Tensor]]
         for name, part in zip(names, parts, strict=True):
             for suffix, tensor in part.items():
                 yield f"{name}.{suffix}", tensor
-    for ours, theirs in _NORMS.items():
-        norm = _submodule(layer, ours)
-        if norm is not None:
-            yield f"model.layers.{index}.{theirs}.weight", norm.weight.detach()
+    for path, name in singles(layer, index).items():
+        owner, _, attribute = path.rpartition(".")
+        yield name, getattr(layer.get_submodule(owner), attribute).detach()
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -299,9 +305,27 @@ def fused_linears(layer: DecoderLayer, index: int) -> dict[str, dict[str, int]]:
     for block, (prefix, names) in _BLOCKS.items():
         module = getattr(layer, block)
         for attribute, pieces in module.pieces.items():
-            full = [f"model.layers.{index}.{prefix}.{names[piece]}" for piece in pieces]
+            full = [f"model.layers.{index}.{prefix}.{names.get(piece, piece)}" for piece in pieces]
             found[f"{block}.{attribute}"] = dict(zip(full, module.rows[attribute], strict=True))
     return found
+
+
+def singles(layer: DecoderLayer, index: int) -> dict[str, str]:
+    """Tensors of `layer` that are in none of its linears: our path below the layer to the checkpoint name."""
+    found = {}
+    for ours, theirs in _NORMS.items():
+        if _has(layer, ours):
+            found[f"{ours}.weight"] = f"model.layers.{index}.{theirs}.weight"
+    for block in _BLOCKS:
+        for path in outside(getattr(layer, block)):
+            found.setdefault(f"{block}.{path}", f"model.layers.{index}.{block}.{path}")
+    return found
+
+
+def _has(module: nn.Module | None, path: str) -> bool:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module is not None
 
 
 def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
@@ -310,10 +334,9 @@ def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     linears = [({"lm_head": decoder.config.vocab_size}, decoder.lm_head)] if decoder.lm_head is not None else []
     for index, layer in enumerate(decoder.layers):
         linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(layer, index).items()]
-        for ours, theirs in _NORMS.items():
-            norm = _submodule(layer, ours)
-            if norm is not None:
-                shapes[f"model.layers.{index}.{theirs}.weight"] = tuple(norm.weight.shape)
+        for path, name in singles(layer, index).items():
+            owner, _, attribute = path.rpartition(".")
+            shapes[name] = tuple(getattr(layer.get_submodule(owner), attribute).shape)
     for names, linear in linears:
         for name, parts in zip(names, linear.part_shapes(list(names.values())), strict=True):
             shapes.update({f"{name}.{suffix}": tuple(shape) for suffix, shape in parts.items()})
@@ -339,10 +362,4 @@ def fused_names(name: str) -> list[str]:
     _, index, block, attribute = name.split(".")
     prefix, names = _BLOCKS[block]
     pieces = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}.get(attribute, (attribute,))
-    return [f"model.layers.{index}.{prefix}.{names[piece]}" for piece in pieces]
-
-
-def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    for name in path.split("."):
-        layer = getattr(layer, name, None)
-    return layer
+    return [f"model.layers.{index}.{prefix}.{names.get(piece, piece)}" for piece in pieces]

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from hone.base.errors import FitError
+from hone.base.errors import FitError, SpecError
 from hone.base.figure import human_bytes
 from hone.model.config import ModelConfig
 from hone.model.folder import weights_bytes
@@ -18,8 +18,17 @@ _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
 
 
 def kv_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(num_kv_heads, head_dim) of every layer."""
-    return [(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in config.layers]
+    """(num_kv_heads, head_dim) of every layer. Raises SpecError naming the first whose mixer keeps no keys in pages."""
+    shapes = []
+    for index, layer in enumerate(config.layers):
+        shape = layer.mixer.paged_shape()
+        if shape is None:
+            raise SpecError(
+                f"layer {index}: mixer '{layer.mixer.kind}' keeps no keys and values in pages, which the engine serves from",
+                fix="write with hone.model.incremental.generate, or serve a model of attention layers",
+            )
+        shapes.append(shape)
+    return shapes
 
 
 def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len: int, taken: int = 0) -> int:

@@ -129,7 +129,9 @@ class Trainer:
             with torch.no_grad():
                 taught = self.teacher.hidden(tokens, context)
         x = run_layers(self.model, tokens, context, self.segments)
-        return self.objective.total(self.model, x, targets, self.teacher, taught)
+        loss = self.objective.total(self.model, x, targets, self.teacher, taught)
+        extra = context.extra_loss  # a mean a token, of mixers that learn something of their own
+        return loss if extra is None else loss + extra * (targets != IGNORE).sum()
 
     def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
         return HoneError(

@@ -147,6 +147,7 @@ class Train(Stage):
         else:
             config = self.model.config(data.vocab_size, eos=data.eos_token_id)
             model = build(config, device=run.device, seed=self.seed)
+        model.config.must_be_causal("the next token would be read, not predicted")
         if self.seq_len > model.config.max_seq_len:
             raise SpecError(
                 f"seq_len {self.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}",

@@ -16,7 +16,8 @@ def student_config(teacher: ModelConfig, keep_every: int) -> ModelConfig:
             f"keep_every = {keep_every} makes no smaller student of a teacher with {teacher.num_layers} layers",
             fix=f"give a value from 2 to {teacher.num_layers}",
         )
-    return teacher.model_copy(update={"layers": teacher.layers[::keep_every]})
+    # Read anew: a layer that borrows the keys of one that is dropped must be refused.
+    return ModelConfig.read({**teacher.model_dump(mode="json"), "layers": teacher.layers[::keep_every]})
 
 
 def from_teacher(teacher: Decoder, keep_every: int) -> Decoder:

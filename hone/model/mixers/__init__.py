@@ -2,4 +2,10 @@
 
 from hone.base.table import Table
 
-MIXERS = Table("mixer", {"attention": "hone.model.mixers.attention:Attention"})
+MIXERS = Table(
+    "mixer",
+    {
+        "attention": "hone.model.mixers.attention:Attention",
+        "sliding_window": "hone.model.mixers.sliding_window:SlidingWindow",
+    },
+)

@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hone.base.spec import Spec
-from hone.base.table import Technique
+from hone.cost.facts import Attending, Widths, attention_widths
 from hone.model.context import Context
 from hone.model.linear import MakeLinear
+from hone.model.mixer import Mixer
 from hone.model.norm import RMSNorm
 from hone.ops.lean import rope
 
@@ -44,10 +45,12 @@ class Rope(Spec):
         return (1 - keep) * plain / self.factor + keep * plain
 
 
-class Attention(Technique):
+class Attention(Mixer):
     """Softmax attention with rotary positions and grouped key/value heads. Ainslie et al. 2023, arXiv:2305.13245."""
 
     paper: ClassVar[str] = "arXiv:2305.13245"
+    complexity: ClassVar[str] = "O(S^2)"
+    lends: ClassVar[bool] = True
 
     num_heads: int = Field(gt=0, description="Query heads.")
     num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
@@ -77,8 +80,22 @@ class Attention(Technique):
         biases = qkv * self.qkv_bias + hidden_size * self.out_bias
         return weights + biases + 2 * self.head_dim * self.qk_norm
 
+    def mixing(self) -> Attending:
+        return Attending(self.num_heads, self.num_kv_heads, self.head_dim, self.window)
+
+    def mixing_flops(self, seq_len: int) -> float:
+        return self.mixing().mixing_flops(seq_len)
+
+    def state_values(self, seq_len: int) -> float:
+        return self.mixing().state_values(seq_len)
+
+    def widths(self, hidden_size: int) -> Widths:
+        return attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def paged_shape(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.head_dim
+
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> AttentionLayer:
-        """The module; `layer` is its place in the stack (where a cache files its keys), `name` its dotted path."""
         return AttentionLayer(self, hidden_size, layer, name, norm_eps, make)
 
 
@@ -104,6 +121,7 @@ class AttentionLayer(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
         self.scale = spec.head_dim**-0.5
+        self.lends = False  # the decoder says so when a later layer borrows these keys
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
@@ -115,5 +133,7 @@ class AttentionLayer(nn.Module):
             q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        if self.lends:
+            context.lend(self.layer, k, v)
         mixed = context.attend(self.layer, q, k, v, scale=self.scale, window=spec.window)
         return self.out(mixed.flatten(-2))

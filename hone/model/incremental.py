@@ -1,0 +1,129 @@
+"""Decoding with the state each mixer keeps: every mixer that does not see the future, B rows in step, without an engine.
+
+Serving many requests of softmax attention is `hone.serve.engine`, which keeps keys in pages. Here each layer keeps what its
+mathematics need (keys, a window of them, a running sum), so that any stack that can be trained can also write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hone.base.errors import SpecError
+from hone.model.context import Context, fused, has_fused, may_see, sdpa
+from hone.model.decoder import Decoder
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of what the next token may see, oldest first: k [B, m, KV, Dh], v [B, m, KV, Dv]."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Incremental(Context):
+    """One pass over the next n >= 1 tokens of B rows, `tokens` [B, n], `start` tokens of each having gone before.
+
+    `carry` is the dict that the passes before left, the same object from pass to pass; a layer whose attention has a
+    window keeps no more than the window.
+    """
+
+    def __init__(self, tokens: Tensor, start: int = 0, carry: dict[int, Any] | None = None) -> None:
+        self.start = start
+        self.carry: dict[int, Any] = {} if carry is None else carry
+        self._line = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        self.positions = self._line.expand(tokens.shape)
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+    ) -> Tensor:
+        if k is None or v is None:
+            k, v = self._keys(layer, k, v)
+        else:
+            k, v = self._join(layer, k, v, window)
+        return attend_at_end(q, k, v, scale, window, self._masks)
+
+    def _join(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Every key and value that this pass may see; files what the next pass needs."""
+        known = self.carry.get(layer)
+        if known is not None:
+            k, v = torch.cat((known.k, k), 1), torch.cat((known.v, v), 1)
+        if window is not None:
+            k, v = (part[:, -(window - 1 + self.seq_len) :] for part in (k, v))
+        kept = window if window is not None else k.shape[1]
+        self.carry[layer] = KeyValues(k[:, -kept:], v[:, -kept:])
+        if layer in self._lent:
+            self._lent[layer] = (k, v)
+        return k, v
+
+    def _distinct_positions(self) -> Tensor:
+        return self._line
+
+
+def attend_at_end(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, masks: dict[tuple[int, int | None], Tensor]
+) -> Tensor:
+    """Causal attention of n queries q [B, n, H, Dh] that are the last n of the m keys k, v [B, m, KV, Dh].
+
+    `masks` keeps what one pass needs of them, by (m, window).
+    """
+    new, known = q.shape[1], k.shape[1]
+    if window is not None and window >= known:
+        window = None
+    if has_fused(q, v):
+        return fused(q, k, v, scale, window)
+    if window is None and (new == 1 or new == known):
+        return sdpa(q, k, v, None, scale, causal=new > 1)
+    key = (known, window)
+    if key not in masks:
+        line = torch.arange(known, device=q.device)
+        masks[key] = may_see(line[-new:, None], line, window)
+    return sdpa(q, k, v, masks[key], scale)
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    tokens: Tensor,
+    num_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Continues every row of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens].
+
+    Temperature 0 takes the most likely token; above it draws, each draw depending on (seed, row, position) alone. The
+    prompt is read `chunk` tokens at a time (default: at once). Raises SpecError when a layer's mixer is not causal.
+    """
+    model.config.must_be_causal("it encodes a text and cannot write one")
+    if tokens.dim() != 2 or not tokens.shape[1]:
+        raise SpecError(f"prompts have shape {tuple(tokens.shape)}", fix="give token ids [rows, 1 or more tokens]")
+    carry: dict[int, Any] = {}
+    done, step = 0, chunk or tokens.shape[1]
+    while num_tokens > 0:
+        part = tokens[:, done : done + step]
+        x = model.hidden(part, Incremental(part, done, carry))
+        done += part.shape[1]
+        if done < tokens.shape[1]:
+            continue
+        logits = model.head(x[:, -1]).float()
+        if temperature > 0:
+            logits = logits / temperature + _gumbel(logits, seed, done)
+        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), 1)
+        num_tokens -= 1
+    return tokens
+
+
+def _gumbel(logits: Tensor, seed: int, position: int) -> Tensor:
+    """Noise [B, V] whose argmax with the logits is a draw from their softmax."""
+    rows = []
+    for row in range(len(logits)):
+        number = hashlib.sha256(f"{seed}/{row}/{position}".encode()).digest()[:8]
+        generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
+        rows.append(torch.empty(logits.shape[1]).exponential_(generator=generator).log().neg())
+    return torch.stack(rows).to(logits.device)

@@ -1,0 +1,26 @@
+"""Sliding-window attention: a token sees itself and the window - 1 tokens before it, and decoding keeps no more than that."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from hone.model.mixers.attention import Attention
+
+
+class SlidingWindow(Attention):
+    """Attention to itself and the window - 1 tokens before, window tokens in all. Beltagy et al. 2020, arXiv:2004.05150.
+
+    Mistral's and Gemma's local layers: `mixers: [sliding_window, sliding_window, attention]` makes every third layer
+    global. Reach grows by window - 1 tokens a layer.
+    """
+
+    paper: ClassVar[str] = "arXiv:2004.05150"
+    complexity: ClassVar[str] = "O(S w)"
+
+    window: int = Field(gt=0, description="Tokens that a token sees, itself among them.")
+
+    def as_attention(self) -> Attention:
+        """The same layer as `attention` with its option set: what a checkpoint for transformers can say."""
+        return Attention(**{**self.model_dump(), "kind": "attention", "rope": self.rope})
