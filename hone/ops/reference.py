@@ -5,11 +5,14 @@ Legend: B batch, S sequence, H query heads, KV key/value heads, Dh head width, D
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hone.ops.masks import CAUSAL, Mask
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,31 +38,34 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Mask = CAUSAL,
     *,
-    scale: float,
-    causal: bool = True,
-    window: int | None = None,
-    document_ids: Tensor | None = None,
-) -> Tensor:
-    """Softmax attention written out: q [B, S, H, Dh], k and v [B, S, KV, Dh] -> [B, S, H, Dh]. arXiv:1706.03762.
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention written out: q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv] -> out [B, Sq, H, Dv], lse.
 
-    H is a multiple of KV (consecutive query heads share a key head). With `window` w a token sees itself and the
-    w - 1 before it. `document_ids` [B, S] keeps documents apart. Inputs in float64 give an answer in float64.
+    lse [B, H, Sq] is the natural log of the sum of exponentials, in float32 (float64 for float64 inputs). A query that sees
+    nothing has out 0 and lse -inf. `hone.ops.attend` documents the rest. arXiv:1706.03762.
     """
-    seq_len, groups = q.shape[1], q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    place = torch.arange(seq_len, device=q.device)
-    seen = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device)
-    if causal:
-        seen &= place[None, :] <= place[:, None]
-    if window is not None:
-        seen &= place[None, :] > place[:, None] - window
-    seen = seen[None, None]
-    if document_ids is not None:
-        seen = seen & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    groups = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(groups, dim=2).to(exact), v.repeat_interleave(groups, dim=2).to(exact)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(exact), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = mask.kept_dense(q.shape[1], k.shape[1], q.device)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    highest = scores.detach().amax(-1, keepdim=True)
+    highest = highest.masked_fill(highest == float("-inf"), 0.0)
+    weights = torch.exp(scores - highest)
+    total = weights.sum(-1, keepdim=True)
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights / total, v).to(q.dtype)
+    lse = (highest + total.log()).masked_fill(blind, float("-inf"))
+    return out, lse.squeeze(-1)
 
 
 def linear_cross_entropy(
@@ -70,17 +76,16 @@ def linear_cross_entropy(
     reduction: Literal["sum", "mean"] = "mean",
     ignore_index: int = -100,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    lesson: Lesson | None = None,
+    rows: int | None = None,
 ) -> Tensor:
-    """Cross entropy of softmax(x W^T) against `targets`, in nats, without ever holding all logits; a scalar.
-
-    x [..., D] in any floating dtype, weight [V, D], targets int64 [...] with `ignore_index` where there is none.
-    `z_loss` adds z_loss * log(sum(exp(logits)))^2 a token (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
-    'mean' divides by the valid targets (NaN when there is none). The loss is float32 (float64 for float64 inputs).
-    """
+    """`ops.loss.linear_cross_entropy` in plain torch: chunks of logits, gradients made beside the loss."""
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if not torch.is_grad_enabled():  # a Function asks its inputs alone, and would make gradients that nobody takes
         x, weight = x.detach(), weight.detach()
-    total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore_index, z_loss)
+    rows = rows or chunk_rows(x.device.type, len(weight))
+    total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore_index, z_loss, label_smoothing, lesson, rows)
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 
@@ -88,24 +93,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made beside the loss, while a chunk's logits are at hand, so the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        z_loss: float,
+        label_smoothing: float,
+        lesson: Lesson | None,
+        rows: int,
+    ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         # Slopes of rare tokens are below float16's range; a power of two lifts them and is taken out again.
         ctx.lift = 256.0 if x.dtype == torch.float16 else 1.0
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        wants_slope = grad_x is not None or grad_weight is not None
         total = torch.zeros((), dtype=exact, device=x.device)
-        rows = chunk_rows(x.device.type, len(weight))
+        taught = None if lesson is None else lesson.hidden.reshape(len(x), -1)
         for begin in range(0, len(x), rows):
             part = x[begin : begin + rows]
+            chosen = targets[begin : begin + rows]
             logits = (part @ weight.T).to(exact)
-            loss, slope = _cross_entropy_chunk(
-                logits,
-                targets[begin : begin + rows],
-                ignore_index,
-                z_loss,
-                grad_x is not None or grad_weight is not None,
-            )
+            if lesson is None or taught is None:
+                loss, slope = _cross_entropy_chunk(logits, chosen, ignore_index, z_loss, label_smoothing, wants_slope)
+            else:
+                teacher = (taught[begin : begin + rows] @ lesson.weight.T).to(exact)
+                loss, slope = _lesson_chunk(
+                    logits, teacher, chosen, ignore_index, z_loss, lesson.alpha, lesson.temperature, wants_slope
+                )
             total += loss
             if slope is None:
                 continue
@@ -129,22 +146,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_x = (grad_x * scale).to(ctx.dtypes[0])
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.dtypes[1])
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, *[None] * 6
 
 
 def chunk_rows(device_type: str, vocab_size: int) -> int:
-    """Tokens whose logits are held at once: what stays in a CPU's cache (4 MiB), what fills a GPU (512 MiB)."""
-    return max(64, (1 << 20) // vocab_size) if device_type == "cpu" else max(1024, (1 << 27) // vocab_size)
+    """Tokens whose logits are held at once: what stays in a CPU's cache (4 MiB), what fills a GPU (256 MiB and more)."""
+    if device_type == "cpu":
+        return max(64, (1 << 20) // vocab_size)
+    return max(1024, (1 << 27) // vocab_size // 256 * 256)  # whole tiles of the products
 
 
 def _cross_entropy_chunk(
-    logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float, wants_slope: bool
+    logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float, label_smoothing: float, wants_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Loss summed over the valid rows of logits [T, V] and, if wanted, its slope by the logits (made in their place)."""
     valid = targets != ignore_index
     chosen = targets.masked_fill(~valid, 0)[:, None]
     log_sum = logits.logsumexp(-1)
     losses = log_sum - logits.gather(1, chosen)[:, 0]
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (log_sum - logits.mean(-1))
     if z_loss:
         losses = losses + z_loss * log_sum.square()
     total = losses.masked_fill(~valid, 0).sum()
@@ -153,6 +174,45 @@ def _cross_entropy_chunk(
     slope = logits.sub_(log_sum[:, None]).exp_()
     if z_loss:
         slope *= (1 + 2 * z_loss * log_sum)[:, None]
-    slope.scatter_add_(1, chosen, torch.full_like(chosen, -1, dtype=slope.dtype))
+    if label_smoothing:
+        slope -= label_smoothing / logits.shape[-1]
+    slope.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=slope.dtype))
+    slope *= valid[:, None]
+    return total, slope
+
+
+def _lesson_chunk(
+    student: Tensor,
+    teacher: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    z_loss: float,
+    alpha: float,
+    temperature: float,
+    wants_slope: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`_cross_entropy_chunk` with a teacher's logits [T, V]: the mix that `Lesson` describes, and its slope."""
+    valid = targets != ignore_index
+    chosen = targets.masked_fill(~valid, 0)[:, None]
+    soft = F.log_softmax(student / temperature, dim=-1)
+    taught = F.log_softmax(teacher / temperature, dim=-1)
+    plain = soft if temperature == 1.0 else F.log_softmax(student, dim=-1)
+    share = taught.exp()
+    divergence = (share * (taught - soft)).sum(-1)
+    text = -plain.gather(1, chosen)[:, 0]
+    log_sum = student.logsumexp(-1) if z_loss else None
+    if log_sum is not None:
+        text = text + z_loss * log_sum.square()
+    losses = alpha * temperature**2 * divergence + (1 - alpha) * text
+    total = losses.masked_fill(~valid, 0).sum()
+    if not wants_slope:
+        return total, None
+    # d KL / d student = (softmax(student / t) - softmax(teacher / t)) / t, times t^2.
+    slope = soft.exp().sub_(share).mul_(alpha * temperature)
+    if log_sum is None:
+        slope.add_(plain.exp(), alpha=1 - alpha)
+    else:
+        slope.addcmul_(plain.exp(), (1 + 2 * z_loss * log_sum)[:, None], value=1 - alpha)
+    slope.scatter_add_(1, chosen, torch.full_like(chosen, alpha - 1, dtype=slope.dtype))
     slope *= valid[:, None]
     return total, slope

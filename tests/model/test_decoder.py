@@ -8,7 +8,7 @@ import torch
 from hone.model.context import Causal, Packed
 from hone.model.decoder import build
 from hone.model.families import Shape
-from hone.ops import reference
+from hone.ops import masks, reference
 
 SMALL = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
 
@@ -33,7 +33,7 @@ def test_packed_ids_that_come_back_are_new_documents() -> None:
     assert context.positions.tolist() == [[0, 1, 0, 1, 0, 1]]
     q = torch.randn(1, 6, 2, 4, dtype=torch.float64)
     mixed = context.attend(0, q, q, q, scale=0.5, window=None)
-    apart = reference.attend(q, q, q, scale=0.5, document_ids=torch.tensor([[0, 0, 1, 1, 2, 2]]))
+    apart, _ = reference.attend(q, q, q, masks.documents(torch.tensor([[0, 0, 1, 1, 2, 2]])), scale=0.5)
     torch.testing.assert_close(mixed, apart)
 
 
@@ -45,7 +45,8 @@ def test_contexts_equal_the_reference(window: int | None, packed: bool) -> None:
     ids = torch.stack([documents([4, 13])[0], documents([17])[0]]) if packed else None
     context = Causal(torch.zeros(2, 17)) if ids is None else Packed(ids)
     mixed = context.attend(0, q, k, v, scale=0.3, window=window)
-    torch.testing.assert_close(mixed, reference.attend(q, k, v, scale=0.3, window=window, document_ids=ids))
+    mask = masks.documents(torch.zeros(2, 17, dtype=torch.int64) if ids is None else ids, window)
+    torch.testing.assert_close(mixed, reference.attend(q, k, v, mask, scale=0.3)[0])
 
 
 @torch.no_grad()

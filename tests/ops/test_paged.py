@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops import paged
+from hone.ops import masks, paged
 from hone.ops.paged import attend_paged, attend_planned, plan_rows, write_kv
 from hone.ops.reference import attend
 
@@ -39,7 +39,8 @@ def expected(q, rows, query_lens, window):
         length = len(k)
         padded = torch.zeros(length, *q.shape[1:], dtype=q.dtype)
         padded[length - count :] = q[begin : begin + count]
-        whole = attend(padded[None], k[None], v[None], scale=0.4, window=window)[0]
+        mask = masks.CAUSAL if window is None else masks.window(window)
+        whole = attend(padded[None], k[None], v[None], mask, scale=0.4)[0][0]
         out.append(whole[length - count :])
         begin += count
     return torch.cat(out)

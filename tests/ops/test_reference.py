@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops import lean, reference
+from hone.ops import lean, masks, reference
 
 F64 = torch.float64
 
@@ -17,7 +17,7 @@ F64 = torch.float64
 def test_attend_is_the_definition(window: int | None) -> None:
     q, k, v = torch.randn(2, 6, 4, 8, dtype=F64), *torch.randn(2, 2, 6, 2, 8, dtype=F64)
     ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6])
-    out = reference.attend(q, k, v, scale=0.7, window=window, document_ids=ids)
+    out, lse = reference.attend(q, k, v, masks.documents(ids, window), scale=0.7)
     for row, place, head in [(0, 0, 0), (0, 4, 3), (0, 5, 1), (1, 5, 2), (1, 3, 0)]:
         seen = [
             other
@@ -27,6 +27,7 @@ def test_attend_is_the_definition(window: int | None) -> None:
         scores = [math.exp(0.7 * float(q[row, place, head] @ k[row, other, head // 2])) for other in seen]
         want = sum(score * v[row, other, head // 2] for score, other in zip(scores, seen)) / sum(scores)
         torch.testing.assert_close(out[row, place, head], want)
+        torch.testing.assert_close(lse[row, head, place], torch.tensor(math.log(sum(scores)), dtype=F64))
 
 
 def test_rope_turns_pairs_and_keeps_relative_angles() -> None:
