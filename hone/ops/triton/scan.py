@@ -1,0 +1,334 @@
+"""Chunked linear attention in Triton: states of whole segments, their prefix, then outputs chunk by chunk.
+
+A head is cut into segments that run in parallel, each a row of chunks gone through in order. Pass 1 reads keys and
+values and leaves every segment's own state; pass 2 turns them into the state each segment starts from; pass 3 reads
+everything once more and writes outputs, the running state [Dk, Dv] in float32 registers. With enough heads to fill the
+machine one segment a head does, and pass 3 is all there is. (Chunk form: arXiv:2006.16236, 2307.08621, 2312.06635.)
+
+One kernel serves both directions of time. In reverse it is the backward pass: with rows do, keys v, values k it gives
+dq; backwards in time with rows k, keys q, values do it gives dv, with rows v, keys do, values q it gives dk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hone.ops.compat import INTERPRETED
+
+NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
+
+
+@triton.jit
+def _decays(decay, reset, batch, head, first, seq_len, decay_b, decay_s, decay_h, reset_b, CHUNK: tl.constexpr,
+            MODE: tl.constexpr, RESET: tl.constexpr):  # fmt: skip
+    """Of one chunk: log decay from its start up to each token (that token's too) and in all, resets likewise counted."""
+    places = tl.arange(0, CHUNK)
+    rows = first + places
+    if MODE == 2:
+        steps = tl.load(decay + batch * decay_b + rows * decay_s + head * decay_h, mask=rows < seq_len, other=0.0)
+        steps = steps.to(tl.float32)
+        fallen = tl.cumsum(steps, 0)
+        total = tl.sum(steps, 0)
+    elif MODE == 1:
+        step = tl.load(decay + head * decay_h).to(tl.float32)
+        inside = tl.minimum(seq_len - first, CHUNK)
+        fallen = step * tl.minimum(places + 1, inside).to(tl.float32)
+        total = step * inside.to(tl.float32)
+    else:
+        fallen = tl.zeros([CHUNK], tl.float32)
+        total = 0.0
+    if RESET:
+        begins = tl.load(reset + batch * reset_b + rows, mask=rows < seq_len, other=0).to(tl.int32)
+        document = tl.cumsum(begins, 0)
+        documents = tl.sum(begins, 0)
+    else:
+        document = tl.zeros([CHUNK], tl.int32)
+        documents = 0
+    return fallen, total, document, documents
+
+
+@triton.jit
+def _edges(fallen, total, document, documents, RESET: tl.constexpr, REVERSE: tl.constexpr):
+    """(a, b, c): what the incoming state weighs in each row, each row in the outgoing state, the incoming in the outgoing."""
+    from_start = tl.exp(fallen)
+    to_end = tl.exp(total - fallen)
+    through = tl.exp(total)
+    if RESET:
+        from_start = tl.where(document == 0, from_start, 0.0)
+        to_end = tl.where(document == documents, to_end, 0.0)
+        through = tl.where(documents == 0, through, 0.0)
+    if REVERSE:
+        return to_end, from_start, through
+    return from_start, to_end, through
+
+
+@triton.jit
+def _inside(scores, fallen, document, CHUNK: tl.constexpr, MODE: tl.constexpr, RESET: tl.constexpr,
+            REVERSE: tl.constexpr):  # fmt: skip
+    """Scores [row, column] of one chunk, decayed and masked to what a row may see."""
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
+    seen = (column >= row) if REVERSE else (column <= row)
+    if RESET:
+        seen = seen & (document[:, None] == document[None, :])
+    if MODE != 0:
+        fall = fallen[:, None] - fallen[None, :]
+        fall = -fall if REVERSE else fall
+        scores = scores * tl.exp(tl.where(seen, fall, 0.0))  # masked first: unseen differences may overflow
+    return tl.where(seen, scores, 0.0)
+
+
+@triton.jit
+def _segment_states(k_desc, v_desc, states, passes, decay, reset, seq_len, seg_chunks, num_segs, heads, share_k, share_v,
+                    dim_k, dim_v, tiles_v, decay_b, decay_s, decay_h, reset_b,
+                    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MODE: tl.constexpr,
+                    RESET: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Pass 1: the state [BLOCK_K, BLOCK_V] that a segment alone leaves behind, and how much of an earlier one survives it."""
+    place = tl.program_id(0)
+    seg = place % num_segs
+    batch = place // num_segs // heads
+    head = place // num_segs % heads
+    tile_k = tl.program_id(1) // tiles_v
+    tile_v = tl.program_id(1) % tiles_v
+    chunks = tl.cdiv(seq_len, CHUNK)
+    begin = seg * seg_chunks
+    count = tl.minimum(seg_chunks, chunks - begin)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    survives = 1.0
+    for step in tl.range(0, count, num_stages=STAGES):
+        first = (begin + (count - 1 - step if REVERSE else step)) * CHUNK
+        k = k_desc.load([batch, head // share_k, first, tile_k * BLOCK_K]).reshape(CHUNK, BLOCK_K)
+        v = v_desc.load([batch, head // share_v, first, tile_v * BLOCK_V]).reshape(CHUNK, BLOCK_V)
+        if MODE != 0 or RESET:
+            fallen, total, document, documents = _decays(
+                decay, reset, batch, head, first, seq_len, decay_b, decay_s, decay_h, reset_b, CHUNK, MODE, RESET
+            )
+            _, leaves, through = _edges(fallen, total, document, documents, RESET, REVERSE)
+            state *= through
+            survives *= through
+            v = (v * leaves[:, None]).to(v.dtype)
+        state = tl.dot(tl.trans(k), v, state, input_precision="ieee")
+    rows = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
+    columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    into = states + place.to(tl.int64) * dim_k * dim_v + rows * dim_v + columns
+    tl.store(into, state, mask=(rows < dim_k) & (columns < dim_v))
+    if tl.program_id(1) == 0:
+        tl.store(passes + place, survives)
+
+
+@triton.jit
+def _prefix(states, passes, initial, final, num_segs, size, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Pass 2, in place: from each segment's own state to the state it starts from; the last one out goes to `final`."""
+    head = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    state = tl.zeros([BLOCK], tl.float32)
+    if INITIAL:
+        state = tl.load(initial + head * size + places, mask=inside, other=0.0)
+    for step in range(num_segs):
+        seg = head * num_segs + (num_segs - 1 - step if REVERSE else step)
+        at = states + seg * size + places
+        own = tl.load(at, mask=inside, other=0.0)
+        tl.store(at, state, mask=inside)
+        state = state * tl.load(passes + seg) + own
+    tl.store(final + head * size + places, state, mask=inside)
+
+
+@triton.jit
+def _outputs(q_desc, k_desc, v_desc, out_desc, starts, final, dots, with_desc, decay, reset, scale, seq_len, seg_chunks,
+             num_segs, batches, heads, share_q, share_k, share_v, share_with, dim_k, dim_v, start_place, start_k, start_v,
+             tiles_v, decay_b, decay_s, decay_h, reset_b,
+             CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MODE: tl.constexpr, RESET: tl.constexpr,
+             REVERSE: tl.constexpr, STARTS: tl.constexpr, FINAL: tl.constexpr, DOTS: tl.constexpr,
+             STATE_DTYPE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Pass 3: outputs of one segment for BLOCK_V of the values' columns, chunk by chunk, the state carried along.
+
+    DOTS: also the inner product of every output row with the same row of `with_desc`, a number a row and column tile.
+    """
+    tile_v = tl.program_id(0) % tiles_v
+    place = tl.program_id(0) // tiles_v
+    seg = place % num_segs
+    batch = place // num_segs // heads
+    head = place // num_segs % heads
+    chunks = tl.cdiv(seq_len, CHUNK)
+    begin = seg * seg_chunks
+    count = tl.minimum(seg_chunks, chunks - begin)
+    rows = tl.arange(0, BLOCK_K)[:, None]
+    columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    inside = (rows < dim_k) & (columns < dim_v)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if STARTS:
+        state = tl.load(
+            starts + place.to(tl.int64) * start_place + rows * start_k + columns * start_v, mask=inside, other=0.0
+        )
+    for step in tl.range(0, count, num_stages=STAGES):
+        first = (begin + (count - 1 - step if REVERSE else step)) * CHUNK
+        q = q_desc.load([batch, head // share_q, first, 0]).reshape(CHUNK, BLOCK_K)
+        k = k_desc.load([batch, head // share_k, first, 0]).reshape(CHUNK, BLOCK_K)
+        v = v_desc.load([batch, head // share_v, first, tile_v * BLOCK_V]).reshape(CHUNK, BLOCK_V)
+        fallen, total, document, documents = _decays(
+            decay, reset, batch, head, first, seq_len, decay_b, decay_s, decay_h, reset_b, CHUNK, MODE, RESET
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        out = tl.dot(q.to(STATE_DTYPE), state.to(STATE_DTYPE), input_precision="ieee")
+        scores = _inside(scores, fallen, document, CHUNK, MODE, RESET, REVERSE)
+        leaving = v
+        if MODE != 0 or RESET:
+            enters, leaves, through = _edges(fallen, total, document, documents, RESET, REVERSE)
+            out *= enters[:, None]
+            state *= through
+            leaving = (v * leaves[:, None]).to(v.dtype)
+        out = tl.dot(scores.to(v.dtype), v, out, input_precision="ieee") * scale
+        state = tl.dot(tl.trans(k), leaving, state, input_precision="ieee")
+        out_desc.store([batch, head, first, tile_v * BLOCK_V], out.to(out_desc.dtype).reshape(1, 1, CHUNK, BLOCK_V))
+        if DOTS:
+            other = with_desc.load([batch, head // share_with, first, tile_v * BLOCK_V]).reshape(CHUNK, BLOCK_V)
+            tokens = first + tl.arange(0, CHUNK)
+            at = ((tile_v * batches + batch) * heads + head).to(tl.int64) * seq_len + tokens
+            tl.store(dots + at, tl.sum(out * other.to(tl.float32), 1), mask=tokens < seq_len)
+    if FINAL:
+        last = seg == (0 if REVERSE else num_segs - 1)
+        into = final + (batch * heads + head).to(tl.int64) * dim_k * dim_v + rows * dim_v + columns
+        tl.store(into, state, mask=inside & last)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a scan is cut: tokens a chunk, columns of v a program, segments a head, warps and buffered chunks of pass 3."""
+
+    chunk: int
+    block_v: int
+    segments: int
+    warps: int
+    stages: int
+
+
+def tiling(batch: int, heads: int, seq_len: int, dim_k: int, dim_v: int, num_sms: int) -> Tiling:
+    """The tiling of a scan, from its shape and the GPU's multiprocessors; a pure function."""
+    chunk = 64 if seq_len > 16 else 16
+    block_v = min(_block(dim_v), 64)
+    tiles_v = triton.cdiv(dim_v, block_v)
+    chunks = triton.cdiv(seq_len, chunk)
+    # Two programs a multiprocessor; a segment shorter than 8 chunks would spend its time on states.
+    wanted = max(1, 2 * num_sms // (batch * heads * tiles_v))
+    segments = max(1, min(wanted, chunks // 8))
+    segments = triton.cdiv(chunks, triton.cdiv(chunks, segments))
+    return Tiling(chunk, block_v, segments, 4, 2 if dim_k <= 128 else 1)
+
+
+def _block(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+@dataclass(frozen=True)
+class Fall:
+    """What decays and when documents begin, as the kernels take it: decay [H] or [B, S, H], reset bool [B, S], or None."""
+
+    decay: Tensor | None
+    reset: Tensor | None
+
+    def arguments(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.decay, self.reset
+
+    def strides(self) -> tuple[int, int, int, int]:
+        decay = self.decay
+        of_decay = (0, 0, 0) if decay is None else (0, 0, decay.stride(0)) if decay.dim() == 1 else decay.stride()
+        return (*of_decay, 0 if self.reset is None else self.reset.stride(0))
+
+    def modes(self) -> dict[str, Any]:
+        mode = NO_DECAY if self.decay is None else HEAD_DECAY if self.decay.dim() == 1 else TOKEN_DECAY
+        return {"MODE": mode, "RESET": self.reset is not None}
+
+
+def segment_states(
+    k: Tensor, v: Tensor, fall: Fall, heads: int, plan: Tiling, initial: Tensor | None, *, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Passes 1 and 2: (state every segment starts from [B, H, segments, Dk, Dv], state after the last one [B, H, Dk, Dv]).
+
+    In reverse time "starts" means its end. k [B, S, H_k, Dk], v [B, S, H_v, Dv] with H_k and H_v dividing `heads`.
+    """
+    batch, seq_len, _, dim_k = k.shape
+    dim_v = v.shape[-1]
+    states = k.new_empty((batch, heads, plan.segments, dim_k, dim_v), dtype=torch.float32)
+    passes = k.new_empty((batch, heads, plan.segments), dtype=torch.float32)
+    final = k.new_empty((batch, heads, dim_k, dim_v), dtype=torch.float32)
+    seg_chunks = triton.cdiv(triton.cdiv(seq_len, plan.chunk), plan.segments)
+    block_k, block_v = min(_block(dim_k), 128), min(_block(dim_v), 64)
+    tiles_k, tiles_v = triton.cdiv(dim_k, block_k), triton.cdiv(dim_v, block_v)
+    _segment_states[(batch * heads * plan.segments, tiles_k * tiles_v)](
+        _rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v), states, passes, *fall.arguments(),
+        seq_len, seg_chunks, plan.segments, heads, heads // k.shape[2], heads // v.shape[2],
+        dim_k, dim_v, tiles_v, *fall.strides(),
+        CHUNK=plan.chunk, BLOCK_K=block_k, BLOCK_V=block_v, **fall.modes(), REVERSE=reverse, STAGES=3, num_warps=4,
+    )  # fmt: skip
+    size = dim_k * dim_v
+    block = 1024
+    _prefix[(batch * heads, triton.cdiv(size, block))](
+        states, passes, initial, final, plan.segments, size,
+        INITIAL=initial is not None, REVERSE=reverse, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return states, final
+
+
+def outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fall: Fall,
+    heads: int,
+    scale: float,
+    plan: Tiling,
+    starts: Tensor | None,
+    *,
+    reverse: bool = False,
+    final: Tensor | None = None,
+    dots_with: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Pass 3: outputs [B, S, heads, Dv] in v's dtype, and with `dots_with` each row's inner product with its row there.
+
+    `starts` [B, H, segments, Dk, Dv] of any strides; `final` [B, H, Dk, Dv] receives the state after the last segment.
+    """
+    batch, seq_len, _, dim_k = q.shape
+    dim_v = v.shape[-1]
+    out = v.new_empty((batch, seq_len, heads, dim_v))
+    seg_chunks = triton.cdiv(triton.cdiv(seq_len, plan.chunk), plan.segments)
+    block_k, block_v = _block(dim_k), min(_block(dim_v), plan.block_v)
+    tiles_v = triton.cdiv(dim_v, block_v)
+    dots = None
+    if dots_with is not None:
+        dots = q.new_empty((tiles_v, batch, heads, seq_len), dtype=torch.float32)
+    out_rows = _rows(out, plan.chunk, block_v)
+    of_starts = (0, 0, 0) if starts is None else starts.stride()[2:]
+    _outputs[(batch * heads * plan.segments * tiles_v,)](
+        _rows(q, plan.chunk, block_k), _rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v), out_rows,
+        starts, final, dots, out_rows if dots_with is None else _rows(dots_with, plan.chunk, block_v),
+        *fall.arguments(), scale, seq_len, seg_chunks, plan.segments, batch, heads,
+        heads // q.shape[2], heads // k.shape[2], heads // v.shape[2],
+        1 if dots_with is None else heads // dots_with.shape[2],
+        dim_k, dim_v, *of_starts, tiles_v, *fall.strides(),
+        CHUNK=plan.chunk, BLOCK_K=block_k, BLOCK_V=block_v, **fall.modes(), REVERSE=reverse,
+        STARTS=starts is not None, FINAL=final is not None, DOTS=dots_with is not None,
+        STATE_DTYPE=_state_dtype(q.dtype), STAGES=plan.stages, num_warps=plan.warps,
+    )  # fmt: skip
+    return out, None if dots is None else dots.sum(0)
+
+
+def _state_dtype(dtype: torch.dtype) -> Any:
+    """In what a state meets the queries: a sum over many tokens may leave float16's range. The interpreter has no bfloat16."""
+    if dtype == torch.float16 and not INTERPRETED:
+        return tl.bfloat16
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+
+
+def _rows(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """x [B, S, H, D] as boxes of `rows` tokens and `columns` numbers of one head; what lies outside reads as zero."""
+    by_head = x.transpose(1, 2)
+    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), [1, 1, rows, columns])
