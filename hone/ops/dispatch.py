@@ -105,4 +105,57 @@ def _why_no_triton(where: Where) -> str:
 
 # One rule an op, in the order of hone.ops; each takes `where` and the op's facts by name and returns a Choice.
 
-RULES: dict[str, Callable[..., Choice]] = {}
+# Norm, rotation, gate, loss.
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _rms_norm(where: Where, *, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> Choice:
+    if where.kind != "cuda":
+        return Choice("lean", "no GPU: torch with few passes")
+    if dtype not in (*_HALVES, torch.float32) or weight_dtype != dtype:
+        return Choice(
+            "lean", f"the kernel takes x and weight of one dtype up to 32 bits, not {dtype} and {weight_dtype}"
+        )
+    if width > 16384:
+        return Choice("lean", f"a row of {width} values does not fit a program's registers")
+    return Choice("triton", "one pass over memory")
+
+
+def _elementwise(where: Where, *, dtype: torch.dtype) -> Choice:
+    if where.kind != "cuda":
+        return Choice("lean", "no GPU: torch with few passes")
+    if dtype not in (*_HALVES, torch.float32):
+        return Choice("lean", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
+    return Choice("triton", "one pass over memory")
+
+
+def _linear_cross_entropy(where: Where, *, dtype: torch.dtype) -> Choice:
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: chunks that stay in the CPU's cache")
+    if dtype not in (*_HALVES, torch.float32):
+        return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
+    return Choice("triton", "library products around one kernel a chunk")
+
+
+def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, decay: str, **_: Any) -> Choice:
+    """`decay` is 'none', 'head', 'token' or 'channel'."""
+    if where.kind != "cuda":
+        return Choice("reference", "chunks of matrix products in plain torch are the CPU's path")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Choice("reference", f"the Triton kernels take bfloat16 and float16, not {dtype}")
+    if max(dim_k, dim_v) > 256:
+        return Choice("reference", f"a state of {dim_k} x {dim_v} does not fit: head dimensions go up to 256")
+    if decay == "channel":
+        return Choice("reference", "a decay a channel has no kernel yet")
+    return Choice("triton", "chunked kernels, the state in registers")
+
+
+RULES: dict[str, Callable[..., Choice]] = {
+    "scan": _scan,
+    "rms_norm": _rms_norm,
+    "rope": _elementwise,
+    "swiglu": _elementwise,
+    "linear_cross_entropy": _linear_cross_entropy,
+}

@@ -68,6 +68,20 @@ def attend(
     return out, lse.squeeze(-1)
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher says of the same tokens: its normed hidden states [..., E] and its head's weight [V, E].
+
+    The loss becomes alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of the loss without it.
+    Hinton et al. 2015, arXiv:1503.02531.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    alpha: float
+    temperature: float = 1.0
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

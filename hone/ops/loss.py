@@ -1,0 +1,216 @@
+"""Cross entropy of a linear head, chunk by chunk: logits never exist beyond a chunk, gradients are made beside the loss.
+
+Every chunk of tokens costs three library products and one kernel, which turns the logits into their slope where they
+lie. Legend: T tokens, D width, E the teacher's width, V vocabulary, R tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hone.ops import reference
+from hone.ops.dispatch import backend_of
+from hone.ops.reference import Lesson, chunk_rows
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    reduction: Literal["sum", "mean"] = "mean",
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    lesson: Lesson | None = None,
+    rows: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Cross entropy of softmax(x W^T) against `targets`, in nats, without ever holding all logits; a scalar.
+
+    x [..., D] in any floating dtype, weight [V, D], targets int64 [...] with `ignore_index` where there is none.
+    `z_loss` adds z_loss * log(sum(exp(logits)))^2 a token (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+    `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
+    `lesson` mixes in the divergence from a teacher (see `Lesson`). 'mean' divides by the valid targets (NaN when there
+    is none). `rows` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
+    float64 inputs), differentiable in x and weight; gradients of the weight are summed over chunks in float32.
+    """
+    if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not fit")
+    if label_smoothing and lesson is not None:
+        raise ValueError("label_smoothing and a lesson are two soft targets; give one")
+    chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype)
+    if chosen != "triton":
+        return reference.linear_cross_entropy(
+            x, weight, targets, reduction=reduction, ignore_index=ignore_index, z_loss=z_loss,
+            label_smoothing=label_smoothing, lesson=lesson, rows=rows,
+        )  # fmt: skip
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    mean = reduction == "mean" and x.dtype != torch.float16
+    count = (targets != ignore_index).sum()
+    factor = (1 / count if mean else torch.ones((), device=x.device)).float()
+    grads = torch.is_grad_enabled()
+    alpha, temperature = (0.0, 1.0) if lesson is None else (lesson.alpha, lesson.temperature)
+    hidden = None if lesson is None else lesson.hidden.detach().reshape(len(x), -1)
+    total, _, _ = _loss_op(
+        x, weight, targets, factor, hidden, None if lesson is None else lesson.weight.detach(),
+        [z_loss, label_smoothing, alpha, temperature], ignore_index, rows or chunk_rows("cuda", len(weight)),
+        grads and x.requires_grad, grads and weight.requires_grad,
+    )  # fmt: skip
+    return total / count if reduction == "mean" and not mean else total
+
+
+@torch.library.custom_op("hone::linear_cross_entropy", mutates_args=())
+def _loss_op(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    factor: Tensor,
+    taught: Tensor | None,
+    teacher: Tensor | None,
+    terms: list[float],
+    ignore_index: int,
+    rows: int,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, gradient by x or empty, gradient by weight or empty), summed over the rows of x [T, D], times `factor`.
+
+    taught [T, E] and teacher [V, E] make the lesson; `terms` are z_loss, label_smoothing, alpha, temperature. Gradients
+    are `_lift` times too large.
+    """
+    num_tokens, vocab_size = len(x), len(weight)
+    rows = max(1, min(rows, num_tokens))
+    _, grad_x, grad_weight = _loss_fake(
+        x, weight, targets, factor, taught, teacher, terms, ignore_index, rows, wants_x, wants_weight
+    )
+    losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    logits = _logits(rows, vocab_size, x)
+    lessons = logits if teacher is None else _logits(rows, vocab_size, x)
+    summed = grad_weight
+    if wants_weight and num_tokens > rows and grad_weight.dtype != torch.float32:
+        summed = torch.empty(grad_weight.shape, dtype=torch.float32, device=x.device)
+    for begin in range(0, num_tokens, rows):
+        part = slice(begin, min(begin + rows, num_tokens))
+        chunk, lesson = logits[: part.stop - begin], lessons[: part.stop - begin]
+        torch.mm(x[part], weight.T, out=chunk)
+        if taught is not None and teacher is not None:
+            torch.mm(taught[part], teacher.T, out=lesson)
+        _cross_entropy(
+            chunk, lesson, targets[part], losses[part], factor, terms, ignore_index,
+            taught=teacher is not None, slope=wants_x or wants_weight,
+        )  # fmt: skip
+        if wants_x:
+            torch.mm(chunk, weight, out=grad_x[part])
+        if wants_weight:
+            _add_product(summed, chunk.T, x[part], first=begin == 0)
+    if summed is not grad_weight:
+        grad_weight.copy_(summed)
+    return losses.sum(), grad_x, grad_weight.zero_() if wants_weight and not num_tokens else grad_weight
+
+
+@_loss_op.register_fake
+def _loss_fake(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    factor: Tensor,
+    taught: Tensor | None,
+    teacher: Tensor | None,
+    terms: list[float],
+    ignore_index: int,
+    rows: int,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x = torch.empty(x.shape if wants_x else (0,), dtype=x.dtype, device=x.device)
+    grad_weight = torch.empty(weight.shape if wants_weight else (0,), dtype=weight.dtype, device=x.device)
+    return torch.empty((), dtype=torch.float32, device=x.device), grad_x, grad_weight
+
+
+def _logits(rows: int, vocab_size: int, x: Tensor) -> Tensor:
+    """Room for [R, V] whose rows begin at whole cache lines."""
+    return torch.empty(rows, -(-vocab_size // 64) * 64, dtype=x.dtype, device=x.device)[:, :vocab_size]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """total (+)= left @ right, summed in total's dtype inside the product."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
+    elif total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, beta=0 if first else 1, out=total)
+    else:
+        product = (left @ right).to(total.dtype)
+        total.copy_(product) if first else total.add_(product)
+
+
+def _lift(dtype: torch.dtype) -> float:
+    """Slopes of rare tokens are below float16's range; a power of two lifts them and is taken out again."""
+    return 256.0 if dtype == torch.float16 else 1.0
+
+
+ROW_BLOCK = (8192, 16)
+"""(columns at a time, warps) of the kernel that walks a row of logits."""
+
+
+def _cross_entropy(
+    logits: Tensor,
+    taught_logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    factor: Tensor,
+    terms: list[float],
+    ignore_index: int,
+    *,
+    taught: bool,
+    slope: bool,
+) -> None:
+    from hone.ops.triton.loss import cross_entropy_rows
+
+    z_loss, smoothing, alpha, temperature = terms
+    block, warps = ROW_BLOCK
+    block = min(block, 1 << (logits.shape[1] - 1).bit_length())
+    cross_entropy_rows[(len(logits),)](
+        logits, taught_logits, targets, losses, factor, logits.stride(0), taught_logits.stride(0), logits.shape[1],
+        ignore_index, _lift(logits.dtype), z_loss, smoothing, alpha, temperature,
+        TEACHER=taught, SMOOTH=smoothing != 0, SLOPE=slope, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.lift = _lift(inputs[0].dtype)
+
+
+def _scaled(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
+    grad_x, grad_weight = ctx.saved_tensors
+    scale = upstream / ctx.lift
+    grads = []
+    for grad, wanted in ((grad_x, ctx.needs_input_grad[0]), (grad_weight, ctx.needs_input_grad[1])):
+        if not wanted or not grad.numel():
+            grads.append(grad if wanted else None)
+        elif torch.compiler.is_compiling() or grad.device.type != "cuda":
+            grads.append((grad * scale).to(grad.dtype))
+        else:
+            _scale_op(grad, scale.reshape(1).float())
+            grads.append(grad)
+    return *grads, *[None] * 9
+
+
+_loss_op.register_autograd(_scaled, setup_context=_setup)
+
+
+@torch.library.custom_op("hone::scale_in_place", mutates_args=("values",))
+def _scale_op(values: Tensor, factor: Tensor) -> None:
+    """values *= factor [1]; costs nothing where the factor is 1, and no wait to learn it."""
+    from hone.ops.triton.loss import scale_in_place
+
+    scale_in_place[(-(-values.numel() // 4096),)](values, factor, values.numel(), BLOCK=4096, num_warps=8)
+
+
+@_scale_op.register_fake
+def _scale_fake(values: Tensor, factor: Tensor) -> None:
+    return None

@@ -1,0 +1,158 @@
+"""Softmax cross entropy of a chunk of logits: the loss of each row and, in the logits' place, its slope.
+
+One program a row. The first pass over the row is an online log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867);
+the second, backwards because the row's end is what the L2 cache still holds, turns logits into slopes where they lie.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def cross_entropy_rows(
+    logits,  # [R, V], overwritten by the slopes
+    taught,  # [R, V], the teacher's logits, when TEACHER
+    targets,  # int64 [R]
+    losses,  # float32 [R]
+    factor,  # float32 [1]: slopes and losses are multiplied by it
+    logits_stride,
+    taught_stride,
+    num_values,
+    ignore_index,
+    lift,
+    z_loss,
+    smoothing,
+    alpha,
+    temperature,
+    TEACHER: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """losses[r] = factor * loss of row r; logits[r] = factor * lift * its slope when SLOPE. Ignored rows are zeroed."""
+    place = tl.program_id(0).to(tl.int64)
+    row = logits + place * logits_stride
+    taught_row = taught + place * taught_stride
+    target = tl.load(targets + place)
+    if target == ignore_index:
+        tl.store(losses + place, 0.0)
+        if SLOPE:
+            _zero(row, num_values, BLOCK)
+        return
+    chosen = tl.load(row + target).to(tl.float32)
+    scale = tl.load(factor)
+    if TEACHER:
+        loss, log_sum, soft_log_sum, taught_log_sum = _divergence(
+            row, taught_row, chosen, num_values, z_loss, alpha, temperature, BLOCK
+        )
+    else:
+        log_sum, mean = _log_sum_exp(row, num_values, SMOOTH, BLOCK)
+        loss = log_sum - chosen + smoothing * (chosen - mean) + z_loss * log_sum * log_sum
+        soft_log_sum = log_sum
+        taught_log_sum = log_sum
+    tl.store(losses + place, loss * scale)
+    if SLOPE:
+        scale *= lift
+        text = 1.0 - alpha if TEACHER else 1.0
+        rise = text * (1.0 + 2.0 * z_loss * log_sum) * scale
+        floor = text * smoothing / num_values * scale
+        drop = text * (1.0 - smoothing) * scale
+        pull = alpha * temperature * scale
+        _slopes(
+            row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
+            rise, floor, drop, pull, 1.0 / temperature, TEACHER, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _zero(row, num_values, BLOCK: tl.constexpr):
+    for begin in range(0, num_values, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(row + at, tl.zeros([BLOCK], row.dtype.element_ty), mask=at < num_values)
+
+
+@triton.jit
+def _log_sum_exp(row, num_values, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(log(sum(exp(row))), mean of the row or 0)."""
+    peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, num_values, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        values = tl.load(row + at, mask=at < num_values, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(peak, tl.max(values, 0))
+        total = total * tl.exp2((peak - highest) * _LOG2E) + tl.exp2((values - highest) * _LOG2E)
+        if SMOOTH:
+            plain += tl.where(at < num_values, values, 0.0)
+        peak = highest
+    return peak + tl.log2(tl.sum(total, 0)) * _LN2, tl.sum(plain, 0) / num_values
+
+
+@triton.jit
+def _divergence(row, taught_row, chosen, num_values, z_loss, alpha, temperature, BLOCK: tl.constexpr):
+    """alpha t^2 KL(teacher / t || student / t) + (1 - alpha) cross entropy, and the three log-sums that slopes need."""
+    soften = 1.0 / temperature
+    peak = tl.full([], float("-inf"), tl.float32)
+    taught_peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    soft = tl.zeros([BLOCK], tl.float32)
+    taught = tl.zeros([BLOCK], tl.float32)
+    gap = tl.zeros([BLOCK], tl.float32)  # sum of exp(teacher / t) * (teacher - student) / t
+    for begin in range(0, num_values, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside = at < num_values
+        values = tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32)
+        lessons = tl.load(taught_row + at, mask=inside, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(peak, tl.max(values, 0))
+        taught_highest = tl.maximum(taught_peak, tl.max(lessons, 0))
+        total = total * tl.exp2((peak - highest) * _LOG2E) + tl.exp2((values - highest) * _LOG2E)
+        soft = soft * tl.exp2((peak - highest) * soften * _LOG2E) + tl.exp2((values - highest) * soften * _LOG2E)
+        shrink = tl.exp2((taught_peak - taught_highest) * soften * _LOG2E)
+        share = tl.exp2((lessons - taught_highest) * soften * _LOG2E)
+        taught = taught * shrink + share
+        gap = gap * shrink + tl.where(inside, share * (lessons - values) * soften, 0.0)
+        peak = highest
+        taught_peak = taught_highest
+    log_sum = peak + tl.log2(tl.sum(total, 0)) * _LN2
+    soft_log_sum = peak * soften + tl.log2(tl.sum(soft, 0)) * _LN2
+    taught_total = tl.sum(taught, 0)
+    taught_log_sum = taught_peak * soften + tl.log2(taught_total) * _LN2
+    divergence = tl.sum(gap, 0) / taught_total - taught_log_sum + soft_log_sum
+    loss = alpha * temperature * temperature * divergence
+    loss += (1.0 - alpha) * (log_sum - chosen + z_loss * log_sum * log_sum)
+    return loss, log_sum, soft_log_sum, taught_log_sum
+
+
+@triton.jit
+def _slopes(
+    row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
+    rise, floor, drop, pull, soften, TEACHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """row = rise * softmax(row) - floor - drop at the target (+ pull * (softened softmax - the teacher's))."""
+    last = (num_values - 1) // BLOCK * BLOCK
+    for back in range(0, num_values, BLOCK):
+        at = last - back + tl.arange(0, BLOCK)
+        inside = at < num_values
+        values = tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32)
+        slope = rise * tl.exp2((values - log_sum) * _LOG2E) - floor
+        if TEACHER:
+            lessons = tl.load(taught_row + at, mask=inside, other=float("-inf")).to(tl.float32)
+            own = tl.exp2((values * soften - soft_log_sum) * _LOG2E)
+            slope += pull * (own - tl.exp2((lessons * soften - taught_log_sum) * _LOG2E))
+        slope = tl.where(at == target, slope - drop, slope)
+        tl.store(row + at, slope.to(row.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_in_place(values, factor, count, BLOCK: tl.constexpr):
+    """values *= factor[0]; returns at once where the factor is 1, so that the usual case costs no memory traffic."""
+    by = tl.load(factor).to(tl.float32)
+    if by == 1.0:
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    scaled = tl.load(values + at, mask=inside).to(tl.float32) * by
+    tl.store(values + at, scaled.to(values.dtype.element_ty), mask=inside)

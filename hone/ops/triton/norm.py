@@ -1,0 +1,111 @@
+"""Root-mean-square norm over rows: forward (with residual, with quantized output) and backward, one pass each."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_forward(
+    x,  # [T, inner, D], any strides of the first two axes
+    residual,  # the same, when RESIDUAL
+    weight,  # [D]
+    y,  # [T, D], in its own dtype when QUANTIZED
+    summed,  # [T, D]: x + residual, when RESIDUAL
+    rstd,  # float32 [T], when KEEPS
+    scales,  # float32 [T]: y's true value is code * scale, when QUANTIZED
+    x_outer,
+    x_inner,
+    residual_outer,
+    residual_inner,
+    inner,
+    num_rows,
+    width,
+    eps,
+    largest,
+    RESIDUAL: tl.constexpr,
+    KEEPS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y = x / rms(x) * weight of ROWS rows, where x is x + residual (rounded to x's dtype) when RESIDUAL."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (columns < width)
+    values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0)
+    if RESIDUAL:
+        before = tl.load(
+            residual + _start(rows, inner, residual_outer, residual_inner) + columns, mask=inside, other=0.0
+        )
+        values = (values.to(tl.float32) + before.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(summed + rows * width + columns, values, mask=inside)
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / width + eps)[:, None]
+    if KEEPS:
+        tl.store(rstd + rows, scale, mask=rows < num_rows)
+    by = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    # The reference rounds the normed row to x's dtype before the weight.
+    normed = (values * scale).to(x.dtype.element_ty).to(tl.float32) * by
+    if QUANTIZED:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+        step = tl.maximum(tl.max(tl.abs(normed), 1)[:, None], 1e-12) / largest
+        tl.store(scales + rows, step, mask=rows < num_rows)
+        normed = normed / step
+        if y.dtype.element_ty == tl.int8:
+            # Round half to even, as torch does: adding and taking away 1.5 * 2^23 leaves an integer.
+            normed = (normed + 12582912.0) - 12582912.0
+        normed = tl.minimum(tl.maximum(normed, -largest), largest)
+    tl.store(y + rows * width + columns, normed.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _start(rows, inner, outer_stride, inner_stride):
+    """Where a flat row begins: heads of a fused projection lie in runs of `inner` rows."""
+    return rows // inner * outer_stride + rows % inner * inner_stride
+
+
+@triton.jit
+def rms_norm_backward(
+    upstream,  # [T, inner, D], any strides of the first two axes
+    upstream_sum,  # contiguous: what flows into the summed residual, when RESIDUAL
+    x,  # [T, inner, D]: what was normed
+    weight,  # [D]
+    rstd,  # float32 [T]
+    grad_x,  # [T, D]
+    partial,  # float32 [programs, D]: each program's share of the weight's gradient, when WEIGHT
+    upstream_outer,
+    upstream_inner,
+    x_outer,
+    x_inner,
+    inner,
+    num_rows,
+    width,
+    RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradient by x of every num_programs-th tile of rows; the weight's gradient is summed in registers."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    by = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (rows < num_rows) & (columns < width)
+        flow = upstream + _start(rows, inner, upstream_outer, upstream_inner) + columns
+        flow = tl.load(flow, mask=inside, other=0.0).to(tl.float32)
+        values = x + _start(rows, inner, x_outer, x_inner) + columns
+        values = tl.load(values, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + rows, mask=rows < num_rows, other=0.0)
+        normed = values * scale
+        product = flow * normed
+        if WEIGHT:
+            grad_weight += product
+        mean = tl.sum(product * by, 1)[:, None] / width
+        slope = (flow * by - normed * mean) * scale
+        if RESIDUAL:
+            slope += tl.load(upstream_sum + rows * width + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + rows * width + columns, slope.to(grad_x.dtype.element_ty), mask=inside)
+    if WEIGHT:
+        where = partial + tl.program_id(0).to(tl.int64) * width + columns
+        tl.store(where, tl.sum(grad_weight, 0)[None, :], mask=columns < width)
