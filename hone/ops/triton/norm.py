@@ -90,7 +90,7 @@ def rms_norm_backward(
     by = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
     grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-        rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        rows = (tile * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         inside = (rows < num_rows) & (columns < width)
         flow = upstream + _start(rows, inner, upstream_outer, upstream_inner) + columns
         flow = tl.load(flow, mask=inside, other=0.0).to(tl.float32)
