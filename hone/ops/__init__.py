@@ -8,6 +8,8 @@ from typing import Any
 # Name to home (no file is named as its function: a submodule would hide it). Everything loads on first use:
 # a reference must not wait for a kernel's imports.
 _HOMES: dict[str, str] = {
+    "attend": "hone.ops.attention",
+    "merge": "hone.ops.attention",
     "scan": "hone.ops.recurrence",
     "choose": "hone.ops.dispatch",
 }

@@ -152,7 +152,40 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, decay: st
     return Choice("triton", "chunked kernels, the state in registers")
 
 
+def _attend(
+    where: Where, *, dtype: torch.dtype, head_dim: int, v_dim: int, block: int, plain: bool, **_: Any
+) -> Choice:
+    """`plain`: no lse, softcap or sinks are asked for. `block` is that of the mask's table, 0 without one."""
+    library = Choice("torch" if plain else "reference", "")
+    if where.kind != "cuda":
+        return Choice(library.backend, "no GPU: torch's attention, the written-out one where it lacks an option")
+    if dtype not in _HALVES:
+        return Choice(library.backend, f"the kernels take bfloat16 and float16, not {dtype}")
+    if max(head_dim, v_dim) > 256:
+        return Choice(library.backend, f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
+    return _flash(where, head_dim, v_dim, block)
+
+
+def _attend_backward(where: Where, *, head_dim: int, v_dim: int, block: int, deterministic: bool, **_: Any) -> Choice:
+    """Asked only where a kernel ran forward."""
+    if deterministic:
+        return Choice("triton", "adds nothing atomically")
+    return _flash(where, head_dim, v_dim, block)
+
+
+def _flash(where: Where, head_dim: int, v_dim: int, block: int) -> Choice:
+    if not where.runs_gluon:
+        return Choice("triton", "Gluon kernels need compute capability 9.0")
+    if head_dim != v_dim or head_dim not in (64, 128):
+        return Choice("triton", f"Gluon kernels have heads of 64 and 128, not {head_dim} and {v_dim}")
+    if block % 128:
+        return Choice("triton", f"tiles of 128 cross the table's blocks of {block}")
+    return Choice("gluon", "Hopper's asynchronous products")
+
+
 RULES: dict[str, Callable[..., Choice]] = {
+    "attend": _attend,
+    "attend_backward": _attend_backward,
     "scan": _scan,
     "rms_norm": _rms_norm,
     "rope": _elementwise,

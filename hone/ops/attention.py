@@ -1,0 +1,283 @@
+"""Softmax attention under any mask, and the exact union of its parts: public functions, GPU ops and their gradients.
+
+Legend: B batch, Sq and Sk the queries' and keys' sequence lengths, H query heads, KV key/value heads, Dh and Dv head widths of
+keys and values. Kernels stand in ops/gluon and ops/triton; each backend's two files share the signatures
+forward(q, k, v, tiles, scale, softcap) -> (out, lse), backward(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap) ->
+(dq, dk, dv) and tile_shape(head_dim, v_dim, limit) -> (block_m, block_n).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.ops import reference
+from hone.ops.dispatch import backend_of
+from hone.ops.masks import CAUSAL, Mask, Tiles
+
+_FORWARD = {"gluon": "hone.ops.gluon.flash", "triton": "hone.ops.triton.flash"}
+_BACKWARD = {"gluon": "hone.ops.gluon.flash_backward", "triton": "hone.ops.triton.flash_backward"}
+BACKENDS = ("reference", "torch", "cudnn", *_FORWARD)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = CAUSAL,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """softmax(q k^T scale) v over what `mask` lets a query see; Vaswani et al. 2017, arXiv:1706.03762.
+
+    q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv], one floating dtype, H a multiple of KV (consecutive query heads
+    share a key head, arXiv:2305.13245) -> out [B, Sq, H, Dv] in that dtype, and with `return_lse` lse float32 [B, H, Sq]: the
+    natural log of the softmax's denominator, which `merge` needs; gradients flow through it. A query that sees nothing
+    has out 0 and lse -inf. `scale` is Dh^-0.5 unless given. `softcap` c makes a score s into c tanh(s / c), arXiv:2408.00118.
+    `sinks` [H] adds a score to each head that takes weight and gives nothing (its lse counts it), arXiv:2309.17453.
+    `deterministic` asks for bit-equal gradients run by run. Raises ValueError for shapes that do not fit together.
+    """
+    _check(q, k, v, mask, sinks)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    extras = return_lse or sinks is not None or softcap is not None
+    facts = {
+        "dtype": q.dtype,
+        "head_dim": q.shape[-1],
+        "v_dim": v.shape[-1],
+        "block": mask.block,
+        "plain": not extras,
+        "causal_square": mask.is_causal and q.shape[1] == k.shape[1],
+        "full": mask.is_full,
+    }
+    chosen = backend_of("attend", q.device, backend, **facts)
+    if chosen not in BACKENDS:
+        raise ValueError(f"backend is {chosen!r}; it may be {', '.join(BACKENDS)}")
+    if chosen in ("torch", "cudnn"):
+        if extras:
+            raise ValueError(f"backend {chosen!r} has no lse, no sinks and no softcap")
+        return _library(q, k, v, mask, scale, chosen)
+    if chosen == "reference":
+        out, lse = reference.attend(q, k, v, mask, scale=scale, softcap=softcap)
+    else:
+        wants_grad = torch.is_grad_enabled() and any(made.requires_grad for made in (q, k, v))
+        reverse = ""
+        if wants_grad:
+            forced = backend if backend is None or not deterministic else "triton"
+            reverse = backend_of("attend_backward", q.device, forced, deterministic=deterministic, **facts)
+        out, lse = _fused(q, k, v, mask, scale, softcap, chosen, reverse)
+    if sinks is not None:
+        drop = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+        out = (out * drop.transpose(1, 2)[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out, lse) if return_lse else out
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys from attention over each: [(out, lse), ...] -> (out, lse).
+
+    out [B, S, H, Dv], lse float32 [B, H, S] (-inf where a part sees nothing). Exact: ring attention (arXiv:2310.01889),
+    split keys, shared prefixes and rounds of hashing all end in it. Differentiable in every out and lse.
+    """
+    if not parts:
+        raise ValueError("merge needs at least one part")
+    outs, lses = zip(*parts)
+    stacked = torch.stack(tuple(lses))
+    highest = stacked.detach().amax(0)
+    highest = highest.masked_fill(highest == float("-inf"), 0.0)
+    weights = torch.exp(stacked - highest)
+    total = weights.sum(0)
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    shares = (weights / total).transpose(2, 3)[..., None]
+    joined = sum(
+        (share * out.to(share.dtype) for share, out in zip(shares, outs)), start=torch.zeros_like(shares[0, :1])
+    )
+    return joined.to(outs[0].dtype), (highest + total.log()).masked_fill(blind, float("-inf"))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> None:
+    for name, made in (("q", q), ("k", k), ("v", v)):
+        if made.dim() != 4:
+            raise ValueError(f"{name} is [batch, sequence, heads, head_dim], not of shape {list(made.shape)}")
+        if made.dtype != q.dtype or not made.is_floating_point():
+            raise ValueError(f"q, k and v share one floating dtype: q has {q.dtype}, {name} has {made.dtype}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} differ in more than the head width")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} differ in batch or head width")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q's {q.shape[2]} heads are no multiple of k's {k.shape[2]}")
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise ValueError(f"sinks is one number a query head, [{q.shape[2]}], not of shape {list(sinks.shape)}")
+    mask.check_sizes(q.shape[1], k.shape[1])
+
+
+def _library(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: str) -> Tensor:
+    """Torch's own attention; its cuDNN kernel alone for 'cudnn'."""
+    causal = mask.is_causal and q.shape[1] == k.shape[1]
+    kept = None if causal or mask.is_full else mask.kept_dense(q.shape[1], k.shape[1], q.device)
+    share = q.shape[2] // k.shape[2]
+    if share > 1 and q.is_cuda and backend == "torch" and (kept is not None or q.dtype == torch.float32):
+        # Of CUDA's fused kernels only FlashAttention shares keys between heads, and it takes neither masks nor float32:
+        # torch would fall back to keeping every score. Repeated keys are far smaller than scores.
+        k, v, share = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2), 1
+    q, k, v = (made.transpose(1, 2) for made in (q, k, v))
+    options = {"attn_mask": kept, "is_causal": causal, "scale": scale, "enable_gqa": share > 1}
+    if backend == "cudnn":
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None, backend: str, reverse: str
+) -> tuple[Tensor, Tensor]:
+    """The kernels of `backend`, with those of `reverse` for the gradient ('' for none)."""
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    sizes = (q.shape[1], k.shape[1])
+    shape = (q.shape[3], v.shape[3], mask.block)
+    blocks = importlib.import_module(_FORWARD[backend]).tile_shape(*shape)
+    ahead = mask.tiles(*sizes, *blocks, q.device)
+    lists = ahead.lists
+    if reverse:
+        back_blocks = importlib.import_module(_BACKWARD[reverse]).tile_shape(*shape)
+        lists = lists + mask.tiles(*sizes, *back_blocks, q.device, transposed=True).lists
+        blocks = (*blocks, *back_blocks)
+    kind = "causal" if ahead.causal else "full" if ahead.full else "lists"
+    return _attend_op(
+        q, k, v, ahead.q_data, ahead.k_data, lists, list(blocks), ahead.rule, list(ahead.params), kind, scale, softcap,
+        backend, reverse,
+    )  # fmt: skip
+
+
+def _rows(made: Tensor) -> Tensor:
+    """`made`, copied only if its last axis has gaps or its rows do not begin at multiples of 16 bytes."""
+    grain = 16 // made.element_size()
+    aligned = made.stride(-1) == 1 and all(
+        stride % grain == 0 and stride > 0 for stride, size in zip(made.stride()[:-1], made.shape[:-1]) if size > 1
+    )
+    if aligned and (torch.compiler.is_compiling() or made.storage_offset() % grain == 0):
+        return made
+    width = made.shape[-1]
+    if width % grain == 0:
+        return made.clone(memory_format=torch.contiguous_format)
+    return F.pad(made, (0, -width % grain))[..., :width]
+
+
+def _unpack(
+    q: Tensor, k: Tensor, q_data: Tensor | None, k_data: Tensor | None, lists: Sequence[Tensor], blocks: Sequence[int],
+    rule: str, params: Sequence[int], kind: str,
+) -> Tiles:  # fmt: skip
+    return Tiles(
+        rule, tuple(params), q_data, k_data, kind == "causal", kind == "full", q.shape[1], k.shape[1], *blocks, *lists
+    )
+
+
+@torch.library.custom_op("hone::attend", mutates_args=())
+def _attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_data: Tensor | None,
+    k_data: Tensor | None,
+    lists: Sequence[Tensor],
+    blocks: Sequence[int],
+    rule: str,
+    params: Sequence[int],
+    kind: str,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    reverse: str,
+) -> tuple[Tensor, Tensor]:
+    # `lists` and `blocks` hold those of the forward pass, then, if there is a `reverse`, those of the backward pass.
+    if q.numel() == 0 or k.shape[1] == 0:
+        return _empty_out(q, v).zero_(), _empty_lse(q).fill_(float("-inf"))
+    tiles = _unpack(q, k, q_data, k_data, lists[:3], blocks[:2], rule, params, kind)
+    return importlib.import_module(_FORWARD[backend]).forward(q, k, v, tiles, scale, softcap)
+
+
+@_attend_op.register_fake
+def _(q, k, v, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_out(q, v), _empty_lse(q)
+
+
+def _empty_out(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+@torch.library.custom_op("hone::attend_backward", mutates_args=())
+def _attend_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q_data: Tensor | None,
+    k_data: Tensor | None,
+    lists: Sequence[Tensor],
+    blocks: Sequence[int],
+    rule: str,
+    params: Sequence[int],
+    kind: str,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or k.shape[1] == 0:
+        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+    tiles = _unpack(q, k, q_data, k_data, lists, blocks, rule, params, kind)
+    module = importlib.import_module(_BACKWARD[backend])
+    return module.backward(q, k, v, out, lse, _rows(d_out), d_lse, tiles, scale, softcap)
+
+
+@_attend_backward_op.register_fake
+def _(q, k, v, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _like(made: Tensor) -> Tensor:
+    return made.new_empty(made.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_data, k_data, lists, blocks, *rest = inputs
+    out, lse = output
+    lists = list(lists)[3:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, q_data, k_data, *lists)
+    ctx.num_lists = len(inputs[5])
+    ctx.blocks = list(blocks)[2:]
+    ctx.rest = rest
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, q_data, k_data, *lists = ctx.saved_tensors
+    rule, params, kind, scale, softcap, _, reverse = ctx.rest
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    grads = _attend_backward_op(
+        q, k, v, out, lse, d_out, d_lse, q_data, k_data, lists, ctx.blocks, rule, params, kind, scale, softcap, reverse
+    )
+    return (*grads, None, None, [None] * ctx.num_lists, *[None] * 8)
+
+
+_attend_op.register_autograd(_backward, setup_context=_setup)
