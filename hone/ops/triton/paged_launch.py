@@ -1,0 +1,136 @@
+"""Launches the paged attention kernels, as custom ops of torch: decode rows, then prefill rows, into one output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from hone.ops.triton.paged import combine, decode
+from hone.ops.triton.paged_prefill import prefill
+
+_MOST_QUERIES = 64
+"""Queries of one key/value head (tokens times group) up to which a row is the decode kernel's, when the caller says so."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the decode kernel is cut: programs, slots of a block, pipeline stages, warps, and which side of the product is long."""
+
+    programs: int
+    block_n: int
+    stages: int
+    num_warps: int
+    swap: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of the attention besides its tensors; see `hone.ops.attend_paged`."""
+
+    scale: float
+    window: int | None = None
+    sink_tokens: int = 0
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def plan_decode(num_sms: int, page_size: int, itemsize: int) -> Plan:
+    """The cut that was fastest on an H200 (benchmarks/kernels/paged.py)."""
+    return Plan(2 * num_sms, 64, 3, 4)
+
+
+def decode_rows(
+    out: Tensor,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None,
+    max_tokens: int,
+    options: Options,
+    plan: Plan,
+    turned: int = 0,
+) -> None:
+    """Writes `out` [T, H, Dv] for the rows of at most `max_tokens` new tokens; other rows are left alone.
+
+    With `turned` > 0 pages hold latents, their last `turned` columns rotated: see `attend_latent`.
+    """
+    num_rows = len(seq_lens)
+    kv_heads, page_size, head_dim = k_pages.shape[1:]
+    group, value_dim = q.shape[1] // kv_heads, v_pages.shape[3]
+    k_strides, v_strides = k_pages.stride(), v_pages.stride()
+    if turned:
+        # Tiles of at most 64 heads, which read the same latents.
+        group = min(group, 64)
+        kv_heads, head_dim = q.shape[1] // group, head_dim - turned
+        k_strides = v_strides = (k_strides[0], 0, *k_strides[2:])
+    block_m = max(16, triton.next_power_of_2(group * max_tokens))
+    block_dv = triton.next_power_of_2(value_dim)
+    programs = plan.programs
+    part = torch.empty(2 * programs * block_m * block_dv, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(2 * programs * block_m, dtype=torch.float32, device=q.device)
+    note = torch.empty(programs, 3, dtype=torch.int32, device=q.device)
+    many = query_lens is not None
+    rows = max(16, triton.next_power_of_2(num_rows))
+    scaled, sinks = options.k_scale is not None, q if options.sinks is None else options.sinks
+    lens = query_lens if many else seq_lens
+    decode[(programs,)](
+        q, k_pages, v_pages, page_table, seq_lens, lens, *_scales(q, options), sinks, out, part, part_lse, note,
+        *q.stride()[:2], *k_strides[:3], *v_strides[:3], page_table.stride(0), *out.stride()[:2],
+        *_scale_strides(options), num_rows, max_tokens, options.scale, options.window or 0, options.sink_tokens,
+        KV=kv_heads, GROUP=group, DIM=head_dim, TURNED=turned, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_DV=block_dv, PAGE_SIZE=page_size, ROWS=rows, BLOCK_M=block_m, BLOCK_N=plan.block_n, STAGES=plan.stages,
+        WINDOWED=options.window is not None, MANY=many, SCALED=scaled, SINKS=options.sinks is not None, SWAP=plan.swap,
+        num_warps=plan.num_warps,
+    )  # fmt: skip
+    combine[(programs, group * max_tokens)](
+        part, part_lse, note, lens, sinks, out, *out.stride()[:2],
+        GROUP=group, DIM_V=value_dim, BLOCK_DV=block_dv, BLOCK_M=block_m, ROWS=rows, SPLITS=32, MANY=many,
+        SINKS=options.sinks is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def prefill_rows(
+    out: Tensor,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor,
+    min_tokens: int,
+    options: Options,
+    block_m: int = 128,
+    block_n: int = 64,
+    stages: int = 3,
+    num_warps: int = 8,
+) -> None:
+    """Writes `out` [T, H, Dv] for the rows of at least `min_tokens` new tokens; other rows are left alone."""
+    num_rows = len(seq_lens)
+    kv_heads, page_size, head_dim = k_pages.shape[1:]
+    group, value_dim = q.shape[1] // kv_heads, v_pages.shape[3]
+    block_m = max(block_m, triton.next_power_of_2(group))
+    tiles = triton.cdiv(len(q), block_m // group) + min(num_rows, len(q) // max(1, min_tokens))
+    prefill[(tiles, kv_heads)](
+        q, k_pages, v_pages, page_table, seq_lens, query_lens, *_scales(q, options),
+        q if options.sinks is None else options.sinks, out,
+        *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], page_table.stride(0), *out.stride()[:2],
+        *_scale_strides(options), num_rows, min_tokens, options.scale, options.window or 0, options.sink_tokens,
+        GROUP=group, DIM=head_dim, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_DV=triton.next_power_of_2(value_dim), PAGE_SIZE=page_size, ROWS=max(16, triton.next_power_of_2(num_rows)),
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, WINDOWED=options.window is not None,
+        SCALED=options.k_scale is not None, SINKS=options.sinks is not None, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _scales(q: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    return (q, q) if options.k_scale is None else (options.k_scale, options.v_scale)
+
+
+def _scale_strides(options: Options) -> tuple[int, ...]:
+    return (0,) * 6 if options.k_scale is None else (*options.k_scale.stride(), *options.v_scale.stride())
