@@ -111,3 +111,42 @@ def quantize(weights: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 def _check(bits: int) -> None:
     assert 2 <= bits <= 8, f"codes have 2 to 8 bits, not {bits}"
+
+
+TILE_ROWS = 128
+"""Rows that the tiled layout is padded to."""
+
+
+def tile_codes(codes: Tensor) -> Tensor:
+    """4-bit codes int8 [N, K] (K a multiple of 64) in the order of a tensor core's A operand: int32 [N'/64, K/64, 128, 4].
+
+    N' is N rounded up to a multiple of 128 (rows of code -8 follow). Each chunk of 64 rows and 64 columns lies together;
+    thread t of a warpgroup finds its four words, one for every 16 columns, side by side. A word holds what wgmma's A
+    fragment (PTX ISA 9.7.15.5.1, m64k16) wants of that thread: rows r and r + 8, columns 2c, 2c + 1, 2c + 8, 2c + 9,
+    with the odd columns in the upper half, so that word >> 4 i shows one register's two codes.
+    """
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[0] % TILE_ROWS), value=-8)
+    q = (padded + 8).view(-1, 4, 2, 8, codes.shape[1] // 64, 4, 2, 4, 2)  # tile warp row+8 r | chunk step k+8 c parity
+    q = q.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(-1, 4, 2)  # bytes of two nibbles, the low one first
+    octets = (q[..., 0] | (q[..., 1] << 4)).to(torch.int8)
+    return octets.contiguous().view(torch.int32).view(len(padded) // 64, codes.shape[1] // 64, 128, 4)
+
+
+def untile_codes(tiled: Tensor, num_rows: int) -> Tensor:
+    """The codes int8 [num_rows, K] of `tile_codes`."""
+    tiles, chunks = tiled.shape[:2]
+    octets = tiled.contiguous().view(torch.uint8).view(tiles, chunks, 4, 8, 4, 4, 4)
+    q = torch.stack((octets & 15, octets >> 4), dim=-1).view(tiles, chunks, 4, 8, 4, 4, 2, 2, 2)
+    q = q.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(tiles * 64, chunks * 64)
+    return (q.to(torch.int8) - 8)[:num_rows].contiguous()
+
+
+def tile_scales(scales: Tensor) -> Tensor:
+    """Scales [N, G] as [G, N'/16, 8, 2]: those of rows r and r + 8 of every 16 side by side; N' as in `tile_codes`."""
+    padded = torch.nn.functional.pad(scales, (0, 0, 0, -scales.shape[0] % TILE_ROWS))
+    return padded.T.reshape(scales.shape[1], -1, 2, 8).transpose(2, 3).contiguous()
+
+
+def untile_scales(tiled: Tensor, num_rows: int) -> Tensor:
+    """The scales [num_rows, G] of `tile_scales`."""
+    return tiled.transpose(2, 3).reshape(len(tiled), -1)[:, :num_rows].T.contiguous()
