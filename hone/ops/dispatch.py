@@ -183,9 +183,42 @@ def _flash(where: Where, head_dim: int, v_dim: int, block: int) -> Choice:
     return Choice("gluon", "Hopper's asynchronous products")
 
 
+def _attend_paged(
+    where: Where, *, dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, v_dim: int, rows: int
+) -> Choice:
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: rows of like size gathered into few calls of torch")
+    formats = (dtype, torch.float8_e4m3fn, torch.int8)
+    if dtype not in _HALVES or page_dtype not in formats:
+        return Choice("reference", f"the kernels take 16-bit queries over pages of the same or 8 bits, not {dtype}")
+    if max(head_dim, v_dim) > 256:
+        return Choice("reference", f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
+    if rows > 8192:
+        return Choice("reference", f"the kernels find their work among up to 8192 rows, not {rows}")
+    return Choice("triton", "pages are read in place, split evenly whatever the lengths")
+
+
+def _attend_latent(
+    where: Where, *, dtype: torch.dtype, page_dtype: torch.dtype, heads: int, value_dim: int, turned: int, rows: int
+) -> Choice:
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: rows of like size gathered into few calls of torch")
+    if dtype not in _HALVES or page_dtype != dtype:
+        return Choice("reference", f"the kernel takes 16-bit queries and latents, not {dtype} and {page_dtype}")
+    if value_dim != 512 or turned != 64:
+        return Choice("reference", f"the kernel takes latents of 512 + 64, not {value_dim} + {turned}")
+    if heads > 64 and heads % 64:
+        return Choice("reference", f"the kernel takes up to 64 heads, or a multiple of 64, not {heads}")
+    if rows > 8192:
+        return Choice("reference", f"the kernel finds its work among up to 8192 rows, not {rows}")
+    return Choice("triton", "latents are read once for up to 64 heads")
+
+
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": _attend,
     "attend_backward": _attend_backward,
+    "attend_paged": _attend_paged,
+    "attend_latent": _attend_latent,
     "scan": _scan,
     "rms_norm": _rms_norm,
     "rope": _elementwise,

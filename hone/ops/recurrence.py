@@ -40,6 +40,8 @@ def scan(
     q, k, v, decay and state.
     """
     heads = _checked(q, k, v, decay, state, reset)
+    if scale == 0:
+        raise ValueError("scan: scale is 0")
     form = "none" if decay is None else {1: "head", 3: "token", 4: "channel"}[decay.dim()]
     chosen = backend_of(
         "scan", q.device, backend, dtype=q.dtype, dim_k=q.shape[-1], dim_v=v.shape[-1], seq_len=q.shape[1], decay=form

@@ -19,3 +19,18 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 def seeded() -> None:
     """Every test starts from the same random numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def scalars_are_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a kernel's loop run to a number it was given: the interpreter keeps numbers in arrays of one element, which
+    NumPy 2.4 no longer turns into integers."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

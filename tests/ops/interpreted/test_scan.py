@@ -1,0 +1,71 @@
+"""The scan kernels in the interpreter agree with the recurrence, forward and backward, however a head is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.ops.recurrence import scan, scan_steps
+from hone.ops.triton import scan as kernels
+
+CUT = {"chunk": 16, "block_v": 16, "warps": 4, "stages": 2}
+
+
+def drawn(seq_len, dim_k, dim_v, form, share=1):
+    batch, heads = 2, 2
+    q, k = torch.randn(batch, seq_len, heads, dim_k), torch.randn(batch, seq_len, heads // share, dim_k)
+    v = torch.randn(batch, seq_len, heads, dim_v)
+    decay = {
+        "none": None,
+        "head": -torch.rand(heads),
+        "token": -torch.rand(batch, seq_len, heads),
+        "strong": -40 * torch.rand(batch, seq_len, heads),
+    }[form]
+    return [q, k, v, decay, torch.randn(batch, heads, dim_k, dim_v)]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "segments", "dim_k", "dim_v", "form", "resets", "share"),
+    [
+        (40, 1, 16, 16, "none", False, 1),
+        (49, 2, 32, 16, "head", True, 1),
+        (50, 2, 16, 40, "token", True, 2),
+        (33, 3, 12, 20, "token", False, 1),
+        (31, 2, 16, 16, "strong", False, 1),
+        (1, 1, 16, 16, "token", True, 1),
+    ],
+)
+def test_agrees_with_the_recurrence(monkeypatch, seq_len, segments, dim_k, dim_v, form, resets, share):
+    monkeypatch.setattr(kernels, "tiling", lambda *_: kernels.Tiling(segments=segments, **CUT))
+    given = drawn(seq_len, dim_k, dim_v, form, share)
+    reset = torch.rand(2, seq_len) < 0.1 if resets else None
+    taking = [x.requires_grad_() for x in given if x is not None]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in given]
+    wanted = scan_steps(*wide[:4], state=wide[4], reset=reset, scale=0.5)
+    got = scan(*given[:4], state=given[4], reset=reset, scale=0.5, return_state=True, backend="triton")
+    weights = [torch.randn_like(x) for x in wanted]
+    # Cumulative decays of -600 are rounded to 6e-5, and so are the weights that come from their differences.
+    rtol, atol = (2e-4, 3e-4) if form == "strong" else (1e-5, 3e-5)
+    for mine, oracle in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), oracle, rtol=rtol, atol=atol)
+    gradients = torch.autograd.grad([*got], taking, [w.float() for w in weights])
+    oracles = torch.autograd.grad([*wanted], [x for x in wide if x is not None], weights)
+    for mine, oracle in zip(gradients, oracles, strict=True):
+        torch.testing.assert_close(mine.double(), oracle, rtol=3e-4, atol=1e-4 * max(1.0, oracle.abs().max().item()))
+
+
+def test_views_are_read_in_place_and_nothing_else():
+    """q, k and v as slices of one fused tensor whose other columns are NaN."""
+    fused = torch.full((1, 20, 2, 64), torch.nan)
+    fused[..., :48] = torch.randn(1, 20, 2, 48)
+    q, k, v = fused[..., :16], fused[..., 16:32], fused[..., 32:48]
+    wanted, _ = scan_steps(q, k, v)
+    torch.testing.assert_close(scan(q, k, v, backend="triton"), wanted, rtol=1e-5, atol=3e-5)
+
+
+def test_tilings_cover_every_token_once():
+    for batch, heads, seq_len in [(1, 16, 16384), (1, 1, 70000), (64, 32, 1), (8, 32, 2048), (1, 3, 65)]:
+        plan = kernels.tiling(batch, heads, seq_len, 128, 128, 132)
+        chunks = -(-seq_len // plan.chunk)
+        each = -(-chunks // plan.segments)
+        assert (plan.segments - 1) * each < chunks <= plan.segments * each

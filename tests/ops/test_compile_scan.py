@@ -1,0 +1,87 @@
+"""The scan kernels compile for Hopper without spills, on tensor cores, within the shared memory of two programs at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+
+from hone.ops.compat import INTERPRETED
+from hone.ops.triton import scan as kernels
+from tests.ops.compiled import SHARED_LIMIT, compile_triton
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+
+
+def box(chunk, columns):
+    return f"tensordesc<bf16[1,1,{chunk},{columns}]>"
+
+
+def numbers(names):
+    return dict.fromkeys(names.split(), "i32")
+
+
+@pytest.mark.parametrize(("mode", "reverse"), [(kernels.NO_DECAY, False), (kernels.TOKEN_DECAY, True)])
+def test_outputs(mode, reverse):
+    """Two programs share a multiprocessor: 64 k registers, 227 KiB."""
+    wide, narrow = box(64, 128), box(64, 64)
+    signature = {
+        "q_desc": wide,
+        "k_desc": wide,
+        "v_desc": narrow,
+        "out_desc": narrow,
+        "with_desc": narrow,
+        "starts": "*fp32",
+        "final": "*fp32",
+        "dots": "*fp32",
+        "decay": "*fp32",
+        "reset": "*i1",
+        "scale": "fp32",
+        **numbers("seq_len seg_chunks num_segs batches heads dim_k dim_v start_place start_k tiles_v"),
+        **numbers("decay_b decay_s reset_b"),
+    }
+    fixed = {
+        **dict.fromkeys(["share_q", "share_k", "share_v", "share_with", "start_v", "decay_h"], 1),
+        "CHUNK": 64,
+        "BLOCK_K": 128,
+        "BLOCK_V": 64,
+        "MODE": mode,
+        "RESET": False,
+        "REVERSE": reverse,
+        "STARTS": True,
+        "FINAL": True,
+        "DOTS": False,
+        "STATE_DTYPE": tl.bfloat16,
+        "STAGES": 2,
+    }
+    record = compile_triton(kernels._outputs, signature, fixed, divisible=["dim_k", "dim_v"])
+    assert record.clean, record.line()
+    assert 2 * record.shared <= SHARED_LIMIT, record.line()
+    assert record.count("HGMMA") == 8 + 8 + 4 + 8, record.line()  # q k^T, q S, scores v, k^T v in steps of 16
+
+
+def test_segment_states():
+    signature = {
+        "k_desc": box(64, 128),
+        "v_desc": box(64, 64),
+        "states": "*fp32",
+        "passes": "*fp32",
+        "decay": "*fp32",
+        "reset": "*i1",
+        **numbers("seq_len seg_chunks num_segs heads dim_k dim_v tiles_v decay_b decay_s reset_b"),
+    }
+    fixed = {
+        **dict.fromkeys(["share_k", "share_v", "decay_h"], 1),
+        "CHUNK": 64,
+        "BLOCK_K": 128,
+        "BLOCK_V": 64,
+        "MODE": kernels.TOKEN_DECAY,
+        "RESET": True,
+        "REVERSE": False,
+        "STAGES": 3,
+    }
+    record = compile_triton(kernels._segment_states, signature, fixed, divisible=["dim_k", "dim_v"])
+    assert record.clean, record.line()
+    assert record.count("HGMMA") > 0, record.line()

@@ -1,0 +1,167 @@
+"""The plain torch scan: the recurrence written out, chunks of it, gradients, documents, states, refusals, rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.ops import scan
+from hone.ops.dispatch import Where, choose
+from hone.ops.recurrence import scan_chunks, scan_steps
+
+FORMS = ("none", "head", "token", "channel")
+
+
+def drawn(form, seq_len=37, dim_k=5, dim_v=3, strength=3.0, seed=0):
+    torch.manual_seed(seed)
+    batch, heads = 2, 2
+    q, k = (torch.randn(batch, seq_len, heads, dim_k, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(batch, seq_len, heads, dim_v, dtype=torch.float64)
+    shape = {"head": (heads,), "token": (batch, seq_len, heads), "channel": (batch, seq_len, heads, dim_k)}.get(form)
+    decay = None if shape is None else -strength * torch.rand(shape, dtype=torch.float64)
+    return q, k, v, decay, torch.randn(batch, heads, dim_k, dim_v, dtype=torch.float64)
+
+
+def by_formula(q, k, v, decay, state, reset, scale):
+    """out_s as one sum over all t <= s of one document, weights from products of exp(decay): no recurrence, no chunks."""
+    batch, seq_len, heads, dim_k = q.shape
+    if decay is None:
+        decay = torch.zeros(heads, dtype=q.dtype)
+    if decay.dim() == 1:
+        decay = decay.expand(batch, seq_len, heads)
+    if decay.dim() == 3:
+        decay = decay[..., None].expand(batch, seq_len, heads, dim_k)
+    document = torch.zeros(batch, seq_len) if reset is None else reset.cumsum(1)
+    out = torch.zeros(*v.shape, dtype=v.dtype)
+    for b in range(batch):
+        for s in range(seq_len):
+            for t in range(s + 1):
+                if document[b, t] == document[b, s]:
+                    weight = decay[b, t + 1 : s + 1].sum(0).exp()
+                    out[b, s] += (q[b, s] * k[b, t] * weight).sum(-1, keepdim=True) * v[b, t]
+            if document[b, s] == 0:
+                out[b, s] += torch.einsum("hk,hkv->hv", q[b, s] * decay[b, : s + 1].sum(0).exp(), state[b])
+    return scale * out
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("resets", [False, True])
+def test_the_recurrence_is_the_formula(form, resets):
+    *given, state = drawn(form, seq_len=12)
+    reset = torch.rand(2, 12) < 0.2 if resets else None
+    out, _ = scan_steps(*given, state=state, reset=reset, scale=0.5)
+    torch.testing.assert_close(out, by_formula(*given, state, reset, 0.5))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("strength", [3.0, 300.0])
+def test_chunks_agree_with_the_recurrence_and_so_do_gradients(form, resets, strength):
+    """Also where decays are so strong that exp of a cumulative one would leave any range if it were ever inverted."""
+    given = drawn(form, strength=strength)
+    reset = torch.rand(2, 37) < 0.1 if resets else None
+    taking = [x.requires_grad_() for x in given if x is not None]
+    wanted = scan_steps(*given[:4], state=given[4], reset=reset, scale=0.5)
+    got = scan_chunks(*given[:4], state=given[4], reset=reset, scale=0.5, chunk=8)
+    weights = [torch.randn_like(x) for x in wanted]
+    for mine, oracle in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, oracle)
+    pairs = zip(torch.autograd.grad(got, taking, weights), torch.autograd.grad(wanted, taking, weights), strict=True)
+    for mine, oracle in pairs:
+        torch.testing.assert_close(mine, oracle)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck(form):
+    given = [x.requires_grad_() if x is not None else None for x in drawn(form, seq_len=7)]
+    reset = torch.zeros(2, 7, dtype=torch.bool)
+    reset[0, 3] = True
+
+    def run(*given):
+        q, k, v, *rest = given
+        return scan_chunks(q, k, v, rest[0] if len(rest) == 2 else None, state=rest[-1], reset=reset, chunk=4)
+
+    assert torch.autograd.gradcheck(run, [x for x in given if x is not None])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_pieces_with_the_state_handed_on(form):
+    q, k, v, decay, state = drawn(form, seq_len=23)
+    reset = torch.zeros(2, 23, dtype=torch.bool)
+    reset[0, 9] = reset[1, 4] = reset[1, 15] = True
+    whole, last = scan(q, k, v, decay, state=state, reset=reset, return_state=True)
+    parts, first = [], 0
+    for size in (1, 1, 7, 6, 8):
+        here = slice(first, first + size)
+        step = decay if decay is None or decay.dim() == 1 else decay[:, here]
+        part, state = scan(
+            q[:, here], k[:, here], v[:, here], step, state=state, reset=reset[:, here], return_state=True
+        )
+        parts.append(part)
+        first += size
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(state, last)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_document_is_what_it_is_alone(form):
+    """Bit by bit: what stands before a reset, the state included, and what stands after, is never seen."""
+    q, k, v, decay, state = drawn(form, seq_len=30)
+    reset = torch.zeros(2, 30, dtype=torch.bool)
+    reset[:, 11] = True
+    k[:, :11], v[:, :11] = 1e30, 1e30
+    out = scan(q, k, v, decay, state=state * 1e30, reset=reset)
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed:
+        x[:, 20:] = 7.0
+    assert torch.equal(scan(*changed, decay, state=state, reset=reset)[:, 11:20], out[:, 11:20])
+    alone = scan(q[:, 11:], k[:, 11:], v[:, 11:], decay if decay is None or decay.dim() == 1 else decay[:, 11:])
+    torch.testing.assert_close(out[:, 11:], alone)
+
+
+def test_shared_heads_are_repeated_heads():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 9, 6, 4), torch.randn(1, 9, 2, 4), torch.randn(1, 9, 3, 5)
+    repeated = scan(q, k.repeat_interleave(3, 2), v.repeat_interleave(2, 2))
+    torch.testing.assert_close(scan(q, k, v), repeated)
+
+
+def test_halves_are_summed_in_float32():
+    q, k, v, decay, _ = drawn("token", seq_len=300)
+    wanted, _ = scan_steps(*(x.bfloat16() for x in (q, k, v)), decay)
+    got, state = scan(*(x.bfloat16() for x in (q, k, v)), decay.float(), return_state=True)
+    assert got.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("q", {"q": torch.zeros(2, 4, 5)}),
+        ("k", {"k": torch.zeros(2, 4, 2, 6)}),
+        ("v", {"v": torch.zeros(2, 5, 2, 3)}),
+        ("heads", {"v": torch.zeros(2, 4, 3, 3)}),
+        ("decay", {"decay": torch.zeros(3)}),
+        ("decay", {"decay": torch.zeros(2, 4, 2, 4)}),
+        ("state", {"state": torch.zeros(2, 2, 3, 5)}),
+        ("reset", {"reset": torch.zeros(2, 4)}),
+        ("backend", {"backend": "cudnn"}),
+        ("scale", {"scale": 0.0}),
+        ("tokens", {"q": torch.zeros(2, 0, 2, 5), "k": torch.zeros(2, 0, 2, 5), "v": torch.zeros(2, 0, 2, 3)}),
+    ],
+)
+def test_refusals_name_the_argument(name, change):
+    given = {"q": torch.zeros(2, 4, 2, 5), "k": torch.zeros(2, 4, 2, 5), "v": torch.zeros(2, 4, 2, 3), **change}
+    with pytest.raises(ValueError, match=name):
+        scan(**given)
+
+
+def test_where_it_runs():
+    hopper = Where("cuda", (9, 0), 132, (3, 6))
+    facts = {"dtype": torch.bfloat16, "dim_k": 128, "dim_v": 128, "seq_len": 4096, "decay": "token"}
+    assert choose("scan", hopper, **facts).backend == "triton"
+    assert choose("scan", Where(), **facts).backend == "reference"
+    assert choose("scan", Where("cuda", (7, 5), 40, (3, 6)), **facts).backend == "reference"
+    assert "float32" in choose("scan", hopper, **{**facts, "dtype": torch.float32}).reason
+    assert "256" in choose("scan", hopper, **{**facts, "dim_v": 512}).reason
