@@ -10,6 +10,10 @@ from typing import Any
 _HOMES: dict[str, str] = {
     "attend": "hone.ops.attention",
     "merge": "hone.ops.attention",
+    "attend_paged": "hone.ops.paged",
+    "attend_latent": "hone.ops.paged",
+    "quantize_kv": "hone.ops.paged",
+    "write_kv": "hone.ops.paged",
     "scan": "hone.ops.recurrence",
     "choose": "hone.ops.dispatch",
 }

@@ -1,36 +1,60 @@
-"""Attention over a paged cache: write new keys and values into pages, attend through a page table. Plain torch.
+"""Attention over a paged cache: write new keys and values into pages, attend through a page table.
 
-Kwon et al. 2023, arXiv:2309.06180. Rows of any number of new tokens come flat, one after another. Rows of like size are
-gathered together (`plan_rows`), so that the work is a few large calls and not one call a row.
+Kwon et al. 2023, arXiv:2309.06180. Rows of any number of new tokens come flat, one after another. Pages may hold 8-bit
+numbers with scales: of a token and head (`write_kv` finds them as it writes, so that nothing written is ever rounded
+again), or fixed beforehand for a page and head, or for a head.
 
-Legend: T flat new tokens, R rows, n new tokens of a row (padded), P pages of a row (padded), L = P * page_size slots,
-H query heads, KV key/value heads, G = H / KV, Dh head width.
+Legend: T flat new tokens, R rows, P pages of a row (padded), H query heads, KV key/value heads, Dh head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_FREE_SLOTS = 2048
-"""Padded slots that cost no more than another group's calls (about 60 us on a CPU core, less on a GPU)."""
+from hone.base.errors import SpecError
+from hone.ops.dispatch import backend_of
+from hone.ops.paged_rows import Extras, PagedPlan, attend_planned, plan_rows
 
-_MASK_VALUES = 2**25
-"""Numbers of a mask that exist at once: longer prompts' chunks are attended in blocks of queries."""
+__all__ = ["PagedPlan", "attend_latent", "attend_paged", "attend_planned", "plan_rows", "quantize_kv", "write_kv"]
+
+HIGHEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The formats of quantized pages, and the largest number of each."""
 
 
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, offsets: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Files k, v [T, KV, Dh] in k_pages, v_pages [num_pages, KV, page_size, Dh]: token t at offsets[t] of pages[t].
 
-    `pages` and `offsets` are int64 [T] on the pages' device; no place may come twice.
+    `pages` and `offsets` are int64 [T] on the pages' device; no place may come twice. Pages of 8-bit numbers need
+    `k_scale` and `v_scale`: [num_pages, KV, page_size] are filled in, [num_pages, KV] and [KV] are used as they are
+    (what is out of their range is clamped).
     """
-    k_pages[pages, :, offsets] = k
-    v_pages[pages, :, offsets] = v
+    for x, into, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
+        if scale is not None and scale.dim() == 3:
+            x, scale[pages, :, offsets] = quantize_kv(x, into.dtype)
+        elif scale is not None:
+            x = _rounded(x / (scale[pages] if scale.dim() == 2 else scale)[..., None], into.dtype)
+        into[pages, :, offsets] = x
+
+
+def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [..., Dh] in `dtype` (float8_e4m3fn or int8), and its scales [...], float32: x is about the product of the two."""
+    scale = (x.abs().amax(-1).float() / HIGHEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
+    return _rounded(x.float() / scale[..., None], dtype), scale
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.clamp(-HIGHEST[dtype], HIGHEST[dtype])
+    return (x if dtype.is_floating_point else x.round()).to(dtype)
 
 
 def attend_paged(
@@ -43,194 +67,125 @@ def attend_paged(
     *,
     scale: float,
     window: int | None = None,
+    sink_tokens: int = 0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    max_query_len: int | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Causal attention of the last `query_lens[r]` tokens of each row to all `seq_lens[r]` tokens of it.
 
     q [T, H, Dh], rows one after another, T the sum of `query_lens` (1 each when None); pages
-    [num_pages, KV, page_size, Dh]; page_table integer [R, P], padded with any page whose content is finite; seq_lens
-    [R] counts the new tokens too. With `window` w a token sees itself and the w - 1 before it. Returns [T, H, Dh].
-    Slots past the end of a row must hold finite numbers: they are read, with weight zero.
+    [num_pages, KV, page_size, Dh] (values may have another width); page_table integer [R, P], padded with any page;
+    seq_lens [R] counts the new tokens too. With `window` w a token sees itself and the w - 1 before it, and the first
+    `sink_tokens` of its row (Xiao et al. 2023, arXiv:2309.17453). `sinks` [H] float32 are learned scores that take
+    part in the softmax and bring no value. 8-bit pages come with `k_scale` and `v_scale`: [num_pages, KV, page_size],
+    [num_pages, KV] or [KV], float32. Returns [T, H, Dv].
+
+    On a GPU nothing waits for the lengths: one captured CUDA graph serves all of them. `max_query_len`, a promise, spares
+    the kernel for rows of many tokens. The reference reads slots past the end of a row, with weight zero: there they
+    must hold finite numbers; the kernels do not read them.
     """
-    lengths = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
-    plan = plan_rows(page_table.cpu().numpy(), seq_lens.tolist(), lengths, k_pages.shape[2], q.device)
-    return attend_planned(q, k_pages, v_pages, plan, scale=scale, window=window)
+    extras = Extras(sink_tokens, sinks, _per_token(k_scale, k_pages), _per_token(v_scale, v_pages))
+    _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
+    facts = {"dtype": q.dtype, "page_dtype": k_pages.dtype, "head_dim": k_pages.shape[3], "v_dim": v_pages.shape[3]}
+    chosen = backend_of("attend_paged", q.device, backend, **facts, rows=len(seq_lens))
+    if chosen == "triton":
+        from hone.ops.triton.paged_launch import attend_pages
+
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        return attend_pages(
+            q, k_pages, v_pages, page_table, seq_lens, query_lens, scale, window, sink_tokens, sinks,
+            extras.k_scale, extras.v_scale, max_query_len
+        )  # fmt: skip
+    plan = _planned(q, page_table, seq_lens, query_lens, k_pages.shape[2])
+    return attend_planned(q, k_pages, v_pages, plan, scale=scale, window=window, extras=extras)
 
 
-@dataclass
-class _Group:
-    """Rows that are attended in one call, padded to common n and P."""
+def attend_latent(
+    q: Tensor,
+    pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None = None,
+    *,
+    value_dim: int,
+    scale: float,
+    window: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`attend_paged` where all heads share one latent per token: pages [num_pages, page_size, D], values its first columns.
 
-    table: Tensor  # [R, P] page ids
-    positions: Tensor  # [R, n] place of each query in its row; 0 where padded
-    fresh: bool  # every row starts at 0: plain causal, no mask needed
-    queries: slice | Tensor  # where the queries stand among the flat tokens: [R * n] when a tensor
-    outputs: tuple[Tensor, Tensor] | None  # (places in [R * n], flat places) of real queries, when some are padding
-    memo: dict = field(default_factory=dict)
-
-    def gather_index(self, num_kv_heads: int) -> Tensor:
-        """int64 [R * KV * P] into pages seen as [num_pages * KV, page_size * Dh]."""
-        if num_kv_heads not in self.memo:
-            heads = torch.arange(num_kv_heads, device=self.table.device)
-            self.memo[num_kv_heads] = (self.table[:, None, :] * num_kv_heads + heads[:, None]).flatten()
-        return self.memo[num_kv_heads]
-
-    def mask(
-        self, page_size: int, window: int | None, groups: int, dtype: torch.dtype, queries: slice = slice(None)
-    ) -> Tensor:
-        """Additive [R, 1, n * G, L] for `queries` of each row: 0 where one may see the slot, -inf elsewhere.
-
-        The G heads of a query stand together.
-        """
-        key = (window, groups, dtype)
-        whole = queries == slice(None)
-        if whole and key in self.memo:
-            return self.memo[key]
-        slots = torch.arange(self.table.shape[1] * page_size, device=self.table.device)
-        place = self.positions[:, queries, None]
-        hidden = slots > place
-        if window is not None:
-            hidden |= slots <= place - window
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        if hidden.shape[1] > 1 and groups > 1:
-            mask = mask.repeat_interleave(groups, dim=1)
-        mask = mask.unsqueeze(1)
-        if whole:
-            self.memo[key] = mask
-        return mask
-
-
-@dataclass
-class PagedPlan:
-    """What all layers of one step share: which rows go together, and where their queries, pages and slots are."""
-
-    groups: list[_Group]
-    num_tokens: int
-    page_size: int
-
-
-def plan_rows(
-    page_table: np.ndarray,
-    seq_lens: Sequence[int],
-    query_lens: Sequence[int],
-    page_size: int,
-    device: torch.device | str = "cpu",
-) -> PagedPlan:
-    """Sorts rows into groups of like size. page_table int64 [R, P] on the host; lengths as `attend_paged` takes them."""
-    starts = np.concatenate(([0], np.cumsum(query_lens)))
-    pages = [-(-length // page_size) for length in seq_lens]
-    groups = []
-    for rows in _like_rows(query_lens, seq_lens, pages):
-        longest = max(query_lens[row] for row in rows)
-        widest = max(pages[row] for row in rows)
-        lengths = np.array([query_lens[row] for row in rows])
-        ends = np.array([seq_lens[row] for row in rows])
-        step = np.arange(longest)
-        real = step < lengths[:, None]
-        flat = np.where(real, starts[rows][:, None] + step, starts[rows][:, None])
-        positions = np.where(real, (ends - lengths)[:, None] + step, 0)
-        outputs = None
-        queries: slice | Tensor
-        if real.all() and rows == list(range(rows[0], rows[0] + len(rows))):
-            queries = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
-        else:
-            queries = _to(flat.ravel(), device)
-            outputs = (_to(np.flatnonzero(real), device), _to(flat[real], device))
-        groups.append(
-            _Group(
-                table=_to(page_table[rows, :widest], device),
-                positions=_to(positions, device),
-                fresh=longest > 1 and bool((lengths == ends).all()),
-                queries=queries,
-                outputs=outputs,
-            )
+    DeepSeek-AI 2024 (multi-head latent attention, arXiv:2405.04434), absorbed form: q [T, H, D] is already projected
+    onto the latent (its first `value_dim` columns) and the shared rotated key (the rest). Returns [T, H, value_dim].
+    The kernel reads the latents once for all heads; made for decoding, it takes every new token as a row of its own.
+    """
+    if q.dim() != 3 or pages.dim() != 3 or q.shape[2] != pages.shape[2] or not 0 < value_dim < pages.shape[2]:
+        raise SpecError(
+            f"q {tuple(q.shape)}, pages {tuple(pages.shape)} and value_dim {value_dim} do not go together",
+            fix="q is [T, H, D], pages [num_pages, page_size, D], value_dim below D",
         )
-    return PagedPlan(groups, int(starts[-1]), page_size)
+    keys = pages.unsqueeze(1)
+    turned = pages.shape[2] - value_dim
+    facts = {"dtype": q.dtype, "page_dtype": pages.dtype, "heads": q.shape[1], "value_dim": value_dim, "turned": turned}
+    chosen = backend_of("attend_latent", q.device, backend, **facts, rows=len(q))
+    if chosen == "triton":
+        from hone.ops.triton.paged_launch import attend_latents
+
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        return attend_latents(q, keys, page_table, seq_lens, query_lens, value_dim, scale, window)
+    plan = _planned(q, page_table, seq_lens, query_lens, pages.shape[1])
+    return attend_planned(q, keys, keys, plan, scale=scale, window=window, extras=Extras(value_dim=value_dim))
 
 
-def attend_planned(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: PagedPlan, *, scale: float, window: int | None = None
-) -> Tensor:
-    """`attend_paged` for rows that `plan_rows` sorted: the plan serves every layer of a step."""
-    if len(plan.groups) == 1 and isinstance(plan.groups[0].queries, slice):
-        return _attend_group(q, k_pages, v_pages, plan.groups[0], scale, window)
-    out = torch.empty_like(q)
-    for group in plan.groups:
-        if isinstance(group.queries, slice):
-            out[group.queries] = _attend_group(q[group.queries], k_pages, v_pages, group, scale, window)
-        else:
-            assert group.outputs is not None, "rows that are not in order say where their outputs go"
-            padded = _attend_group(q.index_select(0, group.queries), k_pages, v_pages, group, scale, window)
-            places, flat = group.outputs
-            out.index_copy_(0, flat, padded.index_select(0, places))
-    return out
+def _planned(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor | None, page_size: int) -> PagedPlan:
+    lengths = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
+    return plan_rows(page_table.cpu().numpy(), seq_lens.tolist(), lengths, page_size, q.device)
 
 
-def _attend_group(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, group: _Group, scale: float, window: int | None
-) -> Tensor:
-    """q [R * n, H, Dh] of one group -> [R * n, H, Dh]."""
-    num_rows, longest = group.positions.shape
-    heads, head_dim = q.shape[1:]
-    kv_heads, page_size = k_pages.shape[1:3]
-    index = group.gather_index(kv_heads)
-    k = k_pages.view(-1, page_size * head_dim).index_select(0, index).view(num_rows, kv_heads, -1, head_dim)
-    v = v_pages.view(-1, page_size * head_dim).index_select(0, index).view(num_rows, kv_heads, -1, head_dim)
-    if group.fresh and (window is None or window >= longest):
-        q = q.view(num_rows, longest, heads, head_dim).transpose(1, 2)
-        k, v = k[:, :, :longest], v[:, :, :longest]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
-        return out.transpose(1, 2).reshape(-1, heads, head_dim)
-    groups = heads // kv_heads
-    q = q.view(num_rows, longest, heads, head_dim)
-    block = max(1, _MASK_VALUES // (num_rows * groups * k.shape[2]))
-    if block >= longest:
-        mask = group.mask(page_size, window, groups, q.dtype)
-        return _attend_masked(q, k, v, mask, scale).reshape(-1, heads, head_dim)
-    out = torch.empty_like(q)
-    for start in range(0, longest, block):
-        part = slice(start, start + block)
-        out[:, part] = _attend_masked(q[:, part], k, v, group.mask(page_size, window, groups, q.dtype, part), scale)
-    return out.view(-1, heads, head_dim)
+def _per_token(scale: Tensor | None, pages: Tensor) -> Tensor | None:
+    """Scales of any of the three shapes as [num_pages, KV, page_size], without a copy."""
+    if scale is None:
+        return None
+    whole = pages.shape[:3]
+    try:
+        return (scale[:, None] if scale.dim() == 1 else scale[..., None] if scale.dim() == 2 else scale).expand(whole)
+    except RuntimeError:
+        raise SpecError(
+            f"scales {tuple(scale.shape)} do not fit pages {tuple(pages.shape)}",
+            fix=f"give scales {tuple(whole)}, {tuple(whole[:2])} or {tuple(whole[1:2])}",
+        ) from None
 
 
-def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q [R, n, H, Dh], k and v [R, KV, L, Dh], mask [R, 1, n * G, L] (or [R, 1, 1, L]) -> [R, n, H, Dh].
-
-    The G query heads of a KV head become G queries of it, so that keys are never repeated.
-    """
-    num_rows, longest, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    groups = heads // kv_heads
-    q = q.reshape(num_rows, longest, kv_heads, groups, head_dim).transpose(1, 2)
-    q = q.reshape(num_rows, kv_heads, longest * groups, head_dim)
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    return (
-        out.view(num_rows, kv_heads, longest, groups, head_dim)
-        .transpose(1, 2)
-        .reshape(num_rows, longest, heads, head_dim)
-    )
-
-
-def _like_rows(query_lens: Sequence[int], seq_lens: Sequence[int], pages: Sequence[int]) -> list[list[int]]:
-    """Rows in groups whose padded size is not much above their true size; each group's rows in ascending order."""
-    fresh = [n > 1 and n == total for n, total in zip(query_lens, seq_lens)]
-    order = sorted(range(len(pages)), key=lambda row: (query_lens[row] > 1, fresh[row], pages[row], query_lens[row]))
-    groups: list[list[int]] = []
-    kind: tuple[bool, bool] | None = None
-    true = longest = widest = 0
-    for row in order:
-        size = query_lens[row] * pages[row]
-        more_long, more_wide = max(longest, query_lens[row]), max(widest, pages[row])
-        same = kind == (query_lens[row] > 1, fresh[row])
-        if same and (len(groups[-1]) + 1) * more_long * more_wide <= 1.5 * (true + size) + _FREE_SLOTS / 16:
-            groups[-1].append(row)
-            true, longest, widest = true + size, more_long, more_wide
-        else:
-            groups.append([row])
-            kind = (query_lens[row] > 1, fresh[row])
-            true, longest, widest = size, query_lens[row], pages[row]
-    return [sorted(group) for group in groups]
-
-
-def _to(values: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
+def _check(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None,
+    extras: Extras,
+) -> None:
+    """SpecError for shapes and formats that do not go together."""
+    shapes = f"q {tuple(q.shape)}, k_pages {tuple(k_pages.shape)}, v_pages {tuple(v_pages.shape)}"
+    if q.dim() != 3 or k_pages.dim() != 4 or v_pages.shape[:3] != k_pages.shape[:3] or q.shape[2] != k_pages.shape[3]:
+        raise SpecError(f"{shapes} do not go together", fix="q is [T, H, Dh], pages [num_pages, KV, page_size, Dh]")
+    if q.shape[1] % k_pages.shape[1]:
+        raise SpecError(
+            f"{q.shape[1]} query heads are no multiple of {k_pages.shape[1]} key/value heads",
+            fix="consecutive query heads share a key/value head: H is a multiple of KV",
+        )
+    rows = {len(seq_lens), len(page_table), len(seq_lens if query_lens is None else query_lens)}
+    if len(rows) > 1 or (query_lens is None and len(q) != len(seq_lens)):
+        raise SpecError(
+            f"page_table {tuple(page_table.shape)}, seq_lens {tuple(seq_lens.shape)} and query_lens speak of unlike rows",
+            fix="one entry a row in each; without query_lens q has one token a row",
+        )
+    if (k_pages.dtype in HIGHEST) != (extras.k_scale is not None) or (extras.k_scale is None) != (
+        extras.v_scale is None
+    ):
+        raise SpecError(
+            f"pages of {k_pages.dtype} came {'without' if extras.k_scale is None else 'with'} scales",
+            fix="8-bit pages take both k_scale and v_scale, others take none",
+        )

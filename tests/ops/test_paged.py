@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops import masks, paged
+from hone.ops import masks, paged_rows
 from hone.ops.paged import attend_paged, attend_planned, plan_rows, write_kv
 from hone.ops.reference import attend
 
@@ -114,6 +114,6 @@ def test_long_chunks_go_in_blocks_of_queries(monkeypatch, window):
     q = torch.randn(36, 4, HEAD_DIM, dtype=torch.float64)
     lengths = torch.tensor([40, 33]), torch.tensor([20, 16])
     for values in (1, 2 * 2 * 40 * 2):
-        monkeypatch.setattr(paged, "_MASK_VALUES", values)
+        monkeypatch.setattr(paged_rows, "_MASK_VALUES", values)
         found = attend_paged(q, k_pages, v_pages, table, *lengths, scale=0.4, window=window)
         torch.testing.assert_close(found, expected(q, contents, [20, 16], window))

@@ -43,6 +43,11 @@ def plan_decode(num_sms: int, page_size: int, itemsize: int) -> Plan:
     return Plan(2 * num_sms, 64, 3, 4)
 
 
+def plan_latent(num_sms: int, num_heads: int) -> Plan:
+    """As `plan_decode`, for latents of 512 + 64 columns."""
+    return Plan(num_sms, 32, 2, 4 if num_heads <= 16 else 8)
+
+
 def decode_rows(
     out: Tensor,
     q: Tensor,
@@ -134,3 +139,76 @@ def _scales(q: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 def _scale_strides(options: Options) -> tuple[int, ...]:
     return (0,) * 6 if options.k_scale is None else (*options.k_scale.stride(), *options.v_scale.stride())
+
+
+@torch.library.custom_op("hone::attend_pages", mutates_args=())
+def attend_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None,
+    scale: float,
+    window: int | None,
+    sink_tokens: int,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    max_query_len: int | None,
+) -> Tensor:
+    """`hone.ops.attend_paged`; scales are [num_pages, KV, page_size] of any strides."""
+    out = q.new_empty(*q.shape[:2], v_pages.shape[3])
+    options = Options(scale, window, sink_tokens, sinks, k_scale, v_scale)
+    tensors = (out, q, k_pages, v_pages, page_table, seq_lens, query_lens)
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+    plan = plan_decode(num_sms, k_pages.shape[2], k_pages.element_size())
+    group = q.shape[1] // k_pages.shape[1]
+    if query_lens is None:
+        decode_rows(*tensors, 1, options, plan)
+    elif max_query_len is not None and group * max_query_len <= _MOST_QUERIES:
+        decode_rows(*tensors, max_query_len, options, plan)
+    else:
+        few = max(1, 16 // group)
+        decode_rows(*tensors, few, options, plan)
+        prefill_rows(*tensors, few + 1, options)
+    return out
+
+
+@attend_pages.register_fake
+def _(q, k_pages, v_pages, *_):
+    return q.new_empty(*q.shape[:2], v_pages.shape[3])
+
+
+@torch.library.custom_op("hone::attend_latents", mutates_args=())
+def attend_latents(
+    q: Tensor,
+    pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None,
+    value_dim: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """`hone.ops.attend_latent` on pages [num_pages, 1, page_size, D]."""
+    if query_lens is not None:
+        # Every new token becomes a row of one: the last sees seq_lens tokens, the one before it one less.
+        ends = query_lens.cumsum(0)
+        token = torch.arange(len(q), device=q.device)
+        row = torch.searchsorted(ends, token, right=True)
+        seq_lens = (seq_lens[row] - (ends[row] - 1 - token)).to(torch.int32)
+        page_table = page_table[row]
+    out = q.new_empty(*q.shape[:2], value_dim)
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+    plan = plan_latent(num_sms, q.shape[1])
+    turned = pages.shape[3] - value_dim
+    decode_rows(
+        out, q, pages, pages[..., :value_dim], page_table, seq_lens, None, 1, Options(scale, window), plan, turned
+    )
+    return out
+
+
+@attend_latents.register_fake
+def _(q, pages, page_table, seq_lens, query_lens, value_dim, *_):
+    return q.new_empty(*q.shape[:2], value_dim)

@@ -1,0 +1,249 @@
+"""The CPU's paged attention: rows of like size are gathered together, so that the work is a few large calls. Plain torch.
+
+Legend: T flat new tokens, R rows, n new tokens of a row (padded), P pages of a row (padded), L = P * page_size slots,
+H query heads, KV key/value heads, G = H / KV, Dh head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FREE_SLOTS = 2048
+"""Padded slots that cost no more than another group's calls (about 60 us on a CPU core, less on a GPU)."""
+
+_MASK_VALUES = 2**25
+"""Numbers of a mask that exist at once: longer prompts' chunks are attended in blocks of queries."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What attention over pages may be asked besides scale and window; as `hone.ops.attend_paged` takes them.
+
+    Scales are [num_pages, KV, page_size] here. With `value_dim` pages hold latents: values are the first columns of keys.
+    """
+
+    sink_tokens: int = 0
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    value_dim: int | None = None
+
+
+_PLAIN = Extras()
+
+
+@dataclass
+class _Group:
+    """Rows that are attended in one call, padded to common n and P."""
+
+    table: Tensor  # [R, P] page ids
+    positions: Tensor  # [R, n] place of each query in its row; 0 where padded
+    fresh: bool  # every row starts at 0: plain causal, no mask needed
+    queries: slice | Tensor  # where the queries stand among the flat tokens: [R * n] when a tensor
+    outputs: tuple[Tensor, Tensor] | None  # (places in [R * n], flat places) of real queries, when some are padding
+    memo: dict = field(default_factory=dict)
+
+    def gather_index(self, num_kv_heads: int) -> Tensor:
+        """int64 [R * KV * P] into pages seen as [num_pages * KV, page_size * Dh]."""
+        if num_kv_heads not in self.memo:
+            heads = torch.arange(num_kv_heads, device=self.table.device)
+            self.memo[num_kv_heads] = (self.table[:, None, :] * num_kv_heads + heads[:, None]).flatten()
+        return self.memo[num_kv_heads]
+
+    def mask(
+        self,
+        page_size: int,
+        window: int | None,
+        groups: int,
+        dtype: torch.dtype,
+        queries: slice = slice(None),
+        sink_tokens: int = 0,
+    ) -> Tensor:
+        """Additive [R, 1, n * G, L] for `queries` of each row: 0 where one may see the slot, -inf elsewhere.
+
+        The G heads of a query stand together.
+        """
+        key = (window, groups, dtype, sink_tokens)
+        whole = queries == slice(None)
+        if whole and key in self.memo:
+            return self.memo[key]
+        slots = torch.arange(self.table.shape[1] * page_size, device=self.table.device)
+        place = self.positions[:, queries, None]
+        hidden = slots > place
+        if window is not None:
+            past = slots <= place - window
+            hidden |= past & (slots >= sink_tokens) if sink_tokens else past
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        if hidden.shape[1] > 1 and groups > 1:
+            mask = mask.repeat_interleave(groups, dim=1)
+        mask = mask.unsqueeze(1)
+        if whole:
+            self.memo[key] = mask
+        return mask
+
+
+@dataclass
+class PagedPlan:
+    """What all layers of one step share: which rows go together, and where their queries, pages and slots are."""
+
+    groups: list[_Group]
+    num_tokens: int
+    page_size: int
+
+
+def plan_rows(
+    page_table: np.ndarray,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    page_size: int,
+    device: torch.device | str = "cpu",
+) -> PagedPlan:
+    """Sorts rows into groups of like size. page_table int64 [R, P] on the host; lengths as `attend_paged` takes them."""
+    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    pages = [-(-length // page_size) for length in seq_lens]
+    groups = []
+    for rows in _like_rows(query_lens, seq_lens, pages):
+        longest = max(query_lens[row] for row in rows)
+        widest = max(pages[row] for row in rows)
+        lengths = np.array([query_lens[row] for row in rows])
+        ends = np.array([seq_lens[row] for row in rows])
+        step = np.arange(longest)
+        real = step < lengths[:, None]
+        flat = np.where(real, starts[rows][:, None] + step, starts[rows][:, None])
+        positions = np.where(real, (ends - lengths)[:, None] + step, 0)
+        outputs = None
+        queries: slice | Tensor
+        if real.all() and rows == list(range(rows[0], rows[0] + len(rows))):
+            queries = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
+        else:
+            queries = _to(flat.ravel(), device)
+            outputs = (_to(np.flatnonzero(real), device), _to(flat[real], device))
+        groups.append(
+            _Group(
+                table=_to(page_table[rows, :widest], device),
+                positions=_to(positions, device),
+                fresh=longest > 1 and bool((lengths == ends).all()),
+                queries=queries,
+                outputs=outputs,
+            )
+        )
+    return PagedPlan(groups, int(starts[-1]), page_size)
+
+
+def attend_planned(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    plan: PagedPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    extras: Extras = _PLAIN,
+) -> Tensor:
+    """`attend_paged` for rows that `plan_rows` sorted: the plan serves every layer of a step."""
+    if len(plan.groups) == 1 and isinstance(plan.groups[0].queries, slice):
+        return _attend_group(q, k_pages, v_pages, plan.groups[0], scale, window, extras)
+    out = q.new_empty(*q.shape[:2], extras.value_dim or v_pages.shape[-1])
+    for group in plan.groups:
+        if isinstance(group.queries, slice):
+            out[group.queries] = _attend_group(q[group.queries], k_pages, v_pages, group, scale, window, extras)
+        else:
+            assert group.outputs is not None, "rows that are not in order say where their outputs go"
+            padded = _attend_group(q.index_select(0, group.queries), k_pages, v_pages, group, scale, window, extras)
+            places, flat = group.outputs
+            out.index_copy_(0, flat, padded.index_select(0, places))
+    return out
+
+
+def _attend_group(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, group: _Group, scale: float, window: int | None, extras: Extras
+) -> Tensor:
+    """q [R * n, H, Dh] of one group -> [R * n, H, Dv]."""
+    num_rows, longest = group.positions.shape
+    heads, head_dim = q.shape[1:]
+    kv_heads, page_size = k_pages.shape[1:3]
+    k = _gathered(k_pages, group, extras.k_scale, q.dtype)
+    latent = extras.value_dim is not None
+    v = k[..., : extras.value_dim] if latent else _gathered(v_pages, group, extras.v_scale, q.dtype)
+    if group.fresh and (window is None or window >= longest) and extras.sinks is None:
+        q = q.view(num_rows, longest, heads, head_dim).transpose(1, 2)
+        k, v = k[:, :, :longest], v[:, :, :longest]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
+        return out.transpose(1, 2).reshape(-1, heads, v.shape[-1])
+    groups = heads // kv_heads
+    q = q.view(num_rows, longest, heads, head_dim)
+    block = max(1, _MASK_VALUES // (num_rows * groups * k.shape[2]))
+    if block >= longest:
+        mask = group.mask(page_size, window, groups, q.dtype, sink_tokens=extras.sink_tokens)
+        return _attend_masked(q, k, v, mask, scale, extras.sinks).reshape(-1, heads, v.shape[-1])
+    out = q.new_empty(num_rows, longest, heads, v.shape[-1])
+    for start in range(0, longest, block):
+        part = slice(start, start + block)
+        mask = group.mask(page_size, window, groups, q.dtype, part, extras.sink_tokens)
+        out[:, part] = _attend_masked(q[:, part], k, v, mask, scale, extras.sinks)
+    return out.view(-1, heads, v.shape[-1])
+
+
+def _gathered(pages: Tensor, group: _Group, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[R, KV, L, D] of a group's rows, scaled when pages are quantized (scale [num_pages, KV, page_size])."""
+    kv_heads, page_size, width = pages.shape[1:]
+    index = group.gather_index(kv_heads)
+    rows = pages.view(-1, page_size * width).index_select(0, index).view(len(group.table), kv_heads, -1, width)
+    if scale is None:
+        return rows
+    scales = scale.reshape(-1, page_size).index_select(0, index).view(len(group.table), kv_heads, -1, 1)
+    return rows.to(dtype) * scales.to(dtype)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """q [R, n, H, Dh], k and v [R, KV, L, D], mask [R, 1, n * G, L] (or [R, 1, 1, L]), sinks [H] -> [R, n, H, Dv].
+
+    The G query heads of a KV head become G queries of it, so that keys are never repeated.
+    """
+    num_rows, longest, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
+    q = q.reshape(num_rows, longest, kv_heads, groups, head_dim).transpose(1, 2)
+    q = q.reshape(num_rows, kv_heads, longest * groups, head_dim)
+    if sinks is None:
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    else:
+        scores = q @ k.transpose(-2, -1) * scale + mask
+        sink = sinks.to(q.dtype).view(kv_heads, 1, groups).expand(num_rows, kv_heads, longest, groups)
+        out = torch.cat((scores, sink.reshape(num_rows, kv_heads, -1, 1)), dim=-1).softmax(-1)[..., :-1] @ v
+    return (
+        out.view(num_rows, kv_heads, longest, groups, v.shape[-1])
+        .transpose(1, 2)
+        .reshape(num_rows, longest, heads, v.shape[-1])
+    )
+
+
+def _like_rows(query_lens: Sequence[int], seq_lens: Sequence[int], pages: Sequence[int]) -> list[list[int]]:
+    """Rows in groups whose padded size is not much above their true size; each group's rows in ascending order."""
+    fresh = [n > 1 and n == total for n, total in zip(query_lens, seq_lens)]
+    order = sorted(range(len(pages)), key=lambda row: (query_lens[row] > 1, fresh[row], pages[row], query_lens[row]))
+    groups: list[list[int]] = []
+    kind: tuple[bool, bool] | None = None
+    true = longest = widest = 0
+    for row in order:
+        size = query_lens[row] * pages[row]
+        more_long, more_wide = max(longest, query_lens[row]), max(widest, pages[row])
+        same = kind == (query_lens[row] > 1, fresh[row])
+        if same and (len(groups[-1]) + 1) * more_long * more_wide <= 1.5 * (true + size) + _FREE_SLOTS / 16:
+            groups[-1].append(row)
+            true, longest, widest = true + size, more_long, more_wide
+        else:
+            groups.append([row])
+            kind = (query_lens[row] > 1, fresh[row])
+            true, longest, widest = size, query_lens[row], pages[row]
+    return [sorted(group) for group in groups]
+
+
+def _to(values: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
