@@ -16,7 +16,16 @@ from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
 from hone.ops.paged_rows import Extras, PagedPlan, attend_planned, plan_rows
 
-__all__ = ["PagedPlan", "attend_latent", "attend_paged", "attend_planned", "plan_rows", "quantize_kv", "write_kv"]
+__all__ = [
+    "PagedPlan",
+    "attend_latent",
+    "attend_paged",
+    "attend_planned",
+    "plan_rows",
+    "quantize_kv",
+    "runs_kernel",
+    "write_kv",
+]
 
 HIGHEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The formats of quantized pages, and the largest number of each."""
@@ -89,9 +98,7 @@ def attend_paged(
     """
     extras = Extras(sink_tokens, sinks, _per_token(k_scale, k_pages), _per_token(v_scale, v_pages))
     _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
-    facts = {"dtype": q.dtype, "page_dtype": k_pages.dtype, "head_dim": k_pages.shape[3], "v_dim": v_pages.shape[3]}
-    chosen = backend_of("attend_paged", q.device, backend, **facts, rows=len(seq_lens))
-    if chosen == "triton":
+    if _backend(q, k_pages, v_pages, len(seq_lens), backend) == "triton":
         from hone.ops.triton.paged_launch import attend_pages
 
         q = q if q.stride(-1) == 1 else q.contiguous()
@@ -101,6 +108,24 @@ def attend_paged(
         )  # fmt: skip
     plan = _planned(q, page_table, seq_lens, query_lens, k_pages.shape[2])
     return attend_planned(q, k_pages, v_pages, plan, scale=scale, window=window, extras=extras)
+
+
+def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int) -> bool:
+    """Whether `attend_paged` reads lengths and pages on the device; else a plan made on the host serves all layers better."""
+    return _backend(q, k_pages, v_pages, num_rows, None) == "triton"
+
+
+def _backend(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, forced: str | None) -> str:
+    return backend_of(
+        "attend_paged",
+        q.device,
+        forced,
+        dtype=q.dtype,
+        page_dtype=k_pages.dtype,
+        head_dim=k_pages.shape[3],
+        v_dim=v_pages.shape[3],
+        rows=num_rows,
+    )
 
 
 def attend_latent(

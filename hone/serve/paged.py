@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hone.model.context import Context
-from hone.ops.paged import attend_planned, plan_rows, write_kv
+from hone.ops.paged import PagedPlan, attend_paged, attend_planned, plan_rows, runs_kernel, write_kv
 from hone.serve.pages import KVCache
 
 
@@ -44,12 +44,25 @@ class Paged(Context):
             positions = np.concatenate([np.arange(start, end, dtype=np.int64) for start, end in zip(starts, ends)])
             rows = np.repeat(np.arange(len(lengths)), lengths)
         both = np.stack((positions, table[rows, positions // size], positions % size))
-        self.positions, self._pages, self._offsets = torch.from_numpy(both).to(device)
-        self._plan = plan_rows(table, ends, lengths, size, device)
+        self.positions, self._pages, self._offsets = _sent(both, device)
+        self._rows = table, ends, lengths
+        self._most = max(lengths)
+        self._plan: PagedPlan | None = None
+        if torch.device(device).type == "cuda":
+            flat = np.concatenate((ends, lengths, table.ravel())).astype(np.int32)
+            self._ends, self._lengths, pages_flat = _sent(flat, device).split([len(ends), len(ends), table.size])
+            self._table = pages_flat.view(table.shape)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
         k_pages, v_pages = self.cache.k[layer], self.cache.v[layer]
         write_kv(k, v, k_pages, v_pages, self._pages, self._offsets)
+        if q.is_cuda and runs_kernel(q, k_pages, v_pages, len(self._ends)):
+            lengths = None if self._most == 1 else self._lengths
+            return attend_paged(
+                q, k_pages, v_pages, self._table, self._ends, lengths, scale=scale, window=window, max_query_len=self._most
+            )  # fmt: skip
+        if self._plan is None:
+            self._plan = plan_rows(*self._rows, self.cache.page_size, q.device)
         return attend_planned(q, k_pages, v_pages, self._plan, scale=scale, window=window)
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,3 +78,11 @@ class Paged(Context):
                 self.cache.tables[key] = table
             memo[key] = table[0][self.positions], table[1][self.positions]
         return memo[key]
+
+
+def _sent(values: np.ndarray, device: torch.device | str) -> Tensor:
+    """`values` on the device; a GPU takes them from pinned memory, so that the host need not wait."""
+    tensor = torch.from_numpy(values)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
