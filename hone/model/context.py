@@ -46,6 +46,13 @@ class Context:
         """
         raise NotImplementedError
 
+    def attend_joined(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+        """Causal attention of n queries q [B, n, H, Dh] that are the last n of the m keys k, v [B, m, KV, Dh].
+
+        Only for a context with `carry`, to mixers that keep their keys in a form of their own.
+        """
+        raise NotImplementedError
+
     def lend(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Says that a later layer will attend to the keys and values of `layer`, before `layer` itself does."""
         self._lent[layer] = (k, v)
@@ -144,7 +151,7 @@ class Packed(Context):
             from hone.ops.masks import documents
 
             if window not in self._masks:  # one for all layers: its block lists are made once
-                self._masks[window] = documents(self.document_ids, window=window)
+                self._masks[window] = documents(self.document_ids, window)
             return fused(q, k, v, scale, mask=self._masks[window])
         if window not in self._masks:
             mask = may_see(self._places[..., :, None], self._places[..., None, :], window)

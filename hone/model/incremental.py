@@ -45,7 +45,21 @@ class Incremental(Context):
             k, v = self._keys(layer, k, v)
         else:
             k, v = self._join(layer, k, v, window)
-        return attend_at_end(q, k, v, scale, window, self._masks)
+        return self.attend_joined(q, k, v, scale=scale, window=window)
+
+    def attend_joined(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+        new, known = q.shape[1], k.shape[1]
+        if window is not None and window >= known:
+            window = None
+        if has_fused(q, v):
+            return fused(q, k, v, scale, window)
+        if window is None and (new == 1 or new == known):
+            return sdpa(q, k, v, None, scale, causal=new > 1)
+        key = (known, window)
+        if key not in self._masks:
+            line = torch.arange(known, device=q.device)
+            self._masks[key] = may_see(line[-new:, None], line, window)
+        return sdpa(q, k, v, self._masks[key], scale)
 
     def _join(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Every key and value that this pass may see; files what the next pass needs."""
@@ -62,27 +76,6 @@ class Incremental(Context):
 
     def _distinct_positions(self) -> Tensor:
         return self._line
-
-
-def attend_at_end(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, masks: dict[tuple[int, int | None], Tensor]
-) -> Tensor:
-    """Causal attention of n queries q [B, n, H, Dh] that are the last n of the m keys k, v [B, m, KV, Dh].
-
-    `masks` keeps what one pass needs of them, by (m, window).
-    """
-    new, known = q.shape[1], k.shape[1]
-    if window is not None and window >= known:
-        window = None
-    if has_fused(q, v):
-        return fused(q, k, v, scale, window)
-    if window is None and (new == 1 or new == known):
-        return sdpa(q, k, v, None, scale, causal=new > 1)
-    key = (known, window)
-    if key not in masks:
-        line = torch.arange(known, device=q.device)
-        masks[key] = may_see(line[-new:, None], line, window)
-    return sdpa(q, k, v, masks[key], scale)
 
 
 @torch.no_grad()

@@ -102,8 +102,8 @@ class Trainer:
         valid = max(int((batch.targets != IGNORE).sum()), 1)
         total = torch.zeros((), device=self.device)
         for part in _cut(batch, self.accumulation):
-            loss = self._loss(part)
-            (loss * (self.scaler.scale / valid)).backward()
+            loss, extra = self._loss(part)
+            ((loss if extra is None else loss + extra) * (self.scaler.scale / valid)).backward()
             total += loss.detach()
         mean, norm = torch.stack([total / valid, self.update.norm()]).tolist()  # the step's one wait for the device
         norm /= self.scaler.scale
@@ -121,8 +121,8 @@ class Trainer:
         self.tokens += batch.tokens.size
         return Step(self.done, mean, lr, norm if finite else None, self.tokens, skipped=not finite)
 
-    def _loss(self, batch: Batch) -> Tensor:
-        """The objective summed over one micro-batch."""
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The objective summed over one micro-batch, and what mixers that learn something of their own add to it."""
         tokens, targets, context = to_device(batch, self.device)
         taught = None
         if self.teacher is not None and self.objective.from_teacher:
@@ -130,8 +130,8 @@ class Trainer:
                 taught = self.teacher.hidden(tokens, context)
         x = run_layers(self.model, tokens, context, self.segments)
         loss = self.objective.total(self.model, x, targets, self.teacher, taught)
-        extra = context.extra_loss  # a mean a token, of mixers that learn something of their own
-        return loss if extra is None else loss + extra * (targets != IGNORE).sum()
+        extra = context.extra_loss
+        return loss, None if extra is None else extra * (targets != IGNORE).sum()
 
     def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
         return HoneError(

@@ -7,5 +7,14 @@ MIXERS = Table(
     {
         "attention": "hone.model.mixers.attention:Attention",
         "sliding_window": "hone.model.mixers.sliding_window:SlidingWindow",
+        "mla": "hone.model.mixers.mla:MLA",
+        "shared_kv": "hone.model.mixers.shared_kv:SharedKV",
+        "linformer": "hone.model.mixers.linformer:Linformer",
+        "transformer_xl": "hone.model.mixers.transformer_xl:TransformerXL",
+        "compressive": "hone.model.mixers.compressive:Compressive",
+        "linear_attention": "hone.model.mixers.linear_attention:LinearAttention",
+        "performer": "hone.model.mixers.performer:Performer",
+        "retnet": "hone.model.mixers.retnet:RetNet",
+        "gated_linear": "hone.model.mixers.gated_linear:GatedLinear",
     },
 )

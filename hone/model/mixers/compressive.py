@@ -1,0 +1,224 @@
+"""Compressive Transformer: what leaves Transformer-XL's memory is compressed by a convolution and kept a while longer.
+
+A segment sees itself, the `memory` tokens before it, and before those `compressed` slots of `ratio` tokens each. The
+convolution learns from a loss of its own, how well attention to the slots gives what attention to their tokens gave; the
+language model's loss does not reach it, nor does this loss reach anything else.
+Legend: as in transformer_xl; N compressed slots of a row, c the ratio.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hone.cost.facts import Widths
+from hone.model.context import Context
+from hone.model.linear import MakeLinear
+from hone.model.mixers.transformer_xl import (
+    TransformerXL,
+    TransformerXLLayer,
+    before,
+    cut,
+    segments,
+    visible,
+)
+
+
+class Compressive(TransformerXL):
+    """Transformer-XL with a second memory of compressed tokens, trained to keep attention. Rae et al. 2019, arXiv:1911.05507.
+
+    Reach: segment + memory + ratio x compressed tokens, at segment + memory + compressed keys. A slot across two documents
+    is seen by neither.
+    """
+
+    paper: ClassVar[str] = "arXiv:1911.05507"
+    complexity: ClassVar[str] = "O(S (segment + memory + compressed))"
+
+    compressed: int = Field(128, gt=0, description="Slots of the compressed memory.")
+    ratio: int = Field(4, gt=1, description="Tokens that become one slot.")
+    loss_weight: float = Field(1.0, gt=0, description="Weight of the loss that trains the compression.")
+
+    @model_validator(mode="after")
+    def _slots_fit(self) -> Compressive:
+        if self.segment % self.ratio or self.memory % self.ratio:
+            raise ValueError(f"ratio {self.ratio} does not divide segment {self.segment} and memory {self.memory}")
+        if self.memory < self.segment:
+            raise ValueError(f"memory {self.memory} is shorter than a segment of {self.segment}")
+        return self
+
+    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """(n_out, k_in): fused qkv, compression (one of its products of ratio x hidden_size for `ratio` tokens), out."""
+        qkv, out = super().matmuls(hidden_size)
+        return (qkv, (hidden_size, hidden_size), out)
+
+    def num_params(self, hidden_size: int) -> int:
+        inner, square = self.num_heads * self.head_dim, hidden_size * hidden_size
+        return 5 * inner * hidden_size + 2 * inner + self.ratio * square + hidden_size
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """Scores and sums over memory, segment and slots, and the slots' own keys and values."""
+        slots = min(self.compressed, max(0, seq_len - self.memory) // self.ratio)
+        return super().mixing_flops(seq_len) + 6.0 * self.num_heads * self.head_dim * slots
+
+    def state_values(self, seq_len: int) -> float:
+        """Keys and values of memory, segment so far and slots (those to come, too), and tokens not compressed yet."""
+        at_segment = seq_len - seq_len % self.segment
+        first = max(0, (at_segment - self.memory) // self.ratio - self.compressed)
+        slots = seq_len // self.ratio - first
+        tokens = min(seq_len, self.memory + seq_len % self.segment)
+        return float(self.num_heads * self.head_dim * (2 * (tokens + slots) + seq_len % self.ratio))
+
+    def widths(self, hidden_size: int) -> Widths:
+        plain = super().widths(hidden_size)
+        return plain._replace(extra=plain.extra + 4 * self.num_heads * self.compressed + 2 * hidden_size)
+
+    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> CompressiveLayer:
+        return CompressiveLayer(self, hidden_size, layer, name, make)
+
+
+class Memories(NamedTuple):
+    """What decoding keeps: keys and values [B, m, H, Dh] of tokens and of slots, the tokens [B, < ratio, D] of the next
+    slot, and which slot is the first of those kept."""
+
+    k: Tensor
+    v: Tensor
+    slot_k: Tensor
+    slot_v: Tensor
+    rest: Tensor
+    first: int
+
+
+class CompressiveLayer(TransformerXLLayer):
+    """The module behind `Compressive`. `forward(x [B, S, D], context) -> [B, S, D]`."""
+
+    pieces: ClassVar[dict[str, tuple[str, ...]]] = {**TransformerXLLayer.pieces, "compress": ("compress",)}
+
+    def __init__(self, spec: Compressive, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
+        super().__init__(spec, hidden_size, layer, name, make)
+        self.rows["compress"] = [hidden_size]
+        # A convolution whose stride is its width is a product with `ratio` tokens laid side by side.
+        self.compress = make(f"{name}.compress", spec.ratio * hidden_size, hidden_size, True)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if context.carry is not None:
+            return self.out(self._decode(x, context).flatten(-2))
+        spec, seq_len = self.spec, x.shape[1]
+        q, k, v = self._heads(self.qkv(x))
+        known_k, known_v = k, v
+        if torch.is_grad_enabled():
+            _, known_k, known_v = self._heads(self.qkv(x.detach()))
+        slots = self._slots(x.detach())
+        self._learn(x.detach(), slots, context)
+        segment = min(spec.segment, seq_len)
+        reach = spec.memory if seq_len > segment else 0
+        own_q, own_k, own_v = (segments(part, segment) for part in (q, k, v))
+        count = own_q.shape[1]
+        keys = [before(known_k, segment, reach, count), own_k]
+        values = [before(known_v, segment, reach, count), own_v]
+        seen = visible(seq_len, segment, reach, context.document_ids, x.device)
+        if (count - 1) * segment > spec.memory:  # the last segment's memory has a past
+            _, slot_k, slot_v = self._heads(self.qkv(slots.detach()))
+            keys, values = [self._past(slot_k, count), *keys], [self._past(slot_v, count), *values]
+            past = self._past_seen(count, context.document_ids, x.device)
+            seen = torch.cat((past.expand(*seen.shape[:-1], -1), seen), -1)
+        mixed = self.attend(own_q, torch.cat(keys, 2), torch.cat(values, 2), seen)
+        return self.out(mixed.flatten(1, 2)[:, :seq_len].flatten(-2))
+
+    def _slots(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S // c, D]: every c tokens as one."""
+        whole = x.shape[1] // self.spec.ratio * self.spec.ratio
+        return self.compress(x[:, :whole].unflatten(1, (-1, self.spec.ratio)).flatten(2))
+
+    def _past(self, slots: Tensor, count: int) -> Tensor:
+        """The slots that each segment sees, those before its memory: [B, N, ...] -> [B, G, compressed, ...]."""
+        spec = self.spec
+        late = F.pad(slots, (0, 0) * (slots.dim() - 2) + (spec.memory // spec.ratio, 0))
+        return before(late, spec.segment // spec.ratio, spec.compressed, count)
+
+    def _past_seen(self, count: int, ids: Tensor | None, device: torch.device) -> Tensor:
+        """Which of them a token sees: bool [B or 1, G, 1, L or 1, compressed]."""
+        spec = self.spec
+        there = (torch.arange(count, device=device) * spec.segment - spec.memory) // spec.ratio
+        line = torch.arange(spec.compressed, device=device)
+        seen = (line >= spec.compressed - there[:, None])[None, :, None, None]
+        if ids is None:
+            return seen
+        whole = ids.shape[1] // spec.ratio * spec.ratio
+        first, last = ids[:, : whole : spec.ratio], ids[:, spec.ratio - 1 : whole : spec.ratio]
+        slots = self._past(torch.where(first == last, first + 1, 0), count)
+        return seen & (segments(ids + 1, spec.segment)[..., :, None] == slots[..., None, :])[:, :, None]
+
+    def _learn(self, x: Tensor, slots: Tensor, context: Context) -> None:
+        """The attention-reconstruction loss of the tokens that leave the memory at each segment's end."""
+        if not torch.is_grad_enabled() or not self.compress.weight.requires_grad:
+            return None
+        spec = self.spec
+        begin, end = -(-spec.memory // spec.segment), x.shape[1] // spec.segment
+        if end <= begin:  # nothing leaves; a parameter that is trained must have a gradient all the same
+            return context.add_loss(0.0 * sum(part.sum() for part in self.compress.parameters()))
+        qkv = self.qkv.weight.detach()
+        q, k, v = self._heads(F.linear(x, qkv))
+        _, slot_k, slot_v = self._heads(F.linear(slots, qkv))
+        q = segments(q[:, : end * spec.segment], spec.segment)
+        exact, brief = (
+            self._content(q, *(self._leaving(part, width, end) for part in both))[:, begin:]
+            for both, width in (((k, v), spec.segment), ((slot_k, slot_v), spec.segment // spec.ratio))
+        )
+        return context.add_loss(spec.loss_weight * F.mse_loss(brief.float(), exact.detach().float()))
+
+    def _leaving(self, part: Tensor, width: int, count: int) -> Tensor:
+        """What leaves the memory at the end of each segment, `width` rows of it: [B, .., H, Dh] -> [B, count, width, H, Dh]."""
+        late = (self.spec.memory - self.spec.segment) * width // self.spec.segment
+        return before(F.pad(part, (0, 0, 0, 0, late, 0)), width, width, count)
+
+    def _content(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention by content alone, every key seen; axes [B, G, n, H, Dh]."""
+        weights = (torch.einsum("bgnhd,bgkhd->bghnk", q, k) * self.spec.head_dim**-0.5).softmax(-1)
+        return torch.einsum("bghnk,bgkhd->bgnhd", weights, v)
+
+    def _decode(self, x: Tensor, context: Context) -> Tensor:
+        """New tokens after those in the carry: [B, n, H, Dh]. A piece ends where its segment does."""
+        spec = self.spec
+        q, k, v = self._heads(self.qkv(x))
+        known = context.carry.get(self.layer) or Memories(k[:, :0], v[:, :0], k[:, :0], v[:, :0], x[:, :0], 0)
+        mixed, at = [], context.start
+        for part_q, part_k, part_v, part_x in zip(*(cut(part, at, spec.segment) for part in (q, k, v, x))):
+            new, past = part_q.shape[1], max(0, (at - at % spec.segment - spec.memory) // spec.ratio)
+            known = self._forget(known, at)
+            known = known._replace(k=torch.cat((known.k, part_k), 1), v=torch.cat((known.v, part_v), 1))
+            slots = slice(0, past - known.first)
+            keys = torch.cat((known.slot_k[:, slots], known.k), 1)
+            values = torch.cat((known.slot_v[:, slots], known.v), 1)
+            count = keys.shape[1]
+            seen = torch.ones(new, count, dtype=torch.bool, device=x.device).tril(count - new)
+            mixed.append(self.attend(part_q[:, None], keys[:, None], values[:, None], seen)[:, 0])
+            known, at = self._compressed(known, part_x), at + new
+        context.carry[self.layer] = self._forget(known, at)
+        return torch.cat(mixed, 1)
+
+    def _forget(self, known: Memories, at: int) -> Memories:
+        """Without what a token at place `at` and those after it cannot see."""
+        spec = self.spec
+        begin = at - at % spec.segment
+        first = max(0, (begin - spec.memory) // spec.ratio - spec.compressed)
+        kept, drop = spec.memory + at - begin, first - known.first
+        return Memories(
+            known.k[:, -kept:], known.v[:, -kept:], known.slot_k[:, drop:], known.slot_v[:, drop:], known.rest, first
+        )
+
+    def _compressed(self, known: Memories, x: Tensor) -> Memories:
+        """With the new tokens x [B, n, D] compressed as far as they make whole slots."""
+        rest = torch.cat((known.rest, x), 1)
+        whole = rest.shape[1] // self.spec.ratio * self.spec.ratio
+        if not whole:
+            return known._replace(rest=rest)
+        _, slot_k, slot_v = self._heads(self.qkv(self._slots(rest[:, :whole])))
+        return known._replace(
+            slot_k=torch.cat((known.slot_k, slot_k), 1),
+            slot_v=torch.cat((known.slot_v, slot_v), 1),
+            rest=rest[:, whole:],
+        )

@@ -1,0 +1,97 @@
+"""Cross-layer sharing of keys and values: a layer brings queries only and attends to what an earlier layer attended to."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hone.cost.facts import Widths, mean_positions
+from hone.model.context import Context
+from hone.model.linear import MakeLinear
+from hone.model.mixer import Mixer
+from hone.model.mixers.attention import Rope
+from hone.model.norm import RMSNorm
+from hone.ops.lean import rope
+
+
+class SharedKV(Mixer):
+    """Attention to the keys and values of the nearest layer before it that has its own. Brandon et al. 2024, arXiv:2405.12981.
+
+    `mixers: [attention, shared_kv]` keeps half the keys, `[attention, shared_kv, shared_kv]` a third. The lender may be
+    `attention` or `sliding_window`; rope, window, head_dim and qk_norm must be the lender's.
+    """
+
+    paper: ClassVar[str] = "arXiv:2405.12981"
+    complexity: ClassVar[str] = "O(S^2)"
+    borrows: ClassVar[bool] = True
+
+    num_heads: int = Field(gt=0, description="Query heads.")
+    head_dim: int = Field(gt=0, description="Width of a head.")
+    rope: Rope = Field(default_factory=Rope, description="Rotary positions of the layer whose keys are used.")
+    window: int | None = Field(None, gt=0, description="Sliding window of the layer whose keys are used.")
+    qk_norm: bool = Field(False, description="RMS norm of each query head before the rotation.")
+
+    @model_validator(mode="after")
+    def _pairs(self) -> SharedKV:
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+        return self
+
+    def check_source(self, source: Mixer) -> None:
+        for name in ("head_dim", "rope", "window", "qk_norm"):
+            mine, theirs = getattr(self, name), getattr(source, name)
+            if mine != theirs:
+                raise ValueError(f"shared_kv.{name} is {mine}, that of the layer whose keys it uses is {theirs}")
+        if self.num_heads % source.num_kv_heads:
+            raise ValueError(
+                f"shared_kv.num_heads {self.num_heads} is no multiple of the {source.num_kv_heads} key heads it uses"
+            )
+
+    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """(n_out, k_in): queries, out."""
+        queries = self.num_heads * self.head_dim
+        return ((queries, hidden_size), (hidden_size, queries))
+
+    def num_params(self, hidden_size: int) -> int:
+        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size)) + self.head_dim * self.qk_norm
+
+    def mixing_flops(self, seq_len: int) -> float:
+        return 4.0 * self.num_heads * self.head_dim * mean_positions(seq_len, self.window)
+
+    def state_values(self, seq_len: int) -> float:
+        """None of its own."""
+        return 0.0
+
+    def widths(self, hidden_size: int) -> Widths:
+        queries = self.num_heads * self.head_dim
+        return Widths(projected=queries, turned=queries, mixed=queries)
+
+    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> SharedKVLayer:
+        return SharedKVLayer(self, hidden_size, name, norm_eps, make)
+
+
+class SharedKVLayer(nn.Module):
+    """The module behind `SharedKV`. `forward(x [..., D], context) -> [..., D]`."""
+
+    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"q": ("q",), "out": ("out",)}
+    residual: ClassVar[str] = "out"
+
+    def __init__(self, spec: SharedKV, hidden_size: int, name: str, norm_eps: float, make: MakeLinear) -> None:
+        super().__init__()
+        self.spec = spec
+        self.source = -1  # the decoder says which layer lends
+        queries = spec.num_heads * spec.head_dim
+        self.rows = {"q": [queries], "out": [hidden_size]}
+        self.q = make(f"{name}.q", hidden_size, queries, False)
+        self.out = make(f"{name}.out", queries, hidden_size, False)
+        self.q_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
+        self.scale = spec.head_dim**-0.5
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        spec = self.spec
+        q = self.q(x).unflatten(-1, (spec.num_heads, spec.head_dim))
+        q = q if self.q_norm is None else self.q_norm(q)
+        q = rope(q, *context.rotary(spec.rope, spec.head_dim, x.dtype))
+        return self.out(context.attend(self.source, q, None, None, scale=self.scale, window=spec.window).flatten(-2))
