@@ -1,8 +1,8 @@
 """The kernel table: every op of hone and its peer in one run on one GPU, each row also as a fraction of a measured ceiling.
 
-    python -m benchmarks.ops                    # the whole table; one H200, about ten minutes
-    python -m benchmarks.ops attention paged    # some areas
-    python -m benchmarks.ops --no-ledger        # print only
+python -m benchmarks.ops                    # the whole table; one H200, about ten minutes
+python -m benchmarks.ops attention paged    # some areas
+python -m benchmarks.ops --no-ledger        # print only
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main() -> None:
         raise SystemExit("error: no CUDA device\nfix: run this on a GPU; the ops' references need none")
     torch.manual_seed(0)
     limits = ceilings()
-    print(f"copy {limits.copy / 1e12:.2f} TB/s, read {limits.read / 1e12:.2f} TB/s, GEMM {limits.gemm / 1e12:.0f} TFLOP/s")
+    print(
+        f"copy {limits.copy / 1e12:.2f} TB/s, read {limits.read / 1e12:.2f} TB/s, GEMM {limits.gemm / 1e12:.0f} TFLOP/s"
+    )
     rows: list[dict[str, Any]] = [
         {"figure": "ceiling copy", "value": limits.copy / 1e12, "unit": "TB/s"},
         {"figure": "ceiling read", "value": limits.read / 1e12, "unit": "TB/s"},
@@ -48,7 +50,11 @@ def main() -> None:
         rows += made
         print(f"-- {area}, {time.monotonic() - begin:.0f} s\n{ledger.table(made)}", flush=True)
         torch.cuda.empty_cache()
-    missed = [row for row in rows if row.get("ratio", 9) < row.get("target", 0) or row.get("of_limit", 9) < row.get("of_target", 0)]
+    missed = [
+        row
+        for row in rows
+        if row.get("ratio", 9) < row.get("target", 0) or row.get("of_limit", 9) < row.get("of_target", 0)
+    ]
     print(f"{len(missed)} of {len(rows)} rows miss their target: " + "; ".join(row["figure"] for row in missed))
     if not chosen.no_ledger:
         ledger.append("ops", rows, device="cuda")

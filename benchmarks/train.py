@@ -2,6 +2,7 @@
 
     python -m benchmarks.train                                    # 2.6 M parameters, 8 x 256, fp32, interleaved with the peer
     python -m benchmarks.train --device cuda --shape llama3-8b    # random weights and tokens; needs one GPU of 140 GB
+    python -m benchmarks.train --device cuda --compared           # the same with torch's attention and loss, then with hone.ops
     python -m benchmarks.train --device cuda --shape llama3-1b
     python -m benchmarks.train --remat                            # what each rematerialization costs and saves, on a CPU
 
@@ -19,7 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch: the 8B run fills the card
 
@@ -32,6 +36,7 @@ from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, build
 from hone.model.families import Shape
+from hone.ops import dispatch
 from hone.train import REMATS
 from hone.train.cosine import Cosine
 from hone.train.loop import Trainer
@@ -139,8 +144,22 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
     return 3 * facts.flops_per_token(seq_len), 6.0 * facts.matmul_params + mixing
 
 
-def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int, bool]]) -> list[dict[str, Any]]:
-    """Trains random weights for `steps` steps in each cell (rows, seq_len, n: every n-th layer recomputed or 0, compile).
+@contextmanager
+def torch_only() -> Iterator[None]:
+    """Inside, the trainer runs torch's attention and the plain chunked loss: the peer of hone.ops' kernels."""
+    kept = dict(dispatch.RULES)
+    plain = {"linear_cross_entropy": "reference", "rms_norm": "lean", "rope": "lean", "swiglu": "lean"}
+    for op, backend in plain.items():
+        dispatch.RULES[op] = lambda where, backend=backend, **_: dispatch.Choice(backend, "the benchmark's peer")
+    try:
+        with patch("hone.model.context.has_fused", lambda *_: False):
+            yield
+    finally:
+        dispatch.RULES.update(kept)
+
+
+def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int, bool, str]]) -> list[dict[str, Any]]:
+    """Trains random weights for `steps` steps in each cell (rows, seq_len, n: every n-th layer recomputed or 0, compile, ops).
 
     Memory of bf16 training with one micro-batch: 2 (weights) + 4 (masters) + 8 (moments) + 2 (gradients) = 16 bytes a
     parameter, so 8.03 billion take 119.7 GiB; what is left holds activations, which is why all layers are recomputed.
@@ -162,11 +181,18 @@ def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int,
         f"{config.num_params / 1e9:.2f} B parameters, {torch.cuda.memory_allocated() / 2**30:.1f} GiB before the first step"
     )
     rows = []
+    rates: dict[tuple, float] = {}
     for cell in cells:
-        row, seq_len, nth, compiled = cell
+        row, seq_len, nth, compiled, ops = cell
         label = f"{row} x {seq_len}, {f'recompute every {nth}' if nth else 'no recomputation'}{', compiled' * compiled}"
         try:
-            rows += _cell(trainer, cell, device, steps, start, config, shape, peak, measured)
+            with torch_only() if ops == "torch" else nullcontext():
+                made = _cell(trainer, cell, device, steps, start, config, shape, peak, measured)
+            rates[cell] = made[0]["value"]
+            peer = rates.get((*cell[:4], "torch"))
+            if ops == "hone" and peer is not None:
+                made[0] |= {"peer": "the same with SDPA", "peer_value": peer, "ratio": made[0]["value"] / peer}
+            rows += made
         except Exception as error:  # a cell that fails must not cost the others
             print(f"{label}: left out, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             trainer.update.drop()
@@ -177,7 +203,7 @@ def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int,
 
 def _cell(
     trainer: Trainer,
-    cell: tuple[int, int, int, bool],
+    cell: tuple[int, int, int, bool, str],
     device: str,
     steps: int,
     start: int,
@@ -187,9 +213,10 @@ def _cell(
     measured: float,
 ) -> list[dict[str, Any]]:
     """Times `steps` steps after two to warm up; prints a line and returns the ledger's rows."""
-    rows, seq_len, nth, compiled = cell
+    rows, seq_len, nth, compiled, ops = cell
     remat = EveryNth(n=nth) if nth else KeepAll()
     trainer.segments = remat.segments(config.num_layers)
+    torch._dynamo.reset()  # what was compiled for another cell's attention
     for layer in trainer.model.layers:
         layer._compiled_call_impl = None
         if compiled:
@@ -214,6 +241,7 @@ def _cell(
     gib = top / 2**30
     of = peak or measured
     label = f"{rows} x {seq_len}, {f'recompute every {nth}' if nth else 'keep all'}{', compiled' * compiled}"
+    label += ", torch's attention and loss" * (ops == "torch")
     print(
         f"{label}: {rate:,.0f} tokens/s, {step_s:.3f} s a step, "
         f"MFU {causal * rate / of:.1%} causal-halved, {full * rate / of:.1%} full (of {of / 1e12:.0f} TFLOP/s), "
@@ -281,12 +309,14 @@ def remats() -> list[dict[str, Any]]:
 
 
 CELLS = {
-    "llama3-8b": [(1, 4096, 1, False), (1, 8192, 1, False), (1, 8192, 2, False), (4, 8192, 1, False),
-                  (1, 8192, 2, True), (4, 8192, 1, True)],
-    "llama3-1b": [(2, 8192, 0, False), (2, 8192, 0, True), (4, 8192, 1, False)],
-    "tiny": [(32, 256, 0, False)],
+    "llama3-8b": [(1, 4096, 1, False, "hone"), (1, 8192, 1, False, "hone"), (1, 8192, 2, False, "hone"),
+                  (4, 8192, 1, False, "hone"), (1, 8192, 2, True, "hone"), (4, 8192, 1, True, "hone")],
+    "llama3-1b": [(2, 8192, 0, False, "hone"), (2, 8192, 0, True, "hone"), (4, 8192, 1, False, "hone")],
+    "tiny": [(32, 256, 0, False, "hone")],
 }  # fmt: skip
-"""(rows, seq_len, recompute every n-th layer or 0, compile), the safest first."""
+"""(rows, seq_len, recompute every n-th layer or 0, compile, whose attention and loss), the safest first."""
+
+COMPARED = [(1, 8192, 2, True, "torch"), (1, 8192, 2, True, "hone")]
 
 
 def main() -> None:
@@ -298,6 +328,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20, help="steps measured")
     parser.add_argument("--remat", action="store_true", help="compare the rematerializations instead")
+    parser.add_argument("--compared", action="store_true", help="on a GPU: torch's attention and loss against hone.ops")
     parser.add_argument("--no-ledger", action="store_true", help="print only")
     chosen = parser.parse_args()
     if chosen.remat:
@@ -306,7 +337,7 @@ def main() -> None:
         rows = against_transformers(chosen.shape or "tiny", chosen.batch_size, chosen.seq_len, chosen.repeats)
     else:
         shape = chosen.shape or "llama3-8b"
-        rows = on_gpu(shape, chosen.device, min(chosen.repeats, 8), CELLS[shape])
+        rows = on_gpu(shape, chosen.device, min(chosen.repeats, 8), COMPARED if chosen.compared else CELLS[shape])
     print(ledger.table(rows))
     if rows and not chosen.no_ledger:
         print(f"appended to {ledger.append('train', rows, chosen.device)}")

@@ -24,19 +24,22 @@ class Ceilings:
 
 def ceilings() -> Ceilings:
     """Measured on 4 GiB and on an 8192^3 product, both of random numbers."""
-    x = torch.empty(1 << 31, dtype=torch.bfloat16, device="cuda").normal_()
-    y = torch.empty_like(x)
-    copy = 4 * x.numel() / median_seconds(lambda: y.copy_(x), captured=False)
-    read = 2 * x.numel() / median_seconds(lambda: x.view(-1, 4096).sum(1), captured=False)
-    del x, y
+    copy, read = _memory_rates()
+    torch.cuda.empty_cache()
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     gemm = 2 * 8192**3 / median_seconds(lambda: a @ b, captured=False)
     return Ceilings(copy, read, gemm)
 
 
-def median_seconds(
-    run: Callable[[], Any], *, captured: bool = True, min_time_s: float = 0.15, calls: int = 1
-) -> float:
+def _memory_rates() -> tuple[float, float]:
+    x = torch.empty(1 << 31, dtype=torch.bfloat16, device="cuda").normal_()
+    y = torch.empty_like(x)
+    copy = 4 * x.numel() / median_seconds(lambda: y.copy_(x), captured=False)
+    read = 2 * x.numel() / median_seconds(lambda: x.view(-1, 4096).sum(1), captured=False)
+    return copy, read
+
+
+def median_seconds(run: Callable[[], Any], *, captured: bool = True, min_time_s: float = 0.15, calls: int = 1) -> float:
     """Median seconds of `run` / `calls`, after warming up; as replays of a CUDA graph unless `captured` is False.
 
     A `run` whose data fits in L2 must itself go through several sets of inputs and say in `calls` how many it did.
