@@ -214,6 +214,14 @@ def _attend_latent(
     return Choice("triton", "latents are read once for up to 64 heads")
 
 
+def _sample(where: Where, *, dtype: torch.dtype) -> Choice:
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: torch's sort and argmax")
+    if dtype not in (*_HALVES, torch.float32):
+        return Choice("reference", f"the kernel takes logits of 16 and 32 bits, not {dtype}")
+    return Choice("triton", "noise and thresholds without a pass through memory")
+
+
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": _attend,
     "attend_backward": _attend_backward,
@@ -224,4 +232,5 @@ RULES: dict[str, Callable[..., Choice]] = {
     "rope": _elementwise,
     "swiglu": _elementwise,
     "linear_cross_entropy": _linear_cross_entropy,
+    "sample": _sample,
 }

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hone.ops.sampling import ACCEPT, GUMBEL, RESIDUAL, filter_logits, gumbel, noise_keys, sample, token_hashes, uniform
 from hone.serve.request import SamplingParams, TokenLogprob
 
-_MASK = (1 << 64) - 1
+__all__ = ["ACCEPT", "GUMBEL", "RESIDUAL", "Chooser", "Chosen", "Entry", "Sampler", "logprobs", "uniform"]
+
 _LOGPROB_ROWS = 256
 """Rows of float32 log-probabilities made at a time: what scoring a long prompt may need beside the model."""
-
-GUMBEL, ACCEPT, RESIDUAL = 0, 1, 2
-"""Streams of noise of one (seed, position): the draw itself, and the two that speculation needs."""
 
 
 @dataclass
@@ -137,6 +136,8 @@ class Sampler:
 
     def draw(self, logits: Tensor, entries: Sequence[Entry]) -> Tensor:
         """Tokens int64 [E] from processed logits [E, V]: argmax where the temperature is 0, Gumbel-max elsewhere."""
+        if logits.is_cuda and any(not entry.chooser.params.greedy for entry in entries):
+            return self._draw_at_once(logits, entries)
         drawing = [place for place, entry in enumerate(entries) if not entry.chooser.params.greedy]
         if not drawing:
             return logits.argmax(-1)
@@ -150,30 +151,26 @@ class Sampler:
     def filter(self, logits: Tensor, entries: Sequence[Entry]) -> Tensor:
         """Logits / temperature, -inf where min-p, top-k or top-p drop the token. None of `entries` is greedy."""
         params = [entry.chooser.params for entry in entries]
-        if any(one.temperature != 1 for one in params):
-            logits = logits / self._column([one.temperature for one in params])
-        if any(one.min_p > 0 for one in params):
-            floor = self._column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in params])
-            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor, -math.inf)
-        vocab_size = logits.shape[-1]
-        counts = [min(one.top_k or vocab_size, vocab_size) for one in params]
-        if any(one.top_p < 1 for one in params):
-            ordered = logits.sort(-1, descending=True).values
-            places = torch.arange(vocab_size, device=logits.device)
-            ordered = ordered.masked_fill(places >= self._column(counts), -math.inf)
-            mass = ordered.softmax(-1)
-            # A row without top-p must not lose its rarest tokens to rounding because a row beside it has one.
-            bounds = [one.top_p if one.top_p < 1 else 2.0 for one in params]
-            kept = mass.cumsum(-1) - mass < self._column(bounds)
-            last = (kept & (ordered > -math.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
-            logits = logits.masked_fill(logits < ordered.gather(-1, last), -math.inf)
-        elif min(counts) < vocab_size:
-            best = logits.topk(max(count for count in counts if count < vocab_size)).values
-            places = torch.tensor([min(count, best.shape[-1]) - 1 for count in counts], device=logits.device)
-            floor = best.gather(-1, places[:, None])
-            floor = floor.masked_fill(self._column(counts) >= vocab_size, -math.inf)
-            logits = logits.masked_fill(logits < floor, -math.inf)
-        return logits
+        return filter_logits(
+            logits,
+            [one.temperature for one in params],
+            [one.min_p for one in params],
+            [one.top_k or 0 for one in params],
+            [one.top_p for one in params],
+        )
+
+    def _draw_at_once(self, logits: Tensor, entries: Sequence[Entry]) -> Tensor:
+        """`draw` in a few kernels: thresholds without a sort, noise made where it is added."""
+        params = [entry.chooser.params for entry in entries]
+        drawn = [one for one in params if not one.greedy]
+        return sample(
+            logits,
+            [0.0 if one.greedy else one.temperature for one in params],
+            [one.top_k or 0 for one in params] if any(one.top_k for one in drawn) else None,
+            [one.top_p for one in params] if any(one.top_p < 1 for one in drawn) else None,
+            [one.min_p for one in params] if any(one.min_p > 0 for one in drawn) else None,
+            keys=self._keys(entries),
+        )
 
     def noise(self, entries: Sequence[Entry], streams: Sequence[int] | None = None) -> Tensor:
         """Gumbel noise float64 [E, V]: the same for the same (seed, position, token, stream), whatever the batch.
@@ -181,25 +178,12 @@ class Sampler:
         `streams` names each entry's stream, GUMBEL when None.
         """
         if self._token_hashes is None:
-            hashes = [_signed(_mix(token)) for token in range(self.vocab_size)]
-            self._token_hashes = torch.tensor(hashes, dtype=torch.int64, device=self.device)
-        streams = streams or [GUMBEL] * len(entries)
-        keys = [_signed(_key(one.chooser.seed, one.position, stream)) for one, stream in zip(entries, streams)]
-        x = self._token_hashes ^ torch.tensor(keys, dtype=torch.int64, device=self.device)[:, None]
-        for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):  # MurmurHash3's 64-bit finalizer
-            x ^= (x >> 33) & 0x7FFFFFFF
-            x *= _signed(multiplier)
-        x ^= (x >> 33) & 0x7FFFFFFF
-        uniform = ((x >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
-        return uniform.log_().neg_().log_().neg_()
+            self._token_hashes = token_hashes(torch.arange(self.vocab_size, device=self.device))
+        return gumbel(self._keys(entries, streams), self._token_hashes)
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=self.device)[:, None]
-
-
-def uniform(seed: int, position: int, stream: int) -> float:
-    """A number in (0, 1) that depends on its arguments alone."""
-    return ((_mix(_key(seed, position, stream)) >> 11) + 0.5) * 2.0**-53
+    def _keys(self, entries: Sequence[Entry], streams: Sequence[int] | None = None) -> Tensor:
+        seeds, positions = [one.chooser.seed for one in entries], [one.position for one in entries]
+        return noise_keys(seeds, positions, streams or GUMBEL, self.device)
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
@@ -225,19 +209,3 @@ def logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> li
                 top.append((token, logprob))
             found.append(TokenLogprob(token, logprob, top))
     return found
-
-
-def _mix(value: int) -> int:
-    """SplitMix64 of one number."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _key(seed: int, position: int, stream: int) -> int:
-    return _mix(_mix(_mix(seed & _MASK) ^ position) ^ stream)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
