@@ -224,7 +224,10 @@ def outer_strides(made: Tensor | None) -> tuple[int, int]:
 def _triton_rule(name: str) -> Any:
     import triton
 
-    return triton.jit(resolve_rule(name))
+    from hone.ops.compat import INTERPRETED
+
+    # The interpreter runs Python itself, and would ask the rule's module to import Triton.
+    return resolve_rule(name) if INTERPRETED else triton.jit(resolve_rule(name))
 
 
 @cache
