@@ -277,7 +277,8 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any
     grads = _attend_backward_op(
         q, k, v, out, lse, d_out, d_lse, q_data, k_data, lists, ctx.blocks, rule, params, kind, scale, softcap, reverse
     )
-    return (*grads, None, None, [None] * ctx.num_lists, *[None] * 8)
+    # An empty list of numbers passes for a list of tensors, which wants a list back.
+    return (*grads, None, None, [None] * ctx.num_lists, None, None, [] if len(params) == 0 else None, *[None] * 5)
 
 
 _attend_op.register_autograd(_backward, setup_context=_setup)
