@@ -9,24 +9,72 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import ledger
-from benchmarks.kernels.timing import ceilings
 
 AREAS = ("attention", "sparse", "paged", "gemm", "fused", "scan")
 """Modules of benchmarks.kernels; each has `rows(ceilings) -> list of ledger rows`."""
 
 
+PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
+BEGIN, END = (
+    "<!-- table: written by `python -m benchmarks.ops --page` from benchmarks/ledger/ops.jsonl -->\n",
+    "<!-- end -->",
+)
+
+
+def newest() -> list[dict[str, Any]]:
+    """Of every figure in the ledger the newest row, in the order in which the figures first came."""
+    path = ledger.FOLDER / "ops.jsonl"
+    rows: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf8").splitlines() if path.exists() else []:
+        row = json.loads(line)
+        rows[row["figure"]] = row
+    return list(rows.values())
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The rows as docs/ops.md shows them; a ratio or fraction that misses its target stands beside it."""
+    lines = ["| figure | hone | peer | ratio | of limit |", "|---|---|---|---|---|"]
+    for row in rows:
+        peer = f"{row['peer']}: {row['peer_value']:.4g}" if row.get("peer") else ""
+        ratio = f"{row['ratio']:.2f} x" if row.get("ratio") else ""
+        if row.get("ratio", 9.0) < row.get("target", 0):
+            ratio += f" (target {row['target']:.2f})"
+        limit = f"{row['of_limit']:.0%}" if row.get("of_limit") else ""
+        if row.get("of_limit", 9.0) < row.get("of_target", 0):
+            limit += f" (target {row['of_target']:.0%})"
+        lines.append(f"| {row['figure']} | {row['value']:.4g} {row['unit']} | {peer} | {ratio} | {limit} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Puts the newest figures between the marks of docs/ops.md."""
+    text = PAGE.read_text(encoding="utf8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + BEGIN + page(newest()) + END + rest.split(END, 1)[1], encoding="utf8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("areas", nargs="*", choices=[[], *AREAS], default=[], help="default: all")
+    parser.add_argument("areas", nargs="*", help=f"of {', '.join(AREAS)}; default: all")
     parser.add_argument("--no-ledger", action="store_true", help="print without writing the ledger")
+    parser.add_argument("--page", action="store_true", help="write docs/ops.md from the ledger, measure nothing")
     chosen = parser.parse_args()
+    for area in set(chosen.areas) - set(AREAS):
+        parser.error(f"no area {area!r}: there are {', '.join(AREAS)}")
+    if chosen.page:
+        write_page()
+        return
+    import torch
+
+    from benchmarks.kernels.timing import ceilings
+
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device\nfix: run this on a GPU; the ops' references need none")
     torch.manual_seed(0)

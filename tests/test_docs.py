@@ -1,7 +1,8 @@
-"""docs/techniques.md is what the tables and the ledger say."""
+"""docs/techniques.md and the table of docs/ops.md are what the tables and the ledger say."""
 
 from __future__ import annotations
 
+from benchmarks import ops
 from benchmarks.techniques_page import page
 from tests.conftest import ROOT
 
@@ -9,3 +10,8 @@ from tests.conftest import ROOT
 def test_the_page_of_techniques_is_up_to_date():
     fix = "run python -m benchmarks.techniques_page"
     assert (ROOT / "docs" / "techniques.md").read_text(encoding="utf8") == page(), fix
+
+
+def test_the_table_of_ops_is_up_to_date():
+    table = (ROOT / "docs" / "ops.md").read_text(encoding="utf8").split(ops.BEGIN)[1].split(ops.END)[0]
+    assert table == ops.page(ops.newest()), "run python -m benchmarks.ops --page"
