@@ -1,0 +1,126 @@
+"""Linear attention: softmax replaced by a feature map, so that a running sum stands for all tokens before.
+
+Here too what every mixer over `hone.ops.scan` shares: a state a head instead of keys, documents kept apart, a state
+handed on from pass to pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from hone.model.context import Context
+from hone.model.linear import MakeLinear
+from hone.model.mixer import Mixer
+from hone.ops.recurrence import scan
+
+
+class Recurrent(Mixer):
+    """Base of mixers whose memory is one matrix a head: any length in the same memory, work linear in the length."""
+
+    complexity: ClassVar[str] = "O(S)"
+
+    num_heads: int = Field(gt=0, description="Heads, each with a state of its own.")
+    head_dim: int = Field(gt=0, le=256, description="Width of a head's queries and keys.")
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Rows (keys) and columns (values) of a head's state."""
+        return self.head_dim, self.head_dim
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """The recurrence: k^T v into the state, q times the state. Chunked kernels spend more to be faster."""
+        rows, columns = self.state_shape
+        return 4.0 * self.num_heads * rows * columns
+
+    def state_values(self, seq_len: int) -> float:
+        """One state a head whatever the length."""
+        rows, columns = self.state_shape
+        return float(self.num_heads * rows * columns)
+
+
+class RecurrentLayer(nn.Module):
+    """Base of their modules. `forward(x [B, S, D], context) -> [B, S, D]`; a subclass writes `mix`."""
+
+    layer: int
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if x.dim() == 2:
+            return self.forward(x[None], context)[0]
+        positions = context.positions.expand(x.shape[:2])
+        begins = positions == 0 if context.document_ids is not None else None
+        known = None if context.carry is None else context.carry.get(self.layer)
+        out, left = self.mix(x, context, positions, begins, known)
+        if context.carry is not None:
+            context.carry[self.layer] = left
+        return out
+
+    def mix(
+        self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Any
+    ) -> tuple[Tensor, Any]:
+        """(output, what the next pass must know). `begins` bool [B, S]: a document starts here; `known`: from the last pass."""
+        raise NotImplementedError
+
+
+def weighted_mean(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, decay: Tensor | None, begins: Tensor | None, state: Any
+) -> tuple[Tensor, Tensor]:
+    """sum_t (q_s . k_t) v_t / sum_t (q_s . k_t) over a document's tokens t <= s, for features q, k > 0; and the state.
+
+    The denominator is one more column of values, all ones: state [B, H, Dk, Dv + 1].
+    """
+    q = q / (positions[..., None, None] + 1)  # cancels out; keeps both sums in the range of 16-bit floats
+    sums, state = scan(q, k, F.pad(v, (0, 1), value=1.0), decay, state=state, reset=begins, return_state=True)
+    top, bottom = sums.split([v.shape[-1], 1], -1)
+    return top / bottom.clamp_min(torch.finfo(bottom.dtype).tiny), state
+
+
+class LinearAttention(Recurrent):
+    """Attention with weights f(q) . f(k), f = elu + 1, as a running sum. Katharopoulos et al. 2020, arXiv:2006.16236.
+
+    No positions but the order that causality gives: mix with layers that have them, or train long enough.
+    """
+
+    paper: ClassVar[str] = "arXiv:2006.16236"
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim + 1  # and the sum of the keys
+
+    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """(n_out, k_in) of its matrix products: fused qkv, out."""
+        width = self.num_heads * self.head_dim
+        return ((3 * width, hidden_size), (hidden_size, width))
+
+    def num_params(self, hidden_size: int) -> int:
+        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
+
+    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LinearAttentionLayer:
+        return LinearAttentionLayer(self, hidden_size, layer, name, make)
+
+
+class LinearAttentionLayer(RecurrentLayer):
+    """The module behind `LinearAttention`."""
+
+    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
+    residual: ClassVar[str] = "out"
+
+    def __init__(self, spec: LinearAttention, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        width = spec.num_heads * spec.head_dim
+        self.rows = {"qkv": [width] * 3, "out": [hidden_size]}
+        self.qkv = make(f"{name}.qkv", hidden_size, 3 * width, False)
+        self.out = make(f"{name}.out", width, hidden_size, False)
+
+    def mix(
+        self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.spec.num_heads, -1)).unbind(-3)
+        mixed, state = weighted_mean(F.elu(q) + 1, F.elu(k) + 1, v, positions, None, begins, known)
+        return self.out(mixed.flatten(-2)), state
