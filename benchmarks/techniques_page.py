@@ -33,13 +33,16 @@ def page() -> str:
         "figures are the latest of `benchmarks/ledger/`.",
     ]
     for slot, table in all_tables().items():
-        lines += ["", f"## {slot}", "", "| name | what it does | paper | file | measured |", "|---|---|---|---|---|"]
+        sized = any(getattr(table[name], "complexity", "") for name in table)
+        heads = ["name", "what it does", "paper", *(["work for S tokens"] if sized else []), "file", "measured"]
+        lines += ["", f"## {slot}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for name in table:
             cls = table[name]
             summary = (cls.__doc__ or "").strip().splitlines()[0].replace("|", "\\|")
             file = cls.__module__.replace(".", "/") + ".py"
             measured = "; ".join(figures.get(f"{slot}/{name}", [])) or "-"
-            lines.append(f"| `{name}` | {summary} | {cls.paper or '-'} | [{file}](../{file}) | {measured} |")
+            work = f" {cls.complexity} |" if sized else ""
+            lines.append(f"| `{name}` | {summary} | {cls.paper or '-'} |{work} [{file}](../{file}) | {measured} |")
     return "\n".join(lines) + "\n"
 
 

@@ -402,7 +402,9 @@ def _techniques(words: list[str], options: dict[str, str]) -> int:
             cls = table[name]
             if wanted in (None, slot, name):
                 summary = (cls.__doc__ or "").strip().splitlines()[0]
-                print(f"{slot:14} {name:18} {cls.paper or '-':22} {cls.__module__.replace('.', '/')}.py  {summary}")
+                work = f" {cls.complexity:36}" if getattr(cls, "complexity", "") else ""
+                file = f"{cls.__module__.replace('.', '/')}.py"
+                print(f"{slot:14} {name:18} {cls.paper or '-':22}{work} {file}  {summary}")
             if wanted == name and hasattr(cls, "model_fields"):
                 for field, kind, default, description in describe_fields(cls):
                     if field != "kind":

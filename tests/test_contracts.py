@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pickle
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +20,16 @@ from hone.compress import PRUNERS, QUANTIZERS
 from hone.compress.stage import Compress
 from hone.data import DEDUPS, FILTERS
 from hone.data.expression import evaluate
+from hone.data.load import Batch
 from hone.data.signals import signals
+from hone.model.decoder import build
+from hone.model.families import Shape
+from hone.model.incremental import Incremental, generate
+from hone.model.mixers import MIXERS
 from hone.serve import DRAFTERS
 from hone.train import OBJECTIVES, REMATS, SCHEDULES
+from hone.train.loop import Trainer
+from hone.train.optimizer import AdamW
 
 QUIET = Run(quiet=True)
 SPECS = [
@@ -133,6 +142,80 @@ def test_a_filter_gives_a_reason_for_everything_it_drops(name, columns):
 def test_dedups_name_their_reason():
     reasons = [DEDUPS[name].reason for name in DEDUPS]
     assert len(set(reasons)) == len(reasons)
+
+
+# model
+
+TINY = {"segment": 8, "memory": 8, "compressed": 6, "ratio": 2, "rank": 8, "latent_dim": 16, "rope_dim": 8}
+"""Sizes of mixers' options, where they have such fields, at which 48 tokens are many."""
+
+
+def tiny_model(name: str):
+    """Two layers, the second of mixer `name`; the first, too, unless it lives on another's keys."""
+    cls = MIXERS[name]
+    entry = {"kind": name, **{field: value for field, value in TINY.items() if field in cls.model_fields}}
+    if "window" in cls.model_fields and cls.model_fields["window"].is_required():
+        entry["window"] = 6
+    mixers = ["attention", entry] if cls.borrows else [entry]
+    sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48, "max_seq_len": 96}
+    return build(Shape.read({**sizes, "num_layers": 2, "mixers": mixers}).config(20), seed=1)
+
+
+@pytest.mark.parametrize("name", [*MIXERS])
+def test_a_mixer_learns(name):
+    model = tiny_model(name)
+    tokens = np.stack([(np.arange(49) * step + step) % 20 for step in (1, 3, 7, 9)])
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.zeros((4, 48), np.int32))
+    trainer = Trainer(model, steps=30, schedule=SCHEDULES.read("cosine"), optimizer=AdamW(lr=1e-2))
+    losses = [trainer.step(batch).loss for _ in range(30)]
+    assert losses[-1] < 0.8 * losses[0], losses[:: len(losses) - 1]
+
+
+@pytest.mark.parametrize("name", [*MIXERS])
+def test_a_mixer_says_its_cost(name, tmp_path):
+    model = tiny_model(name)
+    mixer = model.config.layers[1].mixer
+    assert mixer.complexity.startswith("O(") and mixer.paper.startswith("arXiv:")
+    assert model.config.num_params == sum(parameter.numel() for parameter in model.parameters())
+    facts = model.config.facts()
+    assert facts.layers[1].mixing.mixing_flops(48) > 0 and facts.layers[1].widths.total > 0
+    assert facts.state_values(48) >= facts.state_values(8) > 0
+    assert pickle.loads(pickle.dumps(facts)) == facts
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that transformers cannot read it
+        hone.save(model, tmp_path)
+    tokens = torch.arange(30)[None] % 20
+    assert torch.equal(hone.load(tmp_path)(tokens), model(tokens))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*MIXERS])
+def test_a_mixer_writes_what_whole_passes_would_or_says_that_it_cannot(name):
+    model = tiny_model(name).double()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(10)  # so that what is most likely is so by far
+    prompt = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    if not model.config.layers[1].mixer.causal:
+        with pytest.raises(SpecError, match=f"'{name}'"):
+            generate(model, prompt, 1)
+        return
+    tokens = prompt
+    for _ in range(40):
+        tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(generate(model, prompt, 40), tokens)
+    carry: dict = {}
+    for place in range(45):
+        model.hidden(tokens[:, place : place + 1], Incremental(tokens[:, place : place + 1], place, carry))
+    assert numbers(carry) / 2 == pytest.approx(model.config.facts().state_values(45), rel=0.2)
+
+
+def numbers(state) -> int:
+    """Numbers in the tensors of nested containers."""
+    if isinstance(state, torch.Tensor):
+        return state.numel()
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (tuple, list)) else ()
+    return sum(map(numbers, values))
 
 
 # train

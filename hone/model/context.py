@@ -6,7 +6,6 @@ values in pages) by subclassing `Context`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -166,14 +165,7 @@ def has_fused(q: Tensor, v: Tensor) -> bool:
         return False
     from hone.ops.dispatch import locate
 
-    return locate(q.device).runs_triton and _attend_is_there()
-
-
-@cache
-def _attend_is_there() -> bool:
-    import importlib.util
-
-    return all(importlib.util.find_spec(f"hone.ops.{name}") for name in ("masks", "attention"))
+    return locate(q.device).runs_triton
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, mask: Any = None) -> Tensor:

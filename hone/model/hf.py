@@ -74,6 +74,7 @@ class Checkpoint:
         self.config = from_hf(self.values, str(self.folder / CONFIG))
         self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
         self._shards = Shards(self.folder)
+        self._fused: dict[str, dict[str, dict[str, int]]] = {}  # `fused_linears` of the layers that were asked for
 
     def names(self) -> list[str]:
         """Every tensor's name."""
@@ -151,10 +152,11 @@ class Checkpoint:
         from hone.model.quantized import scheme
 
         def make(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
-            schemes = [scheme(self.quantization, module) for module in fused_names(name)]
+            modules = self._modules_of(name)
+            schemes = [scheme(self.quantization, module) for module in modules]
             if any(one != schemes[0] for one in schemes):
                 raise ArtifactError(
-                    f"{self.folder}: {', '.join(fused_names(name))} are quantized differently",
+                    f"{self.folder}: {', '.join(modules)} are quantized differently",
                     fix="quantize the projections that run together with one scheme",
                 )
             if schemes[0] is None:
@@ -163,6 +165,17 @@ class Checkpoint:
             return LINEARS[kind](in_features, out_features, bias, **options)
 
         return make
+
+    def _modules_of(self, name: str) -> list[str]:
+        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv')."""
+        if name == "lm_head":
+            return [name]
+        _, index, attribute = name.split(".", 2)
+        if index not in self._fused:
+            with torch.device("meta"):
+                layer = DecoderLayer(self.config.layers[int(index)], self.config, int(index))
+            self._fused[index] = fused_linears(layer, int(index))
+        return list(self._fused[index][attribute])
 
     def _load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
         for attribute, names in fused_linears(layer, index).items():
@@ -353,13 +366,3 @@ def layer_modules(layer: DecoderLayer, index: int) -> list[Module]:
             found.append(Module(name, attribute, slice(begin, begin + count)))
             begin += count
     return found
-
-
-def fused_names(name: str) -> list[str]:
-    """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv')."""
-    if name == "lm_head":
-        return ["lm_head"]
-    _, index, block, attribute = name.split(".")
-    prefix, names = _BLOCKS[block]
-    pieces = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}.get(attribute, (attribute,))
-    return [f"model.layers.{index}.{prefix}.{names.get(piece, piece)}" for piece in pieces]

@@ -8,6 +8,7 @@ import torch
 from hone.model.context import Causal, Packed
 from hone.model.decoder import build
 from hone.model.families import Shape
+from hone.model.incremental import Incremental
 from hone.ops import masks, reference
 
 SMALL = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
@@ -47,6 +48,31 @@ def test_contexts_equal_the_reference(window: int | None, packed: bool) -> None:
     mixed = context.attend(0, q, k, v, scale=0.3, window=window)
     mask = masks.documents(torch.zeros(2, 17, dtype=torch.int64) if ids is None else ids, window)
     torch.testing.assert_close(mixed, reference.attend(q, k, v, mask, scale=0.3)[0])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gpus_masks_are_the_same(window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What contexts ask of hone.ops.attend, which on a CPU is its reference."""
+    q = torch.randn(2, 17, 6, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 17, 2, 8, dtype=torch.float64)
+    ids = torch.stack([documents([4, 13])[0], documents([9, 8])[0]])
+
+    def attended() -> list[torch.Tensor]:
+        context = Packed(ids) if packed else Causal(torch.zeros(2, 17))
+        parts = [context.attend(0, q, k, v, scale=0.3, window=window)]
+        if not packed:
+            parts.append(Causal(torch.zeros(17)).attend(0, q[0], k[0], v[0], scale=0.3, window=window))
+            for new in (1, 3, 17):
+                later = Incremental(torch.zeros(2, new), 17 - new)
+                parts.append(later.attend_joined(q[:, -new:], k, v, scale=0.3, window=window))
+        return parts
+
+    plain = attended()
+    for module in ("context", "incremental"):
+        monkeypatch.setattr(f"hone.model.{module}.has_fused", lambda q, v: True)
+    for one, other in zip(attended(), plain):
+        torch.testing.assert_close(one, other)
 
 
 @torch.no_grad()
