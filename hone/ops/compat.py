@@ -9,9 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import core as tl_core
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether Triton kernels run in its interpreter: on CPU tensors, in float32 and float16 only (bfloat16 is wrong there)."""
+
+aggregate = getattr(gluon, "aggregate", None) or tl_core._aggregate
+"""A class decorator: its annotated fields travel together through kernels."""
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """tma_load(descriptor, coordinates, barrier, shared): a box from global to shared memory. Renamed in 3.9."""
@@ -39,7 +43,7 @@ def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits until THREADS threads have come to hardware barrier BARRIER (1 ... 15)."""
     # The dummy result keeps the statement alive; Gluon has no call for named barriers.
     gl.inline_asm_elementwise(
-        "bar.sync %d, %d; mov.u32 $0, 0;" % (BARRIER, THREADS), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "bar.sync %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS, "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -47,5 +51,5 @@ def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Counts this partition's threads at hardware barrier BARRIER without waiting."""
     gl.inline_asm_elementwise(
-        "bar.arrive %d, %d; mov.u32 $0, 0;" % (BARRIER, THREADS), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "bar.arrive %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS, "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
