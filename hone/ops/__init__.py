@@ -16,6 +16,15 @@ _HOMES: dict[str, str] = {
     "write_kv": "hone.ops.paged",
     "scan": "hone.ops.recurrence",
     "choose": "hone.ops.dispatch",
+    "grouped_linear": "hone.ops.grouped",
+    "linear_cross_entropy": "hone.ops.loss",
+    "permute": "hone.ops.grouped",
+    "rms_norm": "hone.ops.fused",
+    "rope": "hone.ops.fused",
+    "rope_write": "hone.ops.fused",
+    "sample": "hone.ops.sampling",
+    "swiglu": "hone.ops.fused",
+    "unpermute": "hone.ops.grouped",
 }
 
 __all__ = list(_HOMES)

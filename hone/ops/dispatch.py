@@ -214,6 +214,28 @@ def _attend_latent(
     return Choice("triton", "latents are read once for up to 64 heads")
 
 
+def _grouped_linear(
+    where: Where, *, dtype: torch.dtype, num_rows: int, num_experts: int, sizes: tuple[int, int], grad: bool
+) -> Choice:
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: one product an expert")
+    if dtype not in _HALVES:
+        return Choice("reference", f"grouped products take dtypes of 16 bits, not {dtype}")
+    if not grad and num_rows <= 32 * num_experts:
+        return Choice("triton", "few tokens an expert: bound by streaming the weights once")
+    if any(size % 8 for size in sizes):
+        return Choice("reference", f"torch's grouped product wants sizes in eights, not {sizes}")
+    return Choice("torch", "many tokens an expert, or a gradient: the library's grouped product")
+
+
+def _permute(where: Where, *, dtype: torch.dtype) -> Choice:
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: torch's stable sort")
+    if dtype not in (*_HALVES, torch.float32):
+        return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
+    return Choice("triton", "counting sort in two kernels")
+
+
 def _sample(where: Where, *, dtype: torch.dtype) -> Choice:
     if where.kind != "cuda":
         return Choice("reference", "no GPU: torch's sort and argmax")
@@ -232,5 +254,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "rope": _elementwise,
     "swiglu": _elementwise,
     "linear_cross_entropy": _linear_cross_entropy,
+    "grouped_linear": _grouped_linear,
+    "permute": _permute,
     "sample": _sample,
 }

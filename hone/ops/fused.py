@@ -222,6 +222,10 @@ def _rms_norm_codes_fake(
     return codes, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), summed
 
 
+BACKWARD_STAGES = 2
+"""Tiles of rows that a program of the norm's backward pass has under way."""
+
+
 @torch.library.custom_op("hone::rms_norm_backward", mutates_args=())
 def _rms_norm_backward_op(
     upstream: Tensor, upstream_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, wants_weight: bool
@@ -242,7 +246,7 @@ def _rms_norm_backward_op(
         rms_norm_backward[(programs,)](
             flow, flow_sum, rows3, weight, rstd, grad_x, partial,
             *flow.stride()[:2], *rows3.stride()[:2], rows3.shape[1], num_rows, width,
-            RESIDUAL=upstream_sum is not None, WEIGHT=wants_weight, ROWS=rows, BLOCK=block, num_warps=warps,
+            RESIDUAL=upstream_sum is not None, WEIGHT=wants_weight, ROWS=rows, BLOCK=block, STAGES=BACKWARD_STAGES, num_warps=warps,
         )  # fmt: skip
     return grad_x, partial.sum(0).to(weight.dtype) if wants_weight else weight.new_empty(0)
 

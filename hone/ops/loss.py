@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.ops import reference
 from hone.ops.dispatch import backend_of
-from hone.ops.reference import Lesson, chunk_rows
+from hone.ops.reference import Lesson
 
 
 def linear_cross_entropy(
@@ -57,10 +57,20 @@ def linear_cross_entropy(
     hidden = None if lesson is None else lesson.hidden.detach().reshape(len(x), -1)
     total, _, _ = _loss_op(
         x, weight, targets, factor, hidden, None if lesson is None else lesson.weight.detach(),
-        [z_loss, label_smoothing, alpha, temperature], ignore_index, rows or chunk_rows("cuda", len(weight)),
+        [z_loss, label_smoothing, alpha, temperature], ignore_index, rows or kernel_rows(len(x)),
         grads and x.requires_grad, grads and weight.requires_grad,
     )  # fmt: skip
     return total / count if reduction == "mean" and not mean else total
+
+
+MOST_ROUNDINGS = 8
+"""Chunks whose products may be added up in the weight's own dtype: each adds one rounding, the product itself is
+float32 inside. Beyond that the sum is float32, which for a half-precision weight is twice its size again."""
+
+
+def kernel_rows(num_tokens: int) -> int:
+    """Tokens whose logits a GPU holds at once: an eighth of them, in whole tiles, 1024 to 4096."""
+    return max(1024, min(4096, -(-num_tokens // (8 * 256)) * 256))
 
 
 @torch.library.custom_op("hone::linear_cross_entropy", mutates_args=())
@@ -91,7 +101,7 @@ def _loss_op(
     logits = _logits(rows, vocab_size, x)
     lessons = logits if teacher is None else _logits(rows, vocab_size, x)
     summed = grad_weight
-    if wants_weight and num_tokens > rows and grad_weight.dtype != torch.float32:
+    if wants_weight and num_tokens > MOST_ROUNDINGS * rows and grad_weight.dtype != torch.float32:
         summed = torch.empty(grad_weight.shape, dtype=torch.float32, device=x.device)
     for begin in range(0, num_tokens, rows):
         part = slice(begin, min(begin + rows, num_tokens))

@@ -82,7 +82,9 @@ def _log_sum_exp(row, num_values, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
     plain = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, num_values, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        values = tl.load(row + at, mask=at < num_values, other=float("-inf")).to(tl.float32)
+        values = tl.load(row + at, mask=at < num_values, other=float("-inf"), eviction_policy="evict_last").to(
+            tl.float32
+        )
         highest = tl.maximum(peak, tl.max(values, 0))
         total = total * tl.exp2((peak - highest) * _LOG2E) + tl.exp2((values - highest) * _LOG2E)
         if SMOOTH:
@@ -136,14 +138,14 @@ def _slopes(
     for back in range(0, num_values, BLOCK):
         at = last - back + tl.arange(0, BLOCK)
         inside = at < num_values
-        values = tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32)
+        values = tl.load(row + at, mask=inside, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
         slope = rise * tl.exp2((values - log_sum) * _LOG2E) - floor
         if TEACHER:
             lessons = tl.load(taught_row + at, mask=inside, other=float("-inf")).to(tl.float32)
             own = tl.exp2((values * soften - soft_log_sum) * _LOG2E)
             slope += pull * (own - tl.exp2((lessons * soften - taught_log_sum) * _LOG2E))
         slope = tl.where(at == target, slope - drop, slope)
-        tl.store(row + at, slope.to(row.dtype.element_ty), mask=inside)
+        tl.store(row + at, slope.to(row.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -32,7 +32,9 @@ def rms_norm_forward(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows) & (columns < width)
-    values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0)
+    values = tl.load(
+        x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0, eviction_policy="evict_first"
+    )
     if RESIDUAL:
         before = tl.load(
             residual + _start(rows, inner, residual_outer, residual_inner) + columns, mask=inside, other=0.0
@@ -50,7 +52,7 @@ def rms_norm_forward(
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
         step = tl.maximum(tl.max(tl.abs(normed), 1)[:, None], 1e-12) / largest
         tl.store(scales + rows, step, mask=rows < num_rows)
-        normed = normed / step
+        normed = tl.div_rn(normed, step + tl.zeros_like(normed))
         if y.dtype.element_ty == tl.int8:
             # Round half to even, as torch does: adding and taking away 1.5 * 2^23 leaves an integer.
             normed = (normed + 12582912.0) - 12582912.0
@@ -84,12 +86,13 @@ def rms_norm_backward(
     WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Gradient by x of every num_programs-th tile of rows; the weight's gradient is summed in registers."""
     columns = tl.arange(0, BLOCK)[None, :]
     by = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
     grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         inside = (rows < num_rows) & (columns < width)
         flow = upstream + _start(rows, inner, upstream_outer, upstream_inner) + columns

@@ -47,24 +47,28 @@ def rope_write(
         at = start + heads * q_head + tl.arange(0, HALF)[None, :]
         tl.store(at, first, mask=inside)
         tl.store(at + half, second, mask=inside)
+    elif part < query_parts + key_parts:
+        keys = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
+        slot = k_pages + _slot(pages, offsets, token, page_stride, page_slot)
+        one, two, real = _turned(
+            k + token * k_token, cos, sin, token, k_head, angle_stride, keys, num_kv_heads, half, 1.0, HALF
+        )
+        to = slot + keys * page_head + tl.arange(0, HALF)[None, :]
+        tl.store(to, one.to(k_pages.dtype.element_ty), mask=real)
+        tl.store(to + half, two.to(k_pages.dtype.element_ty), mask=real)
     else:
-        page = tl.load(pages + token).to(tl.int64)
-        slot = tl.load(offsets + token).to(tl.int64)
-        if part < query_parts + key_parts:
-            heads = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
-            first, second, inside = _turned(
-                k + token * k_token, cos, sin, token, k_head, angle_stride, heads, num_kv_heads, half, 1.0, HALF
-            )
-            at = k_pages + page * page_stride + slot * page_slot + heads * page_head + tl.arange(0, HALF)[None, :]
-            tl.store(at, first.to(k_pages.dtype.element_ty), mask=inside)
-            tl.store(at + half, second.to(k_pages.dtype.element_ty), mask=inside)
-        else:
-            heads = (part - query_parts - key_parts) * HEADS + tl.arange(0, HEADS)[:, None]
-            columns = tl.arange(0, VALUES)[None, :]
-            inside = (heads < num_kv_heads) & (columns < value_width)
-            values = tl.load(v + token * v_token + heads * v_head + columns, mask=inside)
-            at = v_pages + page * v_page_stride + slot * v_page_slot + heads * v_page_head + columns
-            tl.store(at, values.to(v_pages.dtype.element_ty), mask=inside)
+        kept = (part - query_parts - key_parts) * HEADS + tl.arange(0, HEADS)[:, None]
+        columns = tl.arange(0, VALUES)[None, :]
+        whole = (kept < num_kv_heads) & (columns < value_width)
+        values = tl.load(v + token * v_token + kept * v_head + columns, mask=whole)
+        into = v_pages + _slot(pages, offsets, token, v_page_stride, v_page_slot) + kept * v_page_head + columns
+        tl.store(into, values.to(v_pages.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _slot(pages, offsets, token, page_stride, slot_stride):
+    """Where a token's slot of the first head begins."""
+    return tl.load(pages + token).to(tl.int64) * page_stride + tl.load(offsets + token).to(tl.int64) * slot_stride
 
 
 @triton.jit

@@ -1,0 +1,175 @@
+"""Mixture-of-experts dispatch: counting sort of tokens by expert, their rows moved there and back, few-token products.
+
+The product streams each expert's weights once, as the rows of the tensor core's first operand, while the expert's few
+tokens are its columns; experts without tokens cost nothing.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_experts(ids, counts, num_ids, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """counts [blocks, E] int32: how often each expert occurs in each block of ids."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(ids + at, mask=at < num_ids, other=0).to(tl.int32)
+    experts = tl.arange(0, EXPERTS)
+    histogram = tl.histogram(found, EXPERTS, mask=at < num_ids)
+    tl.store(counts + block * num_experts + experts, histogram, mask=experts < num_experts)
+
+
+@triton.jit
+def place_by_expert(
+    ids,  # integer [N]
+    counts,  # int32 [blocks, E]
+    place,  # int32 [N]: where entry i goes
+    order,  # int32 [N]: which entry lies at a place
+    ends,  # int32 [E]: where each expert's run ends
+    num_ids,
+    num_experts,
+    blocks,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Stable counting sort: expert by expert, within an expert in the order of the entries."""
+    block = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    known = experts < num_experts
+    total = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, blocks, 16):
+        others = first + tl.arange(0, 16)[:, None]
+        seen = tl.load(
+            counts + others * num_experts + experts[None, :], mask=(others < blocks) & known[None, :], other=0
+        )
+        total += tl.sum(seen, 0)
+        before += tl.sum(tl.where(others < block, seen, 0), 0)
+    last = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(ends + experts, last, mask=known)
+    start = last - total + before
+    for step in range(0, BLOCK, STEP):
+        at = block * BLOCK + step + tl.arange(0, STEP)
+        inside = at < num_ids
+        found = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
+        here = (found[:, None] == experts[None, :]).to(tl.int32)
+        rank = tl.cumsum(here, 0) - here + start[None, :]
+        to = tl.sum(rank * here, 1)
+        tl.store(place + at, to, mask=inside)
+        tl.store(order + to, at, mask=inside)
+        start += tl.sum(here, 0)
+
+
+@triton.jit
+def gather_rows(x, order, out, x_stride, num_rows, width, top_k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = x[order[i] // top_k]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    source = tl.load(order + rows, mask=rows < num_rows, other=0) // top_k
+    inside = (rows[:, None] < num_rows) & (columns < width)
+    values = tl.load(x + source[:, None].to(tl.int64) * x_stride + columns, mask=inside)
+    tl.store(out + rows[:, None].to(tl.int64) * width + columns, values, mask=inside)
+
+
+@triton.jit
+def combine_rows(
+    y, place, weights, out, y_stride, width, top_k, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = sum over j of weights[t, j] * y[place[t, j]], summed in float32 in the order of j."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        if j < top_k:
+            source = tl.load(place + token * top_k + j).to(tl.int64)
+            values = tl.load(y + source * y_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                values *= tl.load(weights + token * top_k + j).to(tl.float32)
+            total += values
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_rows_backward(
+    upstream,  # [T, D]
+    y,  # [T * k, D]
+    place,  # int32 [T * k]
+    weights,  # [T, k]
+    grad_y,  # [T * k, D]
+    grad_weights,  # float32 [T, k]
+    upstream_stride,
+    y_stride,
+    width,
+    top_k,
+    BLOCK: tl.constexpr,
+):
+    """Gradients of the weighted sum: one program a (token, expert) pair."""
+    pair = tl.program_id(0).to(tl.int64)
+    token = pair // top_k
+    to = tl.load(place + pair).to(tl.int64)
+    weight = tl.load(weights + pair).to(tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, width, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        inside = columns < width
+        flow = tl.load(upstream + token * upstream_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        dot += flow * tl.load(y + to * y_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_y + to * width + columns, (flow * weight).to(grad_y.dtype.element_ty), mask=inside)
+    tl.store(grad_weights + pair, tl.sum(dot, 0))
+
+
+@triton.jit
+def few_tokens(
+    x,  # [T, K], rows sorted by expert
+    weight,  # [E, N, K]
+    ends,  # int32 [E]: where each expert's rows end
+    out,  # [T, N]
+    x_stride,
+    weight_expert,
+    weight_row,
+    num_experts,
+    num_out,
+    num_in,
+    EVEN_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out[rows of expert e] = x[those rows] @ weight[e]^T, BLOCK_N output features of one expert a program."""
+    tile = tl.program_id(0)
+    tiles = tl.cdiv(num_out, BLOCK_N)
+    expert = tile // tiles
+    features = (tile % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(ends + expert)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    rows_of = weight + expert.to(tl.int64) * weight_expert + features[:, None].to(tl.int64) * weight_row
+    for first in range(begin, end, TOKENS):
+        tokens = first + tl.arange(0, TOKENS)
+        _few(
+            x + tokens[None, :].to(tl.int64) * x_stride, rows_of, out, tokens, features, end, num_out, num_in,
+            EVEN_K, TOKENS, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _few(
+    columns_of, rows_of, out, tokens, features, end, num_out, num_in,
+    EVEN_K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    real = features[:, None] < num_out
+    for begin in tl.range(0, num_in, BLOCK_K, num_stages=STAGES):
+        k = begin + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            part = tl.load(rows_of + k[None, :], mask=real, other=0.0, eviction_policy="evict_first")
+            given = tl.load(columns_of + k[:, None], mask=tokens[None, :] < end, other=0.0)
+        else:
+            part = tl.load(rows_of + k[None, :], mask=real & (k[None, :] < num_in), other=0.0)
+            given = tl.load(columns_of + k[:, None], mask=(tokens[None, :] < end) & (k[:, None] < num_in), other=0.0)
+        total = tl.dot(part, given, total)
+    at = out + tokens[None, :].to(tl.int64) * num_out + features[:, None]
+    tl.store(at, total.to(out.dtype.element_ty), mask=real & (tokens[None, :] < end))
