@@ -143,11 +143,11 @@ def _scan(
     plan, heads = _plan(q, k, v)
     q, k, v = (_addressable(x) for x in (q, k, v))
     fall = Fall(decay, reset)
-    if plan.segments > 1:
-        starts, final = segment_states(k, v, fall, heads, plan, state)
-        out, _ = outputs(q, k, v, fall, heads, scale, plan, starts)
-        return out, final, starts
     final = q.new_empty((q.shape[0], heads, q.shape[-1], v.shape[-1]), dtype=torch.float32)
+    if plan.segments > 1:
+        starts = segment_states(k, v, fall, heads, plan, state)
+        out, _ = outputs(q, k, v, fall, heads, scale, plan, starts, final=final)
+        return out, final, starts
     begin = None if state is None else state[:, :, None]
     out, _ = outputs(q, k, v, fall, heads, scale, plan, begin, final=final)
     return out, final, final.new_empty((q.shape[0], heads, 0, *final.shape[2:]))
@@ -179,17 +179,16 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv with all heads apart, d_state [B, H, Dk, Dv], d_decay [B, S, H], empty unless `decays`)."""
     from hone.ops.triton.scan import Fall
-    from hone.ops.triton.scan_backward import decay_gradient, gradients
+    from hone.ops.triton.scan_backward import gradients
 
     plan, heads = _plan(q, k, v)
     q, k, v, d_out = (_addressable(x) for x in (q, k, v, d_out))
     if plan.segments == 1:
         starts = None if state is None else state[:, :, None]
-    dq, dk, dv, d_state, changes = gradients(
-        q, k, v, Fall(decay, reset), heads, scale, plan, starts, d_out, d_final, decays=decays
+    dq, dk, dv, d_state, d_decay = gradients(
+        q, k, v, Fall(decay, reset), heads, scale, plan, starts, final, d_out, d_final, decays=decays
     )
-    d_decay = d_state.new_empty(0) if changes is None else decay_gradient(changes, final, d_final, reset)
-    return dq, dk, dv, d_state, d_decay
+    return dq, dk, dv, d_state, d_state.new_empty(0) if d_decay is None else d_decay
 
 
 @_scan_backward.register_fake

@@ -62,7 +62,7 @@ def test_outputs(mode, reverse):
     assert record.count("HGMMA") == 8 + 8 + 4 + 8, record.line()  # q k^T, q S, scores v, k^T v in steps of 16
 
 
-def test_segment_states():
+def test_part_states():
     signature = {
         "k_desc": box(64, 128),
         "v_desc": box(64, 64),
@@ -70,7 +70,7 @@ def test_segment_states():
         "passes": "*fp32",
         "decay": "*fp32",
         "reset": "*i1",
-        **numbers("seq_len seg_chunks num_segs heads dim_k dim_v tiles_v decay_b decay_s reset_b"),
+        **numbers("seq_len seg_chunks num_segs part_chunks parts heads dim_k dim_v tiles_v decay_b decay_s reset_b"),
     }
     fixed = {
         **dict.fromkeys(["share_k", "share_v", "decay_h"], 1),
@@ -82,6 +82,6 @@ def test_segment_states():
         "REVERSE": False,
         "STAGES": 3,
     }
-    record = compile_triton(kernels._segment_states, signature, fixed, divisible=["dim_k", "dim_v"])
+    record = compile_triton(kernels._part_states, signature, fixed, divisible=["dim_k", "dim_v"])
     assert record.clean, record.line()
     assert record.count("HGMMA") > 0, record.line()

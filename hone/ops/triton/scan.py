@@ -86,20 +86,24 @@ def _inside(scores, fallen, document, CHUNK: tl.constexpr, MODE: tl.constexpr, R
 
 
 @triton.jit
-def _segment_states(k_desc, v_desc, states, passes, decay, reset, seq_len, seg_chunks, num_segs, heads, share_k, share_v,
-                    dim_k, dim_v, tiles_v, decay_b, decay_s, decay_h, reset_b,
-                    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MODE: tl.constexpr,
-                    RESET: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Pass 1: the state [BLOCK_K, BLOCK_V] that a segment alone leaves behind, and how much of an earlier one survives it."""
+def _part_states(k_desc, v_desc, states, passes, decay, reset, seq_len, seg_chunks, num_segs, part_chunks, parts, heads,
+                 share_k, share_v, dim_k, dim_v, tiles_v, decay_b, decay_s, decay_h, reset_b,
+                 CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MODE: tl.constexpr,
+                 RESET: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Pass 1: the state [BLOCK_K, BLOCK_V] that a part of a segment alone leaves, and how much of an earlier one survives it.
+
+    Of every segment but the last, whose state no other needs (in reverse time: but the first).
+    """
     place = tl.program_id(0)
-    seg = place % num_segs
-    batch = place // num_segs // heads
-    head = place // num_segs % heads
+    row = place // ((num_segs - 1) * parts)
+    seg = place // parts % (num_segs - 1) + (1 if REVERSE else 0)
+    batch = row // heads
+    head = row % heads
     tile_k = tl.program_id(1) // tiles_v
     tile_v = tl.program_id(1) % tiles_v
-    chunks = tl.cdiv(seq_len, CHUNK)
-    begin = seg * seg_chunks
-    count = tl.minimum(seg_chunks, chunks - begin)
+    end = tl.minimum((seg + 1) * seg_chunks, tl.cdiv(seq_len, CHUNK))
+    begin = seg * seg_chunks + place % parts * part_chunks
+    count = tl.minimum(part_chunks, end - begin)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     survives = 1.0
     for step in tl.range(0, count, num_stages=STAGES):
@@ -124,22 +128,24 @@ def _segment_states(k_desc, v_desc, states, passes, decay, reset, seq_len, seg_c
 
 
 @triton.jit
-def _prefix(states, passes, initial, final, num_segs, size, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+def _prefix(states, passes, initial, starts, num_segs, parts, size, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
-    """Pass 2, in place: from each segment's own state to the state it starts from; the last one out goes to `final`."""
-    head = tl.program_id(0).to(tl.int64)
+    """Pass 2: from each part's own state to the state each segment starts from."""
+    row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     state = tl.zeros([BLOCK], tl.float32)
     if INITIAL:
-        state = tl.load(initial + head * size + places, mask=inside, other=0.0)
+        state = tl.load(initial + row * size + places, mask=inside, other=0.0)
     for step in range(num_segs):
-        seg = head * num_segs + (num_segs - 1 - step if REVERSE else step)
-        at = states + seg * size + places
-        own = tl.load(at, mask=inside, other=0.0)
-        tl.store(at, state, mask=inside)
-        state = state * tl.load(passes + seg) + own
-    tl.store(final + head * size + places, state, mask=inside)
+        seg = num_segs - 1 - step if REVERSE else step
+        tl.store(starts + (row * num_segs + seg) * size + places, state, mask=inside)
+        if step < num_segs - 1:
+            for part in range(parts):
+                own = seg - 1 if REVERSE else seg
+                at = (row * (num_segs - 1) + own) * parts + (parts - 1 - part if REVERSE else part)
+                own_state = tl.load(states + at * size + places, mask=inside, other=0.0)
+                state = state * tl.load(passes + at) + own_state
 
 
 @triton.jit
@@ -202,13 +208,21 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, starts, final, dots, with_desc, d
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a scan is cut: tokens a chunk, columns of v a program, segments a head, warps and buffered chunks of pass 3."""
+    """How a scan is cut: tokens a chunk, columns of v a program, segments a head, warps and buffered chunks of pass 3.
+
+    `parts` is in how many pieces pass 1 takes a segment.
+    """
 
     chunk: int
     block_v: int
     segments: int
     warps: int
     stages: int
+    parts: int = 2
+
+    def segment_tokens(self, seq_len: int) -> int:
+        """Tokens a segment, the last one's aside."""
+        return self.chunk * triton.cdiv(triton.cdiv(seq_len, self.chunk), self.segments)
 
 
 def tiling(batch: int, heads: int, seq_len: int, dim_k: int, dim_v: int, num_sms: int) -> Tiling:
@@ -250,32 +264,35 @@ class Fall:
 
 def segment_states(
     k: Tensor, v: Tensor, fall: Fall, heads: int, plan: Tiling, initial: Tensor | None, *, reverse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Passes 1 and 2: (state every segment starts from [B, H, segments, Dk, Dv], state after the last one [B, H, Dk, Dv]).
+) -> Tensor:
+    """Passes 1 and 2: the state every segment starts from [B, H, segments, Dk, Dv]; in reverse time "starts" means its end.
 
-    In reverse time "starts" means its end. k [B, S, H_k, Dk], v [B, S, H_v, Dv] with H_k and H_v dividing `heads`.
+    k [B, S, H_k, Dk], v [B, S, H_v, Dv] with H_k and H_v dividing `heads`; `initial` [B, H, Dk, Dv] or None.
     """
     batch, seq_len, _, dim_k = k.shape
     dim_v = v.shape[-1]
-    states = k.new_empty((batch, heads, plan.segments, dim_k, dim_v), dtype=torch.float32)
-    passes = k.new_empty((batch, heads, plan.segments), dtype=torch.float32)
-    final = k.new_empty((batch, heads, dim_k, dim_v), dtype=torch.float32)
-    seg_chunks = triton.cdiv(triton.cdiv(seq_len, plan.chunk), plan.segments)
-    block_k, block_v = min(_block(dim_k), 128), min(_block(dim_v), 64)
+    seg_chunks = plan.segment_tokens(seq_len) // plan.chunk
+    own = batch * heads * (plan.segments - 1) * plan.parts
+    states = k.new_empty((own, dim_k, dim_v), dtype=torch.float32)
+    passes = k.new_empty((own,), dtype=torch.float32)
+    starts = k.new_empty((batch, heads, plan.segments, dim_k, dim_v), dtype=torch.float32)
+    block_k, block_v = min(_block(dim_k), 128), min(_block(dim_v), 128)
     tiles_k, tiles_v = triton.cdiv(dim_k, block_k), triton.cdiv(dim_v, block_v)
-    _segment_states[(batch * heads * plan.segments, tiles_k * tiles_v)](
-        _rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v), states, passes, *fall.arguments(),
-        seq_len, seg_chunks, plan.segments, heads, heads // k.shape[2], heads // v.shape[2],
-        dim_k, dim_v, tiles_v, *fall.strides(),
-        CHUNK=plan.chunk, BLOCK_K=block_k, BLOCK_V=block_v, **fall.modes(), REVERSE=reverse, STAGES=3, num_warps=4,
-    )  # fmt: skip
+    if own:
+        _part_states[(own, tiles_k * tiles_v)](
+            _rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v), states, passes, *fall.arguments(),
+            seq_len, seg_chunks, plan.segments, triton.cdiv(seg_chunks, plan.parts), plan.parts, heads,
+            heads // k.shape[2], heads // v.shape[2], dim_k, dim_v, tiles_v, *fall.strides(),
+            CHUNK=plan.chunk, BLOCK_K=block_k, BLOCK_V=block_v, **fall.modes(), REVERSE=reverse, STAGES=3,
+            num_warps=8 if block_k * block_v == 128 * 128 else 4,
+        )  # fmt: skip
     size = dim_k * dim_v
     block = 1024
     _prefix[(batch * heads, triton.cdiv(size, block))](
-        states, passes, initial, final, plan.segments, size,
+        states, passes, initial, starts, plan.segments, plan.parts, size,
         INITIAL=initial is not None, REVERSE=reverse, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return states, final
+    return starts
 
 
 def outputs(
@@ -299,7 +316,7 @@ def outputs(
     batch, seq_len, _, dim_k = q.shape
     dim_v = v.shape[-1]
     out = v.new_empty((batch, seq_len, heads, dim_v))
-    seg_chunks = triton.cdiv(triton.cdiv(seq_len, plan.chunk), plan.segments)
+    seg_chunks = plan.segment_tokens(seq_len) // plan.chunk
     block_k, block_v = _block(dim_k), min(_block(dim_v), plan.block_v)
     tiles_v = triton.cdiv(dim_v, block_v)
     dots = None

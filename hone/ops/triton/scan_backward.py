@@ -13,6 +13,7 @@ The states S come from the forward pass; those of dS need one more pass over q a
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.ops.triton.scan import Fall, Tiling, outputs, segment_states
@@ -26,35 +27,48 @@ def gradients(
     heads: int,
     scale: float,
     plan: Tiling,
-    starts: Tensor,
+    starts: Tensor | None,
+    final: Tensor,
     d_out: Tensor,
     d_final: Tensor | None,
     *,
     decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv [B, S, heads, ...], gradient of the state at the start [B, H, Dk, Dv], q.dq - k.dk [B, H, S] or None).
+    """(dq, dk, dv [B, S, heads, ...], gradient of the state at the start [B, H, Dk, Dv], of the decays [B, S, H] or None).
 
     `starts` [B, H, segments, Dk, Dv] as the forward left them; `d_final` the gradient of the final state.
     """
     # Every kernel multiplies by `scale`, but what comes from the final state must not be: divided beforehand.
     late = None if d_final is None else d_final / scale
-    ends, d_first = segment_states(q, d_out, fall, heads, plan, late, reverse=True)
-    dq, of_q = outputs(d_out, v, k, fall, heads, scale, plan, starts.transpose(-1, -2), dots_with=q if decays else None)
-    dv, _ = outputs(k, q, d_out, fall, heads, scale, plan, ends, reverse=True)
+    ends = segment_states(q, d_out, fall, heads, plan, late, reverse=True)
+    d_first = ends.new_empty((*ends.shape[:2], *ends.shape[3:]))
+    turned = None if starts is None else starts.transpose(-1, -2)
+    dq, of_q = outputs(d_out, v, k, fall, heads, scale, plan, turned, dots_with=q if decays else None)
+    dv, _ = outputs(k, q, d_out, fall, heads, scale, plan, ends, reverse=True, final=d_first)
     dk, of_k = outputs(
         v, d_out, q, fall, heads, scale, plan, ends.transpose(-1, -2), reverse=True, dots_with=k if decays else None
     )
-    changes = of_q - of_k if of_q is not None and of_k is not None else None
-    return dq, dk, dv, d_first * scale, changes
+    d_decay = None
+    if of_q is not None and of_k is not None:
+        later = torch.zeros_like(ends[..., 0, 0])
+        if plan.segments > 1 and starts is not None:
+            later[..., :-1] = (starts[:, :, 1:] * ends[:, :, :-1]).sum((-2, -1)) * scale
+        if d_final is not None:
+            later[..., -1] = (final * d_final).sum((-2, -1))
+        d_decay = _decay_gradient(of_q - of_k, later, plan.segment_tokens(q.shape[1]), fall.reset)
+    return dq, dk, dv, d_first * scale, d_decay
 
 
-def decay_gradient(changes: Tensor, final: Tensor, d_final: Tensor | None, reset: Tensor | None) -> Tensor:
+def _decay_gradient(changes: Tensor, later: Tensor, tokens: int, reset: Tensor | None) -> Tensor:
     """Gradient of the log decays [B, S, H] from `changes` = q.dq - k.dk [B, H, S] float32: sums over what comes after.
 
-    A document's changes add up to nothing, so sums may run on across documents; a decay that a reset undoes has none.
+    Sums run to the end of a segment of `tokens` tokens only; what comes from later ones is `later` [B, H, segments], the
+    inner product of the state there and its gradient: few terms, few rounding errors. A document's changes add up to
+    nothing, so sums may run on across documents; a decay that a reset undoes has none.
     """
-    if d_final is not None:
-        changes = changes.clone()
-        changes[..., -1] += (final * d_final).sum((-2, -1))
-    sums = changes.flip(-1).cumsum(-1).flip(-1).transpose(1, 2)
-    return sums if reset is None else torch.where(reset[..., None], 0.0, sums)
+    seq_len = changes.shape[-1]
+    segments = later.shape[-1]
+    parts = F.pad(changes, (0, segments * tokens - seq_len)).unflatten(-1, (segments, tokens))
+    sums = parts.flip(-1).cumsum(-1).flip(-1) + later[..., None]
+    sums = sums.flatten(-2)[..., :seq_len].transpose(1, 2)
+    return sums.contiguous() if reset is None else torch.where(reset[..., None], 0.0, sums)

@@ -33,6 +33,7 @@ def drawn(seq_len, dim_k, dim_v, form, share=1):
         (33, 3, 12, 20, "token", False, 1),
         (31, 2, 16, 16, "strong", False, 1),
         (1, 1, 16, 16, "token", True, 1),
+        (100, 3, 16, 16, "token", True, 1),
     ],
 )
 def test_agrees_with_the_recurrence(monkeypatch, seq_len, segments, dim_k, dim_v, form, resets, share):
@@ -52,6 +53,20 @@ def test_agrees_with_the_recurrence(monkeypatch, seq_len, segments, dim_k, dim_v
     oracles = torch.autograd.grad([*wanted], [x for x in wide if x is not None], weights)
     for mine, oracle in zip(gradients, oracles, strict=True):
         torch.testing.assert_close(mine.double(), oracle, rtol=3e-4, atol=1e-4 * max(1.0, oracle.abs().max().item()))
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_without_a_state_to_begin_with(monkeypatch, segments):
+    monkeypatch.setattr(kernels, "tiling", lambda *_: kernels.Tiling(segments=segments, **CUT))
+    q, k, v, decay, _ = drawn(40, 16, 16, "token")
+    taking = [x.requires_grad_() for x in (q, k, v, decay)]
+    wanted, _ = scan_steps(q, k, v, decay)
+    got = scan(q, k, v, decay, backend="triton")
+    weight = torch.randn_like(got)
+    for mine, oracle in zip(
+        torch.autograd.grad(got, taking, weight), torch.autograd.grad(wanted, taking, weight), strict=True
+    ):
+        torch.testing.assert_close(mine, oracle, rtol=1e-4, atol=1e-4)
 
 
 def test_views_are_read_in_place_and_nothing_else():
