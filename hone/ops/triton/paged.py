@@ -12,108 +12,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def row_blocks(seq_len, count, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """(blocks kept for sinks, blocks left out after them, blocks read) of rows whose last `count` tokens ask."""
-    blocks = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
-    kept = seq_len * 0
-    skipped = seq_len * 0
-    if WINDOWED:
-        first = tl.maximum(seq_len - count - window + 1, 0) // BLOCK_N
-        kept = tl.minimum(tl.cdiv(sink_tokens, BLOCK_N), first)
-        skipped = first - kept
-    return kept, skipped, blocks - skipped
-
-
-@triton.jit
-def page_ids(table, block, seq_len, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The page of every slot of a block: one number when the block lies within a page, else [BLOCK_N]."""
-    n = block * BLOCK_N
-    if PAGE_SIZE % BLOCK_N != 0:
-        n = n + tl.arange(0, BLOCK_N)
-    return tl.load(table + n // PAGE_SIZE, mask=n < seq_len, other=0).to(tl.int64)
-
-
-@triton.jit
-def load_block(pages, page, number, seq_len, stride_page, stride_slot, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-               DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """[BLOCK_N, BLOCK_D] keys or values; with MASKED zeros past the row's end, whatever the page holds there."""
-    n = number * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    slots = page * stride_page + (n % PAGE_SIZE) * stride_slot
-    at = pages + slots[:, None] + d[None, :]
-    if MASKED:
-        live = (n < seq_len)[:, None]
-        if BLOCK_D > DIM:
-            live = live & (d < DIM)[None, :]
-        block = tl.load(at, mask=live, other=0.0)
-    elif BLOCK_D > DIM:
-        block = tl.load(at, mask=(d < DIM)[None, :], other=0.0)
-    else:
-        block = tl.load(at)
-    return block
-
-
-@triton.jit
-def load_scales(scales, page, block, seq_len, stride_page, stride_slot, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """[BLOCK_N] scales of a block's slots; strides of 0 where pages or slots share one."""
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(scales + page * stride_page + (n % PAGE_SIZE) * stride_slot, mask=n < seq_len, other=0.0)
-
-
-@triton.jit
-def scores(q, k, SWAP: tl.constexpr):
-    """q [M, D] times k [N, D]: [M, N] float32, or its transpose with SWAP."""
-    if SWAP:
-        s = tl.dot(k, tl.trans(q))
-    else:
-        s = tl.dot(q, tl.trans(k))
-    return s
-
-
-@triton.jit
-def fold(s, v, keep, k_scale, v_scale, acc, top, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr,
-         MASKED: tl.constexpr):  # fmt: skip
-    """One block into the running softmax (base 2). s [M, N] before scaling, v [N, Dv], keep [M, N], acc [M, Dv].
-
-    With SWAP the long side of both products is the tensor core's row side: everything but v is transposed.
-    """
-    AXIS: tl.constexpr = 0 if SWAP else 1
-    s = s * scale
-    if SCALED:
-        s = s * tl.expand_dims(k_scale, 1 - AXIS)
-    if MASKED:
-        s = tl.where(keep, s, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, AXIS))
-    base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    p = tl.exp2(s - tl.expand_dims(base, AXIS))
-    fade = tl.exp2(top - base)
-    total = total * fade + tl.sum(p, AXIS)
-    if SCALED:
-        p = p * tl.expand_dims(v_scale, 1 - AXIS)
-    acc = acc * tl.expand_dims(fade, AXIS)
-    if SWAP:
-        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc)
-    else:
-        acc = tl.dot(p.to(v.dtype), v, acc)
-    return acc, higher, total
-
-
-@triton.jit
-def visible(block, seq_len, place, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
-            SWAP: tl.constexpr):  # fmt: skip
-    """Which slots of a block each query may see; `place` [M] is its position, -1 for padding."""
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = tl.expand_dims(n, 1 if SWAP else 0)
-    place = tl.expand_dims(place, 0 if SWAP else 1)
-    keep = n <= place
-    if WINDOWED:
-        keep = keep & ((n > place - window) | (n < sink_tokens))
-    return keep
+from hone.ops.triton.paged_blocks import (
+    LOG2_E,
+    add_sink,
+    fold,
+    load_block,
+    load_queries,
+    page_ids,
+    row_blocks,
+    scores,
+    visible,
+)
+from hone.ops.triton.paged_words import attend_words
 
 
 @triton.jit
@@ -140,25 +52,6 @@ def _share(seq_lens, query_lens, num_rows, max_tokens, window, sink_tokens, KV: 
 
 
 @triton.jit
-def load_queries(at, real, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, NARROW: tl.constexpr):
-    """[M, BLOCK_D] queries from column FIRST on. For 8-bit pages in float16, which holds every 8-bit number exactly."""
-    d = tl.arange(0, BLOCK_D)
-    queries = tl.load(at[:, None] + FIRST + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
-    if NARROW:
-        queries = queries.to(tl.float16)
-    return queries
-
-
-@triton.jit
-def add_sink(acc, top, total, sink):
-    """A score without a value (natural log) joins the softmax: of acc [M, Dv] and sink [M]."""
-    sink = sink.to(tl.float32) * LOG2_E
-    base = tl.maximum(top, sink)
-    fade = tl.exp2(top - base)
-    return acc * fade[:, None], base, total * fade + tl.exp2(sink - base)
-
-
-@triton.jit
 def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales, sinks, out, part, part_lse, note,
            q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row, out_token, out_head,
            ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot,
@@ -166,18 +59,21 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
            KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, DIM_V: tl.constexpr,
            BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
-           MANY: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+           MANY: tl.constexpr, SINKS: tl.constexpr, SWAP: tl.constexpr, INTEGER: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One program: its piece of the line of blocks, tile by tile.
 
     A tile that lies within the piece goes to `out`; the others' shares, at most two, go to `part` [2P, M, Dv] and
     `part_lse` [2P, M] (base 2): entry 2p where the tile began in an earlier program, 2p + 1 where it goes on in a later one.
     `note` [P, 3] says for each program which tile begins in it and goes on: (programs it takes, row, head), 0 if none.
+    Pages of 8-bit numbers come as int32, four numbers each (see paged_words; INTEGER: int8, else float8), strides too.
     With TURNED > 0 pages hold latents: keys of DIM + TURNED columns whose first DIM are the values too.
     """
-    NARROW: tl.constexpr = k_pages.dtype.element_ty.primitive_bitwidth == 8
+    NARROW: tl.constexpr = k_pages.dtype.element_ty == tl.int32
     pid = tl.program_id(0)
     ends, counts, per, begin, end = _share(seq_lens, query_lens, num_rows, max_tokens, window, sink_tokens, KV, ROWS,
                                            BLOCK_N, WINDOWED, MANY)  # fmt: skip
+    if EARLY:
+        cuda.gdc_launch_dependents()
     m = tl.arange(0, BLOCK_M)
     dv = tl.arange(0, BLOCK_DV)
     tl.store(note + pid * 3, 0)
@@ -198,16 +94,19 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
         heads = head * GROUP + m % GROUP
         tokens = (token + m // GROUP).to(tl.int64)
         q_at = q + tokens * q_token + heads * q_head
-        queries = load_queries(q_at, real, 0, DIM, BLOCK_D, NARROW)
-        turned = queries
-        if TURNED > 0:
-            turned = load_queries(q_at, real, DIM, TURNED, TURNED, NARROW)
         place = tl.where(real, seq_len - count + m // GROUP, -1)
-        acc, top, total = _attend(
-            queries, turned, place, k_pages + head * k_head, v_pages + head * v_head, table + row.to(tl.int64) * table_row,
-            k_scales + head * ks_head, v_scales + head * vs_head, begin - tile, stop, kept, skipped, seq_len, scale * LOG2_E,
-            window, sink_tokens, k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
-            DIM, TURNED, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, SCALED, SWAP)  # fmt: skip
+        walk = (table + row.to(tl.int64) * table_row, begin - tile, stop, kept, skipped, seq_len)
+        if NARROW:
+            acc, top, total = attend_words(
+                q_at, real, place, k_pages + head * k_head, v_pages + head * v_head, k_scales + head * ks_head,
+                v_scales + head * vs_head, walk, scale * LOG2_E, window, sink_tokens, k_page, k_slot, v_page, v_slot,
+                ks_page, ks_slot, vs_page, vs_slot,
+                DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, INTEGER)  # fmt: skip
+        else:
+            acc, top, total = _attend(
+                q_at, real, place, k_pages + head * k_head, v_pages + head * v_head, walk, scale * LOG2_E,
+                window, sink_tokens, k_page, k_slot, v_page, v_slot,
+                DIM, TURNED, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, SWAP)  # fmt: skip
         whole = (begin == tile) & (stop == blocks)
         # Two conditions, as the first is known when compiling.
         if SINKS:  # noqa: SIM102
@@ -231,43 +130,39 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
 
 
 @triton.jit
-def _attend(queries, turned, place, k_pages, v_pages, table, k_scales, v_scales, begin, end, kept, skipped, seq_len, scale,
-            window, sink_tokens, k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
+def _attend(q_at, real, place, k_pages, v_pages, walk, scale, window, sink_tokens, k_page, k_slot, v_page, v_slot,
             DIM: tl.constexpr, TURNED: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
             PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-            WINDOWED: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
-    """(acc [M, Dv] not yet divided, highest score, sum) of a tile's blocks begin ... end - 1."""
+            WINDOWED: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+    """(acc [M, Dv] not yet divided, highest score, sum) of a tile's blocks begin ... end - 1, as `walk` says them."""
+    table, begin, end, kept, skipped, seq_len = walk
+    queries = load_queries(q_at, real, 0, DIM, BLOCK_D)
+    if TURNED > 0:
+        turned = load_queries(q_at, real, DIM, TURNED, TURNED)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SWAP:
         acc = tl.zeros([BLOCK_DV, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    block = tl.where(begin < kept, begin, begin + skipped)
-    page = page_ids(table, block, seq_len, BLOCK_N, PAGE_SIZE)
+    page = page_ids(table, tl.where(begin < kept, begin, begin + skipped), seq_len, BLOCK_N, PAGE_SIZE)
     for unit in tl.range(begin, end, num_stages=STAGES):
         block = tl.where(unit < kept, unit, unit + skipped)
         k = load_block(k_pages, page, block, seq_len, k_page, k_slot, BLOCK_N, PAGE_SIZE, DIM, BLOCK_D, True)
-        s = scores(queries, k.to(queries.dtype), SWAP)
+        s = scores(queries, k, SWAP)
         if TURNED > 0:
             # One load serves as keys and values.
             v = k
             last = load_block(
                 k_pages + DIM, page, block, seq_len, k_page, k_slot, BLOCK_N, PAGE_SIZE, TURNED, TURNED, True
             )
-            s += scores(turned, last.to(queries.dtype), SWAP)
+            s += scores(turned, last, SWAP)
         else:
             v = load_block(v_pages, page, block, seq_len, v_page, v_slot, BLOCK_N, PAGE_SIZE, DIM_V, BLOCK_DV, True)
-        k_scale = 1.0
-        v_scale = 1.0
-        if SCALED:
-            k_scale = load_scales(k_scales, page, block, seq_len, ks_page, ks_slot, BLOCK_N, PAGE_SIZE)
-            v_scale = load_scales(v_scales, page, block, seq_len, vs_page, vs_slot, BLOCK_N, PAGE_SIZE)
         # The next block's page is asked for a turn ahead: its latency would stand before every load of keys.
         page = page_ids(table, tl.where(unit + 1 < kept, unit + 1, unit + 1 + skipped), seq_len, BLOCK_N, PAGE_SIZE)
         keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, SWAP)
-        acc, top, total = fold(s, v.to(queries.dtype), keep, k_scale, v_scale, acc, top, total, scale, SCALED, SWAP,
-                               True)  # fmt: skip
+        acc, top, total = fold(s, v, keep, 1.0, 1.0, acc, top, total, scale, False, SWAP, True)
     if SWAP:
         acc = tl.trans(acc)
     return acc, top, total
@@ -276,13 +171,15 @@ def _attend(queries, turned, place, k_pages, v_pages, table, k_scales, v_scales,
 @triton.jit
 def combine(part, part_lse, note, query_lens, sinks, out, out_token, out_head,
             GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-            SPLITS: tl.constexpr, MANY: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
+            SPLITS: tl.constexpr, MANY: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Merges the shares of the tile that begins in program p and goes on: as `hone.ops.merge`, weights exp(lse - highest).
 
     Grid (P, M): one query of one tile each.
     """
     pid = tl.program_id(0)
     m = tl.program_id(1)
+    if EARLY:
+        cuda.gdc_wait()  # launched beside `decode`, this waits for what it wrote
     programs = tl.load(note + pid * 3)
     if programs > 0:
         row = tl.load(note + pid * 3 + 1)

@@ -24,6 +24,7 @@ class Plan:
     stages: int
     num_warps: int
     swap: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ def decode_rows(
     note = torch.empty(programs, 3, dtype=torch.int32, device=q.device)
     many = query_lens is not None
     rows = max(16, triton.next_power_of_2(num_rows))
-    scaled, sinks = options.k_scale is not None, q if options.sinks is None else options.sinks
+    sinks = q if options.sinks is None else options.sinks
+    integer = k_pages.dtype == torch.int8
+    if options.k_scale is not None:
+        k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
+        k_strides, v_strides = k_pages.stride(), v_pages.stride()
     lens = query_lens if many else seq_lens
     decode[(programs,)](
         q, k_pages, v_pages, page_table, seq_lens, lens, *_scales(q, options), sinks, out, part, part_lse, note,
@@ -90,13 +95,13 @@ def decode_rows(
         *_scale_strides(options), num_rows, max_tokens, options.scale, options.window or 0, options.sink_tokens,
         KV=kv_heads, GROUP=group, DIM=head_dim, TURNED=turned, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv, PAGE_SIZE=page_size, ROWS=rows, BLOCK_M=block_m, BLOCK_N=plan.block_n, STAGES=plan.stages,
-        WINDOWED=options.window is not None, MANY=many, SCALED=scaled, SINKS=options.sinks is not None, SWAP=plan.swap,
-        num_warps=plan.num_warps,
+        WINDOWED=options.window is not None, MANY=many, SINKS=options.sinks is not None, SWAP=plan.swap,
+        INTEGER=integer, EARLY=plan.early, num_warps=plan.num_warps,
     )  # fmt: skip
     combine[(programs, group * max_tokens)](
         part, part_lse, note, lens, sinks, out, *out.stride()[:2],
         GROUP=group, DIM_V=value_dim, BLOCK_DV=block_dv, BLOCK_M=block_m, ROWS=rows, SPLITS=32, MANY=many,
-        SINKS=options.sinks is not None, num_warps=4,
+        SINKS=options.sinks is not None, EARLY=plan.early, num_warps=4, launch_pdl=plan.early,
     )  # fmt: skip
 
 

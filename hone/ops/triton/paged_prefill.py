@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hone.ops.triton.paged import (
+from hone.ops.triton.paged_blocks import (
     LOG2_E,
     add_sink,
     fold,
@@ -62,9 +62,10 @@ def _walk(queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top,
           BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr,
           MASKED: tl.constexpr):  # fmt: skip
     """Folds units begin ... stop - 1: block = unit below `kept`, + `skip_kept` up to `edge`, + `skip_edge` after it."""
+    block = begin + tl.where(begin < kept, 0, tl.where(begin < edge, skip_kept, skip_edge))
+    page = page_ids(table, block, seq_len, BLOCK_N, PAGE_SIZE)
     for unit in tl.range(begin, stop, num_stages=STAGES):
         block = unit + tl.where(unit < kept, 0, tl.where(unit < edge, skip_kept, skip_edge))
-        page = page_ids(table, block, seq_len, BLOCK_N, PAGE_SIZE)
         k = load_block(k_pages, page, block, seq_len, k_page, k_slot, BLOCK_N, PAGE_SIZE, DIM, BLOCK_D, MASKED)
         s = scores(queries, k.to(queries.dtype), False)
         v = load_block(v_pages, page, block, seq_len, v_page, v_slot, BLOCK_N, PAGE_SIZE, DIM_V, BLOCK_DV, MASKED)
@@ -73,6 +74,9 @@ def _walk(queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top,
         if SCALED:
             k_scale = load_scales(k_scales, page, block, seq_len, ks_page, ks_slot, BLOCK_N, PAGE_SIZE)
             v_scale = load_scales(v_scales, page, block, seq_len, vs_page, vs_slot, BLOCK_N, PAGE_SIZE)
+        later = unit + 1
+        later += tl.where(later < kept, 0, tl.where(later < edge, skip_kept, skip_edge))
+        page = page_ids(table, later, seq_len, BLOCK_N, PAGE_SIZE)
         keep = True
         if MASKED:
             keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, False)
@@ -104,7 +108,9 @@ def prefill(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales
     heads = head * GROUP + m % GROUP
     tokens = (token + steps).to(tl.int64)
     q_at = q + tokens * q_token + heads * q_head
-    queries = load_queries(q_at, real, 0, DIM, BLOCK_D, k_pages.dtype.element_ty.primitive_bitwidth == 8)
+    queries = load_queries(q_at, real, 0, DIM, BLOCK_D)
+    if k_pages.dtype.element_ty.primitive_bitwidth == 8:
+        queries = queries.to(tl.float16)  # holds every 8-bit number exactly
     low = seq_len - count + begin
     high = tl.minimum(low + TOKENS, seq_len) - 1
     place = tl.where(real, seq_len - count + steps, -1)

@@ -1,0 +1,146 @@
+"""What the paged attention kernels share: blocks of keys found through the page table, and the running softmax.
+
+Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Legend: M queries of a tile, N slots of a block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hone.ops import compat
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(compat.INTERPRETED)
+
+
+@triton.jit
+def row_blocks(seq_len, count, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """(blocks kept for sinks, blocks left out after them, blocks read) of rows whose last `count` tokens ask."""
+    blocks = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
+    kept = seq_len * 0
+    skipped = seq_len * 0
+    if WINDOWED:
+        first = tl.maximum(seq_len - count - window + 1, 0) // BLOCK_N
+        kept = tl.minimum(tl.cdiv(sink_tokens, BLOCK_N), first)
+        skipped = first - kept
+    return kept, skipped, blocks - skipped
+
+
+@triton.jit
+def page_ids(table, block, seq_len, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The page of every slot of a block: one number when the block lies within a page, else [BLOCK_N]."""
+    n = block * BLOCK_N
+    if PAGE_SIZE % BLOCK_N != 0:
+        n = n + tl.arange(0, BLOCK_N)
+    at = table + tl.maximum(tl.minimum(n, seq_len - 1), 0) // PAGE_SIZE
+    if INTERPRETED:
+        page = tl.load(at)
+    else:
+        # Not tl.load: the compiler would bring it through shared memory in line with the keys and wait for those too.
+        page = tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def load_block(pages, page, number, seq_len, stride_page, stride_slot, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+               DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """[BLOCK_N, BLOCK_D] keys or values; with MASKED zeros past the row's end, whatever the page holds there."""
+    n = number * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    slots = page * stride_page + (n % PAGE_SIZE) * stride_slot
+    at = pages + slots[:, None] + d[None, :]
+    if MASKED:
+        live = (n < seq_len)[:, None]
+        if BLOCK_D > DIM:
+            live = live & (d < DIM)[None, :]
+        block = tl.load(at, mask=live, other=0.0)
+    elif BLOCK_D > DIM:
+        block = tl.load(at, mask=(d < DIM)[None, :], other=0.0)
+    else:
+        block = tl.load(at)
+    return block
+
+
+@triton.jit
+def load_scales(scales, page, block, seq_len, stride_page, stride_slot, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """[BLOCK_N] scales of a block's slots; strides of 0 where pages or slots share one."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(scales + page * stride_page + (n % PAGE_SIZE) * stride_slot, mask=n < seq_len, other=0.0)
+
+
+@triton.jit
+def scores(q, k, SWAP: tl.constexpr):
+    """q [M, D] times k [N, D]: [M, N] float32, or its transpose with SWAP."""
+    if SWAP:
+        s = tl.dot(k, tl.trans(q))
+    else:
+        s = tl.dot(q, tl.trans(k))
+    return s
+
+
+@triton.jit
+def soften(s, keep, k_scale, top, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr):
+    """A step of the running softmax (base 2): scores s [M, N] before scaling -> (weights, fade of what was, top, total).
+
+    With SWAP s and the weights are [N, M].
+    """
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    s = s * scale
+    if SCALED:
+        s = s * tl.expand_dims(k_scale, 1 - AXIS)
+    if MASKED:
+        s = tl.where(keep, s, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, AXIS))
+    base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    p = tl.exp2(s - tl.expand_dims(base, AXIS))
+    fade = tl.exp2(top - base)
+    return p, fade, higher, total * fade + tl.sum(p, AXIS)
+
+
+@triton.jit
+def fold(s, v, keep, k_scale, v_scale, acc, top, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr,
+         MASKED: tl.constexpr):  # fmt: skip
+    """One block into the running softmax. s [M, N] before scaling, v [N, Dv], keep [M, N], acc [M, Dv].
+
+    With SWAP the long side of both products is the tensor core's row side: everything but v is transposed.
+    """
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    p, fade, top, total = soften(s, keep, k_scale, top, total, scale, SCALED, SWAP, MASKED)
+    if SCALED:
+        p = p * tl.expand_dims(v_scale, 1 - AXIS)
+    acc = acc * tl.expand_dims(fade, AXIS)
+    if SWAP:
+        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc)
+    return acc, top, total
+
+
+@triton.jit
+def visible(block, seq_len, place, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
+            SWAP: tl.constexpr):  # fmt: skip
+    """Which slots of a block each query may see; `place` [M] is its position, -1 for padding."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.expand_dims(n, 1 if SWAP else 0)
+    place = tl.expand_dims(place, 0 if SWAP else 1)
+    keep = n <= place
+    if WINDOWED:
+        keep = keep & ((n > place - window) | (n < sink_tokens))
+    return keep
+
+
+@triton.jit
+def load_queries(at, real, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[M, BLOCK_D] queries from column FIRST on."""
+    d = tl.arange(0, BLOCK_D)
+    return tl.load(at[:, None] + FIRST + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def add_sink(acc, top, total, sink):
+    """A score without a value (natural log) joins the softmax: of acc [M, Dv] and sink [M]."""
+    sink = sink.to(tl.float32) * LOG2_E
+    base = tl.maximum(top, sink)
+    fade = tl.exp2(top - base)
+    return acc * fade[:, None], base, total * fade + tl.exp2(sink - base)
