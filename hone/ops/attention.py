@@ -50,16 +50,8 @@ def attend(
     _check(q, k, v, mask, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     extras = return_lse or sinks is not None or softcap is not None
-    facts = {
-        "dtype": q.dtype,
-        "head_dim": q.shape[-1],
-        "v_dim": v.shape[-1],
-        "block": mask.block,
-        "plain": not extras,
-        "causal_square": mask.is_causal and q.shape[1] == k.shape[1],
-        "full": mask.is_full,
-    }
-    chosen = backend_of("attend", q.device, backend, **facts)
+    facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block)
+    chosen = _choose(*facts, not extras, backend)
     if chosen not in BACKENDS:
         raise ValueError(f"backend is {chosen!r}; it may be {', '.join(BACKENDS)}")
     if chosen in ("torch", "cudnn"):
@@ -72,8 +64,7 @@ def attend(
         wants_grad = torch.is_grad_enabled() and any(made.requires_grad for made in (q, k, v))
         reverse = ""
         if wants_grad:
-            forced = backend if backend is None or not deterministic else "triton"
-            reverse = backend_of("attend_backward", q.device, forced, deterministic=deterministic, **facts)
+            reverse = _choose_backward(*facts, deterministic, backend)
         out, lse = _fused(q, k, v, mask, scale, softcap, chosen, reverse)
     if sinks is not None:
         drop = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
@@ -122,6 +113,41 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) ->
     mask.check_sizes(q.shape[1], k.shape[1])
 
 
+# torch.compile takes what these answer as it is: it could not look into them.
+
+
+@torch.compiler.assume_constant_result
+def _choose(
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_dim: int, block: int, plain: bool, forced: str | None
+) -> str:
+    return backend_of("attend", device, forced, dtype=dtype, head_dim=head_dim, v_dim=v_dim, block=block, plain=plain)
+
+
+@torch.compiler.assume_constant_result
+def _choose_backward(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    block: int,
+    deterministic: bool,
+    forced: str | None,
+) -> str:
+    forced = "triton" if forced is not None and deterministic else forced
+    return backend_of(
+        "attend_backward", device, forced, head_dim=head_dim, v_dim=v_dim, block=block, deterministic=deterministic
+    )
+
+
+@torch.compiler.assume_constant_result
+def _blocks(forward: str, reverse: str, head_dim: int, v_dim: int, limit: int) -> list[int]:
+    """The tile sizes of the forward pass and, if there is one, of the backward pass."""
+    blocks = list(importlib.import_module(_FORWARD[forward]).tile_shape(head_dim, v_dim, limit))
+    if reverse:
+        blocks += importlib.import_module(_BACKWARD[reverse]).tile_shape(head_dim, v_dim, limit)
+    return blocks
+
+
 def _library(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: str) -> Tensor:
     """Torch's own attention; its cuDNN kernel alone for 'cudnn'."""
     causal = mask.is_causal and q.shape[1] == k.shape[1]
@@ -147,17 +173,14 @@ def _fused(
     """The kernels of `backend`, with those of `reverse` for the gradient ('' for none)."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     sizes = (q.shape[1], k.shape[1])
-    shape = (q.shape[3], v.shape[3], mask.block)
-    blocks = importlib.import_module(_FORWARD[backend]).tile_shape(*shape)
-    ahead = mask.tiles(*sizes, *blocks, q.device)
+    blocks = _blocks(backend, reverse, q.shape[3], v.shape[3], mask.block)
+    ahead = mask.tiles(*sizes, blocks[0], blocks[1], q.device)
     lists = ahead.lists
     if reverse:
-        back_blocks = importlib.import_module(_BACKWARD[reverse]).tile_shape(*shape)
-        lists = lists + mask.tiles(*sizes, *back_blocks, q.device, transposed=True).lists
-        blocks = (*blocks, *back_blocks)
+        lists = lists + mask.tiles(*sizes, blocks[2], blocks[3], q.device, transposed=True).lists
     kind = "causal" if ahead.causal else "full" if ahead.full else "lists"
     return _attend_op(
-        q, k, v, ahead.q_data, ahead.k_data, lists, list(blocks), ahead.rule, list(ahead.params), kind, scale, softcap,
+        q, k, v, ahead.q_data, ahead.k_data, lists, blocks, ahead.rule, list(ahead.params), kind, scale, softcap,
         backend, reverse,
     )  # fmt: skip
 

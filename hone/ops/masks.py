@@ -48,7 +48,7 @@ class Mask:
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", f"{self.rule.__module__}:{self.rule.__qualname__}")
+        object.__setattr__(self, "name", _name_of(self.rule))
         for label, data in (("q_data", self.q_data), ("k_data", self.k_data)):
             if data is not None and (data.dim() != 3 or data.dtype != torch.int32):
                 raise ValueError(
@@ -213,6 +213,11 @@ class Tiles:
         return _gluon_rule(self.rule)
 
 
+@torch.compiler.assume_constant_result
+def _name_of(rule: Rule) -> str:
+    return f"{rule.__module__}:{rule.__qualname__}"
+
+
 def outer_strides(made: Tensor | None) -> tuple[int, int]:
     """Strides of the first two axes of a list or of data, 0 along an axis of size 1 (and for None): what kernels step by."""
     if made is None:
@@ -350,7 +355,7 @@ def window_with_sinks(size: int, num_sinks: int) -> Mask:
 
 def prefix(lengths: Tensor) -> Mask:
     """Causal, but the first lengths[b] keys of row b are seen by all (prefix-LM). Integer [B]. arXiv:1910.10683."""
-    return Mask(_prefix, q_data=_data(lengths[:, None, None]))
+    return Mask(_prefix, q_data=lengths[:, None, None].int())
 
 
 def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> Mask:
@@ -358,7 +363,7 @@ def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> M
 
     ids: integer [B, S], equal within a document. Where they rise along a row few tiles are touched. arXiv:2107.02027.
     """
-    data = _data(ids[:, None, :])
+    data = ids[:, None, :].int()
     if not causal:
         return Mask(_same_document, (), data, data)
     return Mask(_documents, (), data, data) if size is None else Mask(_documents_window, (size,), data, data)
@@ -372,7 +377,7 @@ def documents_at(cu_seqlens: Tensor, seq_len: int, size: int | None = None, *, c
 
 def longformer(is_global: Tensor, before: int, after: int = 0, *, causal: bool = False) -> Mask:
     """A band, and tokens that see all and are seen by all: is_global bool [B or 1, S]. Beltagy et al. 2020, arXiv:2004.05150."""
-    data = _data(is_global[:, None, :])
+    data = is_global[:, None, :].int()
     return Mask(_longformer_causal if causal else _longformer, (before, after), data, data)
 
 
@@ -431,14 +436,10 @@ def lsh(positions: Tensor, chunk: int, *, buckets: Tensor | None = None, causal:
     """
     seq_len = positions.shape[-1]
     if buckets is not None:
-        data = _data(buckets.long() * seq_len + positions)
+        data = (buckets.long() * seq_len + positions).int()
         return Mask(_lsh_causal if causal else _lsh, (chunk, seq_len), data, data)
-    data = _data(positions)
+    data = positions.int()
     return Mask(_lsh_any_bucket_causal if causal else _sorted_chunks, (chunk,), data, data)
-
-
-def _data(values: Tensor) -> Tensor:
-    return values.to(torch.int32)
 
 
 def _positive(what: str, value: int) -> int:
