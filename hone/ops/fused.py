@@ -35,26 +35,47 @@ def rms_norm(
     With `quantize` y comes as codes, float8_e4m3fn or int8, and one float32 scale a row [..., 1] (the row's largest
     magnitude over 448 or 127): (codes, scales) or (codes, scales, x + residual); no gradient flows through codes.
     """
+    plain = _plain(x) if backend is None else None
+    if plain is not None and residual is None and quantize is None:
+        return plain.rms_norm(x, weight, eps)
     if x.shape[-1] != weight.numel():
         raise ValueError(f"weight has {weight.numel()} values, x rows have {x.shape[-1]}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x {tuple(x.shape)} {x.dtype}")
     if quantize not in (None, "fp8", "int8"):
         raise ValueError(f"quantize is {quantize!r}; it may be None, 'fp8' or 'int8'")
-    if backend is None and (torch.compiler.is_compiling() or not x.is_cuda):
-        backend = "reference" if torch.compiler.is_compiling() else "lean"
-    chosen = backend_of("rms_norm", x.device, backend, dtype=x.dtype, weight_dtype=weight.dtype, width=x.shape[-1])
-    if chosen == "triton":
-        if quantize is not None:
-            return _rms_norm_codes(x, weight, eps, residual, quantize)
-        y, summed, _ = _rms_norm_op(x, weight, eps, residual)
-        return y if residual is None else (y, summed)
+    if plain is None:
+        chosen = backend_of("rms_norm", x.device, backend, dtype=x.dtype, weight_dtype=weight.dtype, width=x.shape[-1])
+        if chosen == "triton":
+            return _rms_norm_triton(x, weight, eps, residual, quantize)
+        plain = reference if chosen == "reference" else lean
     summed = x if residual is None else x + residual
-    normed = (reference if chosen == "reference" else lean).rms_norm(summed, weight, eps)
+    normed = plain.rms_norm(summed, weight, eps)
     if quantize is None:
         return normed if residual is None else (normed, summed)
     codes, scales = row_codes(normed.detach(), quantize)
     return (codes, scales) if residual is None else (codes, scales, summed)
+
+
+def _plain(x: Tensor) -> Any:
+    """The module of plain torch that serves where no kernel would: under torch.compile, and off the GPU; else None."""
+    if torch.compiler.is_compiling():
+        return reference
+    return None if x.is_cuda else lean
+
+
+def _bare(*given: Tensor | None) -> bool:
+    """No gradient is wanted: the kernel may be launched without torch's dispatcher, most of a small call's time."""
+    return not (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given))
+
+
+def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantize: Codes | None) -> Any:
+    if quantize is not None:
+        codes, scales, summed = _norm_codes(x, weight, eps, residual, quantize == "fp8")
+        return (codes, scales) if residual is None else (codes, scales, summed)
+    run = _norm if _bare(x, weight, residual) else _norm_op
+    y, summed, _ = run(x, weight, eps, residual)
+    return y if residual is None else (y, summed)
 
 
 def row_codes(x: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
@@ -72,12 +93,13 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
 
     Only its input is kept for the backward pass, which computes the gate again.
     """
-    if backend is None and (torch.compiler.is_compiling() or not gate_up.is_cuda):
-        return (reference if torch.compiler.is_compiling() else lean).swiglu(gate_up)
-    chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
-    if chosen == "triton":
-        return _swiglu_op(gate_up)
-    return (reference if chosen == "reference" else lean).swiglu(gate_up)
+    plain = _plain(gate_up) if backend is None else None
+    if plain is None:
+        chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
+        if chosen == "triton":
+            return (_gate if _bare(gate_up) else _gate_op)(gate_up)
+        plain = reference if chosen == "reference" else lean
+    return plain.swiglu(gate_up)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend: str | None = None) -> Tensor:
@@ -85,15 +107,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend
 
     `in_place` overwrites x and returns it (serving: no gradient).
     """
-    if backend is None and not in_place and (torch.compiler.is_compiling() or not x.is_cuda):
-        return (reference if torch.compiler.is_compiling() else lean).rope(x, cos, sin)
-    chosen = backend_of("rope", x.device, backend, dtype=x.dtype)
-    if chosen == "triton":
-        if in_place:
-            _rope_in_place_op(x, cos, sin)
-            return x
-        return _rope_op(x, cos, sin, 1.0)
-    turned = (reference if chosen == "reference" else lean).rope(x, cos, sin)
+    plain = _plain(x) if backend is None and not in_place else None
+    if plain is None:
+        chosen = backend_of("rope", x.device, backend, dtype=x.dtype)
+        if chosen == "triton":
+            if in_place:
+                _rope_in_place_op(x, cos, sin)
+                return x
+            return (_rotated if _bare(x) else _rope_op)(x, cos, sin, 1.0)
+        plain = reference if chosen == "reference" else lean
+    turned = plain.rope(x, cos, sin)
     return x.copy_(turned) if in_place else turned
 
 
@@ -154,8 +177,7 @@ def norm_shape(width: int) -> tuple[int, int, int]:
     return rows, block, max(2, min(16, rows * block // 512))
 
 
-@torch.library.custom_op("hone::rms_norm", mutates_args=())
-def _rms_norm_op(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(y, x + residual or empty, 1 / rms of each row, float32)."""
     from hone.ops.triton.norm import rms_norm_forward
 
@@ -163,7 +185,7 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None)
     before = rows3 if residual is None else _runs(residual)
     if before.shape != rows3.shape:
         rows3, before = x.contiguous().view(-1, 1, x.shape[-1]), residual.contiguous().view(-1, 1, x.shape[-1])
-    y, summed, rstd = _rms_norm_fake(x, weight, eps, residual)
+    y, summed, rstd = _norm_fake(x, weight, eps, residual)
     num_rows, width = rstd.numel(), x.shape[-1]
     if num_rows:
         rows, block, warps = norm_shape(width)
@@ -175,22 +197,18 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None)
     return y, summed, rstd
 
 
-@_rms_norm_op.register_fake
-def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+_norm_op = torch.library.custom_op("hone::rms_norm", _norm, mutates_args=())
+
+
+@_norm_op.register_fake
+def _norm_fake(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = torch.empty_like(y) if residual is not None else x.new_empty(0)
     return y, summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _rms_norm_codes(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, kind: Codes) -> tuple[Tensor, ...]:
-    if torch.is_grad_enabled() and x.requires_grad and residual is not None:
-        raise ValueError("quantize gives no gradient: norm without it where one is wanted")
-    codes, scales, summed = _rms_norm_codes_op(x, weight, eps, residual, kind == "fp8")
-    return (codes, scales) if residual is None else (codes, scales, summed)
-
-
 @torch.library.custom_op("hone::rms_norm_codes", mutates_args=())
-def _rms_norm_codes_op(
+def _norm_codes(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales [..., 1], x + residual or empty)."""
@@ -200,7 +218,7 @@ def _rms_norm_codes_op(
     before = rows3 if residual is None else _runs(residual)
     if before.shape != rows3.shape:
         rows3, before = x.contiguous().view(-1, 1, x.shape[-1]), residual.contiguous().view(-1, 1, x.shape[-1])
-    codes, scales, summed = _rms_norm_codes_fake(x, weight, eps, residual, fp8)
+    codes, scales, summed = _norm_codes_fake(x, weight, eps, residual, fp8)
     num_rows, width = scales.numel(), x.shape[-1]
     if num_rows:
         rows, block, warps = norm_shape(width)
@@ -213,8 +231,8 @@ def _rms_norm_codes_op(
     return codes, scales, summed
 
 
-@_rms_norm_codes_op.register_fake
-def _rms_norm_codes_fake(
+@_norm_codes.register_fake
+def _norm_codes_fake(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn if fp8 else torch.int8, device=x.device)
@@ -227,7 +245,7 @@ BACKWARD_STAGES = 2
 
 
 @torch.library.custom_op("hone::rms_norm_backward", mutates_args=())
-def _rms_norm_backward_op(
+def _norm_backward_op(
     upstream: Tensor, upstream_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """(gradient by x, gradient by weight or empty)."""
@@ -251,8 +269,8 @@ def _rms_norm_backward_op(
     return grad_x, partial.sum(0).to(weight.dtype) if wants_weight else weight.new_empty(0)
 
 
-@_rms_norm_backward_op.register_fake
-def _rms_norm_backward_fake(
+@_norm_backward_op.register_fake
+def _norm_backward_fake(
     upstream: Tensor, upstream_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -265,7 +283,7 @@ def norm_programs(device: torch.device, block: int) -> int:
     return num_sms * max(1, min(8, 16384 // block))
 
 
-def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _, residual = inputs
     _, summed, rstd = output
     ctx.has_residual = residual is not None
@@ -273,25 +291,24 @@ def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.set_materialize_grads(False)
 
 
-def _rms_norm_grad(ctx: Any, upstream: Tensor | None, upstream_sum: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _norm_grad(ctx: Any, upstream: Tensor | None, upstream_sum: Tensor | None, _: Any) -> tuple[Any, ...]:
     x, weight, rstd = ctx.saved_tensors
     if upstream is None:
         return upstream_sum, None, None, upstream_sum if ctx.has_residual else None
     flow_sum = upstream_sum if ctx.has_residual else None
-    grad_x, grad_weight = _rms_norm_backward_op(upstream, flow_sum, x, weight, rstd, ctx.needs_input_grad[1])
+    grad_x, grad_weight = _norm_backward_op(upstream, flow_sum, x, weight, rstd, ctx.needs_input_grad[1])
     return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, grad_x if ctx.has_residual else None
 
 
-_rms_norm_op.register_autograd(_rms_norm_grad, setup_context=_rms_norm_setup)
+_norm_op.register_autograd(_norm_grad, setup_context=_norm_setup)
 
 
-@torch.library.custom_op("hone::swiglu", mutates_args=())
-def _swiglu_op(gate_up: Tensor) -> Tensor:
+def _gate(gate_up: Tensor) -> Tensor:
     from hone.ops.triton.gate import swiglu_forward
 
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    out = _swiglu_fake(gate_up)
+    out = _gate_fake(gate_up)
     width = out.shape[-1]
     if out.numel():
         block, warps = GATE_BLOCK
@@ -303,13 +320,16 @@ GATE_BLOCK = (2048, 4)
 """(columns a program, warps) of the gate's kernels."""
 
 
-@_swiglu_op.register_fake
-def _swiglu_fake(gate_up: Tensor) -> Tensor:
+_gate_op = torch.library.custom_op("hone::swiglu", _gate, mutates_args=())
+
+
+@_gate_op.register_fake
+def _gate_fake(gate_up: Tensor) -> Tensor:
     return torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
 
 
 @torch.library.custom_op("hone::swiglu_backward", mutates_args=())
-def _swiglu_backward_op(gate_up: Tensor, upstream: Tensor) -> Tensor:
+def _gate_backward_op(gate_up: Tensor, upstream: Tensor) -> Tensor:
     from hone.ops.triton.gate import swiglu_backward
 
     rows, flow = gate_up.reshape(-1, gate_up.shape[-1]), upstream.reshape(-1, upstream.shape[-1])
@@ -325,13 +345,13 @@ def _swiglu_backward_op(gate_up: Tensor, upstream: Tensor) -> Tensor:
     return grad
 
 
-@_swiglu_backward_op.register_fake
-def _swiglu_backward_fake(gate_up: Tensor, upstream: Tensor) -> Tensor:
+@_gate_backward_op.register_fake
+def _gate_backward_fake(gate_up: Tensor, upstream: Tensor) -> Tensor:
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
-_swiglu_op.register_autograd(
-    lambda ctx, upstream: _swiglu_backward_op(ctx.saved_tensors[0], upstream),
+_gate_op.register_autograd(
+    lambda ctx, upstream: _gate_backward_op(ctx.saved_tensors[0], upstream),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
 
@@ -376,8 +396,7 @@ def rope_shape(num_heads: int, head_dim: int) -> tuple[int, int, int]:
     return heads, block, max(1, min(4, heads * block // 256))
 
 
-@torch.library.custom_op("hone::rope", mutates_args=())
-def _rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     try:
         _tokens(x)
@@ -386,6 +405,9 @@ def _rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     out = _rope_fake(x, cos, sin, sign)
     _turn(x, out, cos, sin, sign)
     return out
+
+
+_rope_op = torch.library.custom_op("hone::rope", _rotated, mutates_args=())
 
 
 @_rope_op.register_fake
