@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.base.errors import SpecError
+
 
 class Context:
     """Base of every context. A subclass sets `positions` and writes `attend`."""
@@ -51,6 +53,11 @@ class Context:
         Only for a context with `carry`, to mixers that keep their keys in a form of their own.
         """
         raise NotImplementedError
+
+    def must_be_whole(self, mixer: str) -> None:
+        """Raises SpecError when sequences come bit by bit, for a `mixer` that sees later tokens."""
+        if self.carry is not None:
+            raise SpecError(f"mixer '{mixer}' sees later tokens: it cannot generate", fix="take a causal mixer")
 
     def lend(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Says that a later layer will attend to the keys and values of `layer`, before `layer` itself does."""

@@ -81,8 +81,7 @@ class LinformerLayer(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec, seq_len = self.spec, x.shape[-2]
         refuse_packed(context, "linformer")
-        if context.carry is not None:
-            raise SpecError("mixer 'linformer' sees later tokens: it cannot generate", fix="take a causal mixer")
+        context.must_be_whole("linformer")
         if seq_len > spec.max_seq_len:
             raise SpecError(
                 f"linformer mixes up to {spec.max_seq_len} tokens, the input has {seq_len}",

@@ -1,0 +1,170 @@
+"""BigBird: blocks of tokens see the blocks around them, a few blocks that all see, and a few drawn by chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hone.base.errors import SpecError
+from hone.cost.facts import Widths, attention_widths, mean_positions
+from hone.model.context import Context, sdpa
+from hone.model.incremental import KeyValues
+from hone.model.linear import MakeLinear
+from hone.model.mixer import Mixer
+from hone.model.mixers.attention import Rope
+from hone.ops import attend
+from hone.ops.lean import rope
+from hone.ops.masks import Mask, bigbird, documents
+
+
+class BigBird(Mixer):
+    """Window, global and random blocks, the random ones drawn once a layer and head. Zaheer et al. 2020, arXiv:2007.14062.
+
+    The paper's is an encoder (encoder: true): half the global blocks at each end, which see all, the window to both sides.
+    The causal one reaches back only, and its draw is that of `max_seq_len` tokens, so a prefix is seen as it will be in the
+    longer text. Decoding keeps every key: any block may be drawn later.
+    """
+
+    paper: ClassVar[str] = "arXiv:2007.14062"
+    complexity: ClassVar[str] = "O(S block (window + global + random))"
+
+    num_heads: int = Field(gt=0, description="Query heads.")
+    num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
+    head_dim: int = Field(gt=0, description="Width of a head.")
+    max_seq_len: int = Field(gt=0, description="Longest input of the causal form, in tokens.")
+    block: int = Field(64, ge=16, description="Tokens of a block, a power of two.")
+    num_window: int = Field(3, gt=0, description="Blocks around (causal: up to) a token's own, itself among them.")
+    num_global: int = Field(2, ge=0, description="Blocks that all see.")
+    num_random: int = Field(3, ge=0, description="Further blocks drawn for each block of each head.")
+    seed: int = Field(0, ge=0, description="What they are drawn from, with the layer's number.")
+    encoder: bool = Field(False, description="Whether later tokens are seen too, as in the paper.")
+    rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> BigBird:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+        if self.block & (self.block - 1):
+            raise ValueError(f"block {self.block} is no power of two")
+        return self
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return not self.encoder
+
+    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """(n_out, k_in): fused qkv, out."""
+        queries = self.num_heads * self.head_dim
+        return ((queries + 2 * self.num_kv_heads * self.head_dim, hidden_size), (hidden_size, queries))
+
+    def num_params(self, hidden_size: int) -> int:
+        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """Of the blocks kept; of a token's own block half when causal."""
+        kept = self.block * (self.num_window + self.num_global + self.num_random)
+        seen = min(seq_len, kept) if self.encoder else mean_positions(seq_len, kept)
+        return 4.0 * self.num_heads * self.head_dim * seen
+
+    def state_values(self, seq_len: int) -> float:
+        return 2.0 * self.num_kv_heads * self.head_dim * seq_len
+
+    def widths(self, hidden_size: int) -> Widths:
+        return attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> BigBirdLayer:
+        return BigBirdLayer(self, hidden_size, layer, name, make)
+
+
+class BigBirdLayer(nn.Module):
+    """The module behind `BigBird`. `forward(x [B, S, D], context) -> [B, S, D]`."""
+
+    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
+    residual: ClassVar[str] = "out"
+
+    def __init__(self, spec: BigBird, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.rows = {"qkv": [queries, keys, keys], "out": [hidden_size]}
+        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, False)
+        self.out = make(f"{name}.out", queries, hidden_size, False)
+        self.scale = spec.head_dim**-0.5
+        self._masks: dict[
+            tuple[int, torch.device], Mask
+        ] = {}  # derived from the spec: the last length's, and the longest's
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        spec = self.spec
+        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
+        cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
+        turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
+        q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        if context.carry is not None:
+            return self.out(self._decode(q, k, v, context).flatten(-2))
+        mask = self.mask(x.shape[1], x.device)
+        if context.document_ids is not None:
+            apart = documents(context.document_ids, causal=not spec.encoder)
+            mask = replace(apart, table=mask.table, block=mask.block)
+        return self.out(attend(q, k, v, mask, scale=self.scale).flatten(-2))
+
+    def mask(self, seq_len: int, device: torch.device) -> Mask:
+        """The mask of rows of `seq_len` tokens, kept for the next pass of that length."""
+        spec = self.spec
+        self._check(seq_len)
+        key = (seq_len, device)
+        if key not in self._masks:
+            whole = seq_len if spec.encoder else spec.max_seq_len
+            made = self._masks.get((whole, device)) or self._drawn(whole, device)
+            count = -(-seq_len // spec.block)
+            self._masks = {(whole, device): made, key: made if whole == seq_len else _first(made, count)}
+        return self._masks[key]
+
+    def _drawn(self, seq_len: int, device: torch.device) -> Mask:
+        spec = self.spec
+        return bigbird(
+            seq_len,
+            block=spec.block,
+            num_window=spec.num_window,
+            num_global=spec.num_global,
+            num_random=spec.num_random,
+            seed=spec.seed + 1_000_003 * self.layer,
+            num_heads=spec.num_heads,
+            causal=not spec.encoder,
+            device=device,
+        )
+
+    def _check(self, seq_len: int) -> None:
+        if not self.spec.encoder and seq_len > self.spec.max_seq_len:
+            raise SpecError(
+                f"bigbird draws its blocks for {self.spec.max_seq_len} tokens, the input has {seq_len}",
+                fix=f"cut it to {self.spec.max_seq_len}, or set a longer max_seq_len",
+            )
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """New tokens after those in the carry: [B, n, H, Dh]."""
+        spec = self.spec
+        if spec.encoder:
+            context.must_be_whole("bigbird with encoder: true")
+        known = context.carry.get(self.layer)
+        if known is not None:
+            k, v = torch.cat((known.k, k), 1), torch.cat((known.v, v), 1)
+        context.carry[self.layer] = KeyValues(k, v)
+        self._check(k.shape[1])
+        table = self.mask(spec.max_seq_len, q.device).table
+        place = torch.arange(k.shape[1], device=q.device)
+        query = place[-q.shape[1] :]
+        rows = table[:, :, query // spec.block][..., place // spec.block]
+        return sdpa(q, k, v, rows & (place <= query[:, None]), self.scale)
+
+
+def _first(mask: Mask, count: int) -> Mask:
+    """The mask of the first `count` blocks."""
+    return replace(mask, table=mask.table[..., :count, :count].contiguous())

@@ -1,0 +1,233 @@
+"""Longformer: a window for every token, and a few global tokens, with projections of their own, that see and are seen by all."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hone.cost.facts import Widths, attention_widths, mean_positions
+from hone.model.context import Context, sdpa
+from hone.model.linear import MakeLinear
+from hone.model.mixer import Mixer
+from hone.model.mixers.attention import Rope
+from hone.ops import attend
+from hone.ops.lean import rope
+from hone.ops.masks import FULL, Mask
+
+
+class Longformer(Mixer):
+    """Sliding window plus global tokens with their own projections, in one softmax. Beltagy et al. 2020, arXiv:2004.05150.
+
+    The first `num_global` tokens of a document are global. Every token sees the window around it (causal: before it) and the
+    global tokens; a global token's own row is made of the global projections and sees the whole document (causal: what is
+    before it). The paper's encoder is encoder: true, its language model the default. No dilated windows.
+    """
+
+    paper: ClassVar[str] = "arXiv:2004.05150"
+    complexity: ClassVar[str] = "O(S (w + global))"
+
+    num_heads: int = Field(gt=0, description="Query heads.")
+    num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
+    head_dim: int = Field(gt=0, description="Width of a head.")
+    window: int = Field(gt=0, description="Tokens seen to one side, the token itself among them.")
+    num_global: int = Field(1, gt=0, description="Tokens at a document's beginning that are global.")
+    encoder: bool = Field(False, description="Whether later tokens are seen too, as in the paper's encoder.")
+    rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Longformer:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+        return self
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return not self.encoder
+
+    @property
+    def inner(self) -> tuple[int, int]:
+        """Widths of all queries and of all keys."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """(n_out, k_in): fused qkv, the global keys and values where all tokens need them, out."""
+        queries, keys = self.inner
+        far = () if self.causal else ((2 * keys, hidden_size),)
+        return ((queries + 2 * keys, hidden_size), *far, (hidden_size, queries))
+
+    def num_params(self, hidden_size: int) -> int:
+        queries, keys = self.inner
+        return hidden_size * (2 * (queries + 2 * keys) + queries)
+
+    def mixing_flops(self, seq_len: int) -> float:
+        seen = mean_positions(seq_len, self.window) * (1 if self.causal else 2)
+        whole = self.num_global * (1 if self.causal else 2)  # columns, and the rows, which are as long together
+        return 4.0 * self.num_heads * self.head_dim * min(seq_len, seen + whole)
+
+    def state_values(self, seq_len: int) -> float:
+        """Keys and values of the global tokens and of the window, and the global ones while such tokens come."""
+        early = seq_len if seq_len < self.num_global else 0
+        return 2.0 * self.inner[1] * (min(seq_len, self.num_global + self.window - 1) + early)
+
+    def widths(self, hidden_size: int) -> Widths:
+        plain = attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
+        return plain._replace(extra=plain.extra + (0 if self.causal else 3 * self.inner[1]))
+
+    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LongformerLayer:
+        return LongformerLayer(self, hidden_size, layer, name, make)
+
+
+class Seen(NamedTuple):
+    """What decoding keeps: keys and values of the first tokens and of the last window - 1; the global ones of the first."""
+
+    k: Tensor
+    v: Tensor
+    far_k: Tensor
+    far_v: Tensor
+
+
+class LongformerLayer(nn.Module):
+    """The module behind `Longformer`. `forward(x [B, S, D], context) -> [B, S, D]`."""
+
+    pieces: ClassVar[dict[str, tuple[str, ...]]] = {
+        "qkv": ("q", "k", "v"),
+        "global_q": ("global_q",),
+        "global_kv": ("global_k", "global_v"),
+        "out": ("out",),
+    }
+    residual: ClassVar[str] = "out"
+
+    def __init__(self, spec: Longformer, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        queries, keys = spec.inner
+        self.rows = {
+            "qkv": [queries, keys, keys],
+            "global_q": [queries],
+            "global_kv": [keys, keys],
+            "out": [hidden_size],
+        }
+        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, False)
+        self.global_q = make(f"{name}.global_q", hidden_size, queries, False)
+        self.global_kv = make(f"{name}.global_kv", hidden_size, 2 * keys, False)
+        self.out = make(f"{name}.out", queries, hidden_size, False)
+        self.scale = spec.head_dim**-0.5
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        spec = self.spec
+        cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
+        turning, v = self._heads(self.qkv(x)).split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], -2)
+        q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], -2)
+        if context.carry is not None:
+            mixed = self._decode(x, q, k, v, (cos, sin), context)
+        elif context.document_ids is None:
+            mixed = attend(q, k, v, self._mask(context, x), scale=self.scale)
+            mixed = torch.cat((self._global_rows(x, (cos, sin)), mixed[:, spec.num_global :]), 1)
+        else:
+            mixed = attend(q, k, v, self._mask(context, x), scale=self.scale)
+            mixed = self._packed_rows(x, mixed, (cos, sin), context)
+        return self.out(mixed.flatten(-2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.spec.head_dim))
+
+    def _mask(self, context: Context, x: Tensor) -> Mask:
+        """The window and the global columns, within documents; one for all layers of these options in a pass."""
+        spec = self.spec
+        memo = context.__dict__.setdefault("_longformer", {})
+        key = (spec.window, spec.num_global, spec.causal)
+        if key not in memo:
+            places, ids = context.positions.expand(x.shape[:2]), context.document_ids
+            if ids is None:  # all rows alike
+                places, ids = places[:1], torch.zeros_like(places[:1])
+            near = (spec.window - 1, 0 if spec.causal else spec.window - 1, 2)
+            columns = 2 * ids + (places < spec.num_global)
+            memo[key] = Mask(_causal if spec.causal else _two_sided, near, _data(ids), _data(columns))
+        return memo[key]
+
+    def _global(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of the global projections."""
+        k, v = self._heads(self.global_kv(x)).chunk(2, -2)
+        return rope(k, *turns), v
+
+    def _global_rows(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """Rows of the first tokens of each row that is one document: [B, min(num_global, S), H, Dh]."""
+        first = [part[..., : self.spec.num_global, :, :] for part in turns]
+        q = rope(self._heads(self.global_q(x[:, : self.spec.num_global])), *first)
+        if self.spec.causal:  # they see each other
+            k, v = self._global(x[:, : self.spec.num_global], (first[0], first[1]))
+            return attend(q, k, v, scale=self.scale)
+        k, v = self._global(x, turns)
+        return attend(q, k, v, FULL, scale=self.scale)
+
+    def _packed_rows(self, x: Tensor, mixed: Tensor, turns: tuple[Tensor, Tensor], context: Context) -> Tensor:
+        """`mixed` with the rows of every document's first tokens replaced: those of others see nothing and are not taken."""
+        rows = context.positions < self.spec.num_global
+        ids = context.document_ids
+        asked = _data(torch.where(rows, ids, -1))
+        mask = Mask(_document_causal if self.spec.causal else _document, (), asked, _data(ids))
+        k, v = self._global(x, turns)
+        far = attend(rope(self._heads(self.global_q(x)), *turns), k, v, mask, scale=self.scale)
+        return torch.where(rows[..., None, None], far, mixed)
+
+    def _decode(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], context: Context
+    ) -> Tensor:
+        """New tokens after those in the carry: [B, n, H, Dh]."""
+        spec, start, new = self.spec, context.start, x.shape[1]
+        if not spec.causal:
+            context.must_be_whole("longformer with encoder: true")
+        known = context.carry.get(self.layer) or Seen(*[k[:, :0]] * 4)
+        k, v = torch.cat((known.k, k), 1), torch.cat((known.v, v), 1)
+        count, end = k.shape[1], start + new
+        heads = min(spec.num_global, end)  # global tokens among the keys, the first of them
+        place = torch.arange(count, device=x.device)
+        place = torch.where(place < heads, place, place + end - count)
+        query = torch.arange(start, end, device=x.device)[:, None]
+        seen = (place <= query) & ((query - place < spec.window) | (place < spec.num_global))
+        mixed = sdpa(q, k, v, seen, self.scale)
+        far_k, far_v = known.far_k[:, :0], known.far_v[:, :0]
+        if start < spec.num_global:
+            rows = min(spec.num_global, end) - start
+            first = (turns[0][..., :rows, :, :], turns[1][..., :rows, :, :])
+            fresh = self._global(x[:, :rows], first)
+            far_k, far_v = (torch.cat(pair, 1) for pair in zip((known.far_k, known.far_v), fresh))
+            far_q = rope(self._heads(self.global_q(x[:, :rows])), *first)
+            mixed = torch.cat((context.attend_joined(far_q, far_k, far_v, scale=self.scale), mixed[:, rows:]), 1)
+        tail = min(spec.window - 1, end - heads)
+        done = end >= spec.num_global
+        context.carry[self.layer] = Seen(
+            *(torch.cat((part[:, :heads], part[:, count - tail :]), 1) for part in (k, v)),
+            *(part[:, :0] if done else part for part in (far_k, far_v)),
+        )
+        return mixed
+
+
+def _data(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.int32)[:, None]
+
+
+# Masks' rules. A query has its document's number; a key that, or twice that and 1 where it is global.
+
+
+def _two_sided(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
+    near = (q - k <= params[0]) & (k - q <= params[1])
+    return (near | (k_data % params[2] == 1)) & (k_data // params[2] == q_data)
+
+
+def _causal(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
+    return (q >= k) & ((q - k <= params[0]) | (k_data % params[2] == 1)) & (k_data // params[2] == q_data)
+
+
+def _document(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
+    return k_data == q_data
+
+
+def _document_causal(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
+    return (q >= k) & (k_data == q_data)
