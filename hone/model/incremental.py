@@ -6,7 +6,6 @@ mathematics need (keys, a window of them, a running sum), so that any stack that
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.model.context import Context, fused, has_fused, may_see, sdpa
 from hone.model.decoder import Decoder
+from hone.ops.sampling import noise_keys, sample
 
 
 class KeyValues(NamedTuple):
@@ -85,38 +85,36 @@ def generate(
     num_tokens: int,
     *,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
     chunk: int | None = None,
 ) -> Tensor:
     """Continues every row of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens].
 
-    Temperature 0 takes the most likely token; above it draws, each draw depending on (seed, row, position) alone. The
-    prompt is read `chunk` tokens at a time (default: at once). Raises SpecError when a layer's mixer is not causal.
+    Temperature 0 takes the most likely token; above it draws by the engine's rules (`hone.ops.sample`), row r from the seed
+    `seed` + r, each draw depending on (seed, position, token) alone. The prompt is read `chunk` tokens at a time (default: at
+    once). Raises SpecError when a layer's mixer is not causal.
     """
     model.config.must_be_causal("it encodes a text and cannot write one")
-    if tokens.dim() != 2 or not tokens.shape[1]:
+    if tokens.dim() != 2 or not tokens.numel():
         raise SpecError(f"prompts have shape {tuple(tokens.shape)}", fix="give token ids [rows, 1 or more tokens]")
     carry: dict[int, Any] = {}
     done, step = 0, chunk or tokens.shape[1]
+    seeds = [seed + row for row in range(len(tokens))]
     while num_tokens > 0:
         part = tokens[:, done : done + step]
         x = model.hidden(part, Incremental(part, done, carry))
         done += part.shape[1]
         if done < tokens.shape[1]:
             continue
-        logits = model.head(x[:, -1]).float()
+        logits = model.head(x[:, -1])
         if temperature > 0:
-            logits = logits / temperature + _gumbel(logits, seed, done)
-        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), 1)
+            keys = noise_keys(seeds, [done] * len(seeds), device=logits.device)
+            chosen = sample(logits.float(), temperature, top_k, top_p, min_p, keys=keys)
+        else:
+            chosen = logits.argmax(-1)
+        tokens = torch.cat((tokens, chosen[:, None]), 1)
         num_tokens -= 1
     return tokens
-
-
-def _gumbel(logits: Tensor, seed: int, position: int) -> Tensor:
-    """Noise [B, V] whose argmax with the logits is a draw from their softmax."""
-    rows = []
-    for row in range(len(logits)):
-        number = hashlib.sha256(f"{seed}/{row}/{position}".encode()).digest()[:8]
-        generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
-        rows.append(torch.empty(logits.shape[1]).exponential_(generator=generator).log().neg())
-    return torch.stack(rows).to(logits.device)
