@@ -47,8 +47,8 @@ def attend(
     `sinks` [H] adds a score to each head that takes weight and gives nothing (its lse counts it), arXiv:2309.17453.
     `deterministic` asks for bit-equal gradients run by run. Raises ValueError for shapes that do not fit together.
     """
-    _check(q, k, v, mask, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    _check(q, k, v, mask, sinks, scale)
     extras = return_lse or sinks is not None or softcap is not None
     facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block)
     chosen = _choose(*facts, not extras, backend)
@@ -96,7 +96,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return joined.to(outs[0].dtype), (highest + total.log()).masked_fill(blind, float("-inf"))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None, scale: float) -> None:
     for name, made in (("q", q), ("k", k), ("v", v)):
         if made.dim() != 4:
             raise ValueError(f"{name} is [batch, sequence, heads, head_dim], not of shape {list(made.shape)}")
@@ -110,6 +110,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) ->
         raise ValueError(f"q's {q.shape[2]} heads are no multiple of k's {k.shape[2]}")
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(f"sinks is one number a query head, [{q.shape[2]}], not of shape {list(sinks.shape)}")
+    if scale <= 0:
+        raise ValueError(f"scale is positive, not {scale}")
     mask.check_sizes(q.shape[1], k.shape[1])
 
 
