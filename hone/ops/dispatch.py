@@ -193,6 +193,8 @@ def _attend_paged(
         return Choice("reference", f"the kernels take 16-bit queries over pages of the same or 8 bits, not {dtype}")
     if max(head_dim, v_dim) > 256:
         return Choice("reference", f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
+    if page_dtype != dtype and (head_dim % 4 or v_dim % 4 or min(head_dim, v_dim) <= 32):
+        return Choice("reference", f"8-bit heads are wider than 32 and a multiple of 4, not {head_dim} and {v_dim}")
     if rows > 8192:
         return Choice("reference", f"the kernels find their work among up to 8192 rows, not {rows}")
     return Choice("triton", "pages are read in place, split evenly whatever the lengths")

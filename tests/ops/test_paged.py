@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.base.errors import SpecError
 from hone.ops import masks, paged_rows
-from hone.ops.paged import attend_paged, attend_planned, plan_rows, write_kv
+from hone.ops.paged import attend_latent, attend_paged, attend_planned, plan_rows, quantize_kv, write_kv
 from hone.ops.reference import attend
+from tests.ops.paged_case import Case, distance
 
 HEAD_DIM = 6
 
@@ -117,3 +119,87 @@ def test_long_chunks_go_in_blocks_of_queries(monkeypatch, window):
         monkeypatch.setattr(paged_rows, "_MASK_VALUES", values)
         found = attend_paged(q, k_pages, v_pages, table, *lengths, scale=0.4, window=window)
         torch.testing.assert_close(found, expected(q, contents, [20, 16], window))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 9, "sink_tokens": 5},
+        {"sinks": True},
+        {"sinks": True, "window": 3, "sink_tokens": 1},
+        {"head_dim": 6, "value_dim": 10},
+        {"page_dtype": torch.float8_e4m3fn},
+        {"page_dtype": torch.int8, "sinks": True},
+    ],
+)
+@pytest.mark.parametrize("query_lens", [None, [3, 1, 17, 20]])
+def test_options(options, query_lens):
+    case = Case([40, 3, 17, 64], query_lens, dtype=torch.float64, page_size=8, **options)
+    given = case.poisoned()
+    given[1:3] = case.pages  # the reference wants finite slots
+    assert distance(attend_paged(*given, **case.options), case.expected()) < 1e-6
+
+
+def test_scales_of_a_head_or_a_page_are_those_of_every_token():
+    case = Case([40, 3], page_dtype=torch.int8, page_size=8)
+    given = case.poisoned()
+    for shape in ((2,), (len(case.pages[0]), 2)):
+        scales = [torch.rand(shape) for _ in range(2)]
+        spread = [(x if x.dim() == 2 else x[None])[..., None].expand(case.scales[0].shape) for x in scales]
+        alike = [
+            attend_paged(*given, scale=0.3, k_scale=k_scale, v_scale=v_scale)
+            for k_scale, v_scale in (scales, [x.contiguous() for x in spread])
+        ]
+        torch.testing.assert_close(*alike, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_written_pages_hold_what_quantize_says(dtype):
+    k, v = torch.randn(2, 5, 2, 8)
+    k[1] = 0
+    pages, offsets = torch.tensor([2, 2, 0, 1, 1]), torch.tensor([0, 3, 1, 2, 0])
+    k_pages, v_pages = torch.zeros(2, 3, 2, 4, 8).to(dtype)
+    k_scale, v_scale = torch.zeros(2, 3, 2, 4)
+    write_kv(k, v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+    for x, written, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
+        back = written[pages, :, offsets].float() * scale[pages, :, offsets][..., None]
+        worst = x.abs().amax(-1, keepdim=True) * (1 / 16 if dtype.is_floating_point else 0.51 / 127)
+        assert ((back - x).abs() <= worst).all() and (back[1][x[1] == 0] == 0).all()
+        number, found = quantize_kv(x, dtype)
+        assert torch.equal(number.float(), written[pages, :, offsets].float())
+        assert torch.equal(found, scale[pages, :, offsets])
+
+
+@pytest.mark.parametrize("shape", ["head", "page"])
+def test_fixed_scales_are_used_and_clamped_to(shape):
+    k = torch.tensor([[[1.0, -300.0]]])
+    pages, scale = torch.zeros(1, 1, 4, 2, dtype=torch.int8), torch.full((1,) if shape == "head" else (1, 1), 0.5)
+    write_kv(k, k, pages, pages.clone(), torch.tensor([0]), torch.tensor([2]), scale, scale)
+    assert pages[0, 0, 2].tolist() == [2, -127] and pages.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("query_lens", [None, [2, 1, 3]])
+def test_latents_are_keys_whose_beginning_is_the_value(query_lens):
+    case = Case([9, 3, 17], query_lens, kv_heads=1, groups=4, head_dim=12, value_dim=8, dtype=torch.float64)
+    case.pages[1] = case.pages[0][..., :8]
+    q, _, _, table, lens, counts = case.poisoned()
+    found = attend_latent(q, case.pages[0][:, 0], table, lens, counts, value_dim=8, scale=case.options["scale"])
+    assert distance(found, case.expected()) < 1e-12
+
+
+def test_misuse_names_the_argument():
+    case = Case([9, 3])
+    q, k, v, table, lens, _ = case.poisoned()
+    for arguments, options, word in (
+        ((q[..., :8], k, v, table, lens), {}, "go together"),
+        ((q[:, :3], k, v, table, lens), {}, "query heads"),
+        ((q[:1], k, v, table, lens), {}, "one token a row"),
+        ((q, k, v, table[:1], lens), {}, "unlike rows"),
+        ((q, k.to(torch.int8), v.to(torch.int8), table, lens), {}, "scales"),
+        ((q, k, v, table, lens), {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}, "scales"),
+        ((q, k.to(torch.int8), v.to(torch.int8), table, lens), {"k_scale": torch.ones(3)}, "do not fit"),
+    ):
+        with pytest.raises(SpecError, match=word):
+            attend_paged(*arguments, scale=1.0, **options)
+    with pytest.raises(SpecError, match="value_dim"):
+        attend_latent(q, k[:, 0], table, lens, value_dim=16, scale=1.0)

@@ -164,6 +164,7 @@ def attend_pages(
 ) -> Tensor:
     """`hone.ops.attend_paged`; scales are [num_pages, KV, page_size] of any strides."""
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])
+    page_table = page_table.to(torch.int32)
     options = Options(scale, window, sink_tokens, sinks, k_scale, v_scale)
     tensors = (out, q, k_pages, v_pages, page_table, seq_lens, query_lens)
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
@@ -197,6 +198,7 @@ def attend_latents(
     window: int | None,
 ) -> Tensor:
     """`hone.ops.attend_latent` on pages [num_pages, 1, page_size, D]."""
+    page_table = page_table.to(torch.int32)
     if query_lens is not None:
         # Every new token becomes a row of one: the last sees seq_lens tokens, the one before it one less.
         ends = query_lens.cumsum(0)

@@ -1,0 +1,58 @@
+"""Where attention over pages runs, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.ops.dispatch import Where, choose
+
+HOPPER = Where("cuda", (9, 0), 132, (3, 6))
+PAGED = {"dtype": torch.bfloat16, "page_dtype": torch.bfloat16, "head_dim": 128, "v_dim": 128, "rows": 64}
+LATENT = {
+    "dtype": torch.bfloat16,
+    "page_dtype": torch.bfloat16,
+    "heads": 128,
+    "value_dim": 512,
+    "turned": 64,
+    "rows": 9,
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "facts", "backend", "reason"),
+    [
+        (HOPPER, {}, "triton", "in place"),
+        (Where("cuda", (8, 0), 108, (3, 6)), {}, "triton", "in place"),
+        (HOPPER, {"page_dtype": torch.float8_e4m3fn}, "triton", "in place"),
+        (HOPPER, {"dtype": torch.float16, "page_dtype": torch.int8}, "triton", "in place"),
+        (HOPPER, {"dtype": torch.float32, "page_dtype": torch.float32}, "reference", "16-bit"),
+        (HOPPER, {"page_dtype": torch.float16}, "reference", "same or 8 bits"),
+        (HOPPER, {"head_dim": 512}, "reference", "up to 256 wide"),
+        (HOPPER, {"v_dim": 512}, "reference", "up to 256 wide"),
+        (HOPPER, {"page_dtype": torch.int8, "head_dim": 40}, "reference", "multiple"),
+        (HOPPER, {"rows": 10000}, "reference", "8192 rows"),
+        (Where(), {}, "reference", "no GPU"),
+        (Where("cuda", (9, 0), 132), {}, "reference", "not installed"),
+    ],
+)
+def test_paged(where, facts, backend, reason):
+    choice = choose("attend_paged", where, **{**PAGED, **facts})
+    assert choice.backend == backend and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("where", "facts", "backend", "reason"),
+    [
+        (HOPPER, {}, "triton", "read once"),
+        (HOPPER, {"heads": 16}, "triton", "read once"),
+        (HOPPER, {"heads": 96}, "reference", "multiple of 64"),
+        (HOPPER, {"value_dim": 256}, "reference", "512"),
+        (HOPPER, {"page_dtype": torch.int8}, "reference", "16-bit"),
+        (HOPPER, {"rows": 10000}, "reference", "8192 rows"),
+        (Where(), {}, "reference", "no GPU"),
+    ],
+)
+def test_latent(where, facts, backend, reason):
+    choice = choose("attend_latent", where, **{**LATENT, **facts})
+    assert choice.backend == backend and reason in choice.reason
