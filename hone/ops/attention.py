@@ -150,6 +150,12 @@ def _blocks(forward: str, reverse: str, head_dim: int, v_dim: int, limit: int) -
     return blocks
 
 
+def tile_sizes(device: torch.device, dtype: torch.dtype, head_dim: int, v_dim: int, block: int = 0) -> list[int]:
+    """[block_m, block_n] of the forward kernel that `attend` would run, then those of the backward kernel."""
+    chosen = _choose(device, dtype, head_dim, v_dim, block, True, None)
+    return _blocks(chosen, _choose_backward(device, dtype, head_dim, v_dim, block, False, None), head_dim, v_dim, block)
+
+
 def _library(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: str) -> Tensor:
     """Torch's own attention; its cuDNN kernel alone for 'cudnn'."""
     causal = mask.is_causal and q.shape[1] == k.shape[1]

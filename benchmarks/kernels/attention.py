@@ -1,0 +1,93 @@
+"""Dense and causal attention against cuDNN through torch's SDPA, forward and backward, at 16k tokens a batch.
+
+FLOPs are 4 B H S^2 D forward and 2.5 times that backward, halved for a causal mask; a backward pass counts all its kernels.
+Each side has the layout it likes best: hone [B, S, H, D] as a projection leaves it, cuDNN [B, H, S, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.kernels.timing import Ceilings, interleaved, row
+from hone.ops import attend
+from hone.ops.masks import CAUSAL, FULL, Mask
+
+NUM_TOKENS = 16384
+PEER = "cuDNN through SDPA"
+
+
+def rows(limits: Ceilings) -> list[dict[str, Any]]:
+    """Heads of 128 and 64, causal and full, sequences of 2k, 8k and 16k."""
+    made = []
+    for head_dim, num_heads in ((128, 16), (64, 32)):
+        for name, mask in (("causal", CAUSAL), ("full", FULL)):
+            for seq_len in (2048, 8192, 16384):
+                made += measured(head_dim, num_heads, name, mask, seq_len, limits)
+    return made
+
+
+def measured(
+    head_dim: int, num_heads: int, name: str, mask: Mask, seq_len: int, limits: Ceilings
+) -> list[dict[str, Any]]:
+    """The forward and the backward row of one shape."""
+    batch = NUM_TOKENS // seq_len
+    ours = [randoms(batch, seq_len, num_heads, head_dim) for _ in range(4)]
+    theirs = [part.transpose(1, 2).contiguous() for part in ours]
+    causal = mask is CAUSAL
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    flops = 4 * batch * num_heads * seq_len**2 * head_dim * (0.5 if causal else 1.0)
+    label = f"d{head_dim} {name} s{seq_len}"
+    long = seq_len >= 8192
+    forward = interleaved([lambda: attend(*ours[:3], mask), lambda: cudnn(*theirs[:3])])
+    backward = backward_seconds([(lambda q, k, v: attend(q, k, v, mask), ours), (cudnn, theirs)], 2 if long else 8)
+    targets = ((1.1 if long else 1.05), (1.05 if long else 1.0)) if head_dim == 128 else (1.0, 0.95)
+    made = []
+    for pass_name, seconds, amount, target in zip(
+        ("fwd", "bwd"), (forward, backward), (flops, 2.5 * flops), targets, strict=True
+    ):
+        made.append(
+            row(
+                f"attend {pass_name} {label}",
+                seconds[0],
+                amount=amount,
+                unit="TFLOP/s",
+                ceiling=limits.gemm,
+                peer=PEER,
+                peer_seconds=seconds[1],
+                target=target,
+            )
+        )
+    return made
+
+
+def randoms(*shape: int) -> Tensor:
+    """Normal bfloat16 numbers on the GPU."""
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def backward_seconds(runs: list[tuple[Callable[..., Tensor], list[Tensor]]], calls: int) -> list[float]:
+    """Median seconds of each backward pass, in turn; each run is a function of q, k, v and [q, k, v, gradient of out].
+
+    Autograd cannot be captured apart from its forward pass: `calls` in a row hide what the CPU takes to start the first.
+    """
+    passes = []
+    for function, (*inputs, d_out) in runs:
+        leaves = [part.detach().requires_grad_() for part in inputs]
+        out = function(*leaves)
+
+        def backward(out: Tensor = out, leaves: list[Tensor] = leaves, d_out: Tensor = d_out) -> None:
+            for _ in range(calls):
+                torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+
+        passes.append(backward)
+    return interleaved(passes, captured=False, calls=calls)

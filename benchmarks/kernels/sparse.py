@@ -1,0 +1,83 @@
+"""Attention under sparse masks against FlexAttention compiled, and against hone's own dense rate on the tiles that are kept.
+
+A figure is FLOP/s on kept tiles (4 H D pairs of a kept tile forward, 2.5 times that backward); its limit is the dense rate of
+the same shape in the same run. Lists and FlexAttention's BlockMask are made beforehand. 16k tokens, 16 heads of 128.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from benchmarks.kernels.attention import backward_seconds, randoms
+from benchmarks.kernels.timing import Ceilings, interleaved, median_seconds, row
+from hone.ops import attend, masks
+from hone.ops.attention import tile_sizes
+from hone.ops.masks import FULL, Mask, as_flex
+
+SEQ_LEN, NUM_HEADS, HEAD_DIM = 16384, 16, 128
+NUM_DOCUMENTS = SEQ_LEN // 1024
+
+
+def rows(limits: Ceilings) -> list[dict[str, Any]]:
+    """Window, documents, BigBird; forward and backward."""
+    ours = [randoms(1, SEQ_LEN, NUM_HEADS, HEAD_DIM) for _ in range(4)]
+    theirs = [part.transpose(1, 2).contiguous() for part in ours]
+    dense_flops = 4 * NUM_HEADS * HEAD_DIM * SEQ_LEN**2
+    dense = (
+        dense_flops / median_seconds(lambda: attend(*ours[:3], FULL)),
+        2.5 * dense_flops / backward_seconds([(lambda q, k, v: attend(q, k, v, FULL), ours)], 2)[0],
+    )
+    flex = torch.compile(flex_attention, dynamic=False)
+    made = []
+    for name, mask in every_mask().items():
+        block_mask = create_block_mask(as_flex(mask, SEQ_LEN, SEQ_LEN), None, None, SEQ_LEN, SEQ_LEN, device="cuda")
+
+        def peer(q: Tensor, k: Tensor, v: Tensor, block_mask: Any = block_mask) -> Tensor:
+            return flex(q, k, v, block_mask=block_mask)
+
+        def mine(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
+            return attend(q, k, v, mask)
+
+        mine(*ours[:3])  # lists made here are read by the captured calls
+        seconds = (
+            interleaved([lambda mine=mine: mine(*ours[:3]), lambda peer=peer: peer(*theirs[:3])]),
+            backward_seconds([(mine, ours), (peer, theirs)], 8),
+        )
+        for at, pass_name in enumerate(("fwd", "bwd")):
+            made.append(
+                row(
+                    f"attend {pass_name} {name}",
+                    seconds[at][0],
+                    amount=kept_flops(mask, ours[0], backward=bool(at)),
+                    unit="TFLOP/s",
+                    ceiling=dense[at],
+                    peer="FlexAttention compiled",
+                    peer_seconds=seconds[at][1],
+                    target=1.7,
+                    of_target=0.85,
+                )
+            )
+    return made
+
+
+def every_mask() -> dict[str, Mask]:
+    """The masks of the table, by their figure's name."""
+    cuts = torch.randint(1, SEQ_LEN, (NUM_DOCUMENTS - 1,), generator=torch.Generator().manual_seed(0)).sort().values
+    starts = torch.cat((torch.tensor([0]), cuts, torch.tensor([SEQ_LEN]))).cuda()
+    return {
+        "window 1024 of 16k": masks.window(1024),
+        "documents of mean 1k in 16k": masks.documents_at(starts, SEQ_LEN),
+        "BigBird of 16k in blocks of 128": masks.bigbird(SEQ_LEN, block=128, device="cuda"),
+    }
+
+
+def kept_flops(mask: Mask, q: Tensor, *, backward: bool) -> float:
+    """FLOPs of one pass on the tiles that the kernel of `q` visits."""
+    blocks = tile_sizes(q.device, q.dtype, HEAD_DIM, HEAD_DIM, mask.block)
+    block_m, block_n = blocks[2:] if backward else blocks[:2]
+    tiles = mask.tiles(SEQ_LEN, SEQ_LEN, block_m, block_n, q.device)
+    return (10 if backward else 4) * NUM_HEADS * HEAD_DIM * block_m * block_n * int(tiles.kv_count.sum())
