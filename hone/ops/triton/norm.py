@@ -1,7 +1,11 @@
 """Root-mean-square norm over rows: forward (with residual, with quantized output) and backward, one pass each."""
 
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -92,8 +96,8 @@ def rms_norm_backward(
     columns = tl.arange(0, BLOCK)[None, :]
     by = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
     grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    for step in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = (step * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         inside = (rows < num_rows) & (columns < width)
         flow = upstream + _start(rows, inner, upstream_outer, upstream_inner) + columns
         flow = tl.load(flow, mask=inside, other=0.0).to(tl.float32)
@@ -112,3 +116,83 @@ def rms_norm_backward(
     if WEIGHT:
         where = partial + tl.program_id(0).to(tl.int64) * width + columns
         tl.store(where, tl.sum(grad_weight, 0)[None, :], mask=columns < width)
+
+
+def tile(width: int) -> tuple[int, int, int]:
+    """(ROWS, BLOCK, warps) for rows of `width` values: at least 1024 values a program, 16 values a thread."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 1024 // block)
+    return rows, block, max(2, min(16, rows * block // 512))
+
+
+def backward_programs(device: torch.device, width: int) -> int:
+    """Programs of the backward pass: enough to fill the machine, few enough that their sums are small."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return num_sms * max(1, min(8, 16384 // triton.next_power_of_2(width)))
+
+
+STAGES = 1
+"""Tiles of rows that a program of the backward pass has under way."""
+
+
+def launch_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    y: Tensor,
+    summed: Tensor,
+    rows: Tensor,
+    eps: float,
+    largest: float,
+) -> None:
+    """Fills y and summed; `rows` with 1 / rms of each row, or where `largest` is not 0 with the codes' scales."""
+    source, before = _alike(x, x if residual is None else residual)
+    num_rows, width = rows.numel(), x.shape[-1]
+    if not num_rows:
+        return
+    per, block, warps = tile(width)
+    rms_norm_forward[(triton.cdiv(num_rows, per),)](
+        source, before, weight, y, summed, rows, rows, *source.stride()[:2], *before.stride()[:2], source.shape[1],
+        num_rows, width, eps, largest, RESIDUAL=residual is not None, KEEPS=largest == 0, QUANTIZED=largest != 0,
+        ROWS=per, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def launch_backward(
+    upstream: Tensor, upstream_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, wants: bool
+) -> Tensor | None:
+    """Fills grad_x; returns the weight's gradient in float32 when `wants`."""
+    source, flow = _alike(x, upstream)
+    num_rows, width = rstd.numel(), x.shape[-1]
+    per, block, warps = tile(width)
+    programs = min(triton.cdiv(num_rows, per), backward_programs(x.device, width))
+    partial = torch.empty(programs if wants else 0, width, dtype=torch.float32, device=x.device)
+    if num_rows:
+        rms_norm_backward[(programs,)](
+            flow, flow if upstream_sum is None else upstream_sum.contiguous(), source, weight, rstd, grad_x, partial,
+            *flow.stride()[:2], *source.stride()[:2], source.shape[1], num_rows, width,
+            RESIDUAL=upstream_sum is not None, WEIGHT=wants, ROWS=per, BLOCK=block, STAGES=STAGES, num_warps=warps,
+        )  # fmt: skip
+    return partial.sum(0) if wants else None
+
+
+def _alike(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as [outer, inner, D] of one shape, without a copy where their strides allow it."""
+    one, two = _runs(x), _runs(other)
+    if one.shape != two.shape:
+        one, two = (given.contiguous().view(-1, 1, given.shape[-1]) for given in (x, other))
+    return one, two
+
+
+def _runs(x: Tensor) -> Tensor:
+    """x [..., D] as [outer, inner, D]: heads of a fused projection lie in runs of `inner`."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    try:
+        return x.view(-1, 1, x.shape[-1])
+    except RuntimeError:
+        pass
+    try:
+        return x.view(-1, *x.shape[-2:])
+    except RuntimeError:
+        return x.contiguous().view(-1, 1, x.shape[-1])
