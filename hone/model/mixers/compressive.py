@@ -154,7 +154,8 @@ class CompressiveLayer(TransformerXLLayer):
 
     def _learn(self, x: Tensor, slots: Tensor, context: Context) -> None:
         """The attention-reconstruction loss of the tokens that leave the memory at each segment's end."""
-        if not torch.is_grad_enabled() or not self.compress.weight.requires_grad:
+        learning = any(parameter.requires_grad for parameter in self.compress.parameters())  # quantized ones do not
+        if not (learning and torch.is_grad_enabled()):
             return None
         spec = self.spec
         begin, end = -(-spec.memory // spec.segment), x.shape[1] // spec.segment

@@ -11,11 +11,14 @@ import hone
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.base.spec import read_yaml
 from hone.compress.stage import Compress
 from hone.eval.stage import Eval
+from hone.model.families import Shape
 from hone.model.incremental import generate
 from hone.model.mixers import MIXERS
 from hone.train.stage import Train
+from tests.conftest import ROOT
 from tests.test_contracts import tiny_model
 from tests.train.conftest import write_data
 
@@ -45,6 +48,13 @@ def test_it_trains_on_packed_documents_and_what_is_saved_writes(name, data, tmp_
     model = hone.load(made.folder)
     assert generate(model, torch.zeros(1, 3, dtype=torch.long), 4).shape == (1, 7)
     assert made.figures["model_bytes"].estimate.value == pytest.approx(made.figures["model_bytes"].value, rel=0.05)
+
+
+def test_the_recipe_of_mixers_reads():
+    stages = read_yaml(ROOT / "recipes" / "mixers.yaml")["stages"]
+    kinds = [[layer.mixer.kind for layer in Shape.read(one["model"]).config(2048).layers] for one in stages]
+    assert kinds[0] == ["sliding_window", "attention"] * 2 and len(kinds) == 6
+    assert kinds[-1] == ["retnet", "retnet", "sliding_window", "attention"]
 
 
 @pytest.mark.parametrize("name", ["mla", "compressive", "gated_linear"])
