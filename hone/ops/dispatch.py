@@ -139,7 +139,7 @@ def _linear_cross_entropy(where: Where, *, dtype: torch.dtype) -> Choice:
     return Choice("triton", "library products around one kernel a chunk")
 
 
-def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, decay: str, **_: Any) -> Choice:
+def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: int, decay: str) -> Choice:
     """`decay` is 'none', 'head', 'token' or 'channel'."""
     if where.kind != "cuda":
         return Choice("reference", "chunks of matrix products in plain torch are the CPU's path")
@@ -149,6 +149,8 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, decay: st
         return Choice("reference", f"a state of {dim_k} x {dim_v} does not fit: head dimensions go up to 256")
     if decay == "channel":
         return Choice("reference", "a decay a channel has no kernel yet")
+    if where.runs_gluon and dtype == torch.bfloat16 and 32 < dim_k <= 128 and 32 < dim_v <= 128 and seq_len > 16:
+        return Choice("gluon", "chunked kernels, the state in registers, loads and products overlapped for Hopper")
     return Choice("triton", "chunked kernels, the state in registers")
 
 

@@ -39,7 +39,7 @@ def scan(
     Returns out [B, S, H, Dv] in v's dtype, with `return_state` also the state after the last token. Differentiable in
     q, k, v, decay and state.
     """
-    heads = _checked(q, k, v, decay, state, reset)
+    _checked(q, k, v, decay, state, reset)
     if scale == 0:
         raise ValueError("scan: scale is 0")
     form = "none" if decay is None else {1: "head", 3: "token", 4: "channel"}[decay.dim()]
@@ -48,10 +48,10 @@ def scan(
     )
     if chosen == "reference":
         out, final = scan_chunks(q, k, v, decay, state=state, reset=reset, scale=scale)
-    elif chosen == "triton":
-        out, final = _triton(q, k, v, decay, state, reset, scale, heads)
+    elif chosen in ("triton", "gluon"):
+        out, final = _on_gpu(q, k, v, decay, state, reset, scale, chosen)
     else:
-        raise ValueError(f"scan has no backend '{chosen}': it is 'reference' or 'triton'")
+        raise ValueError(f"scan has no backend '{chosen}': it is 'reference', 'triton' or 'gluon'")
     return (out, final) if return_state else out
 
 
@@ -113,7 +113,7 @@ def scan_chunks(
     return torch.cat(out, 1).to(dtype), now
 
 
-def _triton(
+def _on_gpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,41 +121,51 @@ def _triton(
     state: Tensor | None,
     reset: Tensor | None,
     scale: float,
-    heads: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The Triton form, with head dimensions padded to what its descriptors can address: 16 bytes."""
+    """The kernels, with head dimensions padded to what their descriptors can address: 16 bytes."""
     dim_k, dim_v = q.shape[-1], v.shape[-1]
     more_k, more_v = -dim_k % 8, -dim_v % 8
     if more_k or more_v:
         q, k, v = F.pad(q, (0, more_k)), F.pad(k, (0, more_k)), F.pad(v, (0, more_v))
         state = None if state is None else F.pad(state, (0, more_v, 0, more_k))
-    out, final, _ = _scan(q, k, v, decay, None if state is None else state.float(), reset, scale)
+        decay = F.pad(decay, (0, more_k)) if decay is not None and decay.dim() == 4 else decay
+    state = None if state is None else state.float().contiguous()
+    out, final, _ = scan_forward(q, k, v, decay, state, reset, scale, backend)
     return out[..., :dim_v], final[..., :dim_k, :dim_v]
 
 
 @torch.library.custom_op("hone::scan", mutates_args=())
-def _scan(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, reset: Tensor | None, scale: float
+def scan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    state: Tensor | None,
+    reset: Tensor | None,
+    scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, final state, state each segment starts from: none where a head is one segment)."""
-    from hone.ops.triton.scan import Fall, outputs, segment_states
+    from hone.ops.triton.scan import Fall, segment_states
 
-    plan, heads = _plan(q, k, v)
+    plan, heads = _plan(q, k, v, decay)
     q, k, v = (_addressable(x) for x in (q, k, v))
     fall = Fall(decay, reset)
+    outputs = _output_pass(backend, fall, q, heads)
     final = q.new_empty((q.shape[0], heads, q.shape[-1], v.shape[-1]), dtype=torch.float32)
     if plan.segments > 1:
         starts = segment_states(k, v, fall, heads, plan, state)
-        out, _ = outputs(q, k, v, fall, heads, scale, plan, starts, final=final)
+        out, _ = outputs(q, k, v, heads, scale, plan, starts, final=final)
         return out, final, starts
     begin = None if state is None else state[:, :, None]
-    out, _ = outputs(q, k, v, fall, heads, scale, plan, begin, final=final)
+    out, _ = outputs(q, k, v, heads, scale, plan, begin, final=final)
     return out, final, final.new_empty((q.shape[0], heads, 0, *final.shape[2:]))
 
 
-@_scan.register_fake
-def _(q, k, v, decay, state, reset, scale):
-    plan, heads = _plan(q, k, v)
+@scan_forward.register_fake
+def _(q, k, v, decay, state, reset, scale, backend):
+    plan, heads = _plan(q, k, v, decay)
     state_shape = (q.shape[-1], v.shape[-1])
     final = q.new_empty((q.shape[0], heads, *state_shape), dtype=torch.float32)
     starts = final.new_empty((q.shape[0], heads, plan.segments if plan.segments > 1 else 0, *state_shape))
@@ -163,7 +173,7 @@ def _(q, k, v, decay, state, reset, scale):
 
 
 @torch.library.custom_op("hone::scan_backward", mutates_args=())
-def _scan_backward(
+def scan_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -171,36 +181,86 @@ def _scan_backward(
     state: Tensor | None,
     reset: Tensor | None,
     scale: float,
+    backend: str,
     starts: Tensor,
     final: Tensor,
     d_out: Tensor,
     d_final: Tensor,
     decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv with all heads apart, d_state [B, H, Dk, Dv], d_decay [B, S, H], empty unless `decays`)."""
-    from hone.ops.triton.scan import Fall
-    from hone.ops.triton.scan_backward import gradients
+    """Gradients of a scan: the forward's own kernels, with the roles of the tensors exchanged and time turned round.
 
-    plan, heads = _plan(q, k, v)
+    With c the cumulative log decay and w = exp(c_s - c_t) the weight of token t at s >= t (scale apart):
+
+        dq_s = sum_{t <= s} w (do_s . v_t) k_t      rows do, keys v, values k, states S^T, in time's order
+        dv_t = sum_{s >= t} w (k_t . q_s) do_s      rows k, keys q, values do, states dS, backwards
+        dk_t = sum_{s >= t} w (v_t . do_s) q_s      rows v, keys do, values q, states dS^T, backwards
+
+    The states S come from the forward pass; those of dS need one more pass over q and do. Returns dq, dk, dv with all
+    heads apart, d_state [B, H, Dk, Dv], and the gradient of the decays [B, S, H (, Dk)], empty unless `decays`.
+    """
+    from hone.ops.triton.scan import Fall, decay_gradient, segment_states
+
+    plan, heads = _plan(q, k, v, decay)
     q, k, v, d_out = (_addressable(x) for x in (q, k, v, d_out))
+    fall = Fall(decay, reset)
     if plan.segments == 1:
         starts = None if state is None else state[:, :, None]
-    dq, dk, dv, d_state, d_decay = gradients(
-        q, k, v, Fall(decay, reset), heads, scale, plan, starts, final, d_out, d_final, decays=decays
+    # Every kernel multiplies by `scale`, but what comes from the final state must not be: divided beforehand.
+    d_final = d_final.contiguous()
+    ends = segment_states(q, d_out, fall, heads, plan, d_final / scale, reverse=True)
+    d_state = torch.empty_like(final)
+    outputs = _output_pass(backend, fall, q, heads)
+    turned = None if starts is None else starts.transpose(-1, -2)
+    scalar = decays and decay.dim() != 4
+    dq, of_q = outputs(d_out, v, k, heads, scale, plan, turned, turned=True, dots_with=q if scalar else None)
+    dv, _ = outputs(k, q, d_out, heads, scale, plan, ends, reverse=True, final=d_state)
+    dk, of_k = outputs(
+        v,
+        d_out,
+        q,
+        heads,
+        scale,
+        plan,
+        ends.transpose(-1, -2),
+        turned=True,
+        reverse=True,
+        dots_with=k if scalar else None,
     )
-    return dq, dk, dv, d_state, d_state.new_empty(0) if d_decay is None else d_decay
+    d_state *= scale
+    if not decays:
+        return dq, dk, dv, d_state, d_state.new_empty(0)
+    if scalar:
+        return dq, dk, dv, d_state, decay_gradient(of_q, of_k, starts, ends, final, d_final, reset, scale, plan)
+    wide_q, wide_k = (x.repeat_interleave(heads // x.shape[2], 2).float() for x in (q, k))
+    changes = (wide_q * dq).addcmul_(wide_k, dk.float(), value=-1)
+    later = torch.zeros_like(ends[..., 0])
+    if plan.segments > 1:
+        later[:, :, :-1] = (starts[:, :, 1:] * ends[:, :, :-1]).sum(-1) * scale
+    later[:, :, -1] = (final * d_final).sum(-1)
+    return dq, dk, dv, d_state, _channel_gradient(changes, later, plan.segment_tokens(q.shape[1]), reset)
 
 
-@_scan_backward.register_fake
-def _(q, k, v, decay, state, reset, scale, starts, final, d_out, d_final, decays):
+@scan_backward.register_fake
+def _(q, k, v, decay, state, reset, scale, backend, starts, final, d_out, d_final, decays):
     heads = final.shape[1]
     dq, dk, dv = (x.new_empty((*x.shape[:2], heads, x.shape[-1])) for x in (q, k, v))
-    d_decay = final.new_empty((*q.shape[:2], heads) if decays else (0,))
+    channels = decay.shape[3:] if decays else ()
+    d_decay = final.new_empty((*q.shape[:2], heads, *channels) if decays else (0,))
     return dq, dk, dv, torch.empty_like(final), d_decay
 
 
+def _channel_gradient(changes: Tensor, later: Tensor, tokens: int, reset: Tensor | None) -> Tensor:
+    """As `hone.ops.triton.scan.decay_gradient` with a decay a channel: changes [B, S, H, Dk], later [B, H, segments, Dk]."""
+    seq_len, segments = changes.shape[1], later.shape[2]
+    parts = F.pad(changes, (0, 0, 0, 0, 0, segments * tokens - seq_len)).unflatten(1, (segments, tokens))
+    sums = parts.flip(2).cumsum(2).flip(2) + later.transpose(1, 2).unsqueeze(2)
+    sums = sums.flatten(1, 2)[:, :seq_len]
+    return sums.contiguous() if reset is None else torch.where(reset[:, :, None, None], 0.0, sums)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, decay, state, reset, ctx.scale = inputs
+    q, k, v, decay, state, reset, ctx.scale, ctx.backend = inputs
     _, final, starts = output
     ctx.save_for_backward(q, k, v, decay, state, reset, starts, final)
 
@@ -208,8 +268,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _pull(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, decay, state, reset, starts, final = ctx.saved_tensors
     decays = decay is not None and ctx.needs_input_grad[3]
-    dq, dk, dv, d_state, d_decay = _scan_backward(
-        q, k, v, decay, state, reset, ctx.scale, starts, final, d_out, d_final, decays
+    dq, dk, dv, d_state, d_decay = scan_backward(
+        q, k, v, decay, state, reset, ctx.scale, ctx.backend, starts, final, d_out, d_final, decays
     )
     grads = [
         grad if grad.shape == x.shape else grad.unflatten(2, (x.shape[2], -1)).sum(3)
@@ -217,13 +277,30 @@ def _pull(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor |
     ]
     if decays and decay.dim() == 1:
         d_decay = d_decay.sum((0, 1))
-    return *grads, d_decay.to(decay.dtype) if decays else None, d_state if state is not None else None, None, None
+    d_decay = d_decay.to(decay.dtype) if decays else None
+    return *grads, d_decay, d_state if state is not None else None, None, None, None
 
 
-_scan.register_autograd(_pull, setup_context=_keep)
+scan_forward.register_autograd(_pull, setup_context=_keep)
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, int]:
+def _output_pass(backend: str, fall: Any, q: Tensor, heads: int) -> Any:
+    """The kernels' `outputs`, told what decays. `turned`: its keys and values are the values and keys of the recurrence."""
+    from hone.ops.triton import scan as portable
+
+    if backend == "gluon" and fall.channels is None:
+        from hone.ops.gluon import scan as hopper
+
+        known = hopper.facts(fall, q.shape[0], heads, q.shape[1], q.device)
+        return lambda *given, turned=False, **options: hopper.outputs(*given, known=known, **options)
+    if fall.channels is not None:
+        from hone.ops.triton import scan_channel
+
+        return lambda *given, **options: scan_channel.outputs(*given, fall=fall, **options)
+    return lambda *given, turned=False, **options: portable.outputs(*given, fall=fall, **options)
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Any, int]:
     """(tiling, heads) of a scan: the same forward, backward and under fake tensors."""
     from hone.ops.triton.scan import tiling
 

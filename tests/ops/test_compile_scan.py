@@ -9,8 +9,9 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from hone.ops.compat import INTERPRETED
+from hone.ops.gluon import scan as hopper
 from hone.ops.triton import scan as kernels
-from tests.ops.compiled import SHARED_LIMIT, compile_triton
+from tests.ops.compiled import SHARED_LIMIT, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -85,3 +86,34 @@ def test_part_states():
     record = compile_triton(kernels._part_states, signature, fixed, divisible=["dim_k", "dim_v"])
     assert record.clean, record.line()
     assert record.count("HGMMA") > 0, record.line()
+
+
+@pytest.mark.parametrize(("falls", "reverse"), [(False, False), (True, True)])
+def test_outputs_on_hopper(falls, reverse):
+    """Products wait for each other only where they must: once with another one under way, then for both, twice."""
+    wide, narrow = descriptor("bf16", [1, 1, 64, 128]), descriptor("bf16", [1, 1, 64, 64])
+    signature = {
+        "q_desc": wide,
+        "k_desc": wide,
+        "v_desc": narrow,
+        "out_desc": narrow,
+        **dict.fromkeys(["through", "starts", "final", "dots"], "*fp32"),
+        "other": "*bf16",
+        "scale": "fp32",
+        **numbers("seq_len seg_chunks num_segs batches heads dim_k dim_v start_place start_k"),
+        **numbers("other_b other_s other_h tiles_v"),
+    }
+    fixed = {
+        **dict.fromkeys(["share_q", "share_k", "share_v", "share_other", "start_v"], 1),
+        **{"FALLS": falls, "RESET": falls, "REVERSE": reverse, "STARTS": True, "FINAL": True, "DOTS": falls},
+    }
+    if falls:
+        signature["facts_desc"] = descriptor("fp32", [256], hopper.FLAT)
+    else:
+        fixed["facts_desc"] = None
+    aligned = ["dim_k", "dim_v", "other_b", "other_s", "other_h", "start_place", "start_k"]
+    record = compile_gluon(hopper._outputs, signature, fixed, divisible=aligned)
+    assert record.clean, record.line()
+    assert 2 * (record.shared + 1024) <= 228 << 10, record.line()
+    assert record.waits() == [1, 0, 1, 0], record.line()
+    assert record.count("HGMMA") == 8 + 8 + 4 + 8, record.line()

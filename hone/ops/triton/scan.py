@@ -5,8 +5,7 @@ values and leaves every segment's own state; pass 2 turns them into the state ea
 everything once more and writes outputs, the running state [Dk, Dv] in float32 registers. With enough heads to fill the
 machine one segment a head does, and pass 3 is all there is. (Chunk form: arXiv:2006.16236, 2307.08621, 2312.06635.)
 
-One kernel serves both directions of time. In reverse it is the backward pass: with rows do, keys v, values k it gives
-dq; backwards in time with rows k, keys q, values do it gives dv, with rows v, keys do, values q it gives dk.
+One kernel serves both directions of time, and so the backward pass too (see `hone.ops.recurrence.scan_backward`).
 """
 
 from __future__ import annotations
@@ -206,6 +205,49 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, starts, final, dots, with_desc, d
         tl.store(into, state, mask=inside & last)
 
 
+@triton.jit
+def _decay_sums(of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale, seq_len, seg_tokens, num_segs, heads,
+                lines, tiles_q, tiles_k, size, reset_b, RESET: tl.constexpr, STARTS: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Gradients of one segment's log decays: sums of q.dq - k.dk over what comes after a token, to the segment's end.
+
+    What comes from later segments is the inner product of the state there and its gradient.
+    """
+    place = tl.program_id(0)
+    line = (place // num_segs).to(tl.int64)
+    seg = place % num_segs
+    inner = tl.zeros([BLOCK], tl.float32)
+    if seg == num_segs - 1:
+        for at in range(0, size, BLOCK):
+            places = at + tl.arange(0, BLOCK)
+            one = tl.load(final + line * size + places, mask=places < size, other=0.0)
+            inner += one * tl.load(d_final + line * size + places, mask=places < size, other=0.0)
+    elif STARTS:
+        here = (line * num_segs + seg) * size
+        for at in range(0, size, BLOCK):
+            places = at + tl.arange(0, BLOCK)
+            one = tl.load(starts + here + size + places, mask=places < size, other=0.0)
+            inner += one * scale * tl.load(ends + here + places, mask=places < size, other=0.0)
+    later = tl.sum(inner, 0)
+    begin = seg * seg_tokens
+    blocks = tl.cdiv(tl.minimum(seq_len - begin, seg_tokens), BLOCK)
+    for block in range(blocks):
+        places = (blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)
+        tokens = begin + places
+        inside = (places < seg_tokens) & (tokens < seq_len)
+        change = tl.zeros([BLOCK], tl.float32)
+        for tile in range(tiles_q):
+            change += tl.load(of_q + (tile * lines + line) * seq_len + tokens, mask=inside, other=0.0)
+        for tile in range(tiles_k):
+            change -= tl.load(of_k + (tile * lines + line) * seq_len + tokens, mask=inside, other=0.0)
+        sums = tl.cumsum(change, 0, reverse=True) + later
+        later += tl.sum(change, 0)
+        if RESET:  # a decay that a reset undoes has no gradient; a document's changes add up to nothing
+            begins = tl.load(reset + line // heads * reset_b + tokens, mask=inside, other=0)
+            sums = tl.where(begins != 0, 0.0, sums)
+        tl.store(d_decay + (line // heads * seq_len + tokens) * heads + line % heads, sums, mask=inside)
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How a scan is cut: tokens a chunk, columns of v a program, segments a head, warps and buffered chunks of pass 3.
@@ -248,6 +290,11 @@ class Fall:
 
     decay: Tensor | None
     reset: Tensor | None
+
+    @property
+    def channels(self) -> Tensor | None:
+        """The decays when every key channel has its own."""
+        return self.decay if self.decay is not None and self.decay.dim() == 4 else None
 
     def arguments(self) -> tuple[Tensor | None, Tensor | None]:
         return self.decay, self.reset
@@ -299,17 +346,18 @@ def outputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    fall: Fall,
     heads: int,
     scale: float,
     plan: Tiling,
     starts: Tensor | None,
     *,
+    fall: Fall,
     reverse: bool = False,
     final: Tensor | None = None,
     dots_with: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Pass 3: outputs [B, S, heads, Dv] in v's dtype, and with `dots_with` each row's inner product with its row there.
+    """Pass 3: outputs [B, S, heads, Dv] in v's dtype, and with `dots_with` each row's inner product with its
+    row there, column tiles apart [tiles, B, heads, S].
 
     `starts` [B, H, segments, Dk, Dv] of any strides; `final` [B, H, Dk, Dv] receives the state after the last segment.
     """
@@ -321,7 +369,7 @@ def outputs(
     tiles_v = triton.cdiv(dim_v, block_v)
     dots = None
     if dots_with is not None:
-        dots = q.new_empty((tiles_v, batch, heads, seq_len), dtype=torch.float32)
+        dots = q.new_empty((tiles_v, batch, heads, seq_len), dtype=torch.float32)  # a column tile each, to be added up
     out_rows = _rows(out, plan.chunk, block_v)
     of_starts = (0, 0, 0) if starts is None else starts.stride()[2:]
     _outputs[(batch * heads * plan.segments * tiles_v,)](
@@ -335,7 +383,34 @@ def outputs(
         STARTS=starts is not None, FINAL=final is not None, DOTS=dots_with is not None,
         STATE_DTYPE=_state_dtype(q.dtype), STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
-    return out, None if dots is None else dots.sum(0)
+    return out, dots
+
+
+def decay_gradient(
+    of_q: Tensor,
+    of_k: Tensor,
+    starts: Tensor | None,
+    ends: Tensor,
+    final: Tensor,
+    d_final: Tensor,
+    reset: Tensor | None,
+    scale: float,
+    plan: Tiling,
+) -> Tensor:
+    """Gradient of log decays [B, S, H] from q.dq and k.dk [tiles, B, H, S], and states and their gradients (arXiv:2312.06635, 4.3).
+
+    Sums run to the end of a segment only: fewer terms, fewer rounding errors.
+    """
+    tiles_q, batch, heads, seq_len = of_q.shape
+    d_decay = of_q.new_empty((batch, seq_len, heads))
+    lines = batch * heads
+    _decay_sums[(lines * plan.segments,)](
+        of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale, seq_len, plan.segment_tokens(seq_len),
+        plan.segments, heads, lines, tiles_q, of_k.shape[0], final.shape[-2] * final.shape[-1],
+        0 if reset is None else reset.stride(0), RESET=reset is not None,
+        STARTS=starts is not None, BLOCK=1024, num_warps=8,
+    )  # fmt: skip
+    return d_decay
 
 
 def _state_dtype(dtype: torch.dtype) -> Any:

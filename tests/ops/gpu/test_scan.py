@@ -24,6 +24,7 @@ def distance(mine, oracle):
     return ((mine.double() - oracle).norm() / oracle.norm()).item()
 
 
+@pytest.mark.parametrize("backend", [None, "triton"])
 @pytest.mark.parametrize(
     ("shape", "form", "resets", "options"),
     [
@@ -39,10 +40,11 @@ def distance(mine, oracle):
         ((3, 5, 4, 128, 129), "token", True, {}),
     ],
 )
-def test_agrees_with_float64_twice_alike(shape, form, resets, options):
+def test_agrees_with_float64_twice_alike(shape, form, resets, options, backend):
     torch.manual_seed(0)
     given = drawn(*shape, form, **options)
     reset = torch.rand(shape[:2], device="cuda") < 4 / shape[1] if resets else None
+    decay = given[3]
     taking = [x.requires_grad_() for x in given if x is not None]
     wide = [None if x is None else x.detach().double().requires_grad_() for x in given]
     wanted = scan_chunks(*wide[:4], state=wide[4], reset=reset, scale=0.7)
@@ -50,12 +52,14 @@ def test_agrees_with_float64_twice_alike(shape, form, resets, options):
     oracles = torch.autograd.grad([*wanted], [x for x in wide if x is not None], weights)
     runs = []
     for _ in range(2):
-        got = scan(*given[:4], state=given[4], reset=reset, scale=0.7, return_state=True, backend="triton")
+        got = scan(*given[:4], state=given[4], reset=reset, scale=0.7, return_state=True, backend=backend)
         gradients = torch.autograd.grad([*got], taking, [w.to(x.dtype) for w, x in zip(weights, got, strict=True)])
         runs.append([*got, *gradients])
     for first, second, oracle in zip(*runs, [*wanted, *oracles], strict=True):
         assert torch.equal(first, second)
-        assert distance(first, oracle) < 1e-2
+        # A decay's gradient is the difference of large sums that were rounded to bfloat16 on the way.
+        bound = 2e-2 if decay is not None and oracle.shape == decay.shape else 5e-3
+        assert distance(first, oracle) < bound
 
 
 def test_slices_of_a_fused_tensor_among_nan():

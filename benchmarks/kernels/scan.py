@@ -1,0 +1,101 @@
+"""Scan against dense causal attention of the same shape, and against a copy of the bytes it cannot avoid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.kernels.timing import Ceilings, interleaved, median_seconds, row
+from hone.ops import scan
+from hone.ops.recurrence import scan_backward, scan_forward
+
+PEER = "cuDNN causal attention"
+SHAPE = (1, 16384, 16, 128)
+BACKEND = "gluon"
+
+
+def rows(limits: Ceilings) -> list[dict[str, Any]]:
+    """Forward and backward at 16k tokens, 16 heads of 128; one decoding step of 64 sequences."""
+    made = []
+    for form in ("none", "token"):
+        q, k, v, decay = _drawn(form)
+        bytes_once = q.numel() * q.element_size()
+        dense, dense_backward = _attention(q, k, v)
+        forward, backward = _passes(q, k, v, decay)
+        name = {"none": "linear", "token": "decay a token (Mamba-2)"}[form]
+        mine, peer = interleaved([forward, dense])
+        made.append(
+            row(
+                f"scan forward, {name}, s 16384 h 16 d 128",
+                mine,
+                amount=4 * bytes_once,
+                unit="TB/s",
+                ceiling=limits.copy,
+                peer=PEER,
+                peer_seconds=peer,
+                target=4.0,
+                of_target=0.45,
+            )  # fmt: skip
+        )
+        mine, peer = interleaved([backward, dense_backward])
+        made.append(
+            row(
+                f"scan backward, {name}, s 16384 h 16 d 128",
+                mine,
+                amount=7 * bytes_once,
+                unit="TB/s",
+                ceiling=limits.copy,
+                peer=PEER,
+                peer_seconds=peer,
+                of_target=0.35,
+            )  # fmt: skip
+        )
+    made.append(_step(limits))
+    return made
+
+
+def _drawn(form: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    return q, k * SHAPE[-1] ** -0.5, v, -0.3 * torch.rand(SHAPE[:3], device="cuda") if form == "token" else None
+
+
+def _passes(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    out, final, starts = scan_forward(q, k, v, decay, None, None, 1.0, BACKEND)
+    d_out, d_final = torch.randn_like(out), torch.randn_like(final)
+    return (
+        lambda: scan_forward(q, k, v, decay, None, None, 1.0, BACKEND),
+        lambda: scan_backward(
+            q, k, v, decay, None, None, 1.0, BACKEND, starts, final, d_out, d_final, decay is not None
+        ),
+    )  # fmt: skip
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    given = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.no_grad():
+            return F.scaled_dot_product_attention(*given, is_causal=True)
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(*given, is_causal=True)
+    d_out = torch.randn_like(out)
+    return forward, lambda: torch.autograd.grad(out, given, d_out, retain_graph=True)
+
+
+def _step(limits: Ceilings) -> dict[str, Any]:
+    """One token for each of 64 sequences: the states are read and written, nothing else weighs."""
+    q, k, v = (torch.randn(64, 1, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    decay = -torch.rand(64, 1, 32, device="cuda")
+    state = torch.randn(64, 32, 128, 128, device="cuda")
+    seconds = median_seconds(lambda: scan(q, k, v, decay, state=state, return_state=True))
+    return row(
+        "scan, one token of 64 sequences, h 32 d 128", seconds, amount=2 * state.numel() * 4, unit="TB/s",
+        ceiling=limits.copy, of_target=0.45,
+    )  # fmt: skip
