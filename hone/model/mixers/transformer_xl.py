@@ -53,10 +53,11 @@ class TransformerXL(Mixer):
         return 2.0 * self.num_heads * self.head_dim * min(seq_len, self.memory + seq_len % self.segment)
 
     def widths(self, hidden_size: int) -> Widths:
-        """Queries, keys, values, the two biased queries; four numbers a score: both parts, their sum, the weight."""
+        """Queries, keys and values; keys and values again, gathered for their segment; a weight for every key of it."""
         inner = self.num_heads * self.head_dim
-        scores = 4 * self.num_heads * (self.segment + self.memory)
-        return Widths(projected=5 * inner, turned=2 * inner, mixed=inner, extra=scores)
+        gathered = 2 * inner * (self.segment + self.memory) // self.segment
+        weights = self.num_heads * (self.segment + self.memory)
+        return Widths(projected=3 * inner, turned=gathered, mixed=inner, extra=weights)
 
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> TransformerXLLayer:
         return TransformerXLLayer(self, hidden_size, layer, name, make)
