@@ -1,0 +1,145 @@
+"""The attention backward on Hopper: row sums before, the main kernel, dq rounded after.
+
+dq is summed over tiles of keys by atomic additions: their order is not fixed, so dq is not bit-reproducible. dk and dv are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hone.ops.gluon.flash_gradients import flash_backward
+from hone.ops.gluon.flash_passes import finish, prepare
+from hone.ops.masks import Tiles, outer_strides
+
+BLOCK_N = 128
+"""Keys a tile: 64 in each of the two softmax warpgroups."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Queries a tile, tiles of queries (and of dS) under way at a time, and registers a thread of each role."""
+
+    block_m: int
+    stages: int = 2
+    ds_stages: int = 2
+    softmax_regs: int = 208
+    dq_regs: int = 72
+
+
+def config(head_dim: int) -> Config:
+    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile as registers hold."""
+    if head_dim not in (64, 128):
+        raise ValueError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}")
+    return Config(block_m=8192 // head_dim)
+
+
+def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
+    """(block_m, block_n) for heads of these widths; `limit` is a mask's block, which tiles must divide, or 0."""
+    if v_dim != head_dim or (limit and limit < BLOCK_N):
+        raise ValueError(f"the Hopper backward pass has no tiles for heads {head_dim}/{v_dim} and blocks of {limit}")
+    return config(head_dim).block_m, BLOCK_N
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    tiles: Tiles,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of attention, from what its forward pass kept.
+
+    q, out, d_out [B, Sq, H, D], k and v [B, Sk, KV, D] in bfloat16 or float16; lse, d_lse [B, H, Sq] float32, natural log.
+    """
+    return launch(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap, config(q.shape[3]))
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    tiles: Tiles,
+    scale: float,
+    softcap: float | None,
+    plan: Config,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` with a given configuration."""
+    batch, seq_q, num_heads, head_dim = q.shape
+    seq_k, num_kv_heads = k.shape[1], k.shape[2]
+    q, k, v, d_out = (_for_tma(tensor) for tensor in (q, k, v, d_out))
+    rows = plan.block_m
+    num_m, num_n = -(-seq_q // rows), -(-seq_k // BLOCK_N)
+    stats = torch.empty(batch * num_heads * num_m * 2 * rows, dtype=torch.float32, device=q.device)
+    dq_sum = torch.empty(batch * num_heads * num_m * rows, head_dim, dtype=torch.float32, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    grid = (num_m, num_heads, batch)
+    prepare[grid](
+        out, d_out, lse.contiguous(), lse if d_lse is None else d_lse.contiguous(), stats, dq_sum,
+        *out.stride()[:3], *d_out.stride()[:3], seq_q, num_heads, d_lse is not None, head_dim, rows,
+    )  # fmt: skip
+    flat = NVMMASharedLayout(0, 32, rank=1)
+    halves = NVMMASharedLayout(128, 32, rank=2)
+    num_tiles = num_n * batch * num_kv_heads
+    lists, kind = _mask(tiles, stats)
+    flash_backward[(num_tiles,)](
+        _boxed(q, rows), _boxed(k, 64), _boxed(v, 64), _boxed(d_out, rows),
+        TensorDescriptor(stats, [stats.numel()], [1], [rows], flat),
+        TensorDescriptor(dq_sum, list(dq_sum.shape), [head_dim, 1], [64, 64], halves),
+        _boxed(dk, 64), _boxed(dv, 64), *lists,
+        scale, num_tiles, num_kv_heads, seq_q, seq_k,
+        GROUP=num_heads // num_kv_heads, SOFTCAP=softcap, **kind,
+        BM=rows, D=head_dim, STAGES=plan.stages, DS_STAGES=plan.ds_stages,
+        SOFTMAX_REGS=plan.softmax_regs, DQ_REGS=plan.dq_regs,
+        num_warps=4, maxnreg=128,
+    )  # fmt: skip
+    finish[grid](dq_sum, dq, *dq.stride()[:3], scale, seq_q, num_heads, head_dim, rows)
+    return dq, dk, dv
+
+
+def _mask(tiles: Tiles, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # The kernel's run-time and compile-time arguments that say who sees whom.
+    none = nothing.view(torch.int32)
+    if tiles.full or tiles.causal:
+        kind = {"MASK": "full" if tiles.full else "causal", "RULE": None, "PARAMS": (), "HAS_DATA": (False, False)}
+        return (none, none, none, 0, 0, none, none, 0, 0, 0, 0), kind
+    data = (tiles.q_data, tiles.k_data)
+    pointers = tuple(none if tensor is None else tensor for tensor in data)
+    strides = (*outer_strides(tiles.q_data), *outer_strides(tiles.k_data))
+    has_data = tuple(tensor is not None for tensor in data)
+    kind = {"MASK": "lists", "RULE": tiles.gluon_rule(), "PARAMS": tiles.params, "HAS_DATA": has_data}
+    lists = (tiles.q_count, tiles.q_index, tiles.q_partial, *outer_strides(tiles.q_count))
+    return (*lists, *pointers, *strides), kind
+
+
+def _for_tma(tensor: Tensor) -> Tensor:
+    # The tensor memory accelerator takes rows whose last axis is contiguous and whose other strides are multiples of 16 bytes.
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    unit = 16 // tensor.element_size()
+    fits = tensor.stride(-1) == 1 and all(stride > 0 and stride % unit == 0 for stride in strides[:-1])
+    return tensor if fits and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
+
+
+def _boxed(tensor: Tensor, rows: int) -> TensorDescriptor:
+    # [B, S, H, D] in boxes of `rows` tokens of one head. An axis of size 1 may have any stride: give it a legal one.
+    head_dim = tensor.shape[-1]
+    strides = [stride if size > 1 else head_dim for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides[-1] = 1
+    return TensorDescriptor(
+        tensor, list(tensor.shape), strides, [1, rows, 1, head_dim], NVMMASharedLayout(128, 16, rank=4)
+    )

@@ -1,0 +1,164 @@
+"""What the warpgroups of the attention backward share: the problem, shared memory, who sees whom, in which order.
+
+Legend: b, h a sequence and a query head; m, n a tile of queries and of keys; BM queries and 128 keys a tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from hone.ops.compat import aggregate
+
+
+@aggregate
+class Problem:
+    """What every warpgroup reads: descriptors, block lists, sizes, and the choices fixed at compile time."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    d_out: tma.tensor_descriptor
+    stats: tma.tensor_descriptor
+    dq: tma.tensor_descriptor
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    q_count: gl.tensor
+    q_index: gl.tensor
+    q_partial: gl.tensor
+    list_b: gl.tensor
+    list_h: gl.tensor
+    q_data: gl.tensor
+    k_data: gl.tensor
+    q_data_b: gl.tensor
+    q_data_h: gl.tensor
+    k_data_b: gl.tensor
+    k_data_h: gl.tensor
+    scale: gl.tensor
+    num_tiles: gl.tensor
+    num_kv_heads: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    GROUP: gl.constexpr
+    MASK: gl.constexpr
+    RULE: gl.constexpr
+    PARAMS: gl.constexpr
+    HAS_DATA: gl.constexpr
+    SOFTCAP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, list_b, list_h,
+        q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h, scale, num_tiles, num_kv_heads, seq_q, seq_k,
+        GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP,
+    ):  # fmt: skip
+        self.q, self.k, self.v, self.d_out = q, k, v, d_out
+        self.stats, self.dq, self.dk, self.dv = stats, dq, dk, dv
+        self.q_count, self.q_index, self.q_partial = q_count, q_index, q_partial
+        self.list_b, self.list_h = list_b, list_h
+        self.q_data, self.k_data = q_data, k_data
+        self.q_data_b, self.q_data_h, self.k_data_b, self.k_data_h = q_data_b, q_data_h, k_data_b, k_data_h
+        self.scale, self.num_tiles, self.num_kv_heads = scale, num_tiles, num_kv_heads
+        self.seq_q, self.seq_k = seq_q, seq_k
+        self.GROUP, self.MASK = gl.constexpr(GROUP), gl.constexpr(MASK)
+        self.RULE, self.PARAMS, self.HAS_DATA = gl.constexpr(RULE), gl.constexpr(PARAMS), gl.constexpr(HAS_DATA)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+
+
+@aggregate
+class Shared:
+    """The program's shared memory and its barriers: `_full` says that data came, `_empty` that it may be overwritten."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    d_out: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    d_out_full: gl.shared_memory_descriptor
+    d_out_empty: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    ds_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, d_out, lse, delta, ds, dq, kv, q_bars, d_out_bars, ds_bars):
+        self.k, self.v, self.q, self.d_out, self.lse, self.delta, self.ds, self.dq = k, v, q, d_out, lse, delta, ds, dq
+        self.kv_full, self.kv_empty = kv
+        self.q_full, self.q_empty = q_bars
+        self.d_out_full, self.d_out_empty = d_out_bars
+        self.ds_full, self.ds_empty = ds_bars
+
+
+@gluon.jit
+def tile(p, t, BN: gl.constexpr):
+    # Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Tiles ascend:
+    # under a causal mask the longest comes first.
+    num_n = gl.cdiv(p.seq_k, BN)
+    head = t // num_n
+    return head // p.num_kv_heads, head % p.num_kv_heads, t % num_n
+
+
+@gluon.jit
+def span(p, b, h, n, BM: gl.constexpr, BN: gl.constexpr):
+    # The query tiles that see key tile n: the first one (or the place in the list), how many need a mask (they come
+    # first), how many there are.
+    num_m = gl.cdiv(p.seq_q, BM)
+    first = n * 0
+    masked = n * 0
+    count = num_m
+    if p.MASK == "lists":
+        at = b * p.list_b + h * p.list_h + n
+        first = at * num_m
+        count = gl.load(p.q_count + at)
+        masked = gl.load(p.q_partial + at)
+    elif p.MASK == "causal":
+        offset = p.seq_k - p.seq_q
+        first = gl.minimum(gl.maximum(n * BN - offset, 0) // BM, num_m)
+        count = num_m - first
+        # From this query tile on every row sees the whole key tile.
+        whole = gl.maximum(n * BN + BN - 1 - offset + BM - 1, 0) // BM
+        masked = gl.minimum(gl.maximum(whole - first, 0), count)
+    if (n + 1) * BN > p.seq_k:
+        masked = count
+    return first, masked, count
+
+
+@gluon.jit
+def query_tile(p, first, j):
+    if p.MASK == "lists":
+        m = gl.load(p.q_index + first + j)
+    else:
+        m = first + j
+    return m
+
+
+@gluon.jit
+def _datum(data, stride_b, stride_h, b, h, at, length, HAS: gl.constexpr):
+    # The rule's number of each token in `at` (some past the end), 0 where the mask has none.
+    if HAS:
+        numbers = gl.load(data + b * stride_b + h * stride_h + at, mask=at < length, other=0)
+    else:
+        numbers = at * 0
+    return numbers
+
+
+@gluon.jit
+def keep(p, b, h, q_at, k_at):
+    # q_at [BM] and k_at [64] are tokens; the result is [64, BM], False past either end. A rule counts queries by their
+    # place among the keys.
+    rows = k_at[:, None]
+    places = q_at + (p.seq_k - p.seq_q)
+    cols = places[None, :]
+    keep = (rows < p.seq_k) & (cols < p.seq_k)
+    if p.MASK == "causal":
+        keep = keep & (rows <= cols)
+    if p.MASK == "lists":
+        q_data = _datum(p.q_data, p.q_data_b, p.q_data_h, b, h, q_at, p.seq_q, p.HAS_DATA[0])
+        k_data = _datum(p.k_data, p.k_data_b, p.k_data_h, b, h, k_at, p.seq_k, p.HAS_DATA[1])
+        keep = keep & p.RULE(cols, rows, q_data[None, :], k_data[:, None], p.PARAMS)
+    return keep
