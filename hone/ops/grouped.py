@@ -64,7 +64,7 @@ def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backen
         raise ValueError(f"y {tuple(y.shape)}, place {tuple(place.shape)}, weights {given} do not fit")
     if backend_of("permute", y.device, backend, dtype=y.dtype) == "triton":
         return _combine_op(y, place, weights)
-    rows = y[place.flatten().long()].view(*place.shape, -1)
+    rows = y[place.flatten().long()].view(*place.shape, y.shape[1])
     wide = rows.to(torch.promote_types(y.dtype, torch.float32))
     return (wide if weights is None else wide * weights[..., None].to(wide.dtype)).sum(1).to(y.dtype)
 
@@ -76,16 +76,26 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+FEW_IDS = 2048
+"""So many entries are placed by comparing each with all: one kernel, and less than a microsecond of comparisons."""
+
+
 @torch.library.custom_op("hone::expert_order", mutates_args=())
 def _order_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """(place int32 [T, k], order int32 [T * k], ends int32 [E])."""
-    from hone.ops.triton.grouped import count_experts, place_by_expert
+    from hone.ops.triton.grouped import count_experts, place_by_expert, place_few
 
     ids = expert_ids.contiguous()
     place, order, ends = _order_fake(expert_ids, num_experts)
     num_ids = ids.numel()
     if not num_ids:
         return place, order, ends.zero_()
+    if num_ids <= FEW_IDS:
+        programs = -(-num_ids // 16) + -(-num_experts // 16)
+        place_few[(programs,)](
+            ids, place, order, ends, num_ids, num_experts, IDS=max(16, _power(num_ids)), MINE=16, num_warps=4
+        )
+        return place, order, ends
     block = max(256, _power(-(-num_ids // 128)))
     blocks, experts = -(-num_ids // block), max(16, _power(num_experts))
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
@@ -203,7 +213,7 @@ def _few_tokens_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def few_shape(num_out: int, num_in: int) -> tuple[int, int, int, int]:
     """(BLOCK_N, BLOCK_K, stages, warps) of the few-token product."""
-    return min(64, max(16, _power(num_out))), min(128, max(16, _power(num_in))), 4, 4
+    return min(64, max(16, _power(num_out))), min(128, max(16, _power(num_in))), 3, 4
 
 
 @_few_tokens_op.register_fake

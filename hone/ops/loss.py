@@ -36,7 +36,7 @@ def linear_cross_entropy(
     `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
     `lesson` mixes in the divergence from a teacher (see `Lesson`). 'mean' divides by the valid targets (NaN when there
     is none). `rows` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
-    float64 inputs), differentiable in x and weight; gradients of the weight are summed over chunks in float32.
+    float64 inputs), differentiable in x and weight, on a GPU by one backward pass only: its gradients are handed over.
     """
     if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not fit")
@@ -55,12 +55,47 @@ def linear_cross_entropy(
     grads = torch.is_grad_enabled()
     alpha, temperature = (0.0, 1.0) if lesson is None else (lesson.alpha, lesson.temperature)
     hidden = None if lesson is None else lesson.hidden.detach().reshape(len(x), -1)
-    total, _, _ = _loss_op(
-        x, weight, targets, factor, hidden, None if lesson is None else lesson.weight.detach(),
-        [z_loss, label_smoothing, alpha, temperature], ignore_index, rows or kernel_rows(len(x)),
-        grads and x.requires_grad, grads and weight.requires_grad,
-    )  # fmt: skip
+    teacher = None if lesson is None else lesson.weight.detach()
+    terms = [z_loss, label_smoothing, alpha, temperature]
+    rows = rows or kernel_rows(len(x))
+    if torch.compiler.is_compiling():
+        wants = grads and x.requires_grad, grads and weight.requires_grad
+        total, _, _ = _loss_op(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows, *wants)
+    elif grads and (x.requires_grad or weight.requires_grad):
+        total = _Loss.apply(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows)
+    else:
+        total, _, _ = _loss(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows, False, False)
     return total / count if reduction == "mean" and not mean else total
+
+
+class _Loss(torch.autograd.Function):
+    """Hands the gradients made beside the loss on without a copy, so a backward pass works once."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        total, *grads = _loss(*given, *ctx.needs_input_grad[:2])
+        ctx.lift = _lift(given[0].dtype)
+        ctx.grads = [grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad)]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("the loss gave its gradients away on the first backward pass: compute the loss again")
+        # Nothing else may hold them: autograd then makes them the parameters' .grad as they are.
+        (grad_x, grad_weight), ctx.grads = ctx.grads, None
+        scale = (upstream / ctx.lift).reshape(1).float()
+        for grad in (grad_x, grad_weight):
+            if grad is not None and grad.numel():
+                _scale(grad, scale)
+        return grad_x, grad_weight, *[None] * 7
+
+
+def _scale(values: Tensor, factor: Tensor) -> None:
+    """values *= factor [1]; costs nothing where the factor is 1, and no wait to learn it."""
+    from hone.ops.triton.loss import scale_in_place
+
+    scale_in_place[(-(-values.numel() // 4096),)](values, factor, values.numel(), BLOCK=4096, num_warps=8)
 
 
 MOST_ROUNDINGS = 8
@@ -73,8 +108,7 @@ def kernel_rows(num_tokens: int) -> int:
     return max(1024, min(4096, -(-num_tokens // (8 * 256)) * 256))
 
 
-@torch.library.custom_op("hone::linear_cross_entropy", mutates_args=())
-def _loss_op(
+def _loss(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -120,6 +154,9 @@ def _loss_op(
     if summed is not grad_weight:
         grad_weight.copy_(summed)
     return losses.sum(), grad_x, grad_weight.zero_() if wants_weight and not num_tokens else grad_weight
+
+
+_loss_op = torch.library.custom_op("hone::linear_cross_entropy", _loss, mutates_args=())
 
 
 @_loss_op.register_fake
@@ -196,31 +233,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _scaled(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    grad_x, grad_weight = ctx.saved_tensors
     scale = upstream / ctx.lift
-    grads = []
-    for grad, wanted in ((grad_x, ctx.needs_input_grad[0]), (grad_weight, ctx.needs_input_grad[1])):
-        if not wanted or not grad.numel():
-            grads.append(grad if wanted else None)
-        elif torch.compiler.is_compiling() or grad.device.type != "cuda":
-            grads.append((grad * scale).to(grad.dtype))
-        else:
-            _scale_op(grad, scale.reshape(1).float())
-            grads.append(grad)
-    return *grads, *[None] * 9
+    wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[:2])
+    return *((grad * scale).to(grad.dtype) if wants else None for grad, wants in wanted), *[None] * 9
 
 
 _loss_op.register_autograd(_scaled, setup_context=_setup)
-
-
-@torch.library.custom_op("hone::scale_in_place", mutates_args=("values",))
-def _scale_op(values: Tensor, factor: Tensor) -> None:
-    """values *= factor [1]; costs nothing where the factor is 1, and no wait to learn it."""
-    from hone.ops.triton.loss import scale_in_place
-
-    scale_in_place[(-(-values.numel() // 4096),)](values, factor, values.numel(), BLOCK=4096, num_warps=8)
-
-
-@_scale_op.register_fake
-def _scale_fake(values: Tensor, factor: Tensor) -> None:
-    return None

@@ -63,6 +63,27 @@ def place_by_expert(
 
 
 @triton.jit
+def place_few(ids, place, order, ends, num_ids, num_experts, IDS: tl.constexpr, MINE: tl.constexpr):
+    """`place_by_expert` for few entries: each is compared with all of them. The last programs count `ends`."""
+    program = tl.program_id(0)
+    all_at = tl.arange(0, IDS)
+    real = all_at < num_ids
+    others = tl.load(ids + all_at, mask=real, other=0).to(tl.int32)[None, :]
+    programs = tl.cdiv(num_ids, MINE)
+    if program < programs:
+        at = program * MINE + tl.arange(0, MINE)
+        mine = tl.load(ids + at, mask=at < num_ids, other=0).to(tl.int32)[:, None]
+        earlier = (others < mine) | ((others == mine) & (all_at[None, :] < at[:, None]))
+        to = tl.sum((earlier & real[None, :]).to(tl.int32), 1)
+        tl.store(place + at, to, mask=at < num_ids)
+        tl.store(order + to, at, mask=at < num_ids)
+    else:
+        experts = (program - programs) * MINE + tl.arange(0, MINE)
+        until = tl.sum(((others <= experts[:, None]) & real[None, :]).to(tl.int32), 1)
+        tl.store(ends + experts, until, mask=experts < num_experts)
+
+
+@triton.jit
 def gather_rows(x, order, out, x_stride, num_rows, width, top_k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = x[order[i] // top_k]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

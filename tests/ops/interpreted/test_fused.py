@@ -106,7 +106,7 @@ def test_loss_without_valid_targets(dtype: torch.dtype) -> None:
     assert total.item() == 0 and not x.grad.any() and not weight.grad.any()
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(300, 5, 2), (3, 40, 3), (1, 1, 1)])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(300, 5, 2), (3, 40, 3), (1, 1, 1), (700, 5, 3)])
 def test_permute_and_back(tokens: int, experts: int, top_k: int) -> None:
     x = torch.randn(tokens, 24, requires_grad=True)
     weights = torch.rand(tokens, top_k, requires_grad=True)

@@ -1,0 +1,77 @@
+"""Sorting by expert and back, and each expert's own product: plain paths against loops, and where they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.ops import choose, grouped_linear, permute, unpermute
+from hone.ops.dispatch import Where
+
+F64 = torch.float64
+H200 = Where("cuda", (9, 0), 132, (3, 6))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32))
+def test_permute_is_a_stable_sort(tokens: int, top_k: int, experts: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, experts, (tokens, top_k), generator=draw)
+    x = torch.arange(tokens * 3, dtype=F64).view(tokens, 3)
+    rows, ends, place = permute(x, ids, experts)
+    entries = sorted(range(tokens * top_k), key=lambda entry: (int(ids.flatten()[entry]), entry))
+    assert [int(row[0]) // 3 for row in rows] == [entry // top_k for entry in entries]
+    assert ends.tolist() == [int((ids <= expert).sum()) for expert in range(experts)]
+    assert [entries[spot] for spot in place.flatten().tolist()] == list(range(tokens * top_k))
+    weights = torch.rand(tokens, top_k, dtype=F64, generator=draw)
+    torch.testing.assert_close(unpermute(rows, place, weights), x * weights.sum(1, keepdim=True))
+    torch.testing.assert_close(unpermute(rows, place), x * top_k)
+
+
+def test_a_layer_of_experts_is_a_loop_over_tokens() -> None:
+    x = torch.randn(9, 4, dtype=F64, requires_grad=True)
+    weight = torch.randn(5, 3, 4, dtype=F64, requires_grad=True)
+    shares = torch.rand(9, 2, dtype=F64, requires_grad=True)
+    ids = torch.stack([torch.randperm(5)[:2] for _ in range(9)])
+    ids[ids == 2] = 3  # an expert without tokens
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        rows, ends, place = permute(x, ids, 5)
+        return unpermute(grouped_linear(rows, weight, ends), place, shares)
+
+    plain = torch.stack(
+        [sum(shares[t, j] * (weight[ids[t, j]] @ x[t]) for j in range(2)) for t in range(9)]  # type: ignore[misc]
+    )
+    torch.testing.assert_close(layer(x, weight, shares), plain)
+    assert torch.autograd.gradcheck(layer, (x, weight, shares))
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, ids = torch.randn(4, 6), torch.zeros(4, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match="expert_ids"):
+        permute(x, ids[:3], 2)
+    with pytest.raises(ValueError, match="place"):
+        unpermute(x, ids[:1])
+    with pytest.raises(ValueError, match="ends"):
+        grouped_linear(x, torch.randn(2, 3, 6), torch.tensor([1, 2, 4], dtype=torch.int32))
+    with pytest.raises(ValueError, match="no gradient"):
+        grouped_linear(
+            x.requires_grad_(), torch.randn(2, 3, 6), torch.tensor([1, 4], dtype=torch.int32), backend="triton"
+        )
+
+
+def test_where_it_runs() -> None:
+    def backend(
+        where: Where = H200, dtype: torch.dtype = torch.bfloat16, rows: int = 512, grad: bool = False, width: int = 2048
+    ) -> str:
+        return choose(
+            "grouped_linear", where, dtype=dtype, num_rows=rows, num_experts=128, sizes=(768, width), grad=grad
+        ).backend
+
+    assert backend() == "triton"
+    assert backend(grad=True) == backend(rows=10**5) == "torch"
+    assert backend(rows=10**5, width=2047) == backend(dtype=torch.float32) == backend(Where()) == "reference"
+    assert choose("permute", H200, dtype=torch.bfloat16).backend == "triton"
+    assert choose("permute", H200, dtype=F64).backend == choose("permute", Where(), dtype=F64).backend == "reference"
