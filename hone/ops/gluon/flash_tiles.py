@@ -108,7 +108,7 @@ class Tile:
 
 
 @gluon.jit
-def tile_at(plan, t):
+def tile_at(plan, t, SNAKE: gl.constexpr):
     """The t-th tile of this launch.
 
     Causal tiles go longest first through `span` heads at once, whose keys and values stay in L2 together, and every other
@@ -116,7 +116,7 @@ def tile_at(plan, t):
     """
     if plan.KIND == "causal":
         programs = gl.num_programs(0)
-        turn = t // programs
+        turn = t // programs if SNAKE else 0
         if (turn % 2 == 1) & ((turn + 1) * programs <= plan.num_tiles):
             t = turn * programs + (programs - 1 - t % programs)
         within = plan.num_m * plan.span
@@ -159,29 +159,60 @@ def keys_at(plan, tile, j):
 
 
 @gluon.jit
-def masked(s, plan, tile, n, PART: gl.constexpr):
-    """Scores [64, BN] of warpgroup PART's rows against the n-th tile of keys, -inf where the mask does not let them through."""
-    layout: gl.constexpr = s.type.layout
-    rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, plan.BN, gl.SliceLayout(0, layout))
-    places = rows + (plan.seq_k - plan.seq_q)
-    if plan.KIND == "causal":
-        keep = columns[None, :] <= (places - n * plan.BN)[:, None]
-    elif plan.KIND == "full":
-        keep = (columns < plan.seq_k - n * plan.BN)[None, :]
+def _axis(N: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
+    """0 ... N - 1 along AXIS of four, length 1 along the others."""
+    if AXIS == 0:
+        line = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))[:, None, None, None]
+    elif AXIS == 1:
+        line = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))[None, :, None, None]
+    elif AXIS == 2:
+        line = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
     else:
-        columns = columns + n * plan.BN
+        line = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
+    return line
+
+
+@gluon.jit
+def masked(s, plan, tile, n, PART: gl.constexpr):
+    """Scores [64, BN] of warpgroup PART's rows against the n-th tile of keys, -inf where the mask does not let them through.
+
+    Columns are seen as [BN / 8, 4, 2]: the first is a register's number and so an immediate operand, the others a thread's.
+    """
+    BN: gl.constexpr = plan.BN
+    wide = s.reshape([64, BN // 8, 4, 2])
+    layout: gl.constexpr = wide.type.layout
+    rows = tile.m * plan.BM + PART * 64 + _axis(64, 0, layout)
+    places = rows + (plan.seq_k - plan.seq_q)
+    # Opaque, so that no sum of the two parts of a column is kept in a register through the loop around this.
+    mine = (
+        gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [_axis(4, 2, layout) * 2 + _axis(2, 3, layout)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        + n * BN
+    )
+    eights = _axis(BN // 8, 1, layout) * 8
+    if plan.KIND == "causal":
+        keep = eights <= places - mine
+    elif plan.KIND == "full":
+        keep = eights < plan.seq_k - mine
+    else:
+        columns = eights + mine
         inside = columns < plan.seq_k
         q_data = 0
         k_data = 0
         if plan.DATA[0]:
             data = plan.q_data + tile.batch * plan.q_batch + tile.head * plan.q_head
-            q_data = gl.load(data + rows, mask=rows < plan.seq_q, other=0)[:, None]
+            q_data = gl.load(data + rows, mask=rows < plan.seq_q, other=0)
         if plan.DATA[1]:
             data = plan.k_data + tile.batch * plan.k_batch + tile.head * plan.k_head
-            k_data = gl.load(data + columns, mask=inside, other=0)[None, :]
-        keep = plan.RULE(places[:, None], columns[None, :], q_data, k_data, plan.PARAMS) & inside[None, :]
-    return gl.where(keep, s, float("-inf"))
+            k_data = gl.load(data + columns, mask=inside, other=0)
+        keep = plan.RULE(places, columns, q_data, k_data, plan.PARAMS) & inside & (tile.at >= 0)
+    return gl.convert_layout(gl.where(keep, wide, float("-inf")).reshape([64, BN]), s.type.layout)
 
 
 @gluon.jit
@@ -192,11 +223,41 @@ def capped(s, plan):
     return s
 
 
+@gluon.constexpr_function
+def _mixed_exponentials(emulated):
+    """Assembly for 2^x of 8 numbers, `emulated` of them by range reduction and a cubic that is right to 7.5e-5."""
+    lines = ["{ .reg .f32 x, t, f, y; .reg .b32 n;"]
+    for i in range(8):
+        if (i * emulated) % 8 < emulated:
+            lines += [
+                f"max.f32 x, ${8 + i}, 0fC2FE0000;",
+                "add.rn.f32 t, x, 0f4B400000;",
+                "sub.rn.f32 f, t, 0f4B400000;",
+                "sub.rn.f32 f, x, f;",
+                "fma.rn.f32 y, f, 0f3D61FB63, 0f3E786F13;",
+                "fma.rn.f32 y, y, f, 0f3F31798E;",
+                "fma.rn.f32 y, y, f, 0f3F7FFB49;",
+                "mov.b32 n, t;",
+                "shl.b32 n, n, 23;",
+                f"{{ .reg .b32 m; mov.b32 m, y; add.s32 n, n, m; mov.b32 ${i}, n; }}",
+            ]
+        else:
+            lines.append(f"ex2.approx.ftz.f32 ${i}, ${8 + i};")
+    return " ".join([*lines, "}"])
+
+
 @gluon.jit
 def exponentials(s, top, EMULATE: gl.constexpr):
     """2^(s - top), EMULATE of 8 of them by a polynomial on the multiply-add units, which have time left."""
     x = s - top
-    return gl.exp2(x)
+    if EMULATE:
+        asm: gl.constexpr = _mixed_exponentials(EMULATE)
+        y = gl.inline_asm_elementwise(
+            asm, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=8
+        )
+    else:
+        y = gl.exp2(x)
+    return y
 
 
 @gluon.jit
@@ -232,6 +293,57 @@ def extend_rows(s, m, total, scale, EMULATE: gl.constexpr, DEFER: gl.constexpr, 
     else:
         total = total * alpha + row_sums(p, DEFER)
     return top, p, total, alpha
+
+
+@gluon.jit
+def declare_flag(PART: gl.constexpr):
+    """Names the predicate that `any_above` sets; once a warpgroup, before its loops."""
+    gl.inline_asm_elementwise(
+        ".reg .pred hone_above_%d; mov.u32 $0, 0;" % PART, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def any_above(sums, PART: gl.constexpr):
+    """Whether any of the warpgroup's partial sums is above 2^12 (or no number): a barrier of its 128 threads that votes."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gtu.f32 p, $2, 0f45800000; setp.gtu.or.f32 p, $3, 0f45800000, p; "
+        + "bar.red.or.pred hone_above_%d" % PART
+        + ", %d, 128, p; mov.b32 $0, 0; mov.b32 $1, 0; }" % (11 + PART),
+        "=f,=f,f,f",
+        [sums],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+    flag = gl.inline_asm_elementwise(
+        "selp.b32 $0, 1, 0, hone_above_%d;" % PART, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return flag != 0
+
+
+@gluon.jit
+def extend_rows_lazily(s, m, total, scale, before, EMULATE: gl.constexpr, DEFER: gl.constexpr, PART: gl.constexpr):
+    """`extend_rows` that keeps the old maxima, and so looks for none, unless a sum of weights against them gets large.
+
+    Weights up to 2^12 are as exact as those up to 1. Returns what extend_rows does, the weights in `dtype`.
+    """
+    weights = exponentials(s * scale, (m * scale)[:, None], EMULATE)
+    sums = row_sums(weights, DEFER)
+    p = gl.convert_layout(weights.to(before.dtype), before.type.layout)
+    alpha = m * 0.0 + 1.0
+    if any_above(sums, PART):
+        top = gl.maximum(gl.max(s, 1), m)
+        weights = gl.exp2(s * scale - (top * scale)[:, None])
+        sums = row_sums(weights, DEFER)
+        p = gl.convert_layout(weights.to(before.dtype), before.type.layout)
+        alpha = gl.exp2((m - top) * scale)
+        m = top
+    if DEFER:
+        total = total * gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout))[:, None] + sums
+    else:
+        total = total * alpha + sums
+    return m, p, total, alpha
 
 
 @gluon.jit
