@@ -28,15 +28,12 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
     """(block_m, block_n): how many queries by how many keys are a tile; none is larger than `limit` unless that is 0."""
-    block_m, block_n = (128, 128) if max(head_dim, v_dim) <= 64 else (128, 64)
+    block_m, block_n = (64, 64) if max(head_dim, v_dim) <= 128 else (64, 32)
     return (min(block_m, limit), min(block_n, limit)) if limit else (block_m, block_n)
 
 
-def launch_options(head_dim: int, v_dim: int, block_m: int) -> dict[str, int]:
-    """num_warps and num_stages of the forward kernel."""
-    if block_m < 128:
-        return {"num_warps": 4, "num_stages": 2}
-    return {"num_warps": 8 if max(head_dim, v_dim) > 64 else 4, "num_stages": 2 if max(head_dim, v_dim) > 128 else 3}
+# Several small programs a multiprocessor overlap one's softmax with another's products, which one large program does not.
+_LAUNCH = {"num_warps": 4, "num_stages": 3}
 
 
 def forward(
@@ -73,7 +70,7 @@ def forward(
         BN=block_n,
         CAP=softcap,
         **mask_arguments(tiles),
-        **launch_options(head_dim, v_dim, block_m),
+        **_LAUNCH,
     )
     return out, lse
 
