@@ -80,22 +80,21 @@ def scores(q, k, SWAP: tl.constexpr):
 
 
 @triton.jit
-def soften(s, keep, k_scale, top, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr):
-    """A step of the running softmax (base 2): scores s [M, N] before scaling -> (weights, fade of what was, top, total).
+def soften(s, keep, k_scale, top, scale, SCALED: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr):
+    """A step of the running softmax (base 2): scores s [M, N] before scaling -> (weights, fade of what was, top).
 
     With SWAP s and the weights are [N, M].
     """
     AXIS: tl.constexpr = 0 if SWAP else 1
-    s = s * scale
     if SCALED:
-        s = s * tl.expand_dims(k_scale, 1 - AXIS)
+        s = s * tl.expand_dims(k_scale * scale, 1 - AXIS)
+    else:
+        s = s * scale
     if MASKED:
         s = tl.where(keep, s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, AXIS))
     base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    p = tl.exp2(s - tl.expand_dims(base, AXIS))
-    fade = tl.exp2(top - base)
-    return p, fade, higher, total * fade + tl.sum(p, AXIS)
+    return tl.exp2(s - tl.expand_dims(base, AXIS)), tl.exp2(top - base), higher
 
 
 @triton.jit
@@ -106,7 +105,8 @@ def fold(s, v, keep, k_scale, v_scale, acc, top, total, scale, SCALED: tl.conste
     With SWAP the long side of both products is the tensor core's row side: everything but v is transposed.
     """
     AXIS: tl.constexpr = 0 if SWAP else 1
-    p, fade, top, total = soften(s, keep, k_scale, top, total, scale, SCALED, SWAP, MASKED)
+    p, fade, top = soften(s, keep, k_scale, top, scale, SCALED, SWAP, MASKED)
+    total = total * fade + tl.sum(p, AXIS)
     if SCALED:
         p = p * tl.expand_dims(v_scale, 1 - AXIS)
     acc = acc * tl.expand_dims(fade, AXIS)

@@ -39,14 +39,20 @@ class Options:
     v_scale: Tensor | None = None
 
 
-def plan_decode(num_sms: int, page_size: int, itemsize: int) -> Plan:
-    """The cut that was fastest on an H200 (benchmarks/kernels/paged.py)."""
-    return Plan(2 * num_sms, 64, 3, 4)
+def plan_decode(num_sms: int, head_dim: int, page_size: int, itemsize: int) -> Plan:
+    """The cut that was fastest on an H200 (benchmarks/kernels/paged.py): some 100 KiB in flight on a multiprocessor."""
+    wide = triton.next_power_of_2(head_dim)
+    if itemsize == 1:
+        return Plan(4 * num_sms, 64 if wide <= 128 else 32, 3, 2, early=True)
+    block_n = min(128 if page_size % 128 == 0 else 64, max(16, 8192 // wide))
+    return Plan(2 * num_sms, block_n, 3 if block_n * wide >= 8192 else 5, 4, early=True)
 
 
 def plan_latent(num_sms: int, num_heads: int) -> Plan:
     """As `plan_decode`, for latents of 512 + 64 columns."""
-    return Plan(num_sms, 32, 2, 4 if num_heads <= 16 else 8)
+    if num_heads <= 16:
+        return Plan(num_sms, 64, 3, 4, early=True)
+    return Plan(num_sms, 64, 2, 8, early=True)
 
 
 def decode_rows(
@@ -115,7 +121,7 @@ def prefill_rows(
     query_lens: Tensor,
     min_tokens: int,
     options: Options,
-    block_m: int = 128,
+    block_m: int | None = None,
     block_n: int = 64,
     stages: int = 3,
     num_warps: int = 8,
@@ -124,6 +130,9 @@ def prefill_rows(
     num_rows = len(seq_lens)
     kv_heads, page_size, head_dim = k_pages.shape[1:]
     group, value_dim = q.shape[1] // kv_heads, v_pages.shape[3]
+    if block_m is None:
+        # 227 KiB of shared memory hold a tile of queries and three blocks of keys and values.
+        block_m, block_n, num_warps = (128, 64, 8) if max(head_dim, value_dim) <= 128 else (64, 32, 4)
     block_m = max(block_m, triton.next_power_of_2(group))
     tiles = triton.cdiv(len(q), block_m // group) + min(num_rows, len(q) // max(1, min_tokens))
     prefill[(tiles, kv_heads)](
@@ -168,7 +177,7 @@ def attend_pages(
     options = Options(scale, window, sink_tokens, sinks, k_scale, v_scale)
     tensors = (out, q, k_pages, v_pages, page_table, seq_lens, query_lens)
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
-    plan = plan_decode(num_sms, k_pages.shape[2], k_pages.element_size())
+    plan = plan_decode(num_sms, k_pages.shape[3], k_pages.shape[2], k_pages.element_size())
     group = q.shape[1] // k_pages.shape[1]
     if query_lens is None:
         decode_rows(*tensors, 1, options, plan)

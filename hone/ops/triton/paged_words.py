@@ -24,10 +24,10 @@ def _widened(words, J: tl.constexpr, INTEGER: tl.constexpr):
         else:
             wide = bytes_.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif INTEGER:
-        # x + 128 as the low byte of a float16 whose high byte says 1024 (0x64); then 1024 + 128 is taken off.
+        # The byte, x + 128, as the low one of a float16 whose high one says 1024 (0x64); then 1024 + 128 is taken off.
         wide = tl.inline_asm_elementwise(
-            "{ .reg .b32 pair, off; prmt.b32 pair, $1, $2, " + PICK + "; xor.b32 pair, pair, 0x8080; "
-            "prmt.b32 pair, pair, 0x64646464, 0x4140; mov.b32 off, 0x64806480; sub.rn.f16x2 $0, pair, off; }",
+            "{ .reg .b32 pair, off; prmt.b32 pair, $1, $2, " + PICK + "; prmt.b32 pair, pair, 0x64646464, 0x4140; "
+            "mov.b32 off, 0x64806480; sub.rn.f16x2 $0, pair, off; }",
             "=r,r,r", [words], dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
     else:
         wide = tl.inline_asm_elementwise(
@@ -35,6 +35,16 @@ def _widened(words, J: tl.constexpr, INTEGER: tl.constexpr):
             "cvt.rn.f16x2.e4m3x2 $0, low; }",
             "=r,r,r", [words], dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
     return wide
+
+
+@triton.jit
+def _shifted(words, INTEGER: tl.constexpr):
+    """int8 numbers plus 128, as `_widened` takes them; float8 ones as they are."""
+    if INTEGER and not INTERPRETED:
+        words = tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, 0x80808080;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return words
 
 
 @triton.jit
@@ -57,7 +67,7 @@ def attend_words(q_at, real, place, k_pages, v_pages, k_scales, v_scales, walk, 
     q2 = _queries(q_at, real, 2, DIM, BLOCK_D)
     q3 = _queries(q_at, real, 3, DIM, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed at the end: a sum over warps would stop them all
     acc0 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
     acc1 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
@@ -73,12 +83,15 @@ def attend_words(q_at, real, place, k_pages, v_pages, k_scales, v_scales, walk, 
         v_scale = load_scales(v_scales, page, block, seq_len, vs_page, vs_slot, BLOCK_N, PAGE_SIZE)
         # The next block's page is asked for a turn ahead: its latency would stand before every load of keys.
         page = page_ids(table, tl.where(unit + 1 < kept, unit + 1, unit + 1 + skipped), seq_len, BLOCK_N, PAGE_SIZE)
+        k = _shifted(k, INTEGER)
+        v = _shifted(v, INTEGER)
         s = tl.dot(q0, tl.trans(_widened(k, 0, INTEGER)))
         s = tl.dot(q1, tl.trans(_widened(k, 1, INTEGER)), s)
         s = tl.dot(q2, tl.trans(_widened(k, 2, INTEGER)), s)
         s = tl.dot(q3, tl.trans(_widened(k, 3, INTEGER)), s)
         keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, False)
-        p, fade, top, total = soften(s, keep, k_scale, top, total, scale, True, False, True)
+        p, fade, top = soften(s, keep, k_scale, top, scale, True, False, True)
+        total = total * fade[:, None] + p
         p = (p * v_scale[None, :]).to(tl.float16)
         acc0 = tl.dot(p, _widened(v, 0, INTEGER), acc0 * fade[:, None])
         acc1 = tl.dot(p, _widened(v, 1, INTEGER), acc1 * fade[:, None])
@@ -86,4 +99,4 @@ def attend_words(q_at, real, place, k_pages, v_pages, k_scales, v_scales, walk, 
         acc3 = tl.dot(p, _widened(v, 3, INTEGER), acc3 * fade[:, None])
     # The last axis of a join is the fastest: column 4c + 2i + j is entry (c, i, j).
     acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(BLOCK_M, BLOCK_DV)
-    return acc, top, total
+    return acc, top, tl.sum(total, 1)
