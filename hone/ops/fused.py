@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hone.ops import lean, reference
 from hone.ops.dispatch import backend_of
+from hone.ops.paged import write_kv
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """The largest code of each kind."""
@@ -112,7 +113,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend
         chosen = backend_of("rope", x.device, backend, dtype=x.dtype)
         if chosen == "triton":
             if in_place:
-                _rope_in_place_op(x, cos, sin)
+                (_rope_in_place_op if torch.compiler.is_compiling() else _turn_in_place)(x, cos, sin)
                 return x
             return (_rotated if _bare(x) else _rope_op)(x, cos, sin, 1.0)
         plain = reference if chosen == "reference" else lean
@@ -130,22 +131,25 @@ def rope_write(
     v_pages: Tensor,
     pages: Tensor,
     offsets: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     backend: str | None = None,
 ) -> None:
     """Turns q [T, H, Dh] where it lies, and files turned k [T, KV, Dh] and v [T, KV, Dv] in the pages, in one pass.
 
-    cos, sin [T, 1, Dh/2]; pages [num_pages, KV, page_size, Dh or Dv], token t at slot offsets[t] of page pages[t]
-    (integers [T]; no place may come twice). No gradient.
+    cos, sin [T, 1, Dh/2]. Pages, `pages`, `offsets` and the scales of 8-bit pages are those of `hone.ops.write_kv`:
+    token t goes to slot offsets[t] of page pages[t], and no place may come twice. No gradient.
     """
     chosen = backend_of("rope", q.device, backend or (None if q.is_cuda else "lean"), dtype=q.dtype)
-    if chosen == "triton":
-        _rope_write_op(q, k, v, cos, sin, k_pages, v_pages, pages, offsets)
+    per_token = k_scale is None or (k_scale.dim() == 3 and v_scale is not None and v_scale.dim() == 3)
+    if chosen == "triton" and per_token:
+        write = _rope_write_op if torch.compiler.is_compiling() else _turn_write
+        write(q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale)
         return
     turn = (reference if chosen == "reference" else lean).rope
     q.copy_(turn(q, cos, sin))
-    k_pages[pages, :, offsets] = turn(k, cos, sin).to(k_pages.dtype)
-    v_pages[pages, :, offsets] = v.to(v_pages.dtype)
+    write_kv(turn(k, cos, sin), v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
 
 
 # What the GPU runs: launches of hone.ops.triton.{norm,pointwise} as torch ops.
@@ -291,8 +295,7 @@ _rope_op.register_autograd(
 )
 
 
-@torch.library.custom_op("hone::rope_in_place", mutates_args=("x",))
-def _rope_in_place_op(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     from hone.ops.triton.pointwise import launch_turn
 
     if x.stride(-1) != 1:
@@ -301,8 +304,7 @@ def _rope_in_place_op(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     launch_turn(tokens, tokens, *angle_rows(x, cos, sin), 1.0)
 
 
-@torch.library.custom_op("hone::rope_write", mutates_args=("q", "k_pages", "v_pages"))
-def _rope_write_op(
+def _turn_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -312,11 +314,20 @@ def _rope_write_op(
     v_pages: Tensor,
     pages: Tensor,
     offsets: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     from hone.ops.triton.pointwise import launch_turn_write
 
     angles = angle_rows(q, cos.expand(len(q), 1, -1), sin.expand(len(q), 1, -1))
-    launch_turn_write(q, k, v, *angles, k_pages, v_pages, pages, offsets)
+    largest = LARGEST["int8" if k_pages.dtype == torch.int8 else "fp8"]
+    launch_turn_write(q, k, v, *angles, k_pages, v_pages, pages, offsets, k_scale, v_scale, largest)
+
+
+_rope_in_place_op = torch.library.custom_op("hone::rope_in_place", _turn_in_place, mutates_args=("x",))
+_rope_write_op = torch.library.custom_op(
+    "hone::rope_write", _turn_write, mutates_args=("q", "k_pages", "v_pages", "k_scale", "v_scale")
+)
 
 
 @_rope_in_place_op.register_fake
@@ -325,5 +336,5 @@ def _rope_in_place_fake(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @_rope_write_op.register_fake
-def _rope_write_fake(*given: Tensor) -> None:
+def _rope_write_fake(*given: Tensor | None) -> None:
     return None

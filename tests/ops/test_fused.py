@@ -83,6 +83,17 @@ def test_angles_repeat_over_the_batch(shape: tuple[int, ...], angles: tuple[int,
     assert torch.equal(found[torch.arange(tokens) % rows], spread.reshape(-1, 4))
 
 
+def test_pages_of_eight_bits_get_their_scales() -> None:
+    q, k, v = torch.randn(5, 4, 16), *torch.randn(2, 5, 2, 16)
+    angles = torch.randn(5, 1, 8)
+    pages, offsets = torch.tensor([2, 0, 1, 1, 2]), torch.tensor([1, 0, 0, 3, 2])
+    (k_pages, v_pages), scales = torch.zeros(2, 3, 2, 4, 16).to(torch.int8), torch.zeros(2, 3, 2, 4)
+    fused.rope_write(q, k, v, angles.cos(), angles.sin(), k_pages, v_pages, pages, offsets, *scales)
+    found = v_pages[pages, :, offsets].float() * scales[1][pages, :, offsets][..., None]
+    torch.testing.assert_close(found, v, atol=float(v.abs().max()) / 254 * 1.01, rtol=0)
+    assert not scales[0][0, :, 1:].any() and scales[0][pages, :, offsets].all()
+
+
 def test_angles_that_do_not_fit_are_an_error() -> None:
     with pytest.raises(ValueError, match="do not turn"):
         fused.angle_rows(torch.randn(5, 3, 8), torch.randn(5, 1, 3), torch.randn(5, 1, 3))

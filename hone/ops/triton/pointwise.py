@@ -32,14 +32,16 @@ def rope_rows(
 
 @triton.jit
 def rope_write(
-    q, k, v, cos, sin, k_pages, v_pages, pages, offsets,
+    q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale,
     q_token, q_head, k_token, k_head, v_token, v_head, angle_stride,
     page_stride, page_head, page_slot, v_page_stride, v_page_head, v_page_slot,
-    num_heads, num_kv_heads, half, value_width,
-    HEADS: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
+    scale_page, scale_head, scale_slot, v_scale_page, v_scale_head, v_scale_slot,
+    num_heads, num_kv_heads, half, value_width, largest,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Turns q [T, H, Dh] in place; writes turned k [T, KV, Dh] and v [T, KV, Dv] to slot offsets[t] of pages[t].
 
+    When SCALED pages hold 8-bit codes, and each token and head gets its scale, as hone.ops.paged.quantize_kv makes it.
     Programs of one token: blocks of query heads first, then of key heads, then of value heads.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -53,28 +55,51 @@ def rope_write(
         at = start + heads * q_head + tl.arange(0, HALF)[None, :]
         tl.store(at, first, mask=inside)
         tl.store(at + half, second, mask=inside)
-    elif part < query_parts + key_parts:
-        keys = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
-        slot = k_pages + _slot(pages, offsets, token, page_stride, page_slot)
-        one, two, real = _turned(
-            k + token * k_token, cos, sin, token, k_head, angle_stride, keys, num_kv_heads, half, 1.0, HALF
-        )
-        to = slot + keys * page_head + tl.arange(0, HALF)[None, :]
-        tl.store(to, one.to(k_pages.dtype.element_ty), mask=real)
-        tl.store(to + half, two.to(k_pages.dtype.element_ty), mask=real)
     else:
-        kept = (part - query_parts - key_parts) * HEADS + tl.arange(0, HEADS)[:, None]
-        columns = tl.arange(0, VALUES)[None, :]
-        whole = (kept < num_kv_heads) & (columns < value_width)
-        values = tl.load(v + token * v_token + kept * v_head + columns, mask=whole)
-        into = v_pages + _slot(pages, offsets, token, v_page_stride, v_page_slot) + kept * v_page_head + columns
-        tl.store(into, values.to(v_pages.dtype.element_ty), mask=whole)
+        page = tl.load(pages + token).to(tl.int64)
+        slot = tl.load(offsets + token).to(tl.int64)
+        if part < query_parts + key_parts:
+            keys = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
+            start = k + token * k_token
+            one, two, real = _turned(start, cos, sin, token, k_head, angle_stride, keys, num_kv_heads, half, 1.0, HALF)
+            if SCALED:
+                peak = tl.maximum(tl.max(tl.abs(one.to(tl.float32)), 1), tl.max(tl.abs(two.to(tl.float32)), 1))
+                scale = _scale_of(peak[:, None], largest)
+                known = keys < num_kv_heads
+                tl.store(k_scale + page * scale_page + slot * scale_slot + keys * scale_head, scale, mask=known)
+                one = _codes(one, scale, largest, k_pages.dtype.element_ty)
+                two = _codes(two, scale, largest, k_pages.dtype.element_ty)
+            to = k_pages + page * page_stride + slot * page_slot + keys * page_head + tl.arange(0, HALF)[None, :]
+            tl.store(to, one.to(k_pages.dtype.element_ty), mask=real)
+            tl.store(to + half, two.to(k_pages.dtype.element_ty), mask=real)
+        else:
+            kept = (part - query_parts - key_parts) * HEADS + tl.arange(0, HEADS)[:, None]
+            columns = tl.arange(0, VALUES)[None, :]
+            whole = (kept < num_kv_heads) & (columns < value_width)
+            values = tl.load(v + token * v_token + kept * v_head + columns, mask=whole, other=0.0)
+            if SCALED:
+                own = _scale_of(tl.max(tl.abs(values.to(tl.float32)), 1)[:, None], largest)
+                into = v_scale + page * v_scale_page + slot * v_scale_slot + kept * v_scale_head
+                tl.store(into, own, mask=kept < num_kv_heads)
+                values = _codes(values, own, largest, v_pages.dtype.element_ty)
+            into_page = v_pages + page * v_page_stride + slot * v_page_slot + kept * v_page_head + columns
+            tl.store(into_page, values.to(v_pages.dtype.element_ty), mask=whole)
 
 
 @triton.jit
-def _slot(pages, offsets, token, page_stride, slot_stride):
-    """Where a token's slot of the first head begins."""
-    return tl.load(pages + token).to(tl.int64) * page_stride + tl.load(offsets + token).to(tl.int64) * slot_stride
+def _scale_of(peak, largest):
+    """The scale under which `peak` is the largest code; never 0."""
+    return tl.maximum(tl.div_rn(peak, largest + tl.zeros_like(peak)), 1.1754943508222875e-38)
+
+
+@triton.jit
+def _codes(values, scale, largest, dtype: tl.constexpr):
+    codes = tl.div_rn(values.to(tl.float32), scale + tl.zeros(values.shape, tl.float32))
+    codes = tl.minimum(tl.maximum(codes, -largest), largest)
+    if dtype == tl.int8:
+        # Round half to even, as torch does: adding and taking away 1.5 * 2^23 leaves an integer.
+        codes = (codes + 12582912.0) - 12582912.0
+    return codes.to(dtype)
 
 
 @triton.jit
@@ -168,23 +193,19 @@ def launch_turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -
 
 
 def launch_turn_write(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    pages: Tensor,
-    offsets: Tensor,
-) -> None:
-    """Turns q in place, writes turned k and v to their slots; cos, sin [T, Dh/2]."""
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor,
+    offsets: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, largest: float,
+) -> None:  # fmt: skip
+    """Turns q in place, writes turned k and v to their slots, as codes where there are scales; cos, sin [T, Dh/2]."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, value_width = v.shape[1:]
     heads, block, warps = turn_shape(num_heads, head_dim)
+    scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
     if num_tokens:
         rope_write[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))](
-            q, k, v, cos, sin, k_pages, v_pages, pages, offsets, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            cos.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3], num_heads, num_kv_heads, head_dim // 2,
-            value_width, HEADS=heads, HALF=block, VALUES=triton.next_power_of_2(value_width), num_warps=warps,
+            q, k, v, cos, sin, k_pages, v_pages, pages, offsets, *scales,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), *k_pages.stride()[:3],
+            *v_pages.stride()[:3], *scales[0].stride()[:3], *scales[1].stride()[:3], num_heads, num_kv_heads,
+            head_dim // 2, value_width, largest, SCALED=k_scale is not None, HEADS=heads, HALF=block,
+            VALUES=triton.next_power_of_2(value_width), num_warps=warps,
         )  # fmt: skip
