@@ -148,7 +148,7 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: 
     if max(dim_k, dim_v) > 256:
         return Choice("reference", f"a state of {dim_k} x {dim_v} does not fit: head dimensions go up to 256")
     if decay == "channel":
-        return Choice("reference", "a decay a channel has no kernel yet")
+        return Choice("triton", "chunked kernels with a product a block size, since weights differ in every channel")
     if where.runs_gluon and dtype == torch.bfloat16 and 32 < dim_k <= 128 and 32 < dim_v <= 128 and seq_len > 16:
         return Choice("gluon", "chunked kernels, the state in registers, loads and products overlapped for Hopper")
     return Choice("triton", "chunked kernels, the state in registers")
@@ -248,12 +248,74 @@ def _sample(where: Where, *, dtype: torch.dtype) -> Choice:
     return Choice("triton", "noise and thresholds without a pass through memory")
 
 
+def _linear(
+    where: Where, *, dtype: torch.dtype | None, rows: int, out_features: int, in_features: int, plain: bool
+) -> Choice:
+    """`dtype` None: the tensors' dtypes differ. `plain`: neither gradients nor autocast."""
+    if where.kind != "cuda":
+        return Choice("reference", "torch's product is the CPU's path")
+    if not plain:
+        return Choice("cublas", "gradients and autocast are torch's")
+    if dtype not in _HALVES:
+        return Choice("cublas", f"the kernel takes bfloat16 and float16, not {dtype}")
+    if rows > 64:
+        return Choice("cublas", f"{rows} rows keep the tensor cores busy: the library is at its best")
+    if in_features % 8:
+        return Choice("cublas", f"rows of {in_features} numbers are not 16-byte aligned")
+    return Choice("triton", f"{rows} rows: the weight is streamed once, split over the whole GPU")
+
+
+def _quantized_linear(
+    where: Where,
+    *,
+    dtype: torch.dtype,
+    rows: int,
+    bits: int,
+    group_size: int,
+    in_features: int,
+    tiled: bool,
+    plain: bool,
+) -> Choice:
+    """`plain`: no gradient to x. `group_size` is `in_features` where a row has one scale."""
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: weights are unpacked and multiplied by torch")
+    if not tiled:
+        return Choice("reference", "the codes are not tiled for the kernel")
+    if not plain:
+        return Choice("reference", "the kernel has no gradient to x")
+    if not where.runs_gluon:
+        return Choice("reference", "the kernel is written for Hopper's tensor cores")
+    if dtype not in _HALVES:
+        return Choice("reference", f"the kernel takes bfloat16 and float16, not {dtype}")
+    if group_size != in_features and (group_size < 32 or group_size & (group_size - 1)):
+        return Choice("reference", f"groups of {group_size} columns: the kernel takes powers of two from 32 on")
+    return Choice("gluon", f"{bits}-bit codes are dequantized in registers")
+
+
+def _fp8_linear(
+    where: Where, *, dtype: torch.dtype, rows: int, out_features: int, in_features: int, blockwise: bool
+) -> Choice:
+    """`dtype` is the output's."""
+    if where.kind != "cuda":
+        return Choice("reference", "no GPU: codes are turned into numbers and multiplied by torch")
+    if where.capability < (8, 9):
+        return Choice("reference", "this GPU has no fp8 tensor cores")
+    if in_features % 16:
+        return Choice("reference", f"rows of {in_features} codes are not 16-byte aligned")
+    if rows > 256 and not blockwise and dtype == torch.bfloat16 and out_features % 16 == 0:
+        return Choice("torch", f"{rows} rows keep the tensor cores busy: torch's scaled product is at its best")
+    return Choice("triton", f"{rows} rows {'in blocks of 128' if blockwise else 'with a scale each'}")
+
+
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": _attend,
     "attend_backward": _attend_backward,
     "attend_paged": _attend_paged,
     "attend_latent": _attend_latent,
     "scan": _scan,
+    "linear": _linear,
+    "quantized_linear": _quantized_linear,
+    "fp8_linear": _fp8_linear,
     "rms_norm": _rms_norm,
     "rope": _elementwise,
     "swiglu": _elementwise,

@@ -117,28 +117,42 @@ TILE_ROWS = 128
 """Rows that the tiled layout is padded to."""
 
 
-def tile_codes(codes: Tensor) -> Tensor:
-    """4-bit codes int8 [N, K] (K a multiple of 64) in the order of a tensor core's A operand: int32 [N'/64, K/64, 128, 4].
+def tile_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes int8 [N, K] of 4 or 8 bits (K a multiple of 64) in the order of a tensor core: int32 [N'/64, K * bits/256, 128, 4].
 
-    N' is N rounded up to a multiple of 128 (rows of code -8 follow). Each chunk of 64 rows and 64 columns lies together;
-    thread t of a warpgroup finds its four words, one for every 16 columns, side by side. A word holds what wgmma's A
-    fragment (PTX ISA 9.7.15.5.1, m64k16) wants of that thread: rows r and r + 8, columns 2c, 2c + 1, 2c + 8, 2c + 9,
-    with the odd columns in the upper half, so that word >> 4 i shows one register's two codes.
+    N' is N rounded up to a multiple of 128 (rows of the least code follow). Each 64 rows by 64 columns (8 bits: 32) lie
+    together; thread t of a warpgroup finds its four words side by side. 4 bits: a word for every 16 columns; 8 bits: two
+    words, columns 0 to 7 and 8 to 15. They hold what wgmma's A fragment (PTX ISA, m64k16) wants of that thread: rows r
+    and r + 8, columns 2c, 2c + 1, 2c + 8, 2c + 9, as code + 2^(bits-1). The nibbles of odd columns are in the word's
+    upper half, so that word >> 4 i shows one register's two codes; bytes follow each other.
     """
-    padded = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[0] % TILE_ROWS), value=-8)
-    q = (padded + 8).view(-1, 4, 2, 8, codes.shape[1] // 64, 4, 2, 4, 2)  # tile warp row+8 r | chunk step k+8 c parity
-    q = q.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(-1, 4, 2)  # bytes of two nibbles, the low one first
-    octets = (q[..., 0] | (q[..., 1] << 4)).to(torch.int8)
-    return octets.contiguous().view(torch.int32).view(len(padded) // 64, codes.shape[1] // 64, 128, 4)
+    low, _ = code_range(bits)
+    rows, columns = codes.shape
+    assert bits in (4, 8) and columns % 64 == 0, f"{bits} bits, {columns} columns: tiles hold 4 or 8 bits and 64 columns"
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -rows % TILE_ROWS), value=low)
+    steps = 64 // (4 * bits)  # 16-column steps in a thread's 16 bytes
+    q = (padded ^ low if bits == 8 else padded - low).view(-1, 4, 2, 8, columns // (16 * steps), steps, 2, 4, 2)
+    if bits == 4:  # tile warp row+8 row | chunk step column+8 pair parity -> ... parity column+8 row+8
+        q = q.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(-1, 4, 2)
+        q = q[..., 0] | (q[..., 1] << 4)
+    else:  # ... column+8 row+8 parity
+        q = q.permute(0, 4, 1, 3, 7, 5, 6, 2, 8)
+    return q.contiguous().view(-1).view(torch.int32).view(len(padded) // 64, columns // (16 * steps), 128, 4)
 
 
-def untile_codes(tiled: Tensor, num_rows: int) -> Tensor:
+def untile_codes(tiled: Tensor, num_rows: int, bits: int) -> Tensor:
     """The codes int8 [num_rows, K] of `tile_codes`."""
+    low, _ = code_range(bits)
     tiles, chunks = tiled.shape[:2]
-    octets = tiled.contiguous().view(torch.uint8).view(tiles, chunks, 4, 8, 4, 4, 4)
-    q = torch.stack((octets & 15, octets >> 4), dim=-1).view(tiles, chunks, 4, 8, 4, 4, 2, 2, 2)
-    q = q.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(tiles * 64, chunks * 64)
-    return (q.to(torch.int8) - 8)[:num_rows].contiguous()
+    octets = tiled.contiguous().view(-1).view(torch.int8)
+    steps = 64 // (4 * bits)
+    if bits == 4:
+        octets = octets.view(torch.uint8)
+        q = torch.stack((octets & 15, octets >> 4), dim=-1).view(torch.int8).view(tiles, chunks, 4, 8, 4, steps, 2, 2, 2)
+        q = q.permute(0, 2, 8, 3, 1, 5, 7, 4, 6) + low
+    else:
+        q = octets.view(tiles, chunks, 4, 8, 4, steps, 2, 2, 2).permute(0, 2, 7, 3, 1, 5, 6, 4, 8) ^ low
+    return q.reshape(tiles * 64, chunks * 16 * steps)[:num_rows].contiguous()
 
 
 def tile_scales(scales: Tensor) -> Tensor:

@@ -1,0 +1,86 @@
+"""How the matrix-product kernels are cut: tiles, stages and parts of K from the problem's size alone.
+
+Pure functions; the numbers in them were measured on an H200 (benchmarks/kernels/gemm.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SkinnyShape(NamedTuple):
+    """Tile and pipeline of `triton.skinny`: weight rows, x rows and columns of a tile, warps, stages, parts of K.
+
+    `early`: a block may start before the kernel in front has ended, to ask for its weights.
+    """
+
+    block_n: int
+    block_m: int
+    block_k: int
+    warps: int
+    stages: int
+    parts: int
+    early: bool
+
+
+def skinny_shape(rows: int, out_features: int, in_features: int) -> SkinnyShape:
+    """For `rows` (1 ... 64) rows of x."""
+    block_m = max(16, _power(rows))
+    parts = _parts(-(-out_features // 64), -(-in_features // 128), 128)
+    return SkinnyShape(64, block_m, 128, 4, 4, parts, early=parts > 1)
+
+
+class QuantizedShape(NamedTuple):
+    """Tile and pipeline of `gluon.w4`: x rows, 64-column chunks a stage, stages, 64-row tiles, parts of K, blocks an SM.
+
+    `early`: a block may start before the kernel in front has ended, and loads its first codes and scales meanwhile.
+    `fold`: a group's scale multiplies the group's sum, not the weights.
+    """
+
+    block_m: int
+    chunks: int
+    stages: int
+    tiles: int
+    parts: int
+    blocks: int
+    early: bool
+    fold: bool
+
+
+def quantized_shape(rows: int, out_features: int, in_features: int, bits: int) -> QuantizedShape:
+    """For any number of `rows` of x."""
+    block_m = min(256, max(8, _power(rows)))
+    tiles = 2
+    parts = _parts(-(-out_features // 128) * -(-rows // block_m), in_features // 128, 100)
+    if block_m <= 16:
+        return QuantizedShape(block_m, 4, 4, tiles, parts, 1, early=False, fold=False)
+    if block_m <= 64:
+        return QuantizedShape(block_m, 2, 4, tiles, parts, 1, early=False, fold=False)
+    return QuantizedShape(block_m, 1, 4, tiles, parts, 1, early=False, fold=False)
+
+
+def _parts(tiles: int, steps: int, wanted: int) -> int:
+    """Into how many parts to cut `steps` of K so that `tiles` times parts is about `wanted` blocks or more."""
+    return max(1, min(-(-wanted // tiles), steps // 8, 16))
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+class Fp8Shape(NamedTuple):
+    """Tile and pipeline of `triton.fp8`: weight rows and x rows of a tile, warps, stages, parts of K."""
+
+    block_n: int
+    block_m: int
+    warps: int
+    stages: int
+    parts: int
+
+
+def fp8_shape(rows: int, out_features: int, in_features: int, *, blockwise: bool) -> Fp8Shape:
+    """For any number of `rows` of x."""
+    block_m = min(64, max(16, _power(rows)))
+    tiles = -(-out_features // 64) * -(-rows // block_m)
+    return Fp8Shape(64, block_m, 4, 4, _parts(tiles, -(-in_features // 128), 128))

@@ -1,0 +1,52 @@
+"""The skinny and fp8 products in the interpreter: ragged sizes, parts of K, bias, nothing written beside the output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hone.ops.gemm import fp8_codes, fp8_values
+from hone.ops.gemm_shapes import Fp8Shape, SkinnyShape
+from hone.ops.triton.fp8 import fp8_rows_product
+from hone.ops.triton.skinny import skinny_product, sum_parts
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "columns", "parts"), [(1, 32, 64, 1), (3, 40, 96, 1), (17, 70, 208, 3), (5, 33, 32, 2)]
+)
+def test_skinny(rows: int, features: int, columns: int, parts: int) -> None:
+    x, weight, bias = torch.randn(rows, columns), torch.randn(features, columns), torch.randn(features)
+    block_m = 16 if rows <= 16 else 32
+    shape = SkinnyShape(32, block_m, 64, warps=4, stages=2, parts=parts, early=False)
+    out = skinny_product(x, weight, bias, shape)
+    torch.testing.assert_close(out.double(), F.linear(x.double(), weight.double(), bias.double()), rtol=0, atol=1e-4)
+    halves = skinny_product(x.half(), weight.half(), None, shape)
+    expected = F.linear(x.half().double(), weight.half().double())
+    torch.testing.assert_close(halves.double(), expected, rtol=2e-3, atol=2e-2)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    x, weight = torch.randn(9, 96), torch.randn(40, 96)
+    shape = SkinnyShape(32, 16, 32, warps=4, stages=2, parts=2, early=False)
+    whole = skinny_product(x, weight, None, shape)
+    for row in (0, 4, 8):
+        assert torch.equal(skinny_product(x[row : row + 1], weight, None, shape)[0], whole[row])
+
+
+def test_parts_are_added_in_order() -> None:
+    parts = torch.tensor([1e8, 1.0, -1e8]).view(3, 1, 1).expand(3, 2, 600).contiguous()
+    out = sum_parts(parts, torch.ones(600), torch.full((2, 600), float("nan")))
+    assert torch.equal(out, ((parts[0] + parts[1]) + parts[2]) + 1)
+
+
+@pytest.mark.parametrize("kind", ["row", "1x128"])
+@pytest.mark.parametrize(("rows", "features", "columns", "parts"), [(3, 40, 256, 1), (18, 130, 384, 2)])
+def test_fp8(kind: str, rows: int, features: int, columns: int, parts: int) -> None:
+    x, x_scales = fp8_codes(torch.randn(rows, columns), kind)
+    weight, weight_scales = fp8_codes(torch.randn(features, columns), "row" if kind == "row" else "128x128")
+    bias = torch.randn(features)
+    shape = Fp8Shape(32, 16, warps=4, stages=2, parts=parts)
+    out = fp8_rows_product(x, x_scales, weight, weight_scales, bias, torch.float32, shape)
+    expected = fp8_values(x, x_scales, torch.float64) @ fp8_values(weight, weight_scales, torch.float64).T + bias
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-3)
