@@ -179,7 +179,6 @@ def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None, backend: str, reverse: str
 ) -> tuple[Tensor, Tensor]:
     """The kernels of `backend`, with those of `reverse` for the gradient ('' for none)."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
     sizes = (q.shape[1], k.shape[1])
     blocks = _blocks(backend, reverse, q.shape[3], v.shape[3], mask.block)
     ahead = mask.tiles(*sizes, blocks[0], blocks[1], q.device)
@@ -196,10 +195,8 @@ def _fused(
 def _rows(made: Tensor) -> Tensor:
     """`made`, copied only if its last axis has gaps or its rows do not begin at multiples of 16 bytes."""
     grain = 16 // made.element_size()
-    aligned = made.stride(-1) == 1 and all(
-        stride % grain == 0 and stride > 0 for stride, size in zip(made.stride()[:-1], made.shape[:-1]) if size > 1
-    )
-    if aligned and (torch.compiler.is_compiling() or made.storage_offset() % grain == 0):
+    aligned = made.stride(-1) == 1 and all(stride % grain == 0 and stride > 0 for stride in made.stride()[:-1])
+    if aligned and made.data_ptr() % 16 == 0:
         return made
     width = made.shape[-1]
     if width % grain == 0:
@@ -237,7 +234,7 @@ def _attend_op(
     if q.numel() == 0 or k.shape[1] == 0:
         return _empty_out(q, v).zero_(), _empty_lse(q).fill_(float("-inf"))
     tiles = _unpack(q, k, q_data, k_data, lists[:3], blocks[:2], rule, params, kind)
-    return importlib.import_module(_FORWARD[backend]).forward(q, k, v, tiles, scale, softcap)
+    return importlib.import_module(_FORWARD[backend]).forward(_rows(q), _rows(k), _rows(v), tiles, scale, softcap)
 
 
 @_attend_op.register_fake
@@ -277,7 +274,8 @@ def _attend_backward_op(
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     tiles = _unpack(q, k, q_data, k_data, lists, blocks, rule, params, kind)
     module = importlib.import_module(_BACKWARD[backend])
-    return module.backward(q, k, v, out, lse, _rows(d_out), d_lse, tiles, scale, softcap)
+    q, k, v, d_out = (_rows(made) for made in (q, k, v, d_out))
+    return module.backward(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap)
 
 
 @_attend_backward_op.register_fake

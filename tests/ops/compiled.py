@@ -134,7 +134,7 @@ def _compile(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(types.items())
-        if kind.startswith("*") or name in set(divisible)
+        if str(kind).startswith("*") or name in set(divisible)
     }
     made = triton.compile(
         source(kernel, types, constexprs=dict(constexprs), attrs=aligned),
