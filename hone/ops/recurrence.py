@@ -151,7 +151,7 @@ def scan_forward(
 
     plan, heads = _plan(q, k, v, decay)
     q, k, v = (_addressable(x) for x in (q, k, v))
-    fall = Fall(decay, reset)
+    fall = Fall(_addressable(decay) if decay is not None and decay.dim() == 4 else decay, reset)
     outputs = _output_pass(backend, fall, q, heads)
     final = q.new_empty((q.shape[0], heads, q.shape[-1], v.shape[-1]), dtype=torch.float32)
     if plan.segments > 1:
@@ -203,7 +203,7 @@ def scan_backward(
 
     plan, heads = _plan(q, k, v, decay)
     q, k, v, d_out = (_addressable(x) for x in (q, k, v, d_out))
-    fall = Fall(decay, reset)
+    fall = Fall(_addressable(decay) if decay is not None and decay.dim() == 4 else decay, reset)
     if plan.segments == 1:
         starts = None if state is None else state[:, :, None]
     # Every kernel multiplies by `scale`, but what comes from the final state must not be: divided beforehand.

@@ -105,7 +105,12 @@ def test_outputs_on_hopper(falls, reverse):
     }
     fixed = {
         **dict.fromkeys(["share_q", "share_k", "share_v", "share_other", "start_v"], 1),
-        **{"FALLS": falls, "RESET": falls, "REVERSE": reverse, "STARTS": True, "FINAL": True, "DOTS": falls},
+        "FALLS": falls,
+        "RESET": falls,
+        "REVERSE": reverse,
+        "STARTS": True,
+        "FINAL": True,
+        "DOTS": falls,
     }
     if falls:
         signature["facts_desc"] = descriptor("fp32", [256], hopper.FLAT)

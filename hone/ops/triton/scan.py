@@ -127,8 +127,8 @@ def _part_states(k_desc, v_desc, states, passes, decay, reset, seq_len, seg_chun
 
 
 @triton.jit
-def _prefix(states, passes, initial, starts, num_segs, parts, size, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def _prefix(states, passes, initial, starts, num_segs, parts, size, dim_v, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+            CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Pass 2: from each part's own state to the state each segment starts from."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -144,7 +144,11 @@ def _prefix(states, passes, initial, starts, num_segs, parts, size, INITIAL: tl.
                 own = seg - 1 if REVERSE else seg
                 at = (row * (num_segs - 1) + own) * parts + (parts - 1 - part if REVERSE else part)
                 own_state = tl.load(states + at * size + places, mask=inside, other=0.0)
-                state = state * tl.load(passes + at) + own_state
+                if CHANNELS:
+                    state *= tl.load(passes + at * (size // dim_v) + places // dim_v, mask=inside, other=0.0)
+                else:
+                    state *= tl.load(passes + at)
+                state += own_state
 
 
 @triton.jit
@@ -301,7 +305,7 @@ class Fall:
 
     def strides(self) -> tuple[int, int, int, int]:
         decay = self.decay
-        of_decay = (0, 0, 0) if decay is None else (0, 0, decay.stride(0)) if decay.dim() == 1 else decay.stride()
+        of_decay = (0, 0, 0) if decay is None else (0, 0, decay.stride(0)) if decay.dim() == 1 else decay.stride()[:3]
         return (*of_decay, 0 if self.reset is None else self.reset.stride(0))
 
     def modes(self) -> dict[str, Any]:
@@ -320,24 +324,36 @@ def segment_states(
     dim_v = v.shape[-1]
     seg_chunks = plan.segment_tokens(seq_len) // plan.chunk
     own = batch * heads * (plan.segments - 1) * plan.parts
+    channels = fall.channels
     states = k.new_empty((own, dim_k, dim_v), dtype=torch.float32)
-    passes = k.new_empty((own,), dtype=torch.float32)
+    passes = k.new_empty((own,) if channels is None else (own, dim_k), dtype=torch.float32)
     starts = k.new_empty((batch, heads, plan.segments, dim_k, dim_v), dtype=torch.float32)
     block_k, block_v = min(_block(dim_k), 128), min(_block(dim_v), 128)
     tiles_k, tiles_v = triton.cdiv(dim_k, block_k), triton.cdiv(dim_v, block_v)
-    if own:
-        _part_states[(own, tiles_k * tiles_v)](
-            _rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v), states, passes, *fall.arguments(),
-            seq_len, seg_chunks, plan.segments, triton.cdiv(seg_chunks, plan.parts), plan.parts, heads,
-            heads // k.shape[2], heads // v.shape[2], dim_k, dim_v, tiles_v, *fall.strides(),
-            CHUNK=plan.chunk, BLOCK_K=block_k, BLOCK_V=block_v, **fall.modes(), REVERSE=reverse, STAGES=3,
-            num_warps=8 if block_k * block_v == 128 * 128 else 4,
+    grid = (own, tiles_k * tiles_v)
+    sizes = (
+        seq_len, seg_chunks, plan.segments, triton.cdiv(seg_chunks, plan.parts), plan.parts, heads,
+        heads // k.shape[2], heads // v.shape[2], dim_k, dim_v, tiles_v,
+    )  # fmt: skip
+    options = {"CHUNK": plan.chunk, "BLOCK_K": block_k, "BLOCK_V": block_v, "REVERSE": reverse}
+    options["num_warps"] = 8 if block_k * block_v == 128 * 128 else 4
+    rows = (_rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v))
+    if own and channels is None:
+        _part_states[grid](
+            *rows, states, passes, *fall.arguments(), *sizes, *fall.strides(), **fall.modes(), STAGES=3, **options
+        )
+    elif own:
+        from hone.ops.triton.scan_channel import part_states
+
+        part_states[grid](
+            *rows, _rows(channels, plan.chunk, block_k), states, passes, fall.reset, *sizes, fall.strides()[-1],
+            RESET=fall.reset is not None, **options,
         )  # fmt: skip
     size = dim_k * dim_v
     block = 1024
     _prefix[(batch * heads, triton.cdiv(size, block))](
-        states, passes, initial, starts, plan.segments, plan.parts, size,
-        INITIAL=initial is not None, REVERSE=reverse, BLOCK=block, num_warps=4,
+        states, passes, initial, starts, plan.segments, plan.parts, size, dim_v,
+        INITIAL=initial is not None, REVERSE=reverse, CHANNELS=channels is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return starts
 
