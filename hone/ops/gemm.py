@@ -192,7 +192,8 @@ def _quantized_op(
     from hone.ops.gluon.w4 import quantized_product
 
     rows = _rows(x)
-    shape = quantized_shape(max(1, len(rows)), out_features, x.shape[-1], bits)
+    group_size = 0 if len(scales) == 1 else x.shape[-1] // len(scales)
+    shape = quantized_shape(max(1, len(rows)), out_features, x.shape[-1], bits, group_size)
     out = quantized_product(rows, codes, scales, bias, bits, out_features, shape)
     return out.view(*x.shape[:-1], out_features)
 

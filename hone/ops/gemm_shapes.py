@@ -47,7 +47,7 @@ class QuantizedShape(NamedTuple):
     fold: bool
 
 
-def quantized_shape(rows: int, out_features: int, in_features: int, bits: int) -> QuantizedShape:
+def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> QuantizedShape:
     """For any number of `rows` of x."""
     block_m = min(256, max(8, _power(rows)))
     tiles = 2
