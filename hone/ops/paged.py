@@ -99,10 +99,11 @@ def attend_paged(
     extras = Extras(sink_tokens, sinks, _per_token(k_scale, k_pages), _per_token(v_scale, v_pages))
     _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
     if _backend(q, k_pages, v_pages, len(seq_lens), backend) == "triton":
-        from hone.ops.triton.paged_launch import attend_pages
+        from hone.ops.triton import paged_launch
 
+        run = paged_launch.attend_pages_op if torch.compiler.is_compiling() else paged_launch.attend_pages
         q = q if q.stride(-1) == 1 else q.contiguous()
-        return attend_pages(
+        return run(
             q, k_pages, v_pages, page_table, seq_lens, query_lens, scale, window, sink_tokens, sinks,
             extras.k_scale, extras.v_scale, max_query_len
         )  # fmt: skip
@@ -156,10 +157,11 @@ def attend_latent(
     facts = {"dtype": q.dtype, "page_dtype": pages.dtype, "heads": q.shape[1], "value_dim": value_dim, "turned": turned}
     chosen = backend_of("attend_latent", q.device, backend, **facts, rows=len(q))
     if chosen == "triton":
-        from hone.ops.triton.paged_launch import attend_latents
+        from hone.ops.triton import paged_launch
 
+        run = paged_launch.attend_latents_op if torch.compiler.is_compiling() else paged_launch.attend_latents
         q = q if q.stride(-1) == 1 else q.contiguous()
-        return attend_latents(q, keys, page_table, seq_lens, query_lens, value_dim, scale, window)
+        return run(q, keys, page_table, seq_lens, query_lens, value_dim, scale, window)
     plan = _planned(q, page_table, seq_lens, query_lens, pages.shape[1])
     return attend_planned(q, keys, keys, plan, scale=scale, window=window, extras=Extras(value_dim=value_dim))
 

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hone.ops.dispatch import locate
 from hone.ops.triton.paged import combine, decode
 from hone.ops.triton.paged_prefill import prefill
 
@@ -155,7 +156,6 @@ def _scale_strides(options: Options) -> tuple[int, ...]:
     return (0,) * 6 if options.k_scale is None else (*options.k_scale.stride(), *options.v_scale.stride())
 
 
-@torch.library.custom_op("hone::attend_pages", mutates_args=())
 def attend_pages(
     q: Tensor,
     k_pages: Tensor,
@@ -176,7 +176,7 @@ def attend_pages(
     page_table = page_table.to(torch.int32)
     options = Options(scale, window, sink_tokens, sinks, k_scale, v_scale)
     tensors = (out, q, k_pages, v_pages, page_table, seq_lens, query_lens)
-    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+    num_sms = locate(q.device).num_sms
     plan = plan_decode(num_sms, k_pages.shape[3], k_pages.shape[2], k_pages.element_size())
     group = q.shape[1] // k_pages.shape[1]
     if query_lens is None:
@@ -190,12 +190,6 @@ def attend_pages(
     return out
 
 
-@attend_pages.register_fake
-def _(q, k_pages, v_pages, *_):
-    return q.new_empty(*q.shape[:2], v_pages.shape[3])
-
-
-@torch.library.custom_op("hone::attend_latents", mutates_args=())
 def attend_latents(
     q: Tensor,
     pages: Tensor,
@@ -216,7 +210,7 @@ def attend_latents(
         seq_lens = (seq_lens[row] - (ends[row] - 1 - token)).to(torch.int32)
         page_table = page_table[row]
     out = q.new_empty(*q.shape[:2], value_dim)
-    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+    num_sms = locate(q.device).num_sms
     plan = plan_latent(num_sms, q.shape[1])
     turned = pages.shape[3] - value_dim
     decode_rows(
@@ -225,6 +219,17 @@ def attend_latents(
     return out
 
 
-@attend_latents.register_fake
+# As custom ops, for torch.compile. Eager code calls the functions: going through an op costs as much as a small kernel.
+
+attend_pages_op = torch.library.custom_op("hone::attend_pages", attend_pages, mutates_args=())
+attend_latents_op = torch.library.custom_op("hone::attend_latents", attend_latents, mutates_args=())
+
+
+@attend_pages_op.register_fake
+def _(q, k_pages, v_pages, *_):
+    return q.new_empty(*q.shape[:2], v_pages.shape[3])
+
+
+@attend_latents_op.register_fake
 def _(q, pages, page_table, seq_lens, query_lens, value_dim, *_):
     return q.new_empty(*q.shape[:2], value_dim)
