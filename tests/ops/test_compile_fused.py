@@ -1,0 +1,78 @@
+"""The fused kernels compiled for Hopper without a GPU: no spills, and the instructions that make them fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from hone.ops.triton import grouped, loss, norm, pointwise, sample
+from tests.ops.compiled import compile_triton
+
+STRIDES = {"stride", "token", "head", "slot", "page", "outer", "width", "half", "values", "expert", "row", "in", "out"}
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+    """`kernel` with pointers as `types` say and every other argument an i32, strides and widths in sixteens."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: types.get(name, "i32") for name in names}
+    aligned = [name for name in names if signature[name] == "i32" and name.rsplit("_", 1)[-1] in STRIDES]
+    return compile_triton(kernel, signature, constants, num_warps=warps, divisible=aligned)
+
+
+def bf16(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "*bf16")
+
+
+def fp32(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "*fp32")
+
+
+NUMBERS = dict.fromkeys(("eps", "largest", "lift", "z_loss", "smoothing", "alpha", "temperature"), "fp32")
+
+
+def test_norm() -> None:
+    rows, block, warps = norm.tile(4096)
+    shape = {"RESIDUAL": True, "ROWS": rows, "BLOCK": block}
+    types = bf16("x", "residual", "weight", "y", "summed", "grad_x", "upstream", "upstream_sum")
+    types |= fp32("rstd", "scales", "partial") | NUMBERS
+    forward = compiled(norm.rms_norm_forward, types, {**shape, "KEEPS": True, "QUANTIZED": False}, warps)
+    backward = compiled(norm.rms_norm_backward, types, {**shape, "WEIGHT": True, "STAGES": norm.STAGES}, warps)
+    for record in (forward, backward):
+        assert record.clean
+        assert record.count("LDG.E.128") or record.count("LDG.E.EF.128")
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_loss(teacher: bool) -> None:
+    types = bf16("logits", "taught") | {"targets": "*i64"} | fp32("losses", "factor") | NUMBERS
+    constants = {"TEACHER": teacher, "SMOOTH": False, "SLOPE": True, "BLOCK": 8192}
+    record = compiled(loss.cross_entropy_rows, types, constants, 16)
+    assert record.clean and record.count("MUFU.EX2")
+
+
+def test_rope_write_with_codes() -> None:
+    types = bf16("q", "k", "v", "cos", "sin") | dict.fromkeys(("k_pages", "v_pages"), "*fp8e4nv") | NUMBERS
+    types |= {"pages": "*i64", "offsets": "*i64"} | fp32("k_scale", "v_scale")
+    heads, half, warps = pointwise.turn_shape(32, 128)
+    record = compiled(pointwise.rope_write, types, {"SCALED": True, "HEADS": heads, "HALF": half, "VALUES": 128}, warps)
+    assert record.clean
+
+
+def test_few_tokens_streams_weights_through_shared_memory() -> None:
+    from hone.ops.grouped import few_shape
+
+    block_n, block_k, stages, warps = few_shape(1536, 2048)
+    shape = {"EVEN_K": True, "TOKENS": 16, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
+    record = compiled(grouped.few_tokens, bf16("x", "weight", "out") | {"ends": "*i32"}, shape, warps)
+    assert record.clean
+    assert record.count("HGMMA") and record.count("LDGSTS")
+
+
+def test_sample() -> None:
+    types = fp32("logits", "temperature", "floor", "top_p", "min_p_log")
+    types |= {"keys": "*i64", "best": "*fp64", "token": "*i32", "top_k": "*i32"}
+    assert compiled(sample.draw_parts, types, {"FILTERED": True, "BLOCK": 4096}, 8).clean
+    assert compiled(sample.floors, types, {"BLOCK": 4096}, 16).clean
