@@ -40,7 +40,7 @@ def rows(limits: Ceilings) -> list[dict[str, Any]]:
                 peer_seconds=peer,
                 target=4.0,
                 of_target=0.45,
-            )  # fmt: skip
+            )
         )
         mine, peer = interleaved([backward, dense_backward])
         made.append(
@@ -53,7 +53,7 @@ def rows(limits: Ceilings) -> list[dict[str, Any]]:
                 peer=PEER,
                 peer_seconds=peer,
                 of_target=0.35,
-            )  # fmt: skip
+            )
         )
     made.append(_step(limits))
     return made
@@ -73,7 +73,7 @@ def _passes(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Call
         lambda: scan_backward(
             q, k, v, decay, None, None, 1.0, BACKEND, starts, final, d_out, d_final, decay is not None
         ),
-    )  # fmt: skip
+    )
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -96,6 +96,10 @@ def _step(limits: Ceilings) -> dict[str, Any]:
     state = torch.randn(64, 32, 128, 128, device="cuda")
     seconds = median_seconds(lambda: scan(q, k, v, decay, state=state, return_state=True))
     return row(
-        "scan, one token of 64 sequences, h 32 d 128", seconds, amount=2 * state.numel() * 4, unit="TB/s",
-        ceiling=limits.copy, of_target=0.45,
-    )  # fmt: skip
+        "scan, one token of 64 sequences, h 32 d 128",
+        seconds,
+        amount=2 * state.numel() * 4,
+        unit="TB/s",
+        ceiling=limits.copy,
+        of_target=0.45,
+    )

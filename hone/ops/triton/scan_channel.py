@@ -209,7 +209,8 @@ def outputs(
     batch, seq_len, _, dim_k = q.shape
     dim_v = v.shape[-1]
     out = v.new_empty((batch, seq_len, heads, dim_v))
-    block_k, block_v = _block(dim_k), min(_block(dim_v), plan.block_v)
+    block_k = _block(dim_k)
+    block_v = min(_block(dim_v), 32 if turned or block_k > 128 else 64)  # wider ones would not fit in registers
     tiles_v = triton.cdiv(dim_v, block_v)
     of_starts = (0, 0, 0) if starts is None else starts.stride()[2:]
     chunk, few = plan.chunk, min(block_k, 32)

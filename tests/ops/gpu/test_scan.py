@@ -38,6 +38,10 @@ def distance(mine, oracle):
         ((1, 4096, 2, 128, 128), "token", False, {"strength": 30.0}),
         ((3, 1, 4, 128, 128), "token", True, {}),
         ((3, 5, 4, 128, 129), "token", True, {}),
+        ((2, 3000, 2, 64, 128), "channel", True, {}),
+        ((1, 1100, 2, 128, 256), "channel", True, {"strength": 30.0}),
+        ((2, 7, 2, 40, 24), "channel", True, {}),
+        ((1, 700, 1, 256, 256), "channel", True, {}),
     ],
 )
 def test_agrees_with_float64_twice_alike(shape, form, resets, options, backend):
