@@ -361,6 +361,11 @@ def w4_stream(
     )  # fmt: skip
 
 
+def max_registers(shape: QuantizedShape) -> int:
+    """Registers a thread so that `shape.blocks` blocks fit an SM; the loading warp hands most of its own over."""
+    return min(240, 65536 // (128 * (shape.tiles + 1) * shape.blocks) // 8 * 8)
+
+
 def quantized_product(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, features: int, shape: QuantizedShape
 ) -> Tensor:
@@ -380,11 +385,10 @@ def quantized_product(
         pairs = scales.to(x.dtype).view(len(scales), -1).view(torch.int32)
         scales_desc = TensorDescriptor.from_tensor(pairs, [max(1, 64 * chunks // group), 32 * tiles], plain)
     parts = parts_of(rows, features, shape.parts, out)
-    threads = 128 * (tiles + 1)
     w4_stream[(triton.cdiv(features, 64 * tiles), shape.parts, triton.cdiv(rows, shape.block_m))](
         x_desc, codes_desc, scales_desc, codes, scales, bias, parts, rows, features, columns, features, rows * features,
         BITS=bits, CHUNKS=chunks, STAGES=shape.stages, GROUP=group, TILES=tiles, FOLD=int(shape.fold),
         HAS_BIAS=bias is not None and not split, EARLY=int(shape.early), num_warps=4 * tiles,
-        maxnreg=min(240, 65536 // (threads * shape.blocks) // 8 * 8), launch_pdl=shape.early,
+        maxnreg=max_registers(shape), launch_pdl=shape.early,
     )  # fmt: skip
     return sum_parts(parts, bias, out) if split else out
