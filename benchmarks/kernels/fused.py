@@ -7,6 +7,7 @@ launch, so they have no share of a ceiling to reach. A step is a forward and a b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ def permute_rows(limit: Ceilings, tokens: int, top_k: int, experts: int, width: 
         "unpermute": lambda backend: grouped.unpermute(y, place, weights, backend=backend),
     }
     for name, run in runs.items():
-        ours, theirs = interleaved([lambda: run("triton"), lambda: run("reference")], captured=False)
+        ours, theirs = interleaved([partial(run, "triton"), partial(run, "reference")], captured=False)
         found.append(
             row(
                 f"{name} {tokens} x {width}, {top_k} of {experts} experts", ours, amount=num_bytes, unit="TB/s",
