@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.base.table import Table
+from hone.ops.gemm import linear
 
 LINEARS = Table("linear", {"dense": "hone.model.linear:Dense", "packed_int": "hone.model.quantized:PackedInt"})
 
@@ -45,6 +46,8 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and not torch.is_grad_enabled():  # a training step stays plain torch, which compiles and fuses it
+            return linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def load(self, parts: list[dict[str, Tensor]]) -> None:

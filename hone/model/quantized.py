@@ -6,6 +6,7 @@ Shapes: N output features, K input features, G groups of columns that share a sc
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
 from hone.ops import formats
+from hone.ops.dispatch import locate
+from hone.ops.gemm import quantized_linear
 
 Layout = Literal["pack-quantized", "int-quantized"]
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -178,6 +181,8 @@ class PackedInt(nn.Module):
 
     In memory the codes take their packed size: int8 [N, K] for 8 bits, two rows to a byte for 4 bits (row n in the low
     nibble, row n + N/2 in the high one, so that unpacking is two contiguous shifts), the checkpoint's words otherwise.
+    On a GPU whose kernel can multiply them, codes of 4 and 8 bits and their scales lie in its order (`formats.tile_codes`);
+    a move between devices arranges them anew.
     """
 
     paper: ClassVar[str] = ""
@@ -197,6 +202,7 @@ class PackedInt(nn.Module):
         self.out_features = out_features
         self.scheme = Scheme(bits, group_size, layout)
         self.halves = bits == 4 and out_features % 2 == 0
+        self.tiled = False
         if bits == 8:
             codes = torch.empty(out_features, in_features, dtype=torch.int8)
         elif self.halves:
@@ -211,20 +217,15 @@ class PackedInt(nn.Module):
         """Stacks checkpoint modules on output rows, each {"weight_packed" or "weight", "weight_scale", "bias"?}."""
         codes = _stack([self.scheme.read(part, self.in_features) for part in parts])
         assert codes.shape == (self.out_features, self.in_features), f"stacked to {tuple(codes.shape)}"
-        if self.halves:
-            low, high = codes.chunk(2)
-            codes = (low & 15) | (high << 4)
-        elif self.scheme.bits < 8:
-            codes = formats.pack(codes, self.scheme.bits)
-        self.codes = codes
-        self.scales = _stack([part["weight_scale"].reshape(len(part["weight_scale"]), -1) for part in parts])
+        scales = _stack([part["weight_scale"].reshape(len(part["weight_scale"]), -1) for part in parts])
+        self._keep(codes, scales)
         if self.bias is not None:
             self.bias = _stack([part["bias"] for part in parts])
 
     def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
         """The checkpoint tensors, split at `rows` output rows each."""
         assert sum(rows) == self.out_features, f"{rows} do not add up to {self.out_features}"
-        pieces = zip(self._codes(slice(None)).split(rows), self.scales.split(rows), strict=True)
+        pieces = zip(self._codes(slice(None)).split(rows), self._scales().split(rows), strict=True)
         parts = [self.scheme.write(codes, scales) for codes, scales in pieces]
         if self.bias is not None:
             for part, bias in zip(parts, self.bias.split(rows), strict=True):
@@ -241,7 +242,7 @@ class PackedInt(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The whole weight [N, K] in `dtype`: for tests and conversions, never for a forward pass."""
-        return formats.dequantize(self._codes(slice(None)), self.scales, dtype)
+        return formats.dequantize(self._codes(slice(None)), self._scales(), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype.
@@ -249,6 +250,9 @@ class PackedInt(nn.Module):
         With one scale a row the outputs are scaled, not the weights: N products in place of N x K, and no rounding of
         weights in 16-bit formats.
         """
+        if self.tiled:
+            options = {"bits": self.scheme.bits, "out_features": self.out_features}
+            return quantized_linear(x, self.codes, self.scales, self.bias, **options)
         rows = self.out_features // 2 if self.halves else self.out_features
         values = self.in_features * (2 if self.halves else 1)
         tile = max(1, TILE_VALUES.get(x.device.type, 1 << 20) // values)
@@ -289,10 +293,44 @@ class PackedInt(nn.Module):
 
     def _codes(self, piece: slice) -> Tensor:
         """Codes int8 of rows `piece` (all rows when the halves share bytes)."""
+        if self.tiled:
+            return formats.untile_codes(self.codes, self.out_features, self.scheme.bits)[piece]
         if self.halves:
             return torch.cat(((self.codes << 4) >> 4, self.codes >> 4))[piece]
         codes = self.codes[piece]
         return codes if self.scheme.bits == 8 else formats.unpack(codes, self.scheme.bits, self.in_features)
+
+    def _scales(self) -> Tensor:
+        """Scales [N, G]."""
+        return formats.untile_scales(self.scales, self.out_features) if self.tiled else self.scales
+
+    def _keep(self, codes: Tensor, scales: Tensor) -> None:
+        """Arranges codes int8 [N, K] and scales [N, G] for the device they are on."""
+        self.tiled = tiles_on(codes.device, self.scheme, self.in_features)
+        if self.tiled:
+            codes, scales = formats.tile_codes(codes, self.scheme.bits), formats.tile_scales(scales)
+        elif self.halves:
+            low, high = codes.chunk(2)
+            codes = (low & 15) | (high << 4)
+        elif self.scheme.bits < 8:
+            codes = formats.pack(codes, self.scheme.bits)
+        self.codes, self.scales = codes, scales
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedInt:
+        """What `.to(...)` does; after a move to or from a GPU the codes are arranged anew."""
+        super()._apply(fn, recurse)
+        if self.codes.device.type != "meta" and self.tiled != tiles_on(
+            self.codes.device, self.scheme, self.in_features
+        ):
+            self._keep(self._codes(slice(None)), self._scales())
+        return self
+
+
+def tiles_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
+    """Whether `device` multiplies weights of `scheme` in tiles: what the rule of `quantized_linear` asks, but for dtypes."""
+    group_size = scheme.group_size or in_features
+    fits = group_size == in_features or (group_size >= 32 and group_size & (group_size - 1) == 0)
+    return scheme.bits in (4, 8) and in_features % 64 == 0 and fits and locate(device).runs_gluon
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -80,8 +80,9 @@ def quantized_linear(
         codes, scales = formats.untile_codes(codes, num_rows, bits), formats.untile_scales(scales, num_rows)
     if scales.shape[1] == 1:  # N products a row in place of N x K, and no rounding of weights
         out = F.linear(x, codes.to(x.dtype)) * scales.to(x.dtype).view(-1)
-        return out if bias is None else out + bias
-    return F.linear(x, formats.dequantize(codes, scales, x.dtype), bias)
+    else:
+        out = F.linear(x, formats.dequantize(codes, scales, x.dtype))
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tuple[Tensor, Tensor]:
