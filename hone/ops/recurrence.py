@@ -147,15 +147,15 @@ def scan_forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, final state, state each segment starts from: none where a head is one segment)."""
-    from hone.ops.triton.scan import Fall, segment_states
+    from hone.ops.triton.scan import Fall
 
     plan, heads = _plan(q, k, v, decay)
     q, k, v = (_addressable(x) for x in (q, k, v))
     fall = Fall(_addressable(decay) if decay is not None and decay.dim() == 4 else decay, reset)
-    outputs = _output_pass(backend, fall, q, heads)
+    segment_states, outputs = _passes(backend, fall, q, heads)
     final = q.new_empty((q.shape[0], heads, q.shape[-1], v.shape[-1]), dtype=torch.float32)
     if plan.segments > 1:
-        starts = segment_states(k, v, fall, heads, plan, state)
+        starts = segment_states(k, v, heads, plan, state, fall=fall)
         out, _ = outputs(q, k, v, heads, scale, plan, starts, final=final)
         return out, final, starts
     begin = None if state is None else state[:, :, None]
@@ -199,7 +199,7 @@ def scan_backward(
     The states S come from the forward pass; those of dS need one more pass over q and do. Returns dq, dk, dv with all
     heads apart, d_state [B, H, Dk, Dv], and the gradient of the decays [B, S, H (, Dk)], empty unless `decays`.
     """
-    from hone.ops.triton.scan import Fall, decay_gradient, segment_states
+    from hone.ops.triton.scan import Fall, decay_gradient
 
     plan, heads = _plan(q, k, v, decay)
     q, k, v, d_out = (_addressable(x) for x in (q, k, v, d_out))
@@ -208,9 +208,9 @@ def scan_backward(
         starts = None if state is None else state[:, :, None]
     # Every kernel multiplies by `scale`, but what comes from the final state must not be: divided beforehand.
     d_final = d_final.contiguous()
-    ends = segment_states(q, d_out, fall, heads, plan, d_final / scale, reverse=True)
+    segment_states, outputs = _passes(backend, fall, q, heads)
+    ends = segment_states(q, d_out, heads, plan, d_final / scale, fall=fall, reverse=True)
     d_state = torch.empty_like(final)
-    outputs = _output_pass(backend, fall, q, heads)
     turned = None if starts is None else starts.transpose(-1, -2)
     scalar = decays and decay.dim() != 4
     dq, of_q = outputs(d_out, v, k, heads, scale, plan, turned, turned=True, dots_with=q if scalar else None)
@@ -284,20 +284,25 @@ def _pull(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor |
 scan_forward.register_autograd(_pull, setup_context=_keep)
 
 
-def _output_pass(backend: str, fall: Any, q: Tensor, heads: int) -> Any:
-    """The kernels' `outputs`, told what decays. `turned`: its keys and values are the values and keys of the recurrence."""
+def _passes(backend: str, fall: Any, q: Tensor, heads: int) -> tuple[Any, Any]:
+    """The kernels' `segment_states` and `outputs`, the latter told what decays.
+
+    `turned` among its options: its keys and values are the values and keys of the recurrence.
+    """
     from hone.ops.triton import scan as portable
 
-    if backend == "gluon" and fall.channels is None:
-        from hone.ops.gluon import scan as hopper
-
-        known = hopper.facts(fall, q.shape[0], heads, q.shape[1], q.device)
-        return lambda *given, turned=False, **options: hopper.outputs(*given, known=known, **options)
     if fall.channels is not None:
         from hone.ops.triton import scan_channel
 
-        return lambda *given, **options: scan_channel.outputs(*given, fall=fall, **options)
-    return lambda *given, turned=False, **options: portable.outputs(*given, fall=fall, **options)
+        return scan_channel.segment_states, lambda *given, **options: scan_channel.outputs(*given, fall=fall, **options)
+    known: dict[str, Any] = {"fall": fall}
+    outputs = portable.outputs
+    if backend == "gluon":
+        from hone.ops.gluon import scan as hopper
+
+        known = {"known": hopper.facts(fall, q.shape[0], heads, q.shape[1], q.device)}
+        outputs = hopper.outputs
+    return portable.segment_states, lambda *given, turned=False, **options: outputs(*given, **known, **options)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Any, int]:

@@ -314,46 +314,52 @@ class Fall:
 
 
 def segment_states(
-    k: Tensor, v: Tensor, fall: Fall, heads: int, plan: Tiling, initial: Tensor | None, *, reverse: bool = False
+    k: Tensor, v: Tensor, heads: int, plan: Tiling, initial: Tensor | None, *, fall: Fall, reverse: bool = False
 ) -> Tensor:
     """Passes 1 and 2: the state every segment starts from [B, H, segments, Dk, Dv]; in reverse time "starts" means its end.
 
     k [B, S, H_k, Dk], v [B, S, H_v, Dv] with H_k and H_v dividing `heads`; `initial` [B, H, Dk, Dv] or None.
     """
+    states, passes, grid, given, options = parts_of(k, v, heads, plan)
+    if len(states):
+        _part_states[grid](
+            *given[:2], states, passes, *fall.arguments(), *given[2:], *fall.strides(), **fall.modes(), STAGES=3,
+            REVERSE=reverse, **options,
+        )  # fmt: skip
+    return prefix(states, passes, initial, k.shape[0], heads, plan, reverse)
+
+
+def parts_of(
+    k: Tensor, v: Tensor, heads: int, plan: Tiling
+) -> tuple[Tensor, Tensor, tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """What pass 1 fills (states [parts, Dk, Dv], what survives each part [parts]), its grid, arguments and options."""
     batch, seq_len, _, dim_k = k.shape
     dim_v = v.shape[-1]
     seg_chunks = plan.segment_tokens(seq_len) // plan.chunk
-    own = batch * heads * (plan.segments - 1) * plan.parts
-    channels = fall.channels
-    states = k.new_empty((own, dim_k, dim_v), dtype=torch.float32)
-    passes = k.new_empty((own,) if channels is None else (own, dim_k), dtype=torch.float32)
-    starts = k.new_empty((batch, heads, plan.segments, dim_k, dim_v), dtype=torch.float32)
+    parts = batch * heads * (plan.segments - 1) * plan.parts
+    states = k.new_empty((parts, dim_k, dim_v), dtype=torch.float32)
     block_k, block_v = min(_block(dim_k), 128), min(_block(dim_v), 128)
     tiles_k, tiles_v = triton.cdiv(dim_k, block_k), triton.cdiv(dim_v, block_v)
-    grid = (own, tiles_k * tiles_v)
-    sizes = (
+    given = (
+        _rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v),
         seq_len, seg_chunks, plan.segments, triton.cdiv(seg_chunks, plan.parts), plan.parts, heads,
         heads // k.shape[2], heads // v.shape[2], dim_k, dim_v, tiles_v,
     )  # fmt: skip
-    options = {"CHUNK": plan.chunk, "BLOCK_K": block_k, "BLOCK_V": block_v, "REVERSE": reverse}
+    options = {"CHUNK": plan.chunk, "BLOCK_K": block_k, "BLOCK_V": block_v}
     options["num_warps"] = 8 if block_k * block_v == 128 * 128 else 4
-    rows = (_rows(k, plan.chunk, block_k), _rows(v, plan.chunk, block_v))
-    if own and channels is None:
-        _part_states[grid](
-            *rows, states, passes, *fall.arguments(), *sizes, *fall.strides(), **fall.modes(), STAGES=3, **options
-        )
-    elif own:
-        from hone.ops.triton.scan_channel import part_states
+    return states, states.new_empty((parts,)), (parts, tiles_k * tiles_v), given, options
 
-        part_states[grid](
-            *rows, _rows(channels, plan.chunk, block_k), states, passes, fall.reset, *sizes, fall.strides()[-1],
-            RESET=fall.reset is not None, **options,
-        )  # fmt: skip
-    size = dim_k * dim_v
-    block = 1024
+
+def prefix(
+    states: Tensor, passes: Tensor, initial: Tensor | None, batch: int, heads: int, plan: Tiling, reverse: bool
+) -> Tensor:
+    """Pass 2; `passes` [parts] or, with a decay a key channel, [parts, Dk]."""
+    _, dim_k, dim_v = states.shape
+    starts = states.new_empty((batch, heads, plan.segments, dim_k, dim_v))
+    size, block = dim_k * dim_v, 1024
     _prefix[(batch * heads, triton.cdiv(size, block))](
         states, passes, initial, starts, plan.segments, plan.parts, size, dim_v,
-        INITIAL=initial is not None, REVERSE=reverse, CHANNELS=channels is not None, BLOCK=block, num_warps=4,
+        INITIAL=initial is not None, REVERSE=reverse, CHANNELS=passes.dim() == 2, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return starts
 

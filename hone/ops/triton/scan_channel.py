@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.ops.triton.scan import Fall, Tiling, _block, _rows, _state_dtype
+from hone.ops.triton.scan import Fall, Tiling, _block, _rows, _state_dtype, parts_of, prefix
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _across(HALF: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def part_states(k_desc, v_desc, g_desc, states, passes, reset, seq_len, seg_chunks, num_segs, part_chunks, parts, heads,
+def _part_states(k_desc, v_desc, g_desc, states, passes, reset, seq_len, seg_chunks, num_segs, part_chunks, parts, heads,
                 share_k, share_v, dim_k, dim_v, tiles_v, reset_b,
                 CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, RESET: tl.constexpr,
                 REVERSE: tl.constexpr):  # fmt: skip
@@ -187,6 +187,21 @@ def _outputs(q_desc, k_desc, v_desc, g_desc, q_few, k_few, g_few, out_desc, star
         last = seg == (0 if REVERSE else num_segs - 1)
         into = final + (batch * heads + head).to(tl.int64) * dim_k * dim_v + rows * dim_v + columns
         tl.store(into, state, mask=inside & last)
+
+
+def segment_states(
+    k: Tensor, v: Tensor, heads: int, plan: Tiling, initial: Tensor | None, *, fall: Fall, reverse: bool = False
+) -> Tensor:
+    """As `hone.ops.triton.scan.segment_states`."""
+    states, _, grid, given, options = parts_of(k, v, heads, plan)
+    passes = states.new_empty(states.shape[:2])
+    if len(states):
+        _part_states[grid](
+            *given[:2], _rows(fall.decay, plan.chunk, options["BLOCK_K"]), states, passes, fall.reset, *given[2:],
+            0 if fall.reset is None else fall.reset.stride(0),
+            RESET=fall.reset is not None, REVERSE=reverse, num_stages=1, **options,
+        )  # fmt: skip
+    return prefix(states, passes, initial, k.shape[0], heads, plan, reverse)
 
 
 def outputs(
