@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hone.model.context import Context
+from hone.ops.dispatch import choose, locate
 from hone.ops.paged import PagedPlan, attend_paged, attend_planned, plan_rows, runs_kernel, write_kv
-from hone.serve.pages import KVCache
+from hone.serve.pages import NULL_PAGE, KVCache
 
 
 class Paged(Context):
@@ -53,9 +54,12 @@ class Paged(Context):
             self._ends, self._lengths, pages_flat = _sent(flat, device).split([len(ends), len(ends), table.size])
             self._table = pages_flat.view(table.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+    ) -> Tensor:
         k_pages, v_pages = self.cache.k[layer], self.cache.v[layer]
-        write_kv(k, v, k_pages, v_pages, self._pages, self._offsets)
+        if k is not None and v is not None:  # else borrowed from `layer`, which has written them
+            write_kv(k, v, k_pages, v_pages, self._pages, self._offsets)
         if q.is_cuda and runs_kernel(q, k_pages, v_pages, len(self._ends)):
             lengths = None if self._most == 1 else self._lengths
             return attend_paged(
@@ -78,6 +82,61 @@ class Paged(Context):
                 self.cache.tables[key] = table
             memo[key] = table[0][self.positions], table[1][self.positions]
         return memo[key]
+
+
+class PagedBuffers(Paged):
+    """What a captured pass of `num_rows` rows of one new token each reads: tensors that stay where they are.
+
+    A row that only pads has length 0; its keys go to the null page, which the kernels never read.
+    """
+
+    def __init__(self, cache: KVCache, num_rows: int, longest: int, device: torch.device) -> None:
+        self.cache = cache
+        self._longest, self._most = longest, 1
+        self._host = torch.zeros(5, num_rows, dtype=torch.int64).pin_memory()
+        self._device = self._host.to(device)
+        self.tokens, self.positions, self._pages, self._offsets, self._ends = self._device
+        self._table = torch.zeros(num_rows, -(-longest // cache.page_size), dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event()
+
+    def forget(self) -> None:
+        """Drops what a pass has derived from the buffers, so that the next one derives it again."""
+        self.__dict__.pop("_rotary", None)
+
+    def fill(self, tokens: Sequence[int], starts: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        """Brings a step's rows to the device."""
+        self._copied.synchronize()  # the host's side must not change under the last copy
+        size, count = self.cache.page_size, len(tokens)
+        table = np.zeros((count, max(starts) // size + 1), dtype=np.int32)
+        for row, (ids, start) in enumerate(zip(pages, starts)):
+            used = start // size + 1
+            table[row, :used] = ids[:used]
+        flat, places = self._host.numpy(), np.array(starts, dtype=np.int64)
+        flat[:, count:] = NULL_PAGE  # and position, offset and length 0
+        flat[0, :count], flat[1, :count], flat[4, :count] = tokens, places, places + 1
+        flat[2, :count], flat[3, :count] = table[np.arange(count), places // size], places % size
+        self._device.copy_(self._host, non_blocking=True)
+        self._table[:count, : table.shape[1]].copy_(_sent(table, self._table.device))
+        self._copied.record()
+
+
+def reads_in_place(cache: KVCache, device: torch.device | str) -> bool:
+    """Whether attention over every layer of `cache` runs without the host knowing lengths, as a captured graph needs."""
+    if torch.device(device).type != "cuda":
+        return False
+    return all(
+        choose(
+            "attend_paged",
+            locate(device),
+            dtype=k.dtype,
+            page_dtype=k.dtype,
+            head_dim=k.shape[-1],
+            v_dim=v.shape[-1],
+            rows=1,
+        ).backend
+        == "triton"
+        for k, v in zip(cache.k, cache.v)
+    )
 
 
 def _sent(values: np.ndarray, device: torch.device | str) -> Tensor:

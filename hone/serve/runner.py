@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hone.model.decoder import Decoder
-from hone.serve.paged import Paged
+from hone.ops.dispatch import say_once
+from hone.serve.paged import Paged, PagedBuffers, reads_in_place
 from hone.serve.pages import KVCache
 from hone.serve.sampler import Chosen, Sampler, logprobs
 from hone.serve.scheduler import Row, Work
@@ -46,6 +47,7 @@ class Runner:
         self.device = device
         self.proposer = proposer
         self.num_drafted = self.num_accepted = 0
+        self._graphs = DecodeGraphs(model, cache, device) if reads_in_place(cache, device) else None
 
     def wipe(self, pages: Sequence[int]) -> None:
         """Makes pages finite before their new life, in every cache."""
@@ -110,6 +112,11 @@ class Runner:
         """Hidden states [T, D] of all items' tokens and guesses, one item after another."""
         if guesses is None and all(item.count == 1 for item in work):
             pieces = [[item.row.tokens[item.start]] for item in work]
+            if self._graphs is not None:
+                tokens, starts = [piece[0] for piece in pieces], [item.start for item in work]
+                hidden = self._graphs.hidden(tokens, starts, [item.row.pages for item in work])
+                if hidden is not None:
+                    return hidden
         else:
             pieces = [item.row.tokens[item.start : item.start + item.count] for item in work]
         if guesses is not None:
@@ -141,3 +148,68 @@ class Runner:
                 row.prompt_logprobs[start + 1 : start + 1 + len(targets)] = logprobs(
                     logits, targets, [count] * len(targets)
                 )
+
+
+_MOST_ROWS = 512
+"""Rows up to which decode steps are captured: with more, kernels run longer than launching them takes."""
+
+
+def padded(num_rows: int) -> int:
+    """The rows of the graph that serves `num_rows`: a power of 2 up to 8, then a multiple of 8 or of a sixteenth."""
+    above = 1 << (num_rows - 1).bit_length()
+    step = max(8, above // 16)
+    return above if num_rows <= 8 else -(-num_rows // step) * step
+
+
+@dataclass
+class _Captured:
+    buffers: PagedBuffers
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+    tables: list[tuple[Tensor, Tensor]]  # the rotary tables it reads; the cache may replace its own
+
+
+class DecodeGraphs:
+    """Runs a model over rows of one new token each by replaying captured passes, one for each padded number of rows.
+
+    A decode step of a small model is hundreds of kernels of a few microseconds: launching them one by one takes longer
+    than they run. The paged kernels find their work on the device, so a graph depends on the number of rows alone.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, device: torch.device | str) -> None:
+        self._model, self._cache, self._device = model, cache, torch.device(device)
+        self._longest = min(model.config.max_seq_len, cache.num_pages * cache.page_size)
+        self._captured: dict[int, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._broken = False
+
+    def hidden(self, tokens: Sequence[int], starts: Sequence[int], pages: Sequence[Sequence[int]]) -> Tensor | None:
+        """Hidden states [R, D], valid until the next call; None for a step that must run without a graph."""
+        count = padded(len(tokens))
+        if self._broken or count > _MOST_ROWS or max(starts) >= self._longest:
+            return None
+        if count not in self._captured and not self._capture(count):
+            return None
+        step = self._captured[count]
+        step.buffers.fill(tokens, starts, pages)
+        step.graph.replay()
+        return step.hidden[: len(tokens)]
+
+    def _capture(self, count: int) -> bool:
+        buffers = PagedBuffers(self._cache, count, self._longest, self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # compiles kernels and sets libraries up before the capture
+                self._model.hidden(buffers.tokens, buffers)
+            torch.cuda.current_stream().wait_stream(side)
+            buffers.forget()
+            with torch.cuda.graph(graph, pool=self._pool):
+                hidden = self._model.hidden(buffers.tokens, buffers)
+        except RuntimeError as error:
+            self._broken = True
+            say_once(f"decode steps run without CUDA graphs: {str(error).splitlines()[0]}")
+            return False
+        self._captured[count] = _Captured(buffers, graph, hidden, list(self._cache.tables.values()))
+        return True
