@@ -91,36 +91,36 @@ def quantized_rows(limit: Ceilings, dense: list[Tensor], bits: int) -> list[dict
 
 
 def fp8_rows(limit: Ceilings, dense: list[Tensor]) -> list[dict[str, Any]]:
-    """A scale a row and a scale a block, against torch's scaled product and the bf16 product."""
-    features, columns = dense[0].shape
+    """A scale a row against torch's scaled product, a scale a block against the bf16 product."""
     found = []
     for blockwise in (False, True):
-        weight, weight_scales = fp8_codes(dense[0], "128x128" if blockwise else "row")
+        weight, scales = fp8_codes(dense[0], "128x128" if blockwise else "row")
         weights = [weight.clone() for _ in range(COPIES)]
-        for count in (16, 64):
-            x, x_scales = fp8_codes(torch.randn(count, columns, **BF16), "1x128" if blockwise else "row")
-            wide = torch.randn(count, columns, **BF16)
-            peer = lambda i, wide=wide: F.linear(wide, dense[i])  # noqa: E731
-            if not blockwise:
-                peer = lambda i, x=x, x_scales=x_scales: fp8_linear(  # noqa: E731
-                    x, x_scales, weights[i], weight_scales, backend="torch"
-                )
-            ours, theirs = _timed(
-                lambda i, x=x, x_scales=x_scales: fp8_linear(x, x_scales, weights[i], weight_scales, backend="triton"),
-                peer,
-            )
-            found.append(
-                row(
-                    f"linear fp8 {'128 blocks' if blockwise else 'row-wise'} M {count}, {features} x {columns}",
-                    ours,
-                    amount=_bytes(weight, weight_scales, x, x_scales) + 2 * count * features,
-                    unit="TB/s",
-                    ceiling=limit.read,
-                    peer="cuBLAS bf16" if blockwise else "torch._scaled_mm",
-                    peer_seconds=theirs,
-                )
-            )
+        found += [fp8_row(limit, dense, weights, scales, count) for count in (16, 64)]
     return found
+
+
+def fp8_row(limit: Ceilings, dense: list[Tensor], weights: list[Tensor], scales: Tensor, count: int) -> dict[str, Any]:
+    """One number of rows; `scales` belong to every copy."""
+    features, columns = dense[0].shape
+    blockwise = scales.dim() == 2
+    wide = torch.randn(count, columns, **BF16)
+    x, x_scales = fp8_codes(wide, "1x128" if blockwise else "row")
+
+    def scaled(backend: str) -> Callable[[int], Tensor]:
+        return lambda i: fp8_linear(x, x_scales, weights[i], scales, backend=backend)
+
+    peer = (lambda i: F.linear(wide, dense[i])) if blockwise else scaled("torch")
+    ours, theirs = _timed(scaled("triton"), peer)
+    return row(
+        f"linear fp8 {'128 blocks' if blockwise else 'row-wise'} M {count}, {features} x {columns}",
+        ours,
+        amount=_bytes(weights[0], scales, x, x_scales) + 2 * count * features,
+        unit="TB/s",
+        ceiling=limit.read,
+        peer="cuBLAS bf16" if blockwise else "torch._scaled_mm",
+        peer_seconds=theirs,
+    )
 
 
 def _timed(ours: Callable[[int], Tensor], theirs: Callable[[int], Tensor]) -> list[float]:
