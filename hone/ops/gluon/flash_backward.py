@@ -6,6 +6,7 @@ dq is summed over tiles of keys by atomic additions: their order is not fixed, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,20 +24,27 @@ BLOCK_N = 128
 
 @dataclass(frozen=True)
 class Config:
-    """Queries a tile, tiles of queries (and of dS) under way at a time, and registers a thread of each role."""
+    """Queries a tile, tiles of queries (and of dS) under way at a time, registers a thread of each role, programs.
+
+    `dynamic`: one program a multiprocessor takes tile after tile, so that the next one's loads begin during the last one's
+    stores. Else a program each tile.
+    """
 
     block_m: int
     stages: int = 2
     ds_stages: int = 2
     softmax_regs: int = 208
     dq_regs: int = 72
+    dynamic: bool = False
 
 
 def config(head_dim: int) -> Config:
-    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile as registers hold."""
+    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile, and tiles under way, as there is room for."""
     if head_dim not in (64, 128):
         raise ValueError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}")
-    return Config(block_m=8192 // head_dim)
+    if head_dim == 128:
+        return Config(block_m=64, stages=3, ds_stages=1)
+    return Config(block_m=128, dynamic=True)
 
 
 def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
@@ -88,24 +96,26 @@ def launch(
     dq_sum = torch.empty(batch * num_heads * num_m * rows, head_dim, dtype=torch.float32, device=q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    counter = torch.empty(1, dtype=torch.int32, device=q.device)
     grid = (num_m, num_heads, batch)
     prepare[grid](
-        out, d_out, lse.contiguous(), lse if d_lse is None else d_lse.contiguous(), stats, dq_sum,
+        out, d_out, lse.contiguous(), lse if d_lse is None else d_lse.contiguous(), stats, dq_sum, counter,
         *out.stride()[:3], *d_out.stride()[:3], seq_q, num_heads, d_lse is not None, head_dim, rows,
     )  # fmt: skip
     flat = NVMMASharedLayout(0, 32, rank=1)
     halves = NVMMASharedLayout(128, 32, rank=2)
     num_tiles = num_n * batch * num_kv_heads
     lists, kind = _mask(tiles, stats)
-    flash_backward[(num_tiles,)](
+    programs = min(num_sms(q.device), num_tiles) if plan.dynamic else num_tiles
+    flash_backward[(programs,)](
         _boxed(q, rows), _boxed(k, 64), _boxed(v, 64), _boxed(d_out, rows),
         TensorDescriptor(stats, [stats.numel()], [1], [rows], flat),
         TensorDescriptor(dq_sum, list(dq_sum.shape), [head_dim, 1], [64, 64], halves),
         _boxed(dk, 64), _boxed(dv, 64), *lists,
-        scale, num_tiles, num_kv_heads, seq_q, seq_k,
+        counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
         GROUP=num_heads // num_kv_heads, SOFTCAP=softcap, **kind,
         BM=rows, D=head_dim, STAGES=plan.stages, DS_STAGES=plan.ds_stages,
-        SOFTMAX_REGS=plan.softmax_regs, DQ_REGS=plan.dq_regs,
+        SOFTMAX_REGS=plan.softmax_regs, DQ_REGS=plan.dq_regs, DYNAMIC=plan.dynamic,
         num_warps=4, maxnreg=128,
     )  # fmt: skip
     finish[grid](dq_sum, dq, *dq.stride()[:3], scale, seq_q, num_heads, head_dim, rows)
@@ -143,3 +153,9 @@ def _boxed(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(
         tensor, list(tensor.shape), strides, [1, rows, 1, head_dim], NVMMASharedLayout(128, 16, rank=4)
     )
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

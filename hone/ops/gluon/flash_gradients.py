@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hone.ops.compat import tma_load, tma_reduce_add, tma_store, warpgroup_barrier
-from hone.ops.gluon.flash_problem import Problem, Shared, keep, query_tile, span, tile
+from hone.ops.gluon.flash_problem import Problem, Shared, draw_tile, keep, next_tile, num_blind, query_tile, span, tile
 
 
 @gluon.jit
 def _load(p, s):
-    """The loading warp: K and V once a tile, then Q, lse, d_out and delta of every query tile."""
+    """The loading warp: Q, lse, d_out and delta of every query tile, with the first of a key tile its K and V."""
     STAGES: gl.constexpr = s.q.type.shape[0]
     BM: gl.constexpr = s.q.type.shape[1]
     D: gl.constexpr = s.q.type.shape[2]
@@ -35,18 +35,10 @@ def _load(p, s):
     num_m = gl.cdiv(p.seq_q, BM)
     step = 0
     done = 0
-    for t in range(gl.program_id(0), p.num_tiles, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < p.num_tiles:
         b, kv_head, n = tile(p, t, BN)
-        mbarrier.wait(s.kv_empty, (done & 1) ^ 1)
-        mbarrier.expect(s.kv_full, 4 * p.k.block_type.nbytes)
-        for w in gl.static_range(2):
-            tma_load(
-                p.k, [b, n * BN + w * 64, kv_head, 0], s.kv_full, s.k.index(w)._reinterpret(dtype, [1, 64, 1, D], boxed)
-            )
-            tma_load(
-                p.v, [b, n * BN + w * 64, kv_head, 0], s.kv_full, s.v.index(w)._reinterpret(dtype, [1, 64, 1, D], boxed)
-            )
-        done += 1  # noqa: SIM113
+        fresh = t >= 0  # True, as a value that the loops can carry
         for g in range(p.GROUP):
             h = kv_head * p.GROUP + g
             first, _masked, count = span(p, b, h, n, BM, BN)
@@ -56,22 +48,30 @@ def _load(p, s):
                 at = step % STAGES
                 phase = ((step // STAGES) & 1) ^ 1
                 stats = (rows + m) * (2 * BM)
+                bar = s.q_full.index(at)
                 mbarrier.wait(s.q_empty.index(at), phase)
-                mbarrier.expect(s.q_full.index(at), p.q.block_type.nbytes + BM * 4)
-                tma_load(
-                    p.q, [b, m * BM, h, 0], s.q_full.index(at), s.q.index(at)._reinterpret(dtype, [1, BM, 1, D], boxed)
-                )
-                tma_load(p.stats, [stats], s.q_full.index(at), s.lse.index(at))
+                mbarrier.expect(bar, p.q.block_type.nbytes + BM * 4, pred=not fresh)
+                mbarrier.expect(bar, p.q.block_type.nbytes + BM * 4 + 2 * p.k.block_type.nbytes, pred=fresh)
+                tma_load(p.q, [b, m * BM, h, 0], bar, s.q.index(at)._reinterpret(dtype, [1, BM, 1, D], boxed))
+                tma_load(p.stats, [stats], bar, s.lse.index(at))
+                mbarrier.wait(s.k_empty.index(0), (done & 1) ^ 1, pred=fresh)
+                for w in gl.static_range(2):
+                    k = s.k.index(w)._reinterpret(dtype, [1, 64, 1, D], boxed)
+                    tma_load(p.k, [b, n * BN + w * 64, kv_head, 0], bar, k, pred=fresh)
+                bar = s.d_out_full.index(at)
                 mbarrier.wait(s.d_out_empty.index(at), phase)
-                mbarrier.expect(s.d_out_full.index(at), p.d_out.block_type.nbytes + BM * 4)
-                tma_load(
-                    p.d_out,
-                    [b, m * BM, h, 0],
-                    s.d_out_full.index(at),
-                    s.d_out.index(at)._reinterpret(dtype, [1, BM, 1, D], boxed),
-                )
-                tma_load(p.stats, [stats + BM], s.d_out_full.index(at), s.delta.index(at))
+                mbarrier.expect(bar, p.d_out.block_type.nbytes + BM * 4, pred=not fresh)
+                mbarrier.expect(bar, p.d_out.block_type.nbytes + BM * 4 + 2 * p.v.block_type.nbytes, pred=fresh)
+                tma_load(p.d_out, [b, m * BM, h, 0], bar, s.d_out.index(at)._reinterpret(dtype, [1, BM, 1, D], boxed))
+                tma_load(p.stats, [stats + BM], bar, s.delta.index(at))
+                mbarrier.wait(s.v_empty.index(0), (done & 1) ^ 1, pred=fresh)
+                for w in gl.static_range(2):
+                    v = s.v.index(w)._reinterpret(dtype, [1, 64, 1, D], boxed)
+                    tma_load(p.v, [b, n * BN + w * 64, kv_head, 0], bar, v, pred=fresh)
+                fresh = t < 0
                 step += 1
+        t = draw_tile(p, s, done)
+        done += 1
 
 
 @gluon.jit
@@ -209,6 +209,27 @@ def _step(p, s, dk, dv, step, m, b, h, n, WHICH: gl.constexpr, MASKED: gl.conste
 
 
 @gluon.jit
+def _skip(s, step, WHICH: gl.constexpr):
+    """A query tile of which this softmax warpgroup's keys see nothing: dS is 0."""
+    STAGES: gl.constexpr = s.q.type.shape[0]
+    DS_STAGES: gl.constexpr = s.ds.type.shape[0] // 2
+    BM: gl.constexpr = s.q.type.shape[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    at = step % STAGES
+    ds_at = step % DS_STAGES
+    phase = (step // STAGES) & 1
+    mbarrier.wait(s.ds_empty.index(ds_at), ((step // DS_STAGES) & 1) ^ 1)
+    s.ds.index(ds_at * 2 + WHICH).store(gl.zeros([64, BM], s.q.dtype, scores))
+    fence_async_shared()
+    warpgroup_barrier()
+    mbarrier.wait(s.q_full.index(at), phase)
+    mbarrier.wait(s.d_out_full.index(at), phase)
+    mbarrier.arrive(s.ds_full.index(ds_at))
+    mbarrier.arrive(s.d_out_empty.index(at))
+    mbarrier.arrive(s.q_empty.index(at))
+
+
+@gluon.jit
 def _softmax(p, s, WHICH: gl.constexpr):
     """A softmax warpgroup: dS, dK and dV of 64 of the tile's 128 keys."""
     BM: gl.constexpr = s.q.type.shape[1]
@@ -219,20 +240,27 @@ def _softmax(p, s, WHICH: gl.constexpr):
     boxed: gl.constexpr = p.k.layout
     step = 0
     done = 0
-    for t in range(gl.program_id(0), p.num_tiles, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < p.num_tiles:
         b, kv_head, n = tile(p, t, BN)
         dk = gl.zeros([64, D], gl.float32, sums)
         dv = gl.zeros([64, D], gl.float32, sums)
-        mbarrier.wait(s.kv_full, done & 1)
         for g in range(p.GROUP):
             h = kv_head * p.GROUP + g
             first, masked, count = span(p, b, h, n, BM, BN)
-            for j in range(masked):
+            blind = 0
+            if WHICH == 1:
+                blind = num_blind(p, first, masked, n, 64, BM, BN)
+                for _ in range(blind):
+                    _skip(s, step, WHICH)
+                    step += 1
+            for j in range(blind, masked):
                 dk, dv = _step(p, s, dk, dv, step, query_tile(p, first, j), b, h, n, WHICH, True)
                 step += 1
             for _ in range(masked, count):
                 dk, dv = _step(p, s, dk, dv, step, 0, b, h, n, WHICH, False)
                 step += 1
+        mbarrier.arrive(s.k_empty.index(0))
         # This half of V is read by nobody else: it is the way out for dv and dk. Rows past the end are not stored.
         way_out = s.v.index(WHICH)
         boxed_out = way_out._reinterpret(dtype, [1, 64, 1, D], boxed)
@@ -248,8 +276,9 @@ def _softmax(p, s, WHICH: gl.constexpr):
         tma_store(p.dk, [b, n * BN + WHICH * 64, kv_head, 0], boxed_out)
         tma.store_wait(0)
         warpgroup_barrier()
-        mbarrier.arrive(s.kv_empty)
-        done += 1  # noqa: SIM113
+        mbarrier.arrive(s.v_empty.index(0))
+        t = next_tile(p, s, done)
+        done += 1
 
 
 @gluon.jit
@@ -262,9 +291,9 @@ def _query_gradient(p, s):
     num_m = gl.cdiv(p.seq_q, BM)
     step = 0
     done = 0
-    for t in range(gl.program_id(0), p.num_tiles, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < p.num_tiles:
         b, kv_head, n = tile(p, t, BN)
-        mbarrier.wait(s.kv_full, done & 1)
         for g in range(p.GROUP):
             h = kv_head * p.GROUP + g
             first, _masked, count = span(p, b, h, n, BM, BN)
@@ -281,8 +310,9 @@ def _query_gradient(p, s):
                         mbarrier.arrive(s.ds_empty.index(at))
                     _add_dq(p, s, dq, row, part, D)
                 step += 1
-        mbarrier.arrive(s.kv_empty)
-        done += 1  # noqa: SIM113
+        mbarrier.arrive(s.k_empty.index(0))
+        t = next_tile(p, s, done)
+        done += 1
     tma.store_wait(0)
 
 
@@ -304,22 +334,19 @@ def flash_backward(
     q, k, v, d_out, stats, dq, dk, dv,
     q_count, q_index, q_partial, list_b, list_h,
     q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h,
-    scale, num_tiles, num_kv_heads, seq_q, seq_k,
+    counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
     GROUP: gl.constexpr, MASK: gl.constexpr, RULE: gl.constexpr, PARAMS: gl.constexpr, HAS_DATA: gl.constexpr,
     SOFTCAP: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
-    SOFTMAX_REGS: gl.constexpr, DQ_REGS: gl.constexpr,
+    SOFTMAX_REGS: gl.constexpr, DQ_REGS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, Sk, KV, D] and dq, the sum [B * H * tiles of queries * BM, D] in float32, which must be 0 at the start.
 
-    stats are `prepare`'s. Grid: num_tiles programs, or fewer, of 4 warps and 9 specialized ones.
+    stats and counter are `prepare`'s. Grid: num_tiles programs of 4 warps and 9 specialized ones, or fewer if DYNAMIC: then
+    each takes another tile whenever it is done with one.
     """
     dtype: gl.constexpr = q.dtype
     tiled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     lists: gl.constexpr = stats.layout
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=3)
     s = Shared(
         gl.allocate_shared_memory(dtype, [2, 64, D], tiled),
         gl.allocate_shared_memory(dtype, [2, 64, D], tiled),
@@ -329,15 +356,18 @@ def flash_backward(
         gl.allocate_shared_memory(gl.float32, [STAGES, BM], lists),
         gl.allocate_shared_memory(dtype, [2 * DS_STAGES, 64, BM], tiled),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq.layout),
-        (kv_full, kv_empty),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        _barriers(1, 3),
+        _barriers(1, 2),
         (_barriers(STAGES, 1), _barriers(STAGES, 2)),
         (_barriers(STAGES, 1), _barriers(STAGES, 2)),
         (_barriers(DS_STAGES, 2), _barriers(DS_STAGES, 1)),
+        (_barriers(2, 1), _barriers(2, 3)),
     )
     p = Problem(
         q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, list_b, list_h,
         q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h,
-        scale, num_tiles, num_kv_heads, seq_q, seq_k, GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP,
+        counter, scale, num_tiles, num_kv_heads, seq_q, seq_k, GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP, DYNAMIC,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def prepare(
-    out, d_out, lse, d_lse, stats, dq_sum,
+    out, d_out, lse, d_lse, stats, dq_sum, counter,
     out_b, out_s, out_h, d_out_b, d_out_s, d_out_h,
     seq_q, num_heads,
     HAS_D_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -14,9 +14,11 @@ def prepare(
     """stats [B, H, tiles, 2, ROWS] = lse / log 2 and delta = sum(out * d_out) - d_lse; dq_sum [B, H, tiles * ROWS, HEAD_DIM] = 0.
 
     lse and d_lse are [B, H, Sq] float32. Rows past the end, and rows that see nothing (lse -inf), get lse +inf and delta 0:
-    their probabilities are exp2(s - inf) = 0. Grid: tiles, H, B.
+    their probabilities are exp2(s - inf) = 0. counter int32 [1] = 0. Grid: tiles, H, B.
     """
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tile + h + b == 0:
+        tl.store(counter, 0)
     head = (b * num_heads + h).to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)

@@ -5,9 +5,9 @@ Legend: b, h a sequence and a query head; m, n a tile of queries and of keys; BM
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from hone.ops.compat import aggregate
+from hone.ops.compat import aggregate, warpgroup_barrier
 
 
 @aggregate
@@ -33,6 +33,7 @@ class Problem:
     q_data_h: gl.tensor
     k_data_b: gl.tensor
     k_data_h: gl.tensor
+    counter: gl.tensor
     scale: gl.tensor
     num_tiles: gl.tensor
     num_kv_heads: gl.tensor
@@ -44,12 +45,13 @@ class Problem:
     PARAMS: gl.constexpr
     HAS_DATA: gl.constexpr
     SOFTCAP: gl.constexpr
+    DYNAMIC: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, list_b, list_h,
-        q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h, scale, num_tiles, num_kv_heads, seq_q, seq_k,
-        GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP,
+        q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h, counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
+        GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP, DYNAMIC,
     ):  # fmt: skip
         self.q, self.k, self.v, self.d_out = q, k, v, d_out
         self.stats, self.dq, self.dk, self.dv = stats, dq, dk, dv
@@ -57,11 +59,12 @@ class Problem:
         self.list_b, self.list_h = list_b, list_h
         self.q_data, self.k_data = q_data, k_data
         self.q_data_b, self.q_data_h, self.k_data_b, self.k_data_h = q_data_b, q_data_h, k_data_b, k_data_h
-        self.scale, self.num_tiles, self.num_kv_heads = scale, num_tiles, num_kv_heads
+        self.counter, self.scale, self.num_tiles, self.num_kv_heads = counter, scale, num_tiles, num_kv_heads
         self.seq_q, self.seq_k = seq_q, seq_k
         self.GROUP, self.MASK = gl.constexpr(GROUP), gl.constexpr(MASK)
         self.RULE, self.PARAMS, self.HAS_DATA = gl.constexpr(RULE), gl.constexpr(PARAMS), gl.constexpr(HAS_DATA)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.DYNAMIC = gl.constexpr(DYNAMIC)
 
 
 @aggregate
@@ -76,19 +79,25 @@ class Shared:
     delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor
-    kv_empty: gl.shared_memory_descriptor
+    tile: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     d_out_full: gl.shared_memory_descriptor
     d_out_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
+    tile_full: gl.shared_memory_descriptor
+    tile_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, d_out, lse, delta, ds, dq, kv, q_bars, d_out_bars, ds_bars):
+    def __init__(
+        self, k, v, q, d_out, lse, delta, ds, dq, tile, k_empty, v_empty, q_bars, d_out_bars, ds_bars, tile_bars
+    ):
         self.k, self.v, self.q, self.d_out, self.lse, self.delta, self.ds, self.dq = k, v, q, d_out, lse, delta, ds, dq
-        self.kv_full, self.kv_empty = kv
+        self.tile, self.k_empty, self.v_empty = tile, k_empty, v_empty
+        self.tile_full, self.tile_empty = tile_bars
         self.q_full, self.q_empty = q_bars
         self.d_out_full, self.d_out_empty = d_out_bars
         self.ds_full, self.ds_empty = ds_bars
@@ -96,11 +105,40 @@ class Shared:
 
 @gluon.jit
 def tile(p, t, BN: gl.constexpr):
-    # Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Tiles ascend:
-    # under a causal mask the longest comes first.
+    # Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Heads descend: the
+    # pass before ends, and the pass after begins, with what L2 still holds. Tiles ascend: under a causal mask the longest
+    # comes first.
     num_n = gl.cdiv(p.seq_k, BN)
-    head = t // num_n
+    head = (p.num_tiles - 1 - t) // num_n
     return head // p.num_kv_heads, head % p.num_kv_heads, t % num_n
+
+
+@gluon.jit
+def next_tile(p, s, done):
+    """The tile after the program's `done`-th, as its loading warp drew it; num_tiles when there is none."""
+    if p.DYNAMIC:
+        lone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        mbarrier.wait(s.tile_full.index(done & 1), (done >> 1) & 1)
+        t = gl.sum(s.tile.index(done & 1).load(lone), 0)
+        mbarrier.arrive(s.tile_empty.index(done & 1))
+    else:
+        t = p.num_tiles
+    return t
+
+
+@gluon.jit
+def draw_tile(p, s, done):
+    """In the loading warp: takes the next tile that nobody has taken and tells the others."""
+    if p.DYNAMIC:
+        lone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        t = gl.num_programs(0) + gl.atomic_add(p.counter, 1)
+        mbarrier.wait(s.tile_empty.index(done & 1), ((done >> 1) & 1) ^ 1)
+        s.tile.index(done & 1).store(gl.full([1], t, gl.int32, lone))
+        warpgroup_barrier()
+        mbarrier.arrive(s.tile_full.index(done & 1))
+    else:
+        t = p.num_tiles
+    return t
 
 
 @gluon.jit
@@ -129,6 +167,16 @@ def span(p, b, h, n, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
+def num_blind(p, first, masked, n, KEY: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """How many of the first tiles of queries see none of key tile n's keys from its KEY-th on, under a causal mask."""
+    blind = masked * 0
+    if p.MASK == "causal":
+        before = (n * BN + KEY - (p.seq_k - p.seq_q)) // BM
+        blind = gl.minimum(gl.maximum(before - first, 0), masked)
+    return blind
+
+
+@gluon.jit
 def query_tile(p, first, j):
     if p.MASK == "lists":
         m = gl.load(p.q_index + first + j)
@@ -149,16 +197,19 @@ def _datum(data, stride_b, stride_h, b, h, at, length, HAS: gl.constexpr):
 
 @gluon.jit
 def keep(p, b, h, q_at, k_at):
-    # q_at [BM] and k_at [64] are tokens; the result is [64, BM], False past either end. A rule counts queries by their
-    # place among the keys.
+    """Which of [64, BM] pairs of keys k_at and queries q_at count. Rows past the last query may say anything: their p is 0.
+
+    A rule counts queries by their place among the keys.
+    """
     rows = k_at[:, None]
     places = q_at + (p.seq_k - p.seq_q)
     cols = places[None, :]
-    keep = (rows < p.seq_k) & (cols < p.seq_k)
     if p.MASK == "causal":
-        keep = keep & (rows <= cols)
+        kept = rows <= cols
+    else:
+        kept = rows < p.seq_k
     if p.MASK == "lists":
         q_data = _datum(p.q_data, p.q_data_b, p.q_data_h, b, h, q_at, p.seq_q, p.HAS_DATA[0])
         k_data = _datum(p.k_data, p.k_data_b, p.k_data_h, b, h, k_at, p.seq_k, p.HAS_DATA[1])
-        keep = keep & p.RULE(cols, rows, q_data[None, :], k_data[:, None], p.PARAMS)
-    return keep
+        kept = kept & p.RULE(cols, rows, q_data[None, :], k_data[:, None], p.PARAMS)
+    return kept
