@@ -53,6 +53,7 @@ def choose(op: str, where: Where, **facts: Any) -> Choice:
     return RULES[op](where, **facts)
 
 
+@torch.compiler.assume_constant_result  # a graph is made for one device; its tracer cannot look for packages
 def locate(device: torch.device | str) -> Where:
     """`Where` of a torch device."""
     device = torch.device(device)
@@ -195,6 +196,8 @@ def _attend_paged(
         return Choice("reference", f"the kernels take 16-bit queries over pages of the same or 8 bits, not {dtype}")
     if max(head_dim, v_dim) > 256:
         return Choice("reference", f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
+    if page_dtype == torch.float8_e4m3fn and where.capability < (8, 9):
+        return Choice("reference", "float8 needs compute capability 8.9")
     if page_dtype != dtype and (head_dim % 4 or v_dim % 4 or min(head_dim, v_dim) <= 32):
         return Choice("reference", f"8-bit heads are wider than 32 and a multiple of 4, not {head_dim} and {v_dim}")
     if rows > 8192:

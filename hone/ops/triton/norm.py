@@ -29,6 +29,7 @@ def rms_norm_forward(
     RESIDUAL: tl.constexpr,
     KEEPS: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    HINT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -36,15 +37,13 @@ def rms_norm_forward(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows) & (columns < width)
-    values = tl.load(
-        x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0, eviction_policy="evict_first"
-    )
+    values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0, eviction_policy=HINT)
     if RESIDUAL:
         before = tl.load(
             residual + _start(rows, inner, residual_outer, residual_inner) + columns, mask=inside, other=0.0
         )
         values = (values.to(tl.float32) + before.to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(summed + rows * width + columns, values, mask=inside)
+    whole = values
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / width + eps)[:, None]
     if KEEPS:
@@ -62,6 +61,8 @@ def rms_norm_forward(
             normed = (normed + 12582912.0) - 12582912.0
         normed = tl.minimum(tl.maximum(normed, -largest), largest)
     tl.store(y + rows * width + columns, normed.to(y.dtype.element_ty), mask=inside)
+    if RESIDUAL:
+        tl.store(summed + rows * width + columns, whole, mask=inside)
 
 
 @triton.jit
@@ -118,21 +119,32 @@ def rms_norm_backward(
         tl.store(where, tl.sum(grad_weight, 0)[None, :], mask=columns < width)
 
 
+HINT = "evict_first"
+RESIDUAL_HINT = ""
+"""What the loads say to the L2 cache, without and with a residual: what was measured faster."""
+
+
 def tile(width: int) -> tuple[int, int, int]:
-    """(ROWS, BLOCK, warps) for rows of `width` values: at least 1024 values a program, 16 values a thread."""
+    """(ROWS, BLOCK, warps) for rows of `width` values: at least 1024 values a program, 16 or 32 values a thread."""
     block = triton.next_power_of_2(width)
     rows = max(1, 1024 // block)
     return rows, block, max(2, min(16, rows * block // 512))
 
 
-def backward_programs(device: torch.device, width: int) -> int:
-    """Programs of the backward pass: enough to fill the machine, few enough that their sums are small."""
+def backward_plan(device: torch.device, width: int, value_bytes: int) -> tuple[int, int]:
+    """(programs, stages) of the backward pass: programs fill the machine once and fetch tiles ahead of their use.
+
+    Each program sums its share of the weight's gradient, so few programs mean small sums. Rows too wide to be fetched
+    ahead in shared memory have more programs instead.
+    """
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return num_sms * max(1, min(8, 16384 // triton.next_power_of_2(width)))
+    rows, block, _ = tile(width)
+    stages = min(3, SHARED_BYTES // (3 * value_bytes * rows * block))
+    return (num_sms * max(1, 4096 // (rows * block)), stages) if stages > 1 else (num_sms * 4, 1)
 
 
-STAGES = 1
-"""Tiles of rows that a program of the backward pass has under way."""
+SHARED_BYTES = 200 << 10
+"""Shared memory that the backward pass's fetched tiles may take in a program."""
 
 
 def launch_forward(
@@ -153,7 +165,7 @@ def launch_forward(
     per, block, warps = tile(width)
     rms_norm_forward[(triton.cdiv(num_rows, per),)](
         source, before, weight, y, summed, rows, rows, *source.stride()[:2], *before.stride()[:2], source.shape[1],
-        num_rows, width, eps, largest, RESIDUAL=residual is not None, KEEPS=largest == 0, QUANTIZED=largest != 0,
+        num_rows, width, eps, largest, RESIDUAL=residual is not None, KEEPS=largest == 0, QUANTIZED=largest != 0, HINT=HINT if residual is None else RESIDUAL_HINT,
         ROWS=per, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
@@ -165,13 +177,14 @@ def launch_backward(
     source, flow = _alike(x, upstream)
     num_rows, width = rstd.numel(), x.shape[-1]
     per, block, warps = tile(width)
-    programs = min(triton.cdiv(num_rows, per), backward_programs(x.device, width))
+    programs, stages = backward_plan(x.device, width, x.element_size())
+    programs = min(triton.cdiv(num_rows, per), programs)
     partial = torch.empty(programs if wants else 0, width, dtype=torch.float32, device=x.device)
     if num_rows:
         rms_norm_backward[(programs,)](
             flow, flow if upstream_sum is None else upstream_sum.contiguous(), source, weight, rstd, grad_x, partial,
             *flow.stride()[:2], *source.stride()[:2], source.shape[1], num_rows, width,
-            RESIDUAL=upstream_sum is not None, WEIGHT=wants, ROWS=per, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            RESIDUAL=upstream_sum is not None, WEIGHT=wants, ROWS=per, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return partial.sum(0) if wants else None
 

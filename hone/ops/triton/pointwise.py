@@ -19,8 +19,9 @@ def rope_rows(
 
     `sign` -1 turns back. `out` may be `x`: a program reads all it writes before it writes.
     """
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    parts = tl.cdiv(num_heads, HEADS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    heads = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
     angle = token % angle_rows
     first, second, inside = _turned(
         x + token * x_token, cos, sin, angle, x_head, angle_stride, heads, num_heads, half, sign, HALF
@@ -44,10 +45,10 @@ def rope_write(
     When SCALED pages hold 8-bit codes, and each token and head gets its scale, as hone.ops.paged.quantize_kv makes it.
     Programs of one token: blocks of query heads first, then of key heads, then of value heads.
     """
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
     query_parts = tl.cdiv(num_heads, HEADS)
     key_parts = tl.cdiv(num_kv_heads, HEADS)
+    token = (tl.program_id(0) // (query_parts + 2 * key_parts)).to(tl.int64)
+    part = tl.program_id(0) % (query_parts + 2 * key_parts)
     if part < query_parts:
         heads = part * HEADS + tl.arange(0, HEADS)[:, None]
         start = q + token * q_token
@@ -120,8 +121,9 @@ def _turned(start, cos, sin, angle, head_stride, angle_stride, heads, num_heads,
 @triton.jit
 def swiglu_forward(gate_up, out, gate_up_stride, width, BLOCK: tl.constexpr):
     """out [T, F] = silu(gate) * up of gate_up [T, 2F], BLOCK columns of a row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)  # neighbours in a row run together: memory is read in long runs
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(gate_up + row * gate_up_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_stride + width + at, mask=inside, other=0.0)
@@ -133,8 +135,9 @@ def swiglu_forward(gate_up, out, gate_up_stride, width, BLOCK: tl.constexpr):
 @triton.jit
 def swiglu_backward(gate_up, upstream, grad, gate_up_stride, upstream_stride, width, BLOCK: tl.constexpr):
     """grad [T, 2F] from upstream [T, F] and the forward's input."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)  # neighbours in a row run together: memory is read in long runs
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(gate_up + row * gate_up_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_stride + width + at, mask=inside, other=0.0).to(tl.float32)
@@ -147,7 +150,7 @@ def swiglu_backward(gate_up, upstream, grad, gate_up_stride, upstream_stride, wi
     tl.store(start + width + at, (flow * active).to(grad.dtype.element_ty), mask=inside)
 
 
-GATE_BLOCK = (2048, 4)
+GATE_BLOCK = (2048, 8)
 """(columns a program, warps) of the gate's kernels."""
 
 
@@ -156,7 +159,7 @@ def launch_gate(gate_up: Tensor, out: Tensor) -> None:
     rows, width = _rows(gate_up), out.shape[-1]
     block, warps = GATE_BLOCK
     if out.numel():
-        grid = (len(rows), triton.cdiv(width, block))
+        grid = (triton.cdiv(width, block) * len(rows),)
         swiglu_forward[grid](rows, out, rows.stride(0), width, BLOCK=block, num_warps=warps)
 
 
@@ -165,7 +168,7 @@ def launch_gate_backward(gate_up: Tensor, upstream: Tensor, grad: Tensor) -> Non
     rows, flow, width = _rows(gate_up), _rows(upstream), upstream.shape[-1]
     block, warps = GATE_BLOCK
     if grad.numel():
-        grid = (len(rows), triton.cdiv(width, block))
+        grid = (triton.cdiv(width, block) * len(rows),)
         swiglu_backward[grid](rows, flow, grad, rows.stride(0), flow.stride(0), width, BLOCK=block, num_warps=warps)
 
 
@@ -175,10 +178,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def turn_shape(num_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """(HEADS, HALF, warps) of the rotary kernels: at most 2048 pairs a program."""
+    """(HEADS, HALF, warps) of the rotary kernels: at most 512 pairs a program, 8 a thread."""
     block = triton.next_power_of_2(head_dim // 2)
-    heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // block))
-    return heads, block, max(1, min(4, heads * block // 256))
+    heads = min(triton.next_power_of_2(num_heads), max(1, 512 // block))
+    return heads, block, max(1, min(2, heads * block // 256))
 
 
 def launch_turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
@@ -186,7 +189,7 @@ def launch_turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -
     num_tokens, num_heads, head_dim = x.shape
     heads, block, warps = turn_shape(num_heads, head_dim)
     if num_tokens:
-        rope_rows[(num_tokens, triton.cdiv(num_heads, heads))](
+        rope_rows[(num_tokens * triton.cdiv(num_heads, heads),)](
             x, out, cos, sin, *x.stride()[:2], *out.stride()[:2], cos.stride(0), len(cos), num_heads, head_dim // 2,
             sign, HEADS=heads, HALF=block, num_warps=warps,
         )  # fmt: skip
@@ -202,7 +205,7 @@ def launch_turn_write(
     heads, block, warps = turn_shape(num_heads, head_dim)
     scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
     if num_tokens:
-        rope_write[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))](
+        rope_write[(num_tokens * (triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)),)](
             q, k, v, cos, sin, k_pages, v_pages, pages, offsets, *scales,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), *k_pages.stride()[:3],
             *v_pages.stride()[:3], *scales[0].stride()[:3], *scales[1].stride()[:3], num_heads, num_kv_heads,
