@@ -140,7 +140,7 @@ def matmul_rate(device: str) -> float:
 def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
     """(causal-halved, attention counted in full) FLOPs of a training step for one token, recomputation not counted."""
     facts = config.facts()
-    mixing = sum(12.0 * layer.num_heads * layer.head_dim * seq_len for layer in facts.layers)
+    mixing = sum(12.0 * layer.widths.mixed * seq_len for layer in facts.layers)  # scores and sums of every pair, thrice
     return 3 * facts.flops_per_token(seq_len), 6.0 * facts.matmul_params + mixing
 
 

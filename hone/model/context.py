@@ -80,7 +80,7 @@ class Context:
         Each broadcasts against [..., heads, head_dim / 2].
         """
         memo = self.__dict__.setdefault("_rotary", {})
-        key = (rope, head_dim, dtype)
+        key = (rope.key, head_dim, dtype)
         if key not in memo:
             positions = self._distinct_positions()
             angles = positions[..., None].float() * rope.frequencies(head_dim, positions.device)

@@ -72,7 +72,7 @@ class Paged(Context):
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `Context.rotary`, out of a table that the cache keeps: a decode step is too short to make angles anew."""
         memo = self.__dict__.setdefault("_rotary", {})
-        key = (rope, head_dim, dtype)
+        key = (rope.key, head_dim, dtype)
         if key not in memo:
             table = self.cache.tables.get(key)
             if table is None or table[0].shape[0] < self._longest:

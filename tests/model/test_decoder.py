@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from hone.model.context import Causal, Packed
 from hone.model.decoder import build
@@ -121,3 +122,17 @@ def test_every_parameter_gets_the_gradient_of_the_plain_formulas() -> None:
                 parameter.view(-1)[where] -= step
         slope = (found[0] - found[1]) / 2e-5
         assert parameter.grad.view(-1)[where].item() == pytest.approx(slope, rel=1e-4), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_compiles_whole_and_once_for_all(packed: bool) -> None:
+    torch.compiler.reset()
+    decoder = build(Shape(hidden_size=32, num_layers=10, num_heads=2, num_kv_heads=1, intermediate_size=64).config(50))
+    tokens = torch.arange(24).view(2, 12)
+    context = Packed((torch.arange(12) // 5).expand(2, 12)) if packed else Causal(tokens)
+    plain = decoder(tokens, context)
+    counter = CompileCounter()
+    for layer in decoder.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend=counter)
+    assert torch.allclose(decoder(tokens, context), plain, atol=1e-5)
+    assert counter.frame_count <= 2, "a layer's own numbers are compiled in: every layer compiles again"

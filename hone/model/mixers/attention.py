@@ -27,6 +27,18 @@ class Rope(Spec):
     high_freq_factor: float = Field(4.0, gt=0, description="llama3: waves shorter than old context / this are kept.")
     original_max_seq_len: int = Field(8192, gt=0, description="llama3: context length before the stretching.")
 
+    @property
+    def key(self) -> tuple[float | str, ...]:
+        """The fields as plain values: torch.compile cannot look a spec up in a dictionary."""
+        return (
+            self.theta,
+            self.scaling,
+            self.factor,
+            self.low_freq_factor,
+            self.high_freq_factor,
+            self.original_max_seq_len,
+        )
+
     def frequencies(self, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
         """Radians per position of each of the head_dim / 2 pairs, float32.
 
