@@ -144,15 +144,25 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
     return 3 * facts.flops_per_token(seq_len), 6.0 * facts.matmul_params + mixing
 
 
+def whole_logits_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:
+    """The plain form of `hone.ops.linear_cross_entropy`, for the compiler to fuse: x [..., D], weight [V, D]."""
+    logits = torch.nn.functional.linear(x, weight).flatten(0, -2).float()
+    return torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction=reduction, ignore_index=IGNORE)
+
+
 @contextmanager
 def torch_only() -> Iterator[None]:
-    """Inside, the trainer runs torch's attention and the plain chunked loss: the peer of hone.ops' kernels."""
+    """Inside, the trainer runs torch's attention and plain formulas, the loss compiled over whole logits: hone.ops' peer."""
     kept = dict(dispatch.RULES)
-    plain = {"linear_cross_entropy": "reference", "rms_norm": "lean", "rope": "lean", "swiglu": "lean"}
+    plain = {"rms_norm": "lean", "rope": "lean", "swiglu": "lean"}
+    loss = torch.compile(whole_logits_loss, dynamic=False)
     for op, backend in plain.items():
         dispatch.RULES[op] = lambda where, backend=backend, **_: dispatch.Choice(backend, "the benchmark's peer")
     try:
-        with patch("hone.model.context.has_fused", lambda *_: False):
+        with (
+            patch("hone.model.context.has_fused", lambda *_: False),
+            patch("hone.ops.loss.linear_cross_entropy", loss),
+        ):
             yield
     finally:
         dispatch.RULES.update(kept)
