@@ -98,6 +98,7 @@ def attend_paged(
     """
     extras = Extras(sink_tokens, sinks, _per_token(k_scale, k_pages), _per_token(v_scale, v_pages))
     _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
+    _check_scale(scale)
     if _backend(q, k_pages, v_pages, len(seq_lens), backend) == "triton":
         from hone.ops.triton import paged_launch
 
@@ -152,6 +153,7 @@ def attend_latent(
             f"q {tuple(q.shape)}, pages {tuple(pages.shape)} and value_dim {value_dim} do not go together",
             fix="q is [T, H, D], pages [num_pages, page_size, D], value_dim below D",
         )
+    _check_scale(scale)
     keys = pages.unsqueeze(1)
     turned = pages.shape[2] - value_dim
     facts = {"dtype": q.dtype, "page_dtype": pages.dtype, "heads": q.shape[1], "value_dim": value_dim, "turned": turned}
@@ -183,6 +185,13 @@ def _per_token(scale: Tensor | None, pages: Tensor) -> Tensor | None:
             f"scales {tuple(scale.shape)} do not fit pages {tuple(pages.shape)}",
             fix=f"give scales {tuple(whole)}, {tuple(whole[:2])} or {tuple(whole[1:2])}",
         ) from None
+
+
+def _check_scale(scale: float) -> None:
+    if not scale > 0:
+        raise SpecError(
+            f"scale is {scale}", fix="give a scale above 0: the kernels find the highest score before scaling"
+        )
 
 
 def _check(

@@ -201,5 +201,7 @@ def test_misuse_names_the_argument():
     ):
         with pytest.raises(SpecError, match=word):
             attend_paged(*arguments, scale=1.0, **options)
+    with pytest.raises(SpecError, match="scale"):
+        attend_paged(q, k, v, table, lens, scale=0.0)
     with pytest.raises(SpecError, match="value_dim"):
         attend_latent(q, k[:, 0], table, lens, value_dim=16, scale=1.0)

@@ -101,7 +101,7 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
                 q_at, real, place, k_pages + head * k_head, v_pages + head * v_head, k_scales + head * ks_head,
                 v_scales + head * vs_head, walk, scale * LOG2_E, window, sink_tokens, k_page, k_slot, v_page, v_slot,
                 ks_page, ks_slot, vs_page, vs_slot,
-                DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, INTEGER)  # fmt: skip
+                DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, MANY, INTEGER)  # fmt: skip
         else:
             acc, top, total = _attend(
                 q_at, real, place, k_pages + head * k_head, v_pages + head * v_head, walk, scale * LOG2_E,
@@ -162,10 +162,10 @@ def _attend(q_at, real, place, k_pages, v_pages, walk, scale, window, sink_token
         # The next block's page is asked for a turn ahead: its latency would stand before every load of keys.
         page = page_ids(table, tl.where(unit + 1 < kept, unit + 1, unit + 1 + skipped), seq_len, BLOCK_N, PAGE_SIZE)
         keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, SWAP)
-        acc, top, total = fold(s, v, keep, 1.0, 1.0, acc, top, total, scale, False, SWAP, True)
+        acc, top, total = fold(tl.where(keep, s, float("-inf")), v, 1.0, acc, top, total, scale, False, SWAP, True)
     if SWAP:
         acc = tl.trans(acc)
-    return acc, top, total
+    return acc, top * scale, total
 
 
 @triton.jit
@@ -210,7 +210,8 @@ def combine(part, part_lse, note, query_lens, sinks, out, out_token, out_head,
                 top = higher
             if SINKS:
                 sink = tl.load(sinks + head * GROUP + m % GROUP).to(tl.float32) * LOG2_E
-                base = tl.maximum(top, sink)
+                higher = tl.maximum(top, sink)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
                 total = total * tl.exp2(top - base) + tl.exp2(sink - base)
                 acc = acc * tl.exp2(top - base)
             acc = acc / tl.where(total > 0, total, 1.0)

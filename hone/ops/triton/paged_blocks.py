@@ -70,6 +70,16 @@ def load_scales(scales, page, block, seq_len, stride_page, stride_slot, BLOCK_N:
 
 
 @triton.jit
+def near_1(scales):
+    """The factor that brings values' scales [N] near 1: weights times scales become float16, which has most room there.
+
+    Those of a walk's first block speak for all; 60000 times larger ones must be clamped.
+    """
+    highest = tl.max(scales, 0)
+    return tl.where(highest > 1e-20, 1.0 / highest, 1.0)
+
+
+@triton.jit
 def scores(q, k, SWAP: tl.constexpr):
     """q [M, D] times k [N, D]: [M, N] float32, or its transpose with SWAP."""
     if SWAP:
@@ -80,32 +90,38 @@ def scores(q, k, SWAP: tl.constexpr):
 
 
 @triton.jit
-def soften(s, keep, k_scale, top, scale, SCALED: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr):
-    """A step of the running softmax (base 2): scores s [M, N] before scaling -> (weights, fade of what was, top).
-
-    With SWAP s and the weights are [N, M].
-    """
-    AXIS: tl.constexpr = 0 if SWAP else 1
-    if SCALED:
-        s = s * tl.expand_dims(k_scale * scale, 1 - AXIS)
+def power_of_2(x):
+    """2^x with denormal results flushed to 0: one instruction instead of four."""
+    if INTERPRETED:
+        y = tl.exp2(x)
     else:
-        s = s * scale
-    if MASKED:
-        s = tl.where(keep, s, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, AXIS))
-    base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    return tl.exp2(s - tl.expand_dims(base, AXIS)), tl.exp2(top - base), higher
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit
-def fold(s, v, keep, k_scale, v_scale, acc, top, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr,
-         MASKED: tl.constexpr):  # fmt: skip
-    """One block into the running softmax. s [M, N] before scaling, v [N, Dv], keep [M, N], acc [M, Dv].
+def soften(s, top, scale, SWAP: tl.constexpr, MASKED: tl.constexpr):
+    """A step of the running softmax: scores s [M, N] -> (weights 2^(s * scale - highest), fade of what was, top).
+
+    `top` is the highest score before scaling, so that scaling costs nothing; `scale` is above 0. MASKED: hidden scores are
+    -inf, in places all of them. With SWAP s is [N, M].
+    """
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    higher = tl.maximum(top, tl.max(s, AXIS))
+    base = higher * scale
+    if MASKED:
+        base = tl.where(higher == float("-inf"), 0.0, base)
+    return power_of_2(s * scale - tl.expand_dims(base, AXIS)), power_of_2(top * scale - base), higher
+
+
+@triton.jit
+def fold(s, v, v_scale, acc, top, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr):
+    """One block into the running softmax. s [M, N] before scaling, v [N, Dv], v_scale [N] when SCALED, acc [M, Dv].
 
     With SWAP the long side of both products is the tensor core's row side: everything but v is transposed.
     """
     AXIS: tl.constexpr = 0 if SWAP else 1
-    p, fade, top = soften(s, keep, k_scale, top, scale, SCALED, SWAP, MASKED)
+    p, fade, top = soften(s, top, scale, SWAP, MASKED)
     total = total * fade + tl.sum(p, AXIS)
     if SCALED:
         p = p * tl.expand_dims(v_scale, 1 - AXIS)
@@ -141,6 +157,7 @@ def load_queries(at, real, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.c
 def add_sink(acc, top, total, sink):
     """A score without a value (natural log) joins the softmax: of acc [M, Dv] and sink [M]."""
     sink = sink.to(tl.float32) * LOG2_E
-    base = tl.maximum(top, sink)
+    higher = tl.maximum(top, sink)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(top - base)
-    return acc * fade[:, None], base, total * fade + tl.exp2(sink - base)
+    return acc * fade[:, None], higher, total * fade + tl.exp2(sink - base)

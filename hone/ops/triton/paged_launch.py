@@ -25,7 +25,6 @@ class Plan:
     stages: int
     num_warps: int
     swap: bool = False
-    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,16 @@ def plan_decode(num_sms: int, head_dim: int, page_size: int, itemsize: int) -> P
     """The cut that was fastest on an H200 (benchmarks/kernels/paged.py): some 100 KiB in flight on a multiprocessor."""
     wide = triton.next_power_of_2(head_dim)
     if itemsize == 1:
-        return Plan(4 * num_sms, 64 if wide <= 128 else 32, 3, 2, early=True)
+        return Plan(4 * num_sms, 64 if wide <= 128 else 32, 3, 2)
     block_n = min(128 if page_size % 128 == 0 else 64, max(16, 8192 // wide))
-    return Plan(2 * num_sms, block_n, 3 if block_n * wide >= 8192 else 5, 4, early=True)
+    return Plan(2 * num_sms, block_n, 3 if block_n * wide >= 8192 else 5, 4)
 
 
 def plan_latent(num_sms: int, num_heads: int) -> Plan:
     """As `plan_decode`, for latents of 512 + 64 columns."""
     if num_heads <= 16:
-        return Plan(num_sms, 64, 3, 4, early=True)
-    return Plan(num_sms, 64, 2, 8, early=True)
+        return Plan(num_sms, 64, 3, 4)
+    return Plan(num_sms, 64, 2, 8)
 
 
 def decode_rows(
@@ -90,6 +89,7 @@ def decode_rows(
     note = torch.empty(programs, 3, dtype=torch.int32, device=q.device)
     many = query_lens is not None
     rows = max(16, triton.next_power_of_2(num_rows))
+    early = locate(q.device).capability >= (9, 0)  # has programmatic launches: `combine` starts while `decode` ends
     sinks = q if options.sinks is None else options.sinks
     integer = k_pages.dtype == torch.int8
     if options.k_scale is not None:
@@ -103,12 +103,12 @@ def decode_rows(
         KV=kv_heads, GROUP=group, DIM=head_dim, TURNED=turned, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv, PAGE_SIZE=page_size, ROWS=rows, BLOCK_M=block_m, BLOCK_N=plan.block_n, STAGES=plan.stages,
         WINDOWED=options.window is not None, MANY=many, SINKS=options.sinks is not None, SWAP=plan.swap,
-        INTEGER=integer, EARLY=plan.early, num_warps=plan.num_warps,
+        INTEGER=integer, EARLY=early, num_warps=plan.num_warps,
     )  # fmt: skip
     combine[(programs, group * max_tokens)](
         part, part_lse, note, lens, sinks, out, *out.stride()[:2],
         GROUP=group, DIM_V=value_dim, BLOCK_DV=block_dv, BLOCK_M=block_m, ROWS=rows, SPLITS=32, MANY=many,
-        SINKS=options.sinks is not None, EARLY=plan.early, num_warps=4, launch_pdl=plan.early,
+        SINKS=options.sinks is not None, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
 
 

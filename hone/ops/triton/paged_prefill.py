@@ -19,6 +19,7 @@ from hone.ops.triton.paged_blocks import (
     load_block,
     load_queries,
     load_scales,
+    near_1,
     page_ids,
     scores,
     visible,
@@ -57,7 +58,7 @@ def _ranges(low, high, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.
 
 @triton.jit
 def _walk(queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top, total, begin, stop, kept, edge, skip_kept,
-          skip_edge, seq_len, scale, window, sink_tokens, k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
+          skip_edge, seq_len, scale, to_1, window, sink_tokens, k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
           DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
           BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr,
           MASKED: tl.constexpr):  # fmt: skip
@@ -74,14 +75,16 @@ def _walk(queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top,
         if SCALED:
             k_scale = load_scales(k_scales, page, block, seq_len, ks_page, ks_slot, BLOCK_N, PAGE_SIZE)
             v_scale = load_scales(v_scales, page, block, seq_len, vs_page, vs_slot, BLOCK_N, PAGE_SIZE)
+            v_scale = tl.minimum(v_scale * to_1, 60000.0)
         later = unit + 1
         later += tl.where(later < kept, 0, tl.where(later < edge, skip_kept, skip_edge))
         page = page_ids(table, later, seq_len, BLOCK_N, PAGE_SIZE)
-        keep = True
+        if SCALED:
+            s = s * k_scale[None, :]
         if MASKED:
             keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, False)
-        acc, top, total = fold(s, v.to(queries.dtype), keep, k_scale, v_scale, acc, top, total, scale, SCALED, False,
-                               MASKED)  # fmt: skip
+            s = tl.where(keep, s, float("-inf"))
+        acc, top, total = fold(s, v.to(queries.dtype), v_scale, acc, top, total, scale, SCALED, False, MASKED)
     return acc, top, total
 
 
@@ -123,19 +126,23 @@ def prefill(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    to_1 = 1.0
+    if SCALED:
+        page = page_ids(table, first, seq_len, BLOCK_N, PAGE_SIZE)
+        to_1 = near_1(load_scales(v_scales, page, first, seq_len, vs_page, vs_slot, BLOCK_N, PAGE_SIZE))
     acc, top, total = _walk(
         queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top, total, whole, end_whole, end, end, 0, 0,
-        seq_len, scale * LOG2_E, window, sink_tokens, k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
+        seq_len, scale * LOG2_E, to_1, window, sink_tokens, k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
         DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, STAGES, WINDOWED, SCALED, False)  # fmt: skip
     # What is left, in any order: sinks, the window's edge, the diagonal.
     edge = kept + tl.maximum(whole - first, 0)
     acc, top, total = _walk(
         queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top, total, 0, edge + end - end_whole, kept, edge,
-        first - kept, end_whole - edge, seq_len, scale * LOG2_E, window, sink_tokens, k_page, k_slot, v_page, v_slot,
+        first - kept, end_whole - edge, seq_len, scale * LOG2_E, to_1, window, sink_tokens, k_page, k_slot, v_page, v_slot,
         ks_page, ks_slot, vs_page, vs_slot,
         DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, STAGES, WINDOWED, SCALED, True)  # fmt: skip
     if SINKS:
-        acc, top, total = add_sink(acc, top, total, tl.load(sinks + heads))
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc, top, total = add_sink(acc, top * scale * LOG2_E, total, tl.load(sinks + heads))
+    acc = acc / (tl.where(total > 0, total, 1.0) * to_1)[:, None]
     out_at = out + tokens * out_token + heads * out_head
     tl.store(out_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=real[:, None] & (dv < DIM_V)[None, :])

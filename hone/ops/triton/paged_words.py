@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hone.ops.triton.paged_blocks import INTERPRETED, load_block, load_scales, page_ids, soften, visible
+from hone.ops.triton.paged_blocks import INTERPRETED, load_block, load_scales, near_1, page_ids, soften, visible
 
 
 @triton.jit
@@ -59,20 +59,24 @@ def attend_words(q_at, real, place, k_pages, v_pages, k_scales, v_scales, walk, 
                  k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
                  DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-                 WINDOWED: tl.constexpr, INTEGER: tl.constexpr):  # fmt: skip
+                 WINDOWED: tl.constexpr, MANY: tl.constexpr, INTEGER: tl.constexpr):  # fmt: skip
     """(acc [M, Dv] not yet divided, highest score, sum) of a tile's blocks; pages are int32, as are their strides."""
     table, begin, end, kept, skipped, seq_len = walk
     q0 = _queries(q_at, real, 0, DIM, BLOCK_D)
     q1 = _queries(q_at, real, 1, DIM, BLOCK_D)
     q2 = _queries(q_at, real, 2, DIM, BLOCK_D)
     q3 = _queries(q_at, real, 3, DIM, BLOCK_D)
+    if not MANY:
+        place = seq_len - 1 + tl.zeros([1], tl.int32)  # that of the row's one token
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed at the end: a sum over warps would stop them all
     acc0 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
     acc1 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
     acc3 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
-    page = page_ids(table, tl.where(begin < kept, begin, begin + skipped), seq_len, BLOCK_N, PAGE_SIZE)
+    block = tl.where(begin < kept, begin, begin + skipped)
+    page = page_ids(table, block, seq_len, BLOCK_N, PAGE_SIZE)
+    to_1 = near_1(load_scales(v_scales, page, block, seq_len, vs_page, vs_slot, BLOCK_N, PAGE_SIZE))
     for unit in tl.range(begin, end, num_stages=STAGES):
         block = tl.where(unit < kept, unit, unit + skipped)
         k = load_block(k_pages, page, block, seq_len, k_page, k_slot, BLOCK_N, PAGE_SIZE, DIM // 4, BLOCK_D // 4, True)
@@ -89,14 +93,19 @@ def attend_words(q_at, real, place, k_pages, v_pages, k_scales, v_scales, walk, 
         s = tl.dot(q1, tl.trans(_widened(k, 1, INTEGER)), s)
         s = tl.dot(q2, tl.trans(_widened(k, 2, INTEGER)), s)
         s = tl.dot(q3, tl.trans(_widened(k, 3, INTEGER)), s)
+        s = s * (k_scale * scale)[None, :]
         keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, False)
-        p, fade, top = soften(s, keep, k_scale, top, scale, True, False, True)
+        if MANY:
+            s = tl.where(keep, s, float("-inf"))
+        else:
+            s += tl.where(keep, 0.0, float("-inf"))  # one row for all queries
+        p, fade, top = soften(s, top, 1.0, False, True)
         total = total * fade[:, None] + p
-        p = (p * v_scale[None, :]).to(tl.float16)
+        p = (p * tl.minimum(v_scale * to_1, 60000.0)[None, :]).to(tl.float16)
         acc0 = tl.dot(p, _widened(v, 0, INTEGER), acc0 * fade[:, None])
         acc1 = tl.dot(p, _widened(v, 1, INTEGER), acc1 * fade[:, None])
         acc2 = tl.dot(p, _widened(v, 2, INTEGER), acc2 * fade[:, None])
         acc3 = tl.dot(p, _widened(v, 3, INTEGER), acc3 * fade[:, None])
     # The last axis of a join is the fastest: column 4c + 2i + j is entry (c, i, j).
     acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(BLOCK_M, BLOCK_DV)
-    return acc, top, tl.sum(total, 1)
+    return acc / to_1, top, tl.sum(total, 1)

@@ -62,6 +62,19 @@ def test_pages_of_8_bits(page_dtype):
     assert distance(run(case, decode=3, prefill=4), case.expected()) < 2e-3
 
 
+def test_small_values_keep_their_precision():
+    """float16 holds weights times scales, and scales of such values are far below its smallest number."""
+    case = Case([40, 3, 17, 64], [3, 1, 17, 20], page_size=16, page_dtype=torch.int8)
+    case.scales[1].mul_(1e-7)
+    assert distance(run(case, decode=3, prefill=4), case.expected()) < 2e-3
+
+
+def test_a_sink_may_be_switched_off():
+    case = Case([40, 0, 17], page_size=16, sinks=True)
+    case.options["sinks"].fill_(float("-inf"))
+    assert distance(run(case, decode=1), case.expected()) < 1e-6
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"window": 9}, {"window": 40, "sink_tokens": 5}, {"sinks": True}, {"page_size": 3, "groups": 3}, {"head_dim": 24}],
