@@ -240,7 +240,11 @@ def _column(interval: Interval) -> Interval:
 
 
 def _listed(can: Tensor, must: Tensor) -> list[Tensor]:
-    """(count, index, partial) of the rows of [B', H', rows, columns]: what can be kept, the partly kept first."""
+    """(count, index, partial) of the rows of [B', H', rows, columns]: what can be kept, the partly kept first.
+
+    Both kinds from the right to the left: under a causal rule the first tile is then one in which every query sees a key.
+    """
+    can, must = can.flip(-1), must.flip(-1)
     partial = can & ~must
     whole = can & must
     num_partial = partial.sum(-1, dtype=torch.int32)
@@ -250,7 +254,7 @@ def _listed(can: Tensor, must: Tensor) -> list[Tensor]:
     columns = can.shape[-1]
     place = torch.where(can, place, columns).long()  # what is never kept falls into one place past the end
     index = torch.zeros((*can.shape[:-1], columns + 1), dtype=torch.int32, device=can.device)
-    numbers = torch.arange(columns, dtype=torch.int32, device=can.device).expand(can.shape)
+    numbers = torch.arange(columns - 1, -1, -1, dtype=torch.int32, device=can.device).expand(can.shape)
     index.scatter_(-1, place, numbers)
     count = can.sum(-1, dtype=torch.int32)
     return [count, index[..., :columns].contiguous(), num_partial]

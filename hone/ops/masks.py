@@ -120,6 +120,8 @@ class Mask:
         for label, data, length in (("q_data", self.q_data, seq_q), ("k_data", self.k_data, seq_k)):
             if data is not None and data.shape[-1] not in (1, length):
                 raise ValueError(f"the mask's {label} is for {data.shape[-1]} places, not for {length}")
+        if self.rule is _since and seq_q != seq_k:
+            raise ValueError(f"documents lie in one sequence, not in {seq_q} queries over {seq_k} keys")
         if self.table is not None:
             want = (-(-seq_q // self.block), -(-seq_k // self.block))
             if tuple(self.table.shape[-2:]) != want:
@@ -133,20 +135,8 @@ class Mask:
     def _lists_maker(
         self, seq_q: int, seq_k: int, block_m: int, block_n: int, device: torch.device, transposed: bool
     ) -> Callable[[], list[Tensor]]:
-        return lambda: tile_lists(
-            self.q_data,
-            self.k_data,
-            self.table,
-            self.name,
-            list(self.params),
-            self.block,
-            seq_q,
-            seq_k,
-            block_m,
-            block_n,
-            transposed,
-            device,
-        )
+        own = (self.q_data, self.k_data, self.table, self.name, list(self.params), self.block)
+        return lambda: tile_lists(*own, seq_q, seq_k, block_m, block_n, transposed, device)
 
     def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._kept:
@@ -293,12 +283,8 @@ def _same_document(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def
     return q_data == k_data
 
 
-def _documents(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
-    return (q >= k) & (q_data == k_data)
-
-
-def _documents_window(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
-    return (q >= k) & (q - k < params[0]) & (q_data == k_data)
+def _since(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
+    return (q >= k) & (k >= q_data)
 
 
 def _longformer(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
@@ -359,14 +345,20 @@ def prefix(lengths: Tensor) -> Mask:
 
 
 def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> Mask:
-    """Tokens of one document see each other, causally, with a window of `size` tokens if given.
+    """Tokens of one document see each other, causally, with a window of `size` tokens if given. arXiv:2107.02027.
 
-    ids: integer [B, S], equal within a document. Where they rise along a row few tiles are touched. arXiv:2107.02027.
+    ids: integer [B, S]; a document is a run of equal ids. (Not causal: all equal ids, rising along a row where it shall be fast.)
     """
-    data = ids[:, None, :].int()
     if not causal:
+        data = ids[:, None, :].int()
         return Mask(_same_document, (), data, data)
-    return Mask(_documents, (), data, data) if size is None else Mask(_documents_window, (size,), data, data)
+    # What a query needs to know is where its document begins: one number a row of scores, none a column.
+    places = torch.arange(ids.shape[1], device=ids.device)
+    changed = torch.ones_like(ids, dtype=torch.bool)
+    changed[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    first = torch.where(changed, places, 0).cummax(-1).values
+    first = first if size is None else torch.maximum(first, places - (_positive("window", size) - 1))
+    return Mask(_since, q_data=first[:, None, :].int())
 
 
 def documents_at(cu_seqlens: Tensor, seq_len: int, size: int | None = None, *, causal: bool = True) -> Mask:

@@ -108,6 +108,12 @@ def test_lists_are_tight_where_it_matters() -> None:
     tiles = masks.documents(ids).tiles(4096, 4096, 128, 128, CPU)
     assert tiles.kv_count.flatten().tolist() == [1, 2, 3, 4] * 8
     assert (tiles.kv_partial == 1).all()
+    assert tiles.kv_index[0, 0, 3, :4].tolist() == [
+        3,
+        2,
+        1,
+        0,
+    ]  # the tile on the diagonal, then from the right to the left
     table = torch.rand(8, 8) < 0.4
     tiles = masks.block_sparse(table, 128).tiles(1024, 1024, 128, 128, CPU)
     assert tiles.kv_count[0, 0].tolist() == table.sum(1).tolist()
@@ -127,6 +133,10 @@ def test_rules_say_what_they_mean() -> None:
     same(masks.prefix(torch.tensor([4])), (j <= i) | (j < 4))
     ids = torch.tensor([0] * 10 + [1] * 20 + [2] * 10)
     same(masks.documents(ids[None]), (j <= i) & (ids[:, None] == ids))
+    same(masks.documents(ids[None], 3), (j <= i) & (j > i - 3) & (ids[:, None] == ids))
+    again = torch.tensor([5] * 10 + [1] * 20 + [5] * 10)  # an id that comes back is a new document
+    same(masks.documents(again[None]), (j <= i) & (ids[:, None] == ids))
+    same(masks.documents(again[None], causal=False), again[:, None] == again)
     assert torch.equal(
         masks.documents_at(torch.tensor([0, 10, 30, 40]), 40).dense(40, 40, CPU),
         masks.documents(ids[None]).dense(40, 40, CPU),
@@ -215,8 +225,12 @@ def test_wrong_masks_say_so() -> None:
         masks.block_sparse(torch.ones(2, 2, dtype=torch.bool), 32).tiles(96, 96, 32, 32, CPU)
     with pytest.raises(ValueError, match="do not divide"):
         masks.block_sparse(torch.ones(2, 2, dtype=torch.bool), 32).tiles(64, 64, 64, 32, CPU)
+    with pytest.raises(ValueError, match="4 queries over 5 keys"):
+        masks.documents(torch.zeros(1, 4, dtype=torch.int64)).check_sizes(4, 5)
     with pytest.raises(SpecError, match="sees nothing"):
         masks.window(0)
+    with pytest.raises(SpecError, match="sees nothing"):
+        masks.documents(torch.zeros(1, 4, dtype=torch.int64), 0)
     local = Mask(lambda q, k, q_data, k_data, params: q >= k)
     assert local.dense(3, 3, CPU)[0, 0].sum() == 6  # the reference runs it all the same
     with pytest.raises(SpecError, match="inside a function"):
