@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
@@ -53,11 +53,17 @@ def choose(op: str, where: Where, **facts: Any) -> Choice:
     return RULES[op](where, **facts)
 
 
-@torch.compiler.assume_constant_result  # a graph is made for one device; its tracer cannot look for packages
 def locate(device: torch.device | str) -> Where:
     """`Where` of a torch device."""
     device = torch.device(device)
+    if torch.compiler.is_compiling():
+        return Where(*_traced(device.type, device.index or 0))
     return _locate(device.type, device.index or 0)
+
+
+@torch.compiler.assume_constant_result  # a graph is made for one device, and its tracer cannot look for packages
+def _traced(kind: str, index: int) -> tuple[Any, ...]:
+    return astuple(_locate(kind, index))
 
 
 @cache
@@ -90,10 +96,15 @@ def backend_of(op: str, device: torch.device, forced: str | None = None, **facts
     return choice.backend
 
 
-@cache
+@torch.compiler.assume_constant_result  # a tracer would look into the cache
 def say_once(text: str) -> None:
     """A warning that a process gives once."""
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    _say(text)
+
+
+@cache
+def _say(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _why_no_triton(where: Where) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from torch import Tensor
 
-from hone.ops import choose, fused, reference
+from hone.ops import choose, dispatch, fused, reference
 from hone.ops.dispatch import Where
 from hone.ops.paged import write_kv
 
@@ -110,3 +113,18 @@ def test_where_they_run() -> None:
     for op in ("swiglu", "rope"):
         assert choose(op, H200, dtype=half).backend == "triton"
         assert choose(op, H200, dtype=F64).backend == choose(op, Where(), dtype=half).backend == "lean"
+
+
+def test_a_graph_may_choose_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_locate", lambda kind, index: H200)
+
+    def run(x: Tensor) -> Tensor:
+        found = dispatch.backend_of("linear_cross_entropy", x.device, dtype=torch.bfloat16)
+        plain = dispatch.backend_of("linear_cross_entropy", x.device, dtype=x.dtype)
+        return x * (found == "triton") + (plain == "reference")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the tracer warns of what it cannot trace
+        warnings.filterwarnings("ignore", "linear_cross_entropy runs its plain torch reference")
+        compiled = torch.compile(run, fullgraph=True, backend="eager")
+        assert compiled(torch.full((2,), 3.0, dtype=F64)).tolist() == [4.0, 4.0]
