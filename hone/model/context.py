@@ -59,6 +59,13 @@ class Context:
         if self.carry is not None:
             raise SpecError(f"mixer '{mixer}' sees later tokens: it cannot generate", fix="take a causal mixer")
 
+    def turn_and_file(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """True if it has turned q where it lies and filed turned k, and v, for `attend(layer, q, None, None)`.
+
+        A cache on a GPU does so in one kernel; by default the mixer turns them.
+        """
+        return False
+
     def lend(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Says that a later layer will attend to the keys and values of `layer`, before `layer` itself does."""
         self._lent[layer] = (k, v)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hone.model.context import Context
 from hone.ops.dispatch import choose, locate
+from hone.ops.fused import rope_write
 from hone.ops.paged import PagedPlan, attend_paged, attend_planned, plan_rows, runs_kernel, write_kv
 from hone.serve.pages import NULL_PAGE, KVCache
 
@@ -69,6 +70,13 @@ class Paged(Context):
             self._plan = plan_rows(*self._rows, self.cache.page_size, q.device)
         return attend_planned(q, k_pages, v_pages, self._plan, scale=scale, window=window)
 
+    def turn_and_file(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        k_pages, v_pages = self.cache.k[layer], self.cache.v[layer]
+        if not q.is_cuda or not runs_kernel(q, k_pages, v_pages, len(self._ends)):
+            return False
+        rope_write(q, k, v, cos, sin, k_pages, v_pages, self._pages, self._offsets)
+        return True
+
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `Context.rotary`, out of a table that the cache keeps: a decode step is too short to make angles anew."""
         memo = self.__dict__.setdefault("_rotary", {})
@@ -98,6 +106,8 @@ class PagedBuffers(Paged):
         self.tokens, self.positions, self._pages, self._offsets, self._ends = self._device
         self._table = torch.zeros(num_rows, -(-longest // cache.page_size), dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event()
+        self._places = np.zeros(self._table.shape, dtype=np.int32)  # the host's table
+        self._known: list[tuple[Sequence[int], int]] = [((), 0)] * num_rows  # what it holds: pages, how many of them
 
     def forget(self) -> None:
         """Drops what a pass has derived from the buffers, so that the next one derives it again."""
@@ -107,16 +117,21 @@ class PagedBuffers(Paged):
         """Brings a step's rows to the device."""
         self._copied.synchronize()  # the host's side must not change under the last copy
         size, count = self.cache.page_size, len(tokens)
-        table = np.zeros((count, max(starts) // size + 1), dtype=np.int32)
+        changed = False
         for row, (ids, start) in enumerate(zip(pages, starts)):
-            used = start // size + 1
-            table[row, :used] = ids[:used]
-        flat, places = self._host.numpy(), np.array(starts, dtype=np.int64)
+            used, (known, num_known) = start // size + 1, self._known[row]
+            if known is not ids or num_known != used:  # a row's list only ever grows
+                self._places[row, :used] = ids[:used]
+                self._known[row] = ids, used
+                changed = True
+        flat, positions = self._host.numpy(), np.array(starts, dtype=np.int64)
         flat[:, count:] = NULL_PAGE  # and position, offset and length 0
-        flat[0, :count], flat[1, :count], flat[4, :count] = tokens, places, places + 1
-        flat[2, :count], flat[3, :count] = table[np.arange(count), places // size], places % size
+        flat[0, :count], flat[1, :count], flat[4, :count] = tokens, positions, positions + 1
+        flat[2, :count], flat[3, :count] = self._places[np.arange(count), positions // size], positions % size
         self._device.copy_(self._host, non_blocking=True)
-        self._table[:count, : table.shape[1]].copy_(_sent(table, self._table.device))
+        if changed:
+            table = self._places[:count, : max(starts) // size + 1].copy()
+            self._table[:count, : table.shape[1]].copy_(_sent(table, self._table.device))
         self._copied.record()
 
 

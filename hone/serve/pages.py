@@ -21,7 +21,7 @@ from hone.base.errors import FitError
 from hone.base.figure import human_bytes
 
 NULL_PAGE = 0
-"""Page that pads page tables: never given out, never written, always zero."""
+"""Page that pads page tables: never given out, and zero (but where a captured pass's padding files its keys, unread)."""
 
 
 def root_key(salt: str) -> bytes:

@@ -47,7 +47,8 @@ class Runner:
         self.device = device
         self.proposer = proposer
         self.num_drafted = self.num_accepted = 0
-        self._graphs = DecodeGraphs(model, cache, device) if reads_in_place(cache, device) else None
+        self.graphs = DecodeGraphs(model, cache, device) if reads_in_place(cache, device) else None
+        """Runs decode steps; None: every step is launched kernel by kernel."""
 
     def wipe(self, pages: Sequence[int]) -> None:
         """Makes pages finite before their new life, in every cache."""
@@ -112,9 +113,9 @@ class Runner:
         """Hidden states [T, D] of all items' tokens and guesses, one item after another."""
         if guesses is None and all(item.count == 1 for item in work):
             pieces = [[item.row.tokens[item.start]] for item in work]
-            if self._graphs is not None:
+            if self.graphs is not None:
                 tokens, starts = [piece[0] for piece in pieces], [item.start for item in work]
-                hidden = self._graphs.hidden(tokens, starts, [item.row.pages for item in work])
+                hidden = self.graphs.hidden(tokens, starts, [item.row.pages for item in work])
                 if hidden is not None:
                     return hidden
         else:

@@ -22,7 +22,7 @@ def test_padding_wastes_little():
 def test_a_cpu_captures_nothing():
     one = engine(decoder())
     assert not reads_in_place(one.runner.cache, "cpu")
-    assert one.runner._graphs is None
+    assert one.runner.graphs is None
 
 
 @pytest.mark.gpu
@@ -36,15 +36,15 @@ def test_graphs_give_the_same_tokens(page_size, drafter):
     found = []
     for graphs in (True, False):
         one = Engine(model, spec, device="cuda")
-        assert one.runner._graphs is not None
+        assert one.runner.graphs is not None
         if not graphs:
-            one.runner._graphs = None
+            one.runner.graphs = None
         generator = torch.Generator().manual_seed(1)
         for name in range(12):  # more than fit at once, of unlike lengths
             prompt = torch.randint(0, VOCAB, (5 + 7 * name,), generator=generator).tolist()
             one.add(request(str(name), prompt, greedy(8 + 3 * name)))
         outputs = drain(one)
         assert not any(output.error for each in outputs.values() for output in each)
-        assert not graphs or drafter or one.runner._graphs._captured
+        assert not graphs or drafter or one.runner.graphs._captured
         found.append({name: tokens_of(each) for name, each in outputs.items()})
     assert found[0] == found[1]

@@ -140,9 +140,14 @@ class AttentionLayer(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
         cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
         turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
+        q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
-            q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.turn_and_file(self.layer, q, k, v, cos, sin):
+            mixed = context.attend(self.layer, q, None, None, scale=self.scale, window=spec.window)
+            return self.out(mixed.flatten(-2))
+        if self.q_norm is not None:
+            q, k = rope(q, cos, sin), rope(k, cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
         if self.lends:
