@@ -1,7 +1,7 @@
 """Softmax attention under any mask, and the exact union of its parts: public functions, GPU ops and their gradients.
 
 Legend: B batch, Sq and Sk the queries' and keys' sequence lengths, H query heads, KV key/value heads, Dh and Dv head widths of
-keys and values. Kernels stand in ops/gluon and ops/triton; each backend's two files share the signatures
+keys and values. Kernels stand in ops/gluon, ops/triton and ops/library; each backend's modules share the signatures
 forward(q, k, v, tiles, scale, softcap) -> (out, lse), backward(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap) ->
 (dq, dk, dv) and tile_shape(head_dim, v_dim, limit) -> (block_m, block_n).
 """
@@ -20,9 +20,16 @@ from hone.ops import reference
 from hone.ops.dispatch import backend_of
 from hone.ops.masks import CAUSAL, Mask, Tiles
 
-_FORWARD = {"gluon": "hone.ops.gluon.flash", "triton": "hone.ops.triton.flash"}
-_BACKWARD = {"gluon": "hone.ops.gluon.flash_backward", "triton": "hone.ops.triton.flash_backward"}
-BACKENDS = ("reference", "torch", "cudnn", *_FORWARD)
+_FORWARD = {"gluon": "hone.ops.gluon.flash", "triton": "hone.ops.triton.flash", "cudnn": "hone.ops.library.cudnn"}
+_BACKWARD = {
+    "gluon": "hone.ops.gluon.flash_backward",
+    "triton": "hone.ops.triton.flash_backward",
+    "cudnn": "hone.ops.library.cudnn",
+}
+BACKENDS = ("reference", "torch", *_FORWARD)
+
+_LONG = 512
+"""Tokens from which on a library's plan for each new shape is worth building."""
 
 
 def attend(
@@ -50,14 +57,15 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check(q, k, v, mask, sinks, scale)
     extras = return_lse or sinks is not None or softcap is not None
-    facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block)
+    dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
+    facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
     chosen = _choose(*facts, not extras, backend)
     if chosen not in BACKENDS:
         raise ValueError(f"backend is {chosen!r}; it may be {', '.join(BACKENDS)}")
-    if chosen in ("torch", "cudnn"):
+    if chosen == "torch":
         if extras:
-            raise ValueError(f"backend {chosen!r} has no lse, no sinks and no softcap")
-        return _library(q, k, v, mask, scale, chosen)
+            raise ValueError("backend 'torch' has no lse, no sinks and no softcap")
+        return _sdpa(q, k, v, mask, scale)
     if chosen == "reference":
         out, lse = reference.attend(q, k, v, mask, scale=scale, softcap=softcap)
     else:
@@ -115,14 +123,41 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None, sc
     mask.check_sizes(q.shape[1], k.shape[1])
 
 
+# Branches, so that torch.compile guards on lengths and passes constants on.
+
+
+def _is_square(mask: Mask, seq_q: int, seq_k: int) -> bool:
+    """Whether a library's causal mask, which begins at the first key, is this mask, which ends at the last."""
+    square = False
+    if mask.is_causal and seq_q == seq_k:
+        square = True
+    return square
+
+
+def _is_dense(mask: Mask, seq_q: int, seq_k: int) -> bool:
+    """Whether a library has this mask, for sequences that are long enough."""
+    dense = False
+    if min(seq_q, seq_k) >= _LONG and (mask.is_full or _is_square(mask, seq_q, seq_k)):
+        dense = True
+    return dense
+
+
 # torch.compile takes what these answer as it is: it could not look into them.
 
 
 @torch.compiler.assume_constant_result
 def _choose(
-    device: torch.device, dtype: torch.dtype, head_dim: int, v_dim: int, block: int, plain: bool, forced: str | None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    block: int,
+    dense: bool,
+    plain: bool,
+    forced: str | None,
 ) -> str:
-    return backend_of("attend", device, forced, dtype=dtype, head_dim=head_dim, v_dim=v_dim, block=block, plain=plain)
+    facts = {"dtype": dtype, "head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "plain": plain}
+    return backend_of("attend", device, forced, **facts)
 
 
 @torch.compiler.assume_constant_result
@@ -132,13 +167,13 @@ def _choose_backward(
     head_dim: int,
     v_dim: int,
     block: int,
+    dense: bool,
     deterministic: bool,
     forced: str | None,
 ) -> str:
     forced = "triton" if forced is not None and deterministic else forced
-    return backend_of(
-        "attend_backward", device, forced, head_dim=head_dim, v_dim=v_dim, block=block, deterministic=deterministic
-    )
+    facts = {"head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "deterministic": deterministic}
+    return backend_of("attend_backward", device, forced, **facts)
 
 
 @torch.compiler.assume_constant_result
@@ -151,27 +186,23 @@ def _blocks(forward: str, reverse: str, head_dim: int, v_dim: int, limit: int) -
 
 
 def tile_sizes(device: torch.device, dtype: torch.dtype, head_dim: int, v_dim: int, block: int = 0) -> list[int]:
-    """[block_m, block_n] of the forward kernel that `attend` would run, then those of the backward kernel."""
-    chosen = _choose(device, dtype, head_dim, v_dim, block, True, None)
-    return _blocks(chosen, _choose_backward(device, dtype, head_dim, v_dim, block, False, None), head_dim, v_dim, block)
+    """[block_m, block_n] of the forward kernel that `attend` would run on a sparse mask, then of the backward kernel."""
+    chosen = _choose(device, dtype, head_dim, v_dim, block, False, True, None)
+    reverse = _choose_backward(device, dtype, head_dim, v_dim, block, False, False, None)
+    return _blocks(chosen, reverse, head_dim, v_dim, block)
 
 
-def _library(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: str) -> Tensor:
-    """Torch's own attention; its cuDNN kernel alone for 'cudnn'."""
-    causal = mask.is_causal and q.shape[1] == k.shape[1]
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Torch's own attention."""
+    causal = _is_square(mask, q.shape[1], k.shape[1])
     kept = None if causal or mask.is_full else mask.kept_dense(q.shape[1], k.shape[1], q.device)
     share = q.shape[2] // k.shape[2]
-    if share > 1 and q.is_cuda and backend == "torch" and (kept is not None or q.dtype == torch.float32):
+    if share > 1 and q.is_cuda and (kept is not None or q.dtype == torch.float32):
         # Of CUDA's fused kernels only FlashAttention shares keys between heads, and it takes neither masks nor float32:
         # torch would fall back to keeping every score. Repeated keys are far smaller than scores.
         k, v, share = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2), 1
     q, k, v = (made.transpose(1, 2) for made in (q, k, v))
     options = {"attn_mask": kept, "is_causal": causal, "scale": scale, "enable_gqa": share > 1}
-    if backend == "cudnn":
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
@@ -303,6 +334,8 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any
     rule, params, kind, scale, softcap, _, reverse = ctx.rest
     if d_out is None:
         d_out = torch.zeros_like(out)
+    if reverse == "cudnn" and d_lse is not None:
+        reverse = "triton"  # its lse is the same, and it takes the gradient of one
     grads = _attend_backward_op(
         q, k, v, out, lse, d_out, d_lse, q_data, k_data, lists, ctx.blocks, rule, params, kind, scale, softcap, reverse
     )

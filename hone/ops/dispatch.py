@@ -167,9 +167,10 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: 
 
 
 def _attend(
-    where: Where, *, dtype: torch.dtype, head_dim: int, v_dim: int, block: int, plain: bool, **_: Any
+    where: Where, *, dtype: torch.dtype, head_dim: int, v_dim: int, block: int, dense: bool, plain: bool
 ) -> Choice:
-    """`plain`: no lse, softcap or sinks are asked for. `block` is that of the mask's table, 0 without one."""
+    """`plain`: no lse, softcap or sinks are asked for. `block` is that of the mask's table, 0 without one. `dense`: long
+    sequences under the full mask or a square causal one, and no softcap."""
     library = Choice("torch" if plain else "reference", "")
     if where.kind != "cuda":
         return Choice(library.backend, "no GPU: torch's attention, the written-out one where it lacks an option")
@@ -177,20 +178,26 @@ def _attend(
         return Choice(library.backend, f"the kernels take bfloat16 and float16, not {dtype}")
     if max(head_dim, v_dim) > 256:
         return Choice(library.backend, f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
-    return _flash(where, head_dim, v_dim, block)
+    return _flash(where, head_dim, v_dim, block, dense)
 
 
-def _attend_backward(where: Where, *, head_dim: int, v_dim: int, block: int, deterministic: bool, **_: Any) -> Choice:
+def _attend_backward(
+    where: Where, *, head_dim: int, v_dim: int, block: int, dense: bool, deterministic: bool
+) -> Choice:
     """Asked only where a kernel ran forward."""
     if deterministic:
         return Choice("triton", "adds nothing atomically")
-    return _flash(where, head_dim, v_dim, block)
+    return _flash(where, head_dim, v_dim, block, dense)
 
 
-def _flash(where: Where, head_dim: int, v_dim: int, block: int) -> Choice:
+def _flash(where: Where, head_dim: int, v_dim: int, block: int, dense: bool) -> Choice:
     if not where.runs_gluon:
         return Choice("triton", "Gluon kernels need compute capability 9.0")
     if head_dim != v_dim or head_dim not in (64, 128):
+        if dense and head_dim == v_dim and head_dim > 64 and head_dim % 8 == 0:
+            return Choice(
+                "cudnn", f"heads of {head_dim} and a dense mask, on which cuDNN's kernels are faster than Triton's"
+            )
         return Choice("triton", f"Gluon kernels have heads of 64 and 128, not {head_dim} and {v_dim}")
     if block % 128:
         return Choice("triton", f"tiles of 128 cross the table's blocks of {block}")

@@ -143,10 +143,13 @@ def test_gradients_through_a_merge_are_those_of_the_whole() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_compiled_call_on_the_cpu() -> None:
-    q, k, v = inputs(dtype=torch.float32)
-    run = torch.compile(lambda q, k, v: attend(q, k, v, CAUSAL), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(run(q, k, v), attend(q, k, v, CAUSAL))
+def test_a_compiled_call_on_the_cpu_at_any_length() -> None:
+    run = torch.compile(
+        lambda q, k, v: attend(q, k, v, CAUSAL) + attend(q, k, v, FULL), fullgraph=True, backend="aot_eager"
+    )
+    for length in (11, 12, 13, 600):
+        q, k, v = inputs(length, length, dtype=torch.float32)
+        torch.testing.assert_close(run(q, k, v), attend(q, k, v, CAUSAL) + attend(q, k, v, FULL))
 
 
 def test_wrong_calls_say_so() -> None:
@@ -169,6 +172,12 @@ def test_wrong_calls_say_so() -> None:
         attend(q, k, v, backend="cutlass")
     with pytest.raises(ValueError, match="has no lse"):
         attend(q, k, v, backend="torch", return_lse=True)
+    with pytest.raises(ValueError, match="for equal lengths"):  # said before anything is run
+        attend(q[:, 1:], k, v, backend="cudnn")
+    with pytest.raises(ValueError, match="without softcap"):
+        attend(q, k, v, backend="cudnn", softcap=3.0)
+    with pytest.raises(ValueError, match="full mask"):
+        attend(q, k, v, masks.window(3), backend="cudnn")
     with pytest.raises(ValueError, match="is for 11 places"):
         attend(q[:, 1:], k, v, masks.documents(IDS))
     with pytest.raises(ValueError, match="at least one part"):
