@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from hone.serve.engine import Engine, EngineSpec
-from hone.serve.paged import reads_in_place
-from hone.serve.runner import padded
+from hone.serve.paged import Paged, reads_in_place
+from hone.serve.pages import NULL_PAGE
+from hone.serve.request import SamplingParams
+from hone.serve.runner import DecodeGraphs, padded
+from hone.serve.sampler import Chooser, Entry, Sampler
 from tests.serve.small import VOCAB, decoder, drain, engine, greedy, request, tokens_of
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def test_padding_wastes_little():
@@ -25,26 +30,91 @@ def test_a_cpu_captures_nothing():
     assert one.runner.graphs is None
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("drafter", [None, "prompt_lookup"])
-def test_graphs_give_the_same_tokens(page_size, drafter):
-    model = decoder(head_dim=64, max_seq_len=512).to("cuda", torch.float16)
-    spec = EngineSpec.read({"page_size": page_size, "num_pages": 60, "max_rows": 8, "token_budget": 40,
-                            "drafter": drafter and {"kind": drafter}})  # fmt: skip
-    found = []
-    for graphs in (True, False):
-        one = Engine(model, spec, device="cuda")
-        assert one.runner.graphs is not None
-        if not graphs:
-            one.runner.graphs = None
-        generator = torch.Generator().manual_seed(1)
-        for name in range(12):  # more than fit at once, of unlike lengths
-            prompt = torch.randint(0, VOCAB, (5 + 7 * name,), generator=generator).tolist()
-            one.add(request(str(name), prompt, greedy(8 + 3 * name)))
-        outputs = drain(one)
-        assert not any(output.error for each in outputs.values() for output in each)
-        assert not graphs or drafter or one.runner.graphs._captured
-        found.append({name: tokens_of(each) for name, each in outputs.items()})
-    assert found[0] == found[1]
+class TestOnGPU:
+    """A float16 model whose engine decodes with graphs and without."""
+
+    pytestmark = on_gpu
+
+    def model(self, **shape):
+        return decoder(head_dim=64, max_seq_len=512, **shape).to("cuda", torch.float16)
+
+    def both(self, model, params, **spec) -> list[dict[str, list[int]]]:
+        """Tokens of 12 requests (more than fit at once, of unlike lengths), with graphs and without; nobody may fail."""
+        fields = {"page_size": 16, "num_pages": 60, "max_rows": 8, "token_budget": 40, **spec}
+        found = []
+        for graphs in (True, False):
+            one = Engine(model, EngineSpec.read(fields), device="cuda")
+            assert one.runner.graphs is not None
+            if graphs:
+                one.runner.cache.wipe([NULL_PAGE], float("nan"))  # padding is filed there: nobody may read it
+            else:
+                one.runner.graphs = None
+            generator = torch.Generator().manual_seed(1)
+            for name in range(12):
+                prompt = torch.randint(0, VOCAB, (5 + 7 * name,), generator=generator).tolist()
+                one.add(request(str(name), prompt, params(name)))
+            outputs = drain(one)
+            assert not any(output.error for each in outputs.values() for output in each)
+            assert not graphs or one.runner.graphs._captured or "drafter" in spec
+            found.append({name: tokens_of(each) for name, each in outputs.items()})
+            self.stats = one.stats()
+        return found
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"page_size": 64}, {"prefix_cache": False}, {"drafter": {"kind": "prompt_lookup"}}]
+    )
+    def test_the_same_tokens(self, options):
+        with_graphs, without = self.both(self.model(), lambda name: greedy(8 + 3 * name), **options)
+        assert with_graphs == without
+
+    def test_rows_that_lose_their_pages_start_again(self):
+        with_graphs, without = self.both(self.model(), lambda name: greedy(60), num_pages=24)
+        assert self.stats["preemptions"] > 0
+        assert with_graphs == without
+
+    def test_drawn_tokens(self):
+        def seeded(name):
+            return SamplingParams(
+                max_tokens=20, temperature=1.0, top_k=20, top_p=0.9, seed=name, ignore_eos=True, presence_penalty=0.5
+            )
+
+        with_graphs, without = self.both(self.model(), seeded)
+        assert with_graphs == without and len(set(map(tuple, with_graphs.values()))) == 12
+
+    @pytest.mark.parametrize("shape", [{"family": "mistral", "window": 20}, {"family": "qwen3"}])
+    def test_a_window_or_norms_of_heads(self, shape):
+        with_graphs, without = self.both(self.model(**shape), lambda name: greedy(30))
+        assert with_graphs == without
+
+    @torch.inference_mode()
+    def test_replays_are_alike_bit_by_bit_and_near_a_plain_pass(self):
+        """5 rows in a graph of 8: other rows may change, and what the table held before does not matter."""
+        model = self.model()
+        one = Engine(model, EngineSpec.read({"page_size": 16, "num_pages": 60, "max_rows": 8}), device="cuda")
+        cache = one.runner.cache
+        for store in cache._stores:
+            store.normal_(std=0.5)
+        graphs = DecodeGraphs(model, cache, "cuda")
+        pages = [list(range(1 + 8 * row, 9 + 8 * row)) for row in range(5)]
+        spare = list(range(41, 49))
+        tokens, starts = [3, 1, 4, 1, 5], [100, 0, 31, 127, 64]
+        first = graphs.hidden(tokens, starts, pages).clone()
+        graphs.hidden([7] * 8, [90] * 8, [spare] * 8)
+        cache.wipe([NULL_PAGE], float("nan"))
+        again = graphs.hidden(tokens, starts, pages).clone()
+        other = graphs.hidden(tokens[:1] + [9] * 6, starts[:1] + [9] * 6, pages[:1] + [spare] * 6)[0].clone()
+        assert torch.equal(first, again)
+        plain = model.hidden(torch.tensor(tokens, device="cuda"), Paged(cache, pages, starts, [1] * 5, "cuda"))
+        torch.testing.assert_close(again, plain, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(other, plain[0], atol=2e-2, rtol=2e-2)
+
+    def test_choices_do_not_depend_on_company(self):
+        sampler = Sampler(1000, "cuda")
+        logits = torch.randn(9, 1000, device="cuda", dtype=torch.float16)
+        params = [SamplingParams(temperature=0.3 * n, top_k=50 * (n % 2), top_p=0.9, seed=n) for n in range(9)]
+        entries = [Entry(Chooser(one), list(range(5 + n)), 5) for n, one in enumerate(params)]
+        together = [chosen.token for chosen in sampler.choose(logits, entries)]
+        alone = [sampler.choose(logits[n : n + 1], entries[n : n + 1])[0].token for n in range(9)]
+        order = [4, 8, 1, 0]
+        some = [chosen.token for chosen in sampler.choose(logits[order], [entries[n] for n in order])]
+        assert together == alone and some == [together[n] for n in order]
