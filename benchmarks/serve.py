@@ -1,8 +1,10 @@
 """The engine against transformers' generate, same weights and prompts in one run, ABAB: `python -m benchmarks.serve`.
 
 On a CPU: one stream, and 16 requests at once, against `generate` one by one and as one padded batch. On a GPU
-(`--device cuda --shape llama3-8b`): start-up, memory against its forecast, decode at batch 1, prefill, and 512 requests of
-100..1024 tokens in and out, each section within `--seconds` and printed as it ends. Rows go to benchmarks/ledger/serve.jsonl.
+(`--device cuda --shape llama3-8b`): start-up, decode at batch 1, 16 and 64 with and without CUDA graphs (of what reading
+weights and keys once would allow), prefill, 512 requests of 100..1024 tokens in and out, and memory against its forecast,
+each section within `--seconds` and printed as it ends. `--only decode peer` takes a minute; it needs neither network nor
+files. Rows go to benchmarks/ledger/serve.jsonl.
 """
 
 from __future__ import annotations
@@ -184,7 +186,8 @@ class Bench:
 
     def run(self) -> list[dict[str, Any]]:
         """All sections; one that fails is reported and the next ones go on."""
-        for section in (self.start_up, self.batch_one, self.prefill, self.throughput, self.peer_batch_one):
+        wanted = self.args.only or ("decode", "prefill", "throughput", "peer")
+        for section in (self.start_up, *(getattr(self, name) for name in wanted)):
             print(f"{section.__name__}:", flush=True)
             try:
                 section()
@@ -208,26 +211,58 @@ class Bench:
         self.add("random weights", model_s, "s", n=1)
         self.add("KV cache", self.engine.cache_bytes / 2**30, "GiB", n=1)
 
-    def batch_one(self) -> None:
-        """Milliseconds a token of one stream, 128-token prompt; the limit is reading every weight once."""
-        self.engine.generate([prompts_of(1, 128, 128, self.config.vocab_size)[0]], exactly(8))
-        spent, tokens = self._decode_alone(128)
-        limit = None
-        if self.args.read_tb_per_s:
-            weights = (self.config.num_params - self.config.vocab_size * self.config.hidden_size) * self.dtype.itemsize
-            limit = weights / self.args.read_tb_per_s / 1e12 / (spent / tokens)
-        self.add("decode, batch 1", 1e3 * spent / tokens, "ms/token", n=tokens, of_limit=limit)
+    def decode(self) -> None:
+        """Tokens/s of 1, 16, 64 streams at a context of `--context`; the limit reads every weight and key once a step."""
+        read = self._read_rate()
+        runner = self.engine.runner
+        for batch in self.args.batches:
+            for graphs in (True, False) if runner.graphs is not None else (False,):
+                kept, runner.graphs = runner.graphs, runner.graphs if graphs else None
+                try:
+                    step_s, steps, length = self._steps(batch)
+                finally:
+                    runner.graphs = kept
+                of_limit = self._step_bytes(batch, length) / read / step_s if read else None
+                name = f"decode, batch {batch}" + ("" if graphs else ", no graphs")
+                self.add(name, batch / step_s, "tokens/s", n=steps, ms=1e3 * step_s, of_limit=of_limit)
 
-    def _decode_alone(self, tokens: int) -> tuple[float, int]:
-        engine = self.engine
-        engine.add(Request("alone", prompts_of(1, 128, 128, self.config.vocab_size, 1)[0], exactly(tokens + 1)))
-        engine.step()
-        begun, done = time.perf_counter(), 0
-        while engine.has_work and time.perf_counter() - begun < self.args.seconds:
-            done += sum(len(output.tokens) for output in engine.step())
-        spent = time.perf_counter() - begun
-        self._abort_all(["alone"])
-        return spent, max(done, 1)
+    def _steps(self, batch: int) -> tuple[float, int, float]:
+        """(median seconds a step, steps, mean length of a row) of `batch` rows that all decode."""
+        engine, args = self.engine, self.args
+        engine.pool.clear()
+        names = [f"d{place}" for place in range(batch)]
+        for name, prompt in zip(names, prompts_of(batch, args.context, args.context, self.config.vocab_size, 1)):
+            engine.add(Request(name, prompt, exactly(args.tokens + 64)))
+        rows = [engine._rows[name] for name in names]
+        while not all(row.num_output > 3 for row in rows):  # prompts are in, kernels compiled, graphs captured
+            engine.step()
+        spent: list[float] = []
+        begun, first = time.perf_counter(), rows[0].num_computed
+        while len(spent) < args.tokens and time.perf_counter() - begun < args.seconds:
+            spent.append(timed(engine.step))
+        length = (first + rows[0].num_computed) / 2
+        self._abort_all(names)
+        return statistics.median(spent), len(spent), length
+
+    def _step_bytes(self, batch: int, length: float) -> float:
+        """What a decode step must read: every weight but the embedding's unused rows, and the rows' keys and values."""
+        config, engine = self.config, self.engine
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        if not config.tie_embeddings:
+            weights -= (config.vocab_size - batch) * config.hidden_size * self.dtype.itemsize
+        token = engine.cache_bytes / (engine.runner.cache.num_pages + 1) / engine.runner.cache.page_size
+        return weights + batch * length * token
+
+    def _read_rate(self) -> float:
+        """Bytes/s, measured on a GPU unless the command line says."""
+        if not self.args.read_tb_per_s and self.args.device != "cpu":
+            from benchmarks.kernels.timing import ceilings
+
+            rate = ceilings().read
+            self.add("ceiling read", rate / 1e12, "TB/s", n=1)
+            torch.cuda.empty_cache()
+            return rate
+        return self.args.read_tb_per_s * 1e12
 
     def prefill(self) -> None:
         """Prompt tokens/s of up to 64 prompts of 2,048, one output token each."""
@@ -286,34 +321,39 @@ class Bench:
         while self.engine.has_work:
             self.engine.step()
 
-    def peer_batch_one(self) -> None:
-        """transformers' generate, batch 1, a random model of the same shape."""
+    def peer(self) -> None:
+        """transformers' generate on a random model of the same shape, at the batches of `decode`."""
+        import transformers
+
         with tempfile.TemporaryDirectory() as folder:
             hf.write_config(self.config, Path(folder), self.dtype)
-            import transformers
-
             config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device(self.args.device):
+        with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
-        ids = torch.tensor(prompts_of(1, 128, 128, self.config.vocab_size, 1), device=self.args.device)
-        options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-        model.generate(ids, max_new_tokens=4, min_new_tokens=4, **options)
-        spent = []
-        for _ in range(3):
-            first = timed(lambda: model.generate(ids, max_new_tokens=1, min_new_tokens=1, **options))
-            spent.append(timed(lambda: model.generate(ids, max_new_tokens=65, min_new_tokens=65, **options)) - first)
-        peer = 1e3 * statistics.median(spent) / 64
-        spread = 1e3 * (max(spent) - min(spent)) / 2 / 64
-        self.add(
-            f"transformers {transformers.__version__} generate, batch 1", peer, "ms/token", n=3 * 64, spread=spread
-        )
-        for row in self.rows:
-            if row["figure"].endswith("decode, batch 1"):
-                row |= {
-                    "peer": f"transformers {transformers.__version__}",
-                    "peer_value": peer,
-                    "ratio": peer / row["value"],
-                }
+        model = model.to_empty(device=self.args.device)
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
+        with torch.device(self.args.device):
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its table is no parameter
+        name = f"transformers {transformers.__version__} generate"
+        for batch in self.args.batches:
+            prompts = prompts_of(batch, self.args.context, self.args.context, self.config.vocab_size, 1)
+            ids = torch.tensor(prompts, device=self.args.device)
+            options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+            count = min(32, self.args.tokens)
+
+            def run(tokens: int, ids=ids, options=options) -> float:
+                return timed(
+                    lambda: model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options).tolist()
+                )
+
+            run(2)
+            spent = [run(count + 1) - run(1) for _ in range(2)]
+            rate, spread = batch * count / min(spent), batch * count * (1 / min(spent) - 1 / max(spent)) / 2
+            self.add(f"{name}, batch {batch}", rate, "tokens/s", n=2 * count, spread=spread)
+            for row in self.rows:
+                if row["figure"].removesuffix(", no graphs").endswith(f": decode, batch {batch}"):
+                    row |= {"peer": name, "peer_value": rate, "ratio": row["value"] / rate}
 
 
 def main() -> None:
@@ -328,6 +368,10 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=int, default=60 * 2**30, help="GPU: bytes of the KV cache")
     parser.add_argument("--read-tb-per-s", type=float, default=0.0, help="GPU: measured read bandwidth, for the limit")
     parser.add_argument("--sections", action="store_true", help="run the GPU's sections on a CPU")
+    parser.add_argument("--only", nargs="*", choices=("decode", "prefill", "throughput", "peer"), help="GPU: sections")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64], help="rows that decode at once")
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens of rows that decode")
+    parser.add_argument("--tokens", type=int, default=128, help="most decode steps of a batch")
     parser.add_argument("--no-ledger", action="store_true")
     args = parser.parse_args()
     shape, vocab_size = SHAPES[args.shape]
