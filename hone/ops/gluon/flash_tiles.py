@@ -26,9 +26,8 @@ class Plan:
     num_n: gl.tensor
     num_tiles: gl.tensor
     span: gl.tensor
-    kv_count: gl.tensor
+    order: gl.tensor
     kv_index: gl.tensor
-    kv_partial: gl.tensor
     list_batch: gl.tensor
     list_head: gl.tensor
     q_data: gl.tensor
@@ -51,7 +50,7 @@ class Plan:
 
     @gluon.constexpr_function
     def __init__(
-        self, seq_q, seq_k, heads, num_m, num_n, num_tiles, span, kv_count, kv_index, kv_partial, list_batch, list_head,
+        self, seq_q, seq_k, heads, num_m, num_n, num_tiles, span, order, kv_index, list_batch, list_head,
         q_data, q_batch, q_head, k_data, k_batch, k_head, scale_log2, cap, cap_log2, KIND, RULE, PARAMS, DATA, GROUP,
         BM, BN, CAP,
     ):  # fmt: skip
@@ -62,9 +61,8 @@ class Plan:
         self.num_n = num_n
         self.num_tiles = num_tiles
         self.span = span
-        self.kv_count = kv_count
+        self.order = order
         self.kv_index = kv_index
-        self.kv_partial = kv_partial
         self.list_batch = list_batch
         self.list_head = list_head
         self.q_data = q_data
@@ -88,7 +86,11 @@ class Plan:
 
 @aggregate
 class Tile:
-    """BM queries of one head: where they are and how many tiles of keys they meet, the first `partial` of them masked."""
+    """BM queries of one head: where they are and how many tiles of keys they meet, the first `partial` of them masked.
+
+    `first` is the first of those tiles of keys, `at` where their list begins, -1 for queries that see nothing: these go
+    through one tile of keys, all of it masked. `count` is 0 after the launch's last tile.
+    """
 
     batch: gl.tensor
     head: gl.tensor
@@ -96,66 +98,82 @@ class Tile:
     count: gl.tensor
     partial: gl.tensor
     at: gl.tensor
+    first: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, m, count, partial, at):
+    def __init__(self, batch, head, m, count, partial, at, first):
         self.batch = batch
         self.head = head
         self.m = m
         self.count = count
         self.partial = partial
         self.at = at
+        self.first = first
 
 
 @gluon.jit
-def tile_at(plan, t, SNAKE: gl.constexpr):
+def tile_at(plan, t):
     """The t-th tile of this launch.
 
-    Causal tiles go longest first through `span` heads at once, whose keys and values stay in L2 together, and every other
-    round runs backwards through the programs, so that each gets as many long tiles as short ones.
+    Tiles of unequal lengths go longest first, through `span` heads at once, so that the programs end together and what runs
+    at one time shares keys and values in L2.
     """
-    if plan.KIND == "causal":
-        programs = gl.num_programs(0)
-        turn = t // programs if SNAKE else 0
-        if (turn % 2 == 1) & ((turn + 1) * programs <= plan.num_tiles):
-            t = turn * programs + (programs - 1 - t % programs)
-        within = plan.num_m * plan.span
-        first = t // within * plan.span
-        wide = gl.minimum(plan.span, plan.num_tiles // plan.num_m - first)
-        rest = t % within
-        m = plan.num_m - 1 - rest // wide
-        row = first + rest % wide
-    else:
+    live = t < plan.num_tiles
+    t = gl.minimum(t, plan.num_tiles - 1)
+    if plan.KIND == "full":
         m = t % plan.num_m
         row = t // plan.num_m
+    else:
+        within = plan.num_m * plan.span
+        group = t // within * plan.span
+        wide = gl.minimum(plan.span, plan.num_tiles // plan.num_m - group)
+        rest = t % within
+        m = plan.num_m - 1 - rest // wide
+        row = group + rest % wide
     batch = row // plan.heads
     head = row % plan.heads
     if plan.KIND == "lists":
-        at = batch * plan.list_batch + head * plan.list_head + m
-        count = gl.load(plan.kv_count + at)
-        # A tile that sees nothing goes through one tile of keys, all of it masked.
-        partial = gl.where(count > 0, gl.load(plan.kv_partial + at), 1)
-        at = gl.where(count > 0, at * plan.num_n, -1)
+        start = batch * plan.list_batch + head * plan.list_head
+        # flash_order.order_tiles wrote these four.
+        record = plan.order + 4 * (start + plan.num_m - 1 - m)
+        m = gl.load(record)
+        count = gl.load(record + 1)
+        partial = gl.where(count > 0, gl.load(record + 2), 1)
+        first = gl.load(record + 3)
+        at = gl.where(count > 0, (start + m) * plan.num_n, -1)
         count = gl.maximum(count, 1)
     elif plan.KIND == "causal":
         at = m * 0
         place = m * plan.BM + plan.seq_k - plan.seq_q
         count = gl.cdiv(gl.maximum(gl.minimum(plan.seq_k, place + plan.BM), 1), plan.BN)
         partial = gl.maximum(count - gl.maximum(place + 1, 0) // plan.BN, 0)
+        first = count - 1
     else:
         at = m * 0
         count = gl.cdiv(plan.seq_k, plan.BN)
         partial = gl.where(plan.seq_k % plan.BN == 0, 0, 1)
-    return Tile(batch, head, m, count, partial, at)
+        first = count - 1
+    return Tile(batch, head, m, gl.where(live, count, 0), partial, at, first)
 
 
 @gluon.jit
-def keys_at(plan, tile, j):
-    """The j-th tile of keys that a tile of queries meets; without lists from the right to the left."""
+def keys_at(plan, tile, j, end):
+    """The j-th tile of keys (not the first) that a tile of queries meets, for j below `end`; without lists right to left."""
     n = tile.count - 1 - j
     if plan.KIND == "lists":
-        n = gl.load(plan.kv_index + tile.at + j, mask=tile.at >= 0, other=0)
+        n = gl.load(plan.kv_index + tile.at + j, mask=j < end, other=0)
     return n
+
+
+@gluon.jit
+def query_data(plan, tile, PART: gl.constexpr, layout: gl.constexpr):
+    """The rule's numbers of warpgroup PART's rows [64]; loaded long before they are needed."""
+    numbers = gl.zeros([64], gl.int32, layout)
+    if plan.DATA[0]:
+        rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, layout)
+        data = plan.q_data + tile.batch * plan.q_batch + tile.head * plan.q_head
+        numbers = gl.load(data + rows, mask=rows < plan.seq_q, other=0)
+    return numbers
 
 
 @gluon.jit
@@ -173,8 +191,10 @@ def _axis(N: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def masked(s, plan, tile, n, PART: gl.constexpr):
+def masked(s, plan, tile, n, numbers, PART: gl.constexpr):
     """Scores [64, BN] of warpgroup PART's rows against the n-th tile of keys, -inf where the mask does not let them through.
+
+    `numbers` is their `query_data`.
 
     Columns are seen as [BN / 8, 4, 2]: the first is a register's number and so an immediate operand, the others a thread's.
     """
@@ -202,16 +222,20 @@ def masked(s, plan, tile, n, PART: gl.constexpr):
         keep = eights < plan.seq_k - mine
     else:
         columns = eights + mine
-        inside = columns < plan.seq_k
+        inside = columns < gl.where(tile.at >= 0, plan.seq_k, 0)
         q_data = 0
         k_data = 0
         if plan.DATA[0]:
-            data = plan.q_data + tile.batch * plan.q_batch + tile.head * plan.q_head
-            q_data = gl.load(data + rows, mask=rows < plan.seq_q, other=0)
+            q_data = gl.convert_layout(numbers, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+            q_data = q_data[:, None, None, None]
         if plan.DATA[1]:
             data = plan.k_data + tile.batch * plan.k_batch + tile.head * plan.k_head
-            k_data = gl.load(data + columns, mask=inside, other=0)
-        keep = plan.RULE(places, columns, q_data, k_data, plan.PARAMS) & inside & (tile.at >= 0)
+            # One load a thread, spread through shared memory: as many loads as columns would take as many registers.
+            line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            at = n * BN + gl.arange(0, BN, line)
+            k_data = gl.load(data + at, mask=at < plan.seq_k, other=0).reshape([1, BN // 8, 4, 2])
+            k_data = gl.convert_layout(k_data, layout)
+        keep = plan.RULE(places, columns, q_data, k_data, plan.PARAMS) & inside
     return gl.convert_layout(gl.where(keep, wide, float("-inf")).reshape([64, BN]), s.type.layout)
 
 
@@ -223,83 +247,33 @@ def capped(s, plan):
     return s
 
 
-@gluon.constexpr_function
-def _mixed_exponentials(emulated):
-    """Assembly for 2^x of 8 numbers, `emulated` of them by range reduction and a cubic that is right to 7.5e-5."""
-    lines = ["{ .reg .f32 x, t, f, y; .reg .b32 n;"]
-    for i in range(8):
-        if (i * emulated) % 8 < emulated:
-            lines += [
-                f"max.f32 x, ${8 + i}, 0fC2FE0000;",
-                "add.rn.f32 t, x, 0f4B400000;",
-                "sub.rn.f32 f, t, 0f4B400000;",
-                "sub.rn.f32 f, x, f;",
-                "fma.rn.f32 y, f, 0f3D61FB63, 0f3E786F13;",
-                "fma.rn.f32 y, y, f, 0f3F31798E;",
-                "fma.rn.f32 y, y, f, 0f3F7FFB49;",
-                "mov.b32 n, t;",
-                "shl.b32 n, n, 23;",
-                f"{{ .reg .b32 m; mov.b32 m, y; add.s32 n, n, m; mov.b32 ${i}, n; }}",
-            ]
-        else:
-            lines.append(f"ex2.approx.ftz.f32 ${i}, ${8 + i};")
-    return " ".join([*lines, "}"])
+@gluon.jit
+def row_sums(p):
+    """Sums of p's rows [64, 4]: one share for each of the four threads that hold a row, added up at the end."""
+    quads = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(quads, 3), 1)
 
 
 @gluon.jit
-def exponentials(s, top, EMULATE: gl.constexpr):
-    """2^(s - top), EMULATE of 8 of them by a polynomial on the multiply-add units, which have time left."""
-    x = s - top
-    if EMULATE:
-        asm: gl.constexpr = _mixed_exponentials(EMULATE)
-        y = gl.inline_asm_elementwise(
-            asm, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=8
-        )
-    else:
-        y = gl.exp2(x)
-    return y
+def weighed(s, top, scale):
+    """2^((s - top) scale) and its sums by rows."""
+    p = gl.exp2(s * scale - (top * scale)[:, None])
+    return p, row_sums(p)
 
 
 @gluon.jit
-def row_sums(p, DEFER: gl.constexpr):
-    """Sums of p's rows; deferred: [64, 4], one share for each of the four threads that hold a row."""
-    if DEFER:
-        quads = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-        sums = gl.sum(gl.sum(quads, 3), 1)
-    else:
-        sums = gl.sum(p, 1)
-    return sums
-
-
-@gluon.jit
-def begin_rows(s, scale, EMULATE: gl.constexpr, DEFER: gl.constexpr):
+def begin_rows(s, scale):
     """The first tile of a row: its maxima, its weights against them, their sums."""
     m = gl.maximum(gl.max(s, 1), LOWEST)
-    p = exponentials(s * scale, (m * scale)[:, None], EMULATE)
-    return m, p, row_sums(p, DEFER)
-
-
-@gluon.jit
-def extend_rows(s, m, total, scale, EMULATE: gl.constexpr, DEFER: gl.constexpr, SKIP: gl.constexpr):
-    """One more tile: new maxima, weights, sums, and what the accumulator must be multiplied by."""
-    top = gl.maximum(gl.max(s, 1), m)
-    if SKIP:
-        # A maximum moves only when it must: weights up to 2^8 are as exact, and most tiles then need no rescaling.
-        top = gl.where((top - m) * scale > 8.0, top, m)
-    p = exponentials(s * scale, (top * scale)[:, None], EMULATE)
-    alpha = gl.exp2((m - top) * scale)
-    if DEFER:
-        total = total * gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout))[:, None] + row_sums(p, DEFER)
-    else:
-        total = total * alpha + row_sums(p, DEFER)
-    return top, p, total, alpha
+    p, sums = weighed(s, m, scale)
+    return m, p, sums
 
 
 @gluon.jit
 def declare_flag(PART: gl.constexpr):
     """Names the predicate that `any_above` sets; once a warpgroup, before its loops."""
     gl.inline_asm_elementwise(
-        ".reg .pred hone_above_%d; mov.u32 $0, 0;" % PART, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        f".reg .pred hone_above_{PART}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -308,8 +282,7 @@ def any_above(sums, PART: gl.constexpr):
     """Whether any of the warpgroup's partial sums is above 2^12 (or no number): a barrier of its 128 threads that votes."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gtu.f32 p, $2, 0f45800000; setp.gtu.or.f32 p, $3, 0f45800000, p; "
-        + "bar.red.or.pred hone_above_%d" % PART
-        + ", %d, 128, p; mov.b32 $0, 0; mov.b32 $1, 0; }" % (11 + PART),
+        + f"bar.red.or.pred hone_above_{PART}, {11 + PART}, 128, p; mov.b32 $0, 0; mov.b32 $1, 0; }}",
         "=f,=f,f,f",
         [sums],
         dtype=gl.float32,
@@ -317,33 +290,9 @@ def any_above(sums, PART: gl.constexpr):
         pack=2,
     )
     flag = gl.inline_asm_elementwise(
-        "selp.b32 $0, 1, 0, hone_above_%d;" % PART, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        f"selp.b32 $0, 1, 0, hone_above_{PART};", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     return flag != 0
-
-
-@gluon.jit
-def extend_rows_lazily(s, m, total, scale, before, EMULATE: gl.constexpr, DEFER: gl.constexpr, PART: gl.constexpr):
-    """`extend_rows` that keeps the old maxima, and so looks for none, unless a sum of weights against them gets large.
-
-    Weights up to 2^12 are as exact as those up to 1. Returns what extend_rows does, the weights in `dtype`.
-    """
-    weights = exponentials(s * scale, (m * scale)[:, None], EMULATE)
-    sums = row_sums(weights, DEFER)
-    p = gl.convert_layout(weights.to(before.dtype), before.type.layout)
-    alpha = m * 0.0 + 1.0
-    if any_above(sums, PART):
-        top = gl.maximum(gl.max(s, 1), m)
-        weights = gl.exp2(s * scale - (top * scale)[:, None])
-        sums = row_sums(weights, DEFER)
-        p = gl.convert_layout(weights.to(before.dtype), before.type.layout)
-        alpha = gl.exp2((m - top) * scale)
-        m = top
-    if DEFER:
-        total = total * gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout))[:, None] + sums
-    else:
-        total = total * alpha + sums
-    return m, p, total, alpha
 
 
 @gluon.jit
@@ -403,23 +352,21 @@ def _constraints(count):
 
 
 @gluon.jit
-def finish_rows(acc, m, total, o_desc, o_shared, lse, plan, tile, PART: gl.constexpr, DEFER: gl.constexpr):
+def finish_rows(acc, m, total, o_desc, o_shared, lse, plan, tile, PART: gl.constexpr):
     """Divides by the sums and stores out and lse of warpgroup PART's 64 rows."""
-    if DEFER:
-        sums = gl.convert_layout(gl.sum(total, 1), m.type.layout)
-    else:
-        sums = total
+    sums = gl.convert_layout(gl.sum(total, 1), m.type.layout)
     seen = sums > 0.0
     acc = rescaled(acc, gl.where(seen, 1.0 / sums, 0.0))
-    rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, m.type.layout)
-    base = (tile.batch * plan.heads + tile.head).to(gl.int64) * plan.seq_q
-    value = gl.where(seen, (m * plan.scale_log2 + gl.log2(sums)) * LN2, float("-inf"))
-    gl.store(lse + base + rows, value, mask=rows < plan.seq_q)
     tma.store_wait(0)
     stage = o_shared.index(PART)
     stage.reshape([64, acc.shape[1]]).store(acc.to(o_desc.dtype))
     fence_async_shared()
     tma_store(o_desc, [tile.batch, tile.m * plan.BM + PART * 64, tile.head, 0], stage)
+    # After the fence, which would wait for these.
+    rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, m.type.layout)
+    base = (tile.batch * plan.heads + tile.head).to(gl.int64) * plan.seq_q
+    value = gl.where(seen, (m * plan.scale_log2 + gl.log2(sums)) * LN2, float("-inf"))
+    gl.store(lse + base + rows, value, mask=rows < plan.seq_q)
 
 
 @gluon.jit
