@@ -34,7 +34,8 @@ class QuantizedShape(NamedTuple):
     """Tile and pipeline of `gluon.w4`: x rows, 64-column chunks a stage, stages, 64-row tiles, parts of K, blocks an SM.
 
     `early`: a block may start before the kernel in front has ended, and loads its first codes and scales meanwhile.
-    `fold`: a group's scale multiplies the group's sum, not the weights.
+    `fold`: a group's scale multiplies the group's sum, not the weights. `teams`: 2 lets two sets of warps take turns at
+    the stages and adds their sums at the end.
     """
 
     block_m: int
@@ -45,18 +46,44 @@ class QuantizedShape(NamedTuple):
     blocks: int
     early: bool
     fold: bool
+    teams: int = 1
+
+
+class FewShape(NamedTuple):
+    """Cut of `gluon.w4_few`: warps that share out K, 16-row tiles, 64-column chunks a unit, units under way, blocks an SM."""
+
+    splits: int
+    rows: int
+    chunks: int
+    depth: int
+    blocks: int
+
+
+def few_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> FewShape | None:
+    """None where `gluon.w4` is the kernel; `group_size` 0 is one scale a row."""
+    if rows > 4 or bits != 4 or 0 < group_size < 64:
+        return None
+    chunks = 1 if group_size == 64 else 2
+    if in_features > 8192:
+        return FewShape(16, 1, chunks, 2, 2)
+    return FewShape(8, 1, chunks, 2, 3)
 
 
 def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> QuantizedShape:
-    """For any number of `rows` of x."""
-    block_m = min(256, max(8, _power(rows)))
-    tiles = 2
-    parts = _parts(-(-out_features // 128) * -(-rows // block_m), in_features // 128, 100)
-    if block_m <= 16:
-        return QuantizedShape(block_m, 4, 4, tiles, parts, 1, early=False, fold=False)
-    if block_m <= 64:
-        return QuantizedShape(block_m, 2, 4, tiles, parts, 1, early=False, fold=False)
-    return QuantizedShape(block_m, 1, 4, tiles, parts, 1, early=False, fold=False)
+    """For any number of `rows` of x; `group_size` 0 is one scale a row."""
+    block_m = min(128, max(8, _power(rows)))
+    blocks = -(-out_features // 64) * -(-rows // block_m)
+    parts = _parts(blocks, in_features // 128, 224)
+    # A sum of bare codes is scaled once a group, where weights would be scaled one by one. Without that a stage has two
+    # chunks: ptxas overlaps products with other work only where two sets of registers take turns.
+    fold = group_size >= 64 and block_m <= 64
+    if fold and block_m <= 32:
+        chunks, stages = 4, 4 if bits == 4 or block_m <= 16 else 3
+    elif fold and bits == 4:
+        chunks, stages = 4, 2
+    else:
+        chunks, stages = 2, {8: 6, 16: 6, 32: 6, 64: 3, 128: 2}[block_m]
+    return QuantizedShape(block_m, chunks, stages, 1, parts, 2, early=True, fold=fold)
 
 
 def _parts(tiles: int, steps: int, wanted: int) -> int:

@@ -69,12 +69,19 @@ def test_linear(rows: int, features: int, columns: int, dtype: torch.dtype) -> N
     assert far_from(got, wanted) <= 2 * far_from(F.linear(x, weight, bias), wanted) + 1e-5
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
-def test_quantized_linear(hopper, dtype: torch.dtype, bits: int, group: int) -> None:
+QUANTIZED = [
+    (4, 128, torch.bfloat16), (4, 0, torch.bfloat16), (4, 32, torch.bfloat16), (4, 64, torch.float16),
+    (4, 256, torch.float16), (8, 128, torch.bfloat16), (8, 0, torch.float16), (8, 32, torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "group", "dtype"), QUANTIZED)
+def test_quantized_linear(hopper, bits: int, group: int, dtype: torch.dtype) -> None:
     step = max(64, group)
-    for rows, features, columns in [*sizes(6, step, 80), (200, 300, 4 * step), (700, 520, 2 * step)]:
+    cases = [(2, 1, 256), (1, 4096, 14336), (11, 520, 5 * step), (150, 300, 4 * step)]
+    if group == 128:
+        cases += [*sizes(6, step, 80), (16, 640, 64 * step), (350, 520, 3 * step)]
+    for rows, features, columns in cases:
         low, high = formats.code_range(bits)
         codes = torch.randint(low, high + 1, (features, columns), dtype=torch.int8, device="cuda")
         scales = (torch.randn(features, columns // group if group else 1, device="cuda") * 0.1).to(dtype)
