@@ -249,7 +249,9 @@ def _listed(can: Tensor, must: Tensor) -> list[Tensor]:
     whole = can & must
     num_partial = partial.sum(-1, dtype=torch.int32)
     place = torch.where(
-        partial, partial.cumsum(-1, dtype=torch.int32) - 1, num_partial[..., None] + whole.cumsum(-1) - 1
+        partial,
+        partial.cumsum(-1, dtype=torch.int32) - 1,
+        num_partial[..., None] + whole.cumsum(-1, dtype=torch.int32) - 1,
     )
     columns = can.shape[-1]
     place = torch.where(can, place, columns).long()  # what is never kept falls into one place past the end
