@@ -45,6 +45,18 @@ SHAPES = {
         ),
         128256,
     ),
+    "llama3-1b": (
+        Shape(
+            hidden_size=2048,
+            num_layers=16,
+            num_heads=32,
+            num_kv_heads=8,
+            intermediate_size=8192,
+            max_seq_len=8192,
+            rope_theta=500000.0,
+        ),
+        128256,
+    ),
     "qwen3-0.6b": (
         Shape(
             family="qwen3",
@@ -322,7 +334,46 @@ class Bench:
             self.engine.step()
 
     def peer(self) -> None:
-        """transformers' generate on a random model of the same shape, at the batches of `decode`."""
+        """transformers' generate, and its continuous batching, on a random model of the shape, at the batches of `decode`."""
+        model = self._peer_model()
+        options = {"do_sample": False, "pad_token_id": 0}
+        for batch in self.args.batches:
+            prompts = prompts_of(batch, self.args.context, self.args.context, self.config.vocab_size, 1)
+            ids = torch.tensor(prompts, device=self.args.device)
+            more = {"attention_mask": torch.ones_like(ids), **options}
+
+            def generate(tokens: int, ids=ids, more=more) -> None:
+                model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **more).tolist()
+
+            self._add_peer("generate", batch, generate)
+        import transformers
+
+        def generate_batch(tokens: int) -> None:
+            config = transformers.GenerationConfig(max_new_tokens=tokens, eos_token_id=-1, **options)
+            done = model.generate_batch(prompts, generation_config=config)
+            assert all(len(one.generated_tokens) == tokens for one in done.values()), "a request ended early"
+
+        self._add_peer("generate_batch", batch, generate_batch)
+
+    def _add_peer(self, method: str, batch: int, run: Callable[[int], Any]) -> None:
+        """Its rate from the difference between many tokens and one; stands beside our rows if no better one does yet."""
+        import transformers
+
+        count, spent = min(32, self.args.tokens), []
+        run(2)
+        for _ in range(2):
+            least = timed(lambda: run(1))
+            spent.append(timed(lambda: run(count + 1)) - least)
+        rate, spread = batch * count / min(spent), batch * count * (1 / min(spent) - 1 / max(spent)) / 2
+        name = f"transformers {transformers.__version__} {method}"
+        self.add(f"{name}, batch {batch}", rate, "tokens/s", n=2 * count, spread=spread)
+        for row in self.rows:
+            ours = row["figure"].removesuffix(", no graphs").endswith(f": decode, batch {batch}")
+            if ours and rate > row.get("peer_value", 0.0):
+                row |= {"peer": name, "peer_value": rate, "ratio": row["value"] / rate}
+
+    def _peer_model(self) -> Any:
+        """A transformers model with random weights drawn on the device."""
         import transformers
 
         with tempfile.TemporaryDirectory() as folder:
@@ -335,25 +386,7 @@ class Bench:
             parameter.data.normal_(std=0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
         with torch.device(self.args.device):
             model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its table is no parameter
-        name = f"transformers {transformers.__version__} generate"
-        for batch in self.args.batches:
-            prompts = prompts_of(batch, self.args.context, self.args.context, self.config.vocab_size, 1)
-            ids = torch.tensor(prompts, device=self.args.device)
-            options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-            count = min(32, self.args.tokens)
-
-            def run(tokens: int, ids=ids, options=options) -> float:
-                return timed(
-                    lambda: model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options).tolist()
-                )
-
-            run(2)
-            spent = [run(count + 1) - run(1) for _ in range(2)]
-            rate, spread = batch * count / min(spent), batch * count * (1 / min(spent) - 1 / max(spent)) / 2
-            self.add(f"{name}, batch {batch}", rate, "tokens/s", n=2 * count, spread=spread)
-            for row in self.rows:
-                if row["figure"].removesuffix(", no graphs").endswith(f": decode, batch {batch}"):
-                    row |= {"peer": name, "peer_value": rate, "ratio": row["value"] / rate}
+        return model
 
 
 def main() -> None:
