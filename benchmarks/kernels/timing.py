@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 
 L2_BYTES = 64 << 20
 """More than an H200's L2 cache: what a benchmark must touch between two reads of the same bytes."""
+
+CLOCK_HZ = 2e9
+"""Cycles a second that no H200 exceeds: a sleep of so many is at least a second."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ def _memory_rates() -> tuple[float, float]:
 def median_seconds(run: Callable[[], Any], *, captured: bool = True, min_time_s: float = 0.15, calls: int = 1) -> float:
     """Median seconds of `run` / `calls`, after warming up; as replays of a CUDA graph unless `captured` is False.
 
+    Without a graph the GPU is kept busy while `run` is launched, so that its time alone is measured either way, as long
+    as `run` itself does not wait for the GPU.
     A `run` whose data fits in L2 must itself go through several sets of inputs and say in `calls` how many it did.
     """
     return interleaved([run], captured=captured, min_time_s=min_time_s, calls=calls)[0]
@@ -53,13 +59,14 @@ def interleaved(
     """Median seconds a call of each of `runs`, timed in turn so that heat and clocks meet all of them alike."""
     replays = [_captured(run) if captured else _warmed(run) for run in runs]
     once = max(_event_seconds(replay) for replay in replays)
-    rounds = max(5, min(200, int(min_time_s / max(once, 1e-6))))
+    lead = 0.0 if captured else 1.5 * max(_launch_seconds(replay) for replay in replays)
+    rounds = max(5, min(200, int(min_time_s / max(once + lead, 1e-6))))
     # A replay far shorter than an event's resolution is repeated between two events.
     repeats = max(1, int(100e-6 / max(once, 1e-7)))
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for replay, taken in zip(replays, times, strict=True):
-            taken.append(_event_seconds(replay, repeats))
+            taken.append(_event_seconds(replay, repeats, lead * repeats))
     return [statistics.median(taken) / calls for taken in times]
 
 
@@ -71,8 +78,14 @@ def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        # The generator still waits for the capture's end, and would refuse every later random number.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
@@ -85,8 +98,21 @@ def _warmed(run: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def _event_seconds(run: Callable[[], Any], repeats: int = 1) -> float:
+def _launch_seconds(run: Callable[[], Any]) -> float:
+    """Time the CPU takes to launch a call; the GPU has nothing else to do."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    taken = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return taken
+
+
+def _event_seconds(run: Callable[[], Any], repeats: int = 1, lead: float = 0.0) -> float:
+    """GPU seconds of a call; the GPU idles for `lead` seconds before, while the calls are launched."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if lead:
+        torch.cuda._sleep(int(lead * CLOCK_HZ))  # torch's own tests of streams hold a GPU up by this
     begin.record()
     for _ in range(repeats):
         run()

@@ -6,10 +6,13 @@ feed-forward, H query heads, KV key/value heads, Dh head width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
 from hone.ops import lean, reference
 from hone.ops.dispatch import backend_of
@@ -67,14 +70,19 @@ def _plain(x: Tensor) -> Any:
     return None if x.is_cuda else lean
 
 
-def _bare(*given: Tensor | None) -> bool:
-    """No gradient is wanted: the kernel may be launched without torch's dispatcher, most of a small call's time."""
-    return not (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given))
+def _way(op: Any, bare: Callable[..., Any], graded: type[Function], *given: Tensor | None) -> Any:
+    """What runs a kernel: torch's op in a graph; else one of its two twins, which spare most of a small call's time."""
+    if torch.compiler.is_compiling():
+        return op
+    wants = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given)
+    return graded.apply if wants else bare
 
 
 def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantize: Codes | None) -> Any:
-    run = _norm if _bare(x, weight, residual) or quantize else _norm_op
-    y, summed, rows = run(x.detach() if quantize else x, weight, eps, residual, quantize or "")
+    if quantize:
+        x, weight, residual = x.detach(), weight.detach(), None if residual is None else residual.detach()
+    run = _way(_norm_op, _norm, _Norm, x, weight, residual)
+    y, summed, rows = run(x, weight, eps, residual, quantize or "")
     made = (y, rows, summed) if quantize else (y, summed)
     return made if residual is not None else made[:-1] if quantize else y
 
@@ -98,7 +106,7 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     if plain is None:
         chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
         if chosen == "triton":
-            return (_gate if _bare(gate_up) else _gate_op)(gate_up)
+            return _way(_gate_op, _gate, _Gate, gate_up)(gate_up)
         plain = reference if chosen == "reference" else lean
     return plain.swiglu(gate_up)
 
@@ -115,7 +123,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend
             if in_place:
                 (_rope_in_place_op if torch.compiler.is_compiling() else _turn_in_place)(x, cos, sin)
                 return x
-            return (_rotated if _bare(x) else _rope_op)(x, cos, sin, 1.0)
+            return _way(_rope_op, _rotated, _Rotated, x)(x, cos, sin, 1.0)
         plain = reference if chosen == "reference" else lean
     turned = plain.rope(x, cos, sin)
     return x.copy_(turned) if in_place else turned
@@ -152,7 +160,7 @@ def rope_write(
     write_kv(turn(k, cos, sin), v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
 
 
-# What the GPU runs: launches of hone.ops.triton.{norm,pointwise} as torch ops.
+# What the GPU runs: launches of hone.ops.triton.{norm,pointwise} as torch ops, and for eager calls as plain Functions.
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, codes: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,8 +185,7 @@ def _norm_fake(
     return y, summed, torch.empty(rows, dtype=torch.float32, device=x.device)
 
 
-@torch.library.custom_op("hone::rms_norm_backward", mutates_args=())
-def _norm_backward_op(
+def _norm_backward(
     upstream: Tensor, upstream_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """(gradient by x, gradient by weight or empty)."""
@@ -187,6 +194,9 @@ def _norm_backward_op(
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grad_weight = launch_backward(upstream, upstream_sum, x, weight, rstd, grad_x, wants_weight)
     return grad_x, weight.new_empty(0) if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+_norm_backward_op = torch.library.custom_op("hone::rms_norm_backward", _norm_backward, mutates_args=())
 
 
 @_norm_backward_op.register_fake
@@ -206,16 +216,25 @@ def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.set_materialize_grads(False)
 
 
-def _norm_grad(ctx: Any, upstream: Tensor | None, upstream_sum: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _norm_grad(
+    run: Callable[..., Any], ctx: Any, upstream: Tensor | None, upstream_sum: Tensor | None, _: Any
+) -> tuple[Any, ...]:
     x, weight, rstd = ctx.saved_tensors
     flow_sum = upstream_sum if ctx.has_residual else None
     if upstream is None:
         return flow_sum, None, None, flow_sum, None
-    grad_x, grad_weight = _norm_backward_op(upstream, flow_sum, x, weight, rstd, ctx.needs_input_grad[1])
+    grad_x, grad_weight = run(upstream, flow_sum, x, weight, rstd, ctx.needs_input_grad[1])
     return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, grad_x if ctx.has_residual else None, None
 
 
-_norm_op.register_autograd(_norm_grad, setup_context=_norm_setup)
+_norm_op.register_autograd(partial(_norm_grad, _norm_backward_op), setup_context=_norm_setup)
+
+
+class _Norm(Function):
+    """`hone::rms_norm`, without the dispatcher."""
+
+    forward, setup_context = staticmethod(_norm), staticmethod(_norm_setup)
+    backward = staticmethod(once_differentiable(partial(_norm_grad, _norm_backward)))
 
 
 def _gate(gate_up: Tensor) -> Tensor:
@@ -234,8 +253,7 @@ def _gate_fake(gate_up: Tensor) -> Tensor:
     return torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
 
 
-@torch.library.custom_op("hone::swiglu_backward", mutates_args=())
-def _gate_backward_op(gate_up: Tensor, upstream: Tensor) -> Tensor:
+def _gate_backward(gate_up: Tensor, upstream: Tensor) -> Tensor:
     from hone.ops.triton.pointwise import launch_gate_backward
 
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -243,15 +261,31 @@ def _gate_backward_op(gate_up: Tensor, upstream: Tensor) -> Tensor:
     return grad
 
 
+_gate_backward_op = torch.library.custom_op("hone::swiglu_backward", _gate_backward, mutates_args=())
+
+
 @_gate_backward_op.register_fake
 def _gate_backward_fake(gate_up: Tensor, upstream: Tensor) -> Tensor:
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
-_gate_op.register_autograd(
-    lambda ctx, upstream: _gate_backward_op(ctx.saved_tensors[0], upstream),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-)
+def _gate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _gate_grad(run: Callable[..., Any], ctx: Any, upstream: Tensor) -> Tensor:
+    grad: Tensor = run(ctx.saved_tensors[0], upstream)
+    return grad
+
+
+_gate_op.register_autograd(partial(_gate_grad, _gate_backward_op), setup_context=_gate_setup)
+
+
+class _Gate(Function):
+    """`hone::swiglu`, without the dispatcher."""
+
+    forward, setup_context = staticmethod(_gate), staticmethod(_gate_setup)
+    backward = staticmethod(once_differentiable(partial(_gate_grad, _gate_backward)))
 
 
 def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,10 +323,18 @@ def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1], inputs[2])
 
 
-_rope_op.register_autograd(
-    lambda ctx, upstream: (_rope_op(upstream, *ctx.saved_tensors, -ctx.sign), None, None, None),
-    setup_context=_rope_setup,
-)
+def _rope_grad(turn: Callable[..., Tensor], ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    return turn(upstream, *ctx.saved_tensors, -ctx.sign), None, None, None
+
+
+_rope_op.register_autograd(partial(_rope_grad, _rope_op), setup_context=_rope_setup)
+
+
+class _Rotated(Function):
+    """`hone::rope`, without the dispatcher."""
+
+    forward, setup_context = staticmethod(_rotated), staticmethod(_rope_setup)
+    backward = staticmethod(lambda ctx, upstream: _rope_grad(_Rotated.apply, ctx, upstream))
 
 
 def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:

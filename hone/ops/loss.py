@@ -199,8 +199,8 @@ def _lift(dtype: torch.dtype) -> float:
     return 256.0 if dtype == torch.float16 else 1.0
 
 
-ROW_BLOCK = (8192, 16)
-"""(columns at a time, warps) of the kernel that walks a row of logits."""
+ROW_BLOCK = (8192, 16, 1)
+"""(columns at a time, warps, blocks under way) of the kernel that walks a row of logits."""
 
 
 def _cross_entropy(
@@ -218,12 +218,12 @@ def _cross_entropy(
     from hone.ops.triton.loss import cross_entropy_rows
 
     z_loss, smoothing, alpha, temperature = terms
-    block, warps = ROW_BLOCK
+    block, warps, stages = ROW_BLOCK
     block = min(block, 1 << (logits.shape[1] - 1).bit_length())
     cross_entropy_rows[(len(logits),)](
         logits, taught_logits, targets, losses, factor, logits.stride(0), taught_logits.stride(0), logits.shape[1],
         ignore_index, _lift(logits.dtype), z_loss, smoothing, alpha, temperature,
-        TEACHER=taught, SMOOTH=smoothing != 0, SLOPE=slope, BLOCK=block, num_warps=warps,
+        TEACHER=taught, SMOOTH=smoothing != 0, SLOPE=slope, BLOCK=block, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from hone.ops.loss import ROW_BLOCK
 from hone.ops.triton import grouped, loss, norm, pointwise, sample
 from tests.ops.compiled import compile_triton
 
@@ -35,7 +36,7 @@ NUMBERS = dict.fromkeys(("eps", "largest", "lift", "z_loss", "smoothing", "alpha
 
 def test_norm() -> None:
     rows, block, warps = norm.tile(4096)
-    shape = {"RESIDUAL": True, "ROWS": rows, "BLOCK": block}
+    shape = {"RESIDUAL": True, "WIDTH": 4096, "ROWS": rows, "BLOCK": block}
     types = bf16("x", "residual", "weight", "y", "summed", "grad_x", "upstream", "upstream_sum")
     types |= fp32("rstd", "scales", "partial") | NUMBERS
     forward = compiled(norm.rms_norm_forward, types, {**shape, "KEEPS": True, "QUANTIZED": False, "HINT": ""}, warps)
@@ -45,11 +46,22 @@ def test_norm() -> None:
         assert record.count("LDG.E.128") or record.count("LDG.E.EF.128")
 
 
+def test_gate() -> None:
+    block, warps = pointwise.gate_shape(14336)
+    types = bf16("gate_up", "out", "upstream", "grad")
+    for kernel, loads in ((pointwise.swiglu_forward, 2), (pointwise.swiglu_backward, 3)):
+        taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        record = compiled(kernel, taken, {"WIDTH": 14336, "BLOCK": block}, warps)
+        assert record.clean and record.count("LDG.E.128") == loads
+        assert not record.count("I2F")  # no division before the loads
+
+
 @pytest.mark.parametrize("teacher", [False, True])
 def test_loss(teacher: bool) -> None:
+    block, warps, stages = ROW_BLOCK
     types = bf16("logits", "taught") | {"targets": "*i64"} | fp32("losses", "factor") | NUMBERS
-    constants = {"TEACHER": teacher, "SMOOTH": False, "SLOPE": True, "BLOCK": 8192}
-    record = compiled(loss.cross_entropy_rows, types, constants, 16)
+    constants = {"TEACHER": teacher, "SMOOTH": False, "SLOPE": True, "BLOCK": block, "STAGES": stages}
+    record = compiled(loss.cross_entropy_rows, types, constants, warps)
     assert record.clean and record.count("MUFU.EX2")
 
 

@@ -31,6 +31,7 @@ def cross_entropy_rows(
     SMOOTH: tl.constexpr,
     SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """losses[r] = factor * loss of row r; logits[r] = factor * lift * its slope when SLOPE. Ignored rows are zeroed."""
     place = tl.program_id(0).to(tl.int64)
@@ -49,7 +50,7 @@ def cross_entropy_rows(
             row, taught_row, chosen, num_values, z_loss, alpha, temperature, BLOCK
         )
     else:
-        log_sum, mean = _log_sum_exp(row, num_values, SMOOTH, BLOCK)
+        log_sum, mean = _log_sum_exp(row, num_values, SMOOTH, BLOCK, STAGES)
         loss = log_sum - chosen + smoothing * (chosen - mean) + z_loss * log_sum * log_sum
         soft_log_sum = log_sum
         taught_log_sum = log_sum
@@ -63,7 +64,7 @@ def cross_entropy_rows(
         pull = alpha * temperature * scale
         _slopes(
             row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
-            rise, floor, drop, pull, 1.0 / temperature, TEACHER, BLOCK,
+            rise, floor, drop, pull, 1.0 / temperature, TEACHER, BLOCK, STAGES,
         )  # fmt: skip
 
 
@@ -75,12 +76,12 @@ def _zero(row, num_values, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _log_sum_exp(row, num_values, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
+def _log_sum_exp(row, num_values, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """(log(sum(exp(row))), mean of the row or 0)."""
     peak = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     plain = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, num_values, BLOCK):
+    for begin in tl.range(0, num_values, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
         values = tl.load(row + at, mask=at < num_values, other=float("-inf"), eviction_policy="evict_last").to(
             tl.float32
@@ -131,11 +132,11 @@ def _divergence(row, taught_row, chosen, num_values, z_loss, alpha, temperature,
 @triton.jit
 def _slopes(
     row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
-    rise, floor, drop, pull, soften, TEACHER: tl.constexpr, BLOCK: tl.constexpr,
+    rise, floor, drop, pull, soften, TEACHER: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """row = rise * softmax(row) - floor - drop at the target (+ pull * (softened softmax - the teacher's))."""
     last = (num_values - 1) // BLOCK * BLOCK
-    for back in range(0, num_values, BLOCK):
+    for back in tl.range(0, num_values, BLOCK, num_stages=STAGES):
         at = last - back + tl.arange(0, BLOCK)
         inside = at < num_values
         values = tl.load(row + at, mask=inside, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)

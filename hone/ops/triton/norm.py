@@ -23,20 +23,20 @@ def rms_norm_forward(
     residual_inner,
     inner,
     num_rows,
-    width,
     eps,
     largest,
     RESIDUAL: tl.constexpr,
     KEEPS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     HINT: tl.constexpr,
+    WIDTH: tl.constexpr,  # D
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """y = x / rms(x) * weight of ROWS rows, where x is x + residual (rounded to x's dtype) when RESIDUAL."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < num_rows) & (columns < width)
+    inside = _inside(rows, columns, num_rows, WIDTH, ROWS, BLOCK)
     values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0, eviction_policy=HINT)
     if RESIDUAL:
         before = tl.load(
@@ -45,10 +45,10 @@ def rms_norm_forward(
         values = (values.to(tl.float32) + before.to(tl.float32)).to(x.dtype.element_ty)
     whole = values
     values = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 1) / width + eps)[:, None]
+    scale = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)[:, None]
     if KEEPS:
         tl.store(rstd + rows, scale, mask=rows < num_rows)
-    by = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     # The reference rounds the normed row to x's dtype before the weight.
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32) * by
     if QUANTIZED:
@@ -60,9 +60,16 @@ def rms_norm_forward(
             # Round half to even, as torch does: adding and taking away 1.5 * 2^23 leaves an integer.
             normed = (normed + 12582912.0) - 12582912.0
         normed = tl.minimum(tl.maximum(normed, -largest), largest)
-    tl.store(y + rows * width + columns, normed.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + rows * WIDTH + columns, normed.to(y.dtype.element_ty), mask=inside)
     if RESIDUAL:
-        tl.store(summed + rows * width + columns, whole, mask=inside)
+        tl.store(summed + rows * WIDTH + columns, whole, mask=inside)
+
+
+@triton.jit
+def _inside(rows, columns, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of a tile's values there are: no comparison where a program has one whole row."""
+    whole: tl.constexpr = ROWS == 1 and BLOCK == WIDTH
+    return tl.full([ROWS, BLOCK], True, tl.int1) if whole else (rows < num_rows) & (columns < WIDTH)
 
 
 @triton.jit
@@ -86,20 +93,20 @@ def rms_norm_backward(
     x_inner,
     inner,
     num_rows,
-    width,
     RESIDUAL: tl.constexpr,
     WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,  # D
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Gradient by x of every num_programs-th tile of rows; the weight's gradient is summed in registers."""
     columns = tl.arange(0, BLOCK)[None, :]
-    by = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     for step in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (step * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-        inside = (rows < num_rows) & (columns < width)
+        inside = _inside(rows, columns, num_rows, WIDTH, ROWS, BLOCK)
         flow = upstream + _start(rows, inner, upstream_outer, upstream_inner) + columns
         flow = tl.load(flow, mask=inside, other=0.0).to(tl.float32)
         values = x + _start(rows, inner, x_outer, x_inner) + columns
@@ -109,14 +116,14 @@ def rms_norm_backward(
         product = flow * normed
         if WEIGHT:
             grad_weight += product
-        mean = tl.sum(product * by, 1)[:, None] / width
+        mean = tl.sum(product * by, 1)[:, None] / WIDTH
         slope = (flow * by - normed * mean) * scale
         if RESIDUAL:
-            slope += tl.load(upstream_sum + rows * width + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + rows * width + columns, slope.to(grad_x.dtype.element_ty), mask=inside)
+            slope += tl.load(upstream_sum + rows * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + rows * WIDTH + columns, slope.to(grad_x.dtype.element_ty), mask=inside)
     if WEIGHT:
-        where = partial + tl.program_id(0).to(tl.int64) * width + columns
-        tl.store(where, tl.sum(grad_weight, 0)[None, :], mask=columns < width)
+        where = partial + tl.program_id(0).to(tl.int64) * WIDTH + columns
+        tl.store(where, tl.sum(grad_weight, 0)[None, :], mask=columns < WIDTH)
 
 
 HINT = "evict_first"
@@ -165,8 +172,8 @@ def launch_forward(
     per, block, warps = tile(width)
     rms_norm_forward[(triton.cdiv(num_rows, per),)](
         source, before, weight, y, summed, rows, rows, *source.stride()[:2], *before.stride()[:2], source.shape[1],
-        num_rows, width, eps, largest, RESIDUAL=residual is not None, KEEPS=largest == 0, QUANTIZED=largest != 0, HINT=HINT if residual is None else RESIDUAL_HINT,
-        ROWS=per, BLOCK=block, num_warps=warps,
+        num_rows, eps, largest, RESIDUAL=residual is not None, KEEPS=largest == 0, QUANTIZED=largest != 0,
+        HINT=HINT if residual is None else RESIDUAL_HINT, WIDTH=width, ROWS=per, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -183,8 +190,8 @@ def launch_backward(
     if num_rows:
         rms_norm_backward[(programs,)](
             flow, flow if upstream_sum is None else upstream_sum.contiguous(), source, weight, rstd, grad_x, partial,
-            *flow.stride()[:2], *source.stride()[:2], source.shape[1], num_rows, width,
-            RESIDUAL=upstream_sum is not None, WEIGHT=wants, ROWS=per, BLOCK=block, STAGES=stages, num_warps=warps,
+            *flow.stride()[:2], *source.stride()[:2], source.shape[1], num_rows, RESIDUAL=upstream_sum is not None,
+            WEIGHT=wants, WIDTH=width, ROWS=per, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return partial.sum(0) if wants else None
 
