@@ -1,4 +1,4 @@
-"""Linear layers of few rows: dense, 4-bit, 8-bit and fp8 weights against torch's bf16 product (cuBLAS).
+"""Linear layers: dense, 4-bit, 8-bit, fp8 and 2:4 sparse weights against torch's bf16 product (cuBLAS).
 
 Every call meets another copy of the weight, eight in turn (240 MB at least): nothing comes from the L2 cache. Bytes are
 those of the weight and its scales, x and the output. The GEMM's FLOP/s, not the memory, bounds 256 rows. Marlin and
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
 from hone.ops import formats
-from hone.ops.gemm import fp8_codes, fp8_linear, linear, quantized_linear
+from hone.ops.gemm import compress_24, fp8_codes, fp8_linear, linear, quantized_linear, sparse_linear
 
 COPIES = 8
 SIZES = ((14336, 4096), (4096, 14336))
@@ -35,6 +35,7 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
             for bits in (4, 8):
                 found += quantized_rows(limit, dense, bits)
             found += fp8_rows(limit, dense)
+            found += sparse_rows(limit, dense)
             del dense
             torch.cuda.empty_cache()
     return found
@@ -121,6 +122,34 @@ def fp8_row(limit: Ceilings, dense: list[Tensor], weights: list[Tensor], scales:
         peer="cuBLAS bf16" if blockwise else "torch._scaled_mm",
         peer_seconds=theirs,
     )
+
+
+def sparse_rows(limit: Ceilings, dense: list[Tensor]) -> list[dict[str, Any]]:
+    """Two of four weights kept, in torch's format, against the dense product: 16 rows stream it, 2048 rows compute."""
+    features, columns = dense[0].shape
+    packed = []
+    for weight in dense:
+        fours = weight.view(features, -1, 4)
+        kept = fours.abs().topk(2, -1).indices
+        packed.append(compress_24(torch.zeros_like(fours).scatter(-1, kept, fours.gather(-1, kept)).view_as(weight)))
+    found = []
+    for count in (16, 2048):
+        x = torch.randn(count, columns, **BF16)
+        ours, theirs = _timed(lambda i, x=x: sparse_linear(x, packed[i]), lambda i, x=x: F.linear(x, dense[i]))
+        moved = features * columns * 9 // 8 + _bytes(x) + 2 * count * features  # half the weights, 2 bits a kept one
+        bound = min(limit.read / moved, limit.gemm / (count * features * columns))
+        found.append(
+            row(
+                f"linear 2:4 M {count}, {features} x {columns}",
+                ours,
+                amount=moved,
+                unit="TB/s",
+                ceiling=bound * moved,
+                peer="cuBLAS bf16",
+                peer_seconds=theirs,
+            )
+        )
+    return found
 
 
 def _timed(ours: Callable[[int], Tensor], theirs: Callable[[int], Tensor]) -> list[float]:

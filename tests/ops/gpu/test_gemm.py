@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.model.linear import Dense
+from hone.base.artifact import Artifact
+from hone.base.run import Run
+from hone.compress.stage import Compress
+from hone.model.decoder import build
+from hone.model.families import Shape
+from hone.model.hf import load, save
+from hone.model.linear import Dense, make_dense
 from hone.model.quantized import PackedInt, Scheme
 from hone.ops import formats
 from hone.ops.dispatch import locate
@@ -180,3 +186,30 @@ def test_training_sees_torchs_own_product() -> None:
     assert torch.equal(out, F.linear(x, dense.weight, dense.bias))
     out.sum().backward()
     assert x.grad is not None and dense.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "backend"), [(4, 128, "gluon"), (4, 0, "gluon"), (8, 0, "gluon"), (4, 96, "reference")]
+)
+def test_a_quantized_checkpoint_decodes_as_its_dense_weights(
+    hopper, bits: int, group: int, backend: str, tmp_path
+) -> None:
+    """RTN's files (GPTQ writes the same) through hone.model.hf.load: tiles on the GPU, logits of the dense weights."""
+    pytest.importorskip("safetensors")
+    shape = Shape(num_layers=2, hidden_size=384, num_heads=6, num_kv_heads=2, intermediate_size=768)
+    save(build(shape.config(256), dtype=torch.bfloat16), tmp_path / "model")
+    steps = [{"kind": "rtn", "bits": bits, "group_size": group}]
+    spec = Compress.read({"steps": steps})
+    made = spec.make(tmp_path / "small", {"model": Artifact.read(tmp_path / "model")}, Run(quiet=True))
+    packed, dense = load(made.folder, "cuda"), load(made.folder, "cuda")
+    layers = {name: layer for name, layer in dense.named_modules() if isinstance(layer, PackedInt)}
+    assert len(layers) >= 8 and all(layer.tiled == (backend == "gluon") for layer in layers.values())
+    for name, layer in layers.items():
+        plain = make_dense(name, layer.in_features, layer.out_features, False)
+        plain.load([{"weight": layer.dequantize(torch.bfloat16)}])
+        dense.set_submodule(name, plain)
+    for count in (1, 40):
+        tokens = torch.randint(0, 256, (2, count), device="cuda")
+        with torch.no_grad():
+            found, wanted = packed(tokens).double(), dense(tokens).double()
+        assert far_from(found, wanted) < 3e-2
