@@ -20,6 +20,9 @@ from hone.ops.loss import linear_cross_entropy
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
+compiled = partial(torch.compile, dynamic=False)
+"""The peer at its best: each shape gets code of its own."""
+
 
 def rows(limit: Ceilings) -> list[dict[str, Any]]:
     """All rows of this area."""
@@ -42,7 +45,7 @@ def loss_rows(limit: Ceilings) -> list[dict[str, Any]]:
     x = torch.randn(tokens, width, **BF16).requires_grad_()
     weight = (torch.randn(vocab, width, device="cuda") * 0.02).bfloat16().requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), device="cuda")
-    plain = torch.compile(lambda x, weight, targets: F.cross_entropy(F.linear(x, weight).float(), targets))
+    plain = compiled(lambda x, weight, targets: F.cross_entropy(F.linear(x, weight).float(), targets))
 
     def step(loss: Callable[..., Tensor]) -> Callable[[], None]:
         def run() -> None:
@@ -146,7 +149,7 @@ def norm_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
     def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return reference.rms_norm(x + residual, weight, 1e-5), x + residual
 
-    theirs, given, large = torch.compile(plain), (x, residual, weight), tokens > 1024
+    theirs, given, large = compiled(plain), (x, residual, weight), tokens > 1024
     name = f"rms_norm + residual {tokens} x {width}"
     flows = (flow, flow_sum)
     found = [
@@ -161,7 +164,7 @@ def norm_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
 def gate_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
     """swiglu: 3 values moved an output, 5 more in the backward pass."""
     gate_up, flow = torch.randn(tokens, 2 * width, **BF16), torch.randn(tokens, width, **BF16)
-    theirs, large = torch.compile(reference.swiglu), tokens > 1024
+    theirs, large = compiled(reference.swiglu), tokens > 1024
     name = f"swiglu {tokens} x 2 x {width}"
     found = [
         against_compile(limit, name, 6 * flow.numel(), lambda: fused.swiglu(gate_up), lambda: theirs(gate_up), large)
@@ -182,7 +185,7 @@ def rope_row(limit: Ceilings, tokens: int) -> dict[str, Any]:
     places = slots // page_size, slots % page_size
     k_pages, v_pages = torch.zeros(2, tokens // page_size + 2, kv_heads, page_size, head_dim, **BF16)
 
-    @torch.compile
+    @compiled
     def theirs(qkv: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
         k_pages[pages, :, offsets] = reference.rope(k, cos, sin)

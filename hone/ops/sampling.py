@@ -182,6 +182,10 @@ def _signed(value: int) -> int:
 # What the GPU runs: launches of hone.ops.triton.sample as one torch op.
 
 
+FLOOR_SHAPE = (4096, 16, 1)
+"""(values at a time, warps, blocks under way) of the kernel that finds a row's threshold."""
+
+
 @torch.library.custom_op("hone::sample", mutates_args=())
 def _sample_op(
     logits: Tensor, heat: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
@@ -200,8 +204,10 @@ def _sample_op(
         return out
     stride = logits.stride(0)
     if filtered:
+        wide, warps, stages = FLOOR_SHAPE
+        wide = max(16, min(wide, 1 << (vocab_size - 1).bit_length()))
         kernels.floors[(num_rows,)](
-            logits, heat, counts, shares, cuts, floor, stride, vocab_size, BLOCK=max(block, 16), num_warps=16
+            logits, heat, counts, shares, cuts, floor, stride, vocab_size, BLOCK=wide, STAGES=stages, num_warps=warps
         )
     kernels.draw_parts[(num_rows, parts)](
         logits, heat, floor, keys, best, token, stride, vocab_size, FILTERED=filtered, BLOCK=block, num_warps=8

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from hone.ops.loss import ROW_BLOCK
+from hone.ops.sampling import FLOOR_SHAPE
 from hone.ops.triton import grouped, loss, norm, pointwise, sample
 from tests.ops.compiled import compile_triton
 
@@ -87,4 +88,5 @@ def test_sample() -> None:
     types = fp32("logits", "temperature", "floor", "top_p", "min_p_log")
     types |= {"keys": "*i64", "best": "*fp64", "token": "*i32", "top_k": "*i32"}
     assert compiled(sample.draw_parts, types, {"FILTERED": True, "BLOCK": 4096}, 8).clean
-    assert compiled(sample.floors, types, {"BLOCK": 4096}, 16).clean
+    block, warps, stages = FLOOR_SHAPE
+    assert compiled(sample.floors, types, {"BLOCK": block, "STAGES": stages}, warps).clean

@@ -19,6 +19,7 @@ def floors(
     stride,
     num_values,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The least logit / temperature that row e may draw."""
     place = tl.program_id(0).to(tl.int64)
@@ -37,15 +38,17 @@ def floors(
     least = peak + cut
     if count < num_values:
         # At most count - 1 values lie above the floor. A value that min-p drops never raises it.
-        kth = _least_with(row, num_values, heat, float("-inf"), peak, count.to(tl.float32), False, BLOCK)
+        kth = _least_with(row, num_values, heat, float("-inf"), peak, count.to(tl.float32), False, BLOCK, STAGES)
         if share < 1.0:
             whole = _mass(row, num_values, heat, kth, least, peak, count, BLOCK)
-            kept = _least_with(row, num_values, heat, tl.maximum(kth, least), peak, _some(share * whole), True, BLOCK)
+            some = _some(share * whole)
+            kept = _least_with(row, num_values, heat, tl.maximum(kth, least), peak, some, True, BLOCK, STAGES)
             least = tl.maximum(least, kept)
         least = tl.maximum(least, kth)
     elif share < 1.0:
         whole = _mass(row, num_values, heat, float("-inf"), least, peak, num_values, BLOCK)
-        least = tl.maximum(least, _least_with(row, num_values, heat, least, peak, _some(share * whole), True, BLOCK))
+        kept = _least_with(row, num_values, heat, least, peak, _some(share * whole), True, BLOCK, STAGES)
+        least = tl.maximum(least, kept)
     tl.store(floor + place, least)
 
 
@@ -108,12 +111,15 @@ def _ordered(values):
 
 
 @triton.jit
-def _above(row, num_values, heat, floor, peak, first, second, third, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _above(
+    row, num_values, heat, floor, peak, first, second, third,
+    MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Count, or mass exp(value - peak), of the values not below `floor` whose order exceeds each of three pivots."""
     a = tl.zeros([BLOCK], tl.float32)
     b = tl.zeros([BLOCK], tl.float32)
     c = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, num_values, BLOCK):
+    for begin in tl.range(0, num_values, BLOCK, num_stages=STAGES):
         values = _scaled(row, begin, num_values, heat, BLOCK)
         order = _ordered(values)
         inside = (values >= floor) & (values > float("-inf"))
@@ -125,7 +131,9 @@ def _above(row, num_values, heat, floor, peak, first, second, third, MASS: tl.co
 
 
 @triton.jit
-def _least_with(row, num_values, heat, floor, peak, bound, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _least_with(
+    row, num_values, heat, floor, peak, bound, MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
     """The least value t such that the values above t number, or weigh, less than `bound`.
 
     What lies above t changes only at the row's values, so t is one of them (or -inf, when all may stay).
@@ -136,8 +144,9 @@ def _least_with(row, num_values, heat, floor, peak, bound, MASS: tl.constexpr, B
         step = (tl.full([], 1, tl.int64) << 30) >> (2 * turn)
         first, second, third = low + step - 1, low + 2 * step - 1, low + 3 * step - 1
         a, b, c = _above(
-            row, num_values, heat, floor, peak, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32), MASS, BLOCK
-        )
+            row, num_values, heat, floor, peak, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32),
+            MASS, BLOCK, STAGES,
+        )  # fmt: skip
         quarters = (a >= bound).to(tl.int64) + (b >= bound).to(tl.int64) + (c >= bound).to(tl.int64)
         low += quarters * step
     order = low.to(tl.int32)
