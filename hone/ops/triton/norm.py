@@ -38,6 +38,7 @@ def rms_norm_forward(
     columns = tl.arange(0, BLOCK)[None, :]
     inside = _inside(rows, columns, num_rows, WIDTH, ROWS, BLOCK)
     values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0, eviction_policy=HINT)
+    by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)  # under way during the sum
     if RESIDUAL:
         before = tl.load(
             residual + _start(rows, inner, residual_outer, residual_inner) + columns, mask=inside, other=0.0
@@ -48,7 +49,6 @@ def rms_norm_forward(
     scale = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)[:, None]
     if KEEPS:
         tl.store(rstd + rows, scale, mask=rows < num_rows)
-    by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     # The reference rounds the normed row to x's dtype before the weight.
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32) * by
     if QUANTIZED:
