@@ -50,13 +50,17 @@ class QuantizedShape(NamedTuple):
 
 
 class FewShape(NamedTuple):
-    """Cut of `gluon.w4_few`: warps that share out K, 16-row tiles, 64-column chunks a unit, units under way, blocks an SM."""
+    """Cut of `gluon.w4_few`: warps that share out K, 16-row tiles, 64-column chunks a unit, units under way, blocks an SM.
+
+    `soon`: the next kernel's blocks may take places as soon as this one's have all begun, not when their sums are done.
+    """
 
     splits: int
     rows: int
     chunks: int
     depth: int
     blocks: int
+    soon: bool = False
 
 
 def few_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> FewShape | None:

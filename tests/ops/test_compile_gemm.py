@@ -94,7 +94,7 @@ def test_four_bits_a_few_rows(columns: int) -> None:
         | integers("M N num_chunks x_rows stride_group"),
         {
             "SPLITS": shape.splits, "ROWS": shape.rows, "CHUNKS": shape.chunks, "DEPTH": shape.depth, "GROUP": 128,
-            "HAS_BIAS": False, "EARLY": True,
+            "HAS_BIAS": False, "EARLY": True, "SOON": shape.soon,
         },
         num_warps=shape.splits * shape.rows, maxnreg=w4_few.max_registers(shape),
     )  # fmt: skip

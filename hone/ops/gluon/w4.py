@@ -79,6 +79,8 @@ def _produce(
                     codes_desc, scales_desc, codes_s, scales_s, full.index(s), s, tile, first + s * CHUNKS,
                     num_chunks, BYTES, BITS, CHUNKS, GROUP, TILES,
                 )  # fmt: skip
+    if EARLY > 1:
+        start_next_kernel()
     if EARLY:
         previous_kernel_done()
     step = 0
@@ -94,7 +96,7 @@ def _produce(
         for i in gl.static_range(CHUNKS):
             tma_load(x_desc, [column, (chunk + i) * 64], bar, x_s.index(slot * CHUNKS + i))
         step += 1  # noqa: SIM113
-    if EARLY:
+    if EARLY == 1:
         start_next_kernel()
 
 

@@ -58,7 +58,7 @@ def _load(
 def w4_few(
     x, codes, scales, bias, out, M, N, num_chunks, x_rows, stride_group,
     SPLITS: gl.constexpr, ROWS: gl.constexpr, CHUNKS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
-    HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
+    HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, SOON: gl.constexpr,
 ):  # fmt: skip
     """16 ROWS rows of out^T. Rows of x are 8 `x_rows` numbers apart; a group's scales `stride_group`."""
     L_ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -83,6 +83,8 @@ def w4_few(
     for d in gl.static_range(DEPTH):
         brought = _load(codes, scales, tile, d, num_chunks, stride_group, SPLITS, ROWS, CHUNKS, GROUP, L_WORDS, L_ROWS)
         ahead = ahead + (brought,)  # noqa: RUF005 (the compiler knows no starred tuples)
+    if SOON:
+        start_next_kernel()
     if EARLY:
         previous_kernel_done()
     acc = gl.zeros([SPLITS, 16 * ROWS, 8], gl.float32, L_ACC)
@@ -103,7 +105,7 @@ def w4_few(
                 acc += sums * factor.to(gl.float32)[:, :, None]
             else:
                 acc = mma_v2(bare, xs, acc)
-    if EARLY:
+    if EARLY and not SOON:
         start_next_kernel()
     _give(gl.sum(acc, 0), scales, bias, out, tile, M, N, ROWS, GROUP, HAS_BIAS)
 
@@ -137,7 +139,7 @@ def few_product(
     w4_few[(triton.cdiv(features, 16 * shape.rows),)](
         x, codes, scales, bias, out, rows, features, columns // 64, x.stride(0) // 8, scales.stride(0),
         SPLITS=shape.splits, ROWS=shape.rows, CHUNKS=shape.chunks, DEPTH=shape.depth, GROUP=group,
-        HAS_BIAS=bias is not None, EARLY=True, num_warps=warps, maxnreg=max_registers(shape), launch_pdl=True,
+        HAS_BIAS=bias is not None, EARLY=True, SOON=shape.soon, num_warps=warps, maxnreg=max_registers(shape), launch_pdl=True,
     )  # fmt: skip
     return out
 
