@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
@@ -21,7 +23,7 @@ ANALYTIC = {"RULE": None, "PARAMS": (), "HAS_DATA": (False, False)}
 
 
 def compiled(head_dim: int, dtype: str = "bf16", softcap: float | None = None, group: int = 1, **mask) -> Compiled:
-    plan = config(head_dim)
+    plan = config(head_dim, mask["MASK"] == "lists")
     rows = descriptor(dtype, [1, plan.block_m, 1, head_dim])
     half = descriptor(dtype, [1, 64, 1, head_dim])
     flat = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -30,8 +32,8 @@ def compiled(head_dim: int, dtype: str = "bf16", softcap: float | None = None, g
         **dict.fromkeys(["k", "v", "dk", "dv"], half),
         "stats": descriptor("fp32", [plan.block_m], flat),
         "dq": descriptor("fp32", [64, 64]),
-        **dict.fromkeys(["q_count", "q_index", "q_partial", "q_data", "k_data", "counter"], "*i32"),
-        **dict.fromkeys(["list_b", "list_h", "q_data_b", "q_data_h", "k_data_b", "k_data_h"], "i32"),
+        **dict.fromkeys(["q_count", "q_index", "q_partial", "q_order", "k_data", "counter"], "*i32"),
+        **dict.fromkeys(["list_b", "list_h", "k_data_b", "k_data_h"], "i32"),
         **dict.fromkeys(["num_tiles", "num_kv_heads", "seq_q", "seq_k"], "i32"),
         "scale": "fp32",
     }
@@ -74,8 +76,8 @@ def test_full_half_precision():
 
 
 def test_lists_with_a_rule_and_shared_heads():
-    rule = _gluon_rule("hone.ops.masks:_documents_window")
-    mask = {"MASK": "lists", "RULE": rule, "PARAMS": (1024,), "HAS_DATA": (True, True)}
+    rule = _gluon_rule("hone.ops.masks:_since")
+    mask = {"MASK": "lists", "RULE": rule, "PARAMS": (), "HAS_DATA": (True, False)}
     record = compiled(128, group=4, **mask)
     steps(record, 128)
     assert record.spill_bytes <= 1600, record.line()
@@ -84,14 +86,14 @@ def test_lists_with_a_rule_and_shared_heads():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_passes(dtype):
     strides = ["out_b", "out_s", "out_h", "d_out_b", "d_out_s", "d_out_h"]
-    numbers = dict.fromkeys([*strides, "seq_q", "num_heads"], "i32")
+    numbers = dict.fromkeys([*strides, "q_data_b", "q_data_h", "seq_q", "num_heads", "num_lists", "num_n"], "i32")
     tensors = {
         "out": f"*{dtype}",
         "d_out": f"*{dtype}",
         **dict.fromkeys(["lse", "d_lse", "stats", "dq_sum"], "*fp32"),
-        "counter": "*i32",
+        **dict.fromkeys(["counter", "q_data", "q_count", "q_order"], "*i32"),
     }
-    fixed = {"HAS_D_LSE": True, "HEAD_DIM": 128, "ROWS": 64}
+    fixed = {"LISTS": True, "HAS_DATA": True, "HAS_D_LSE": True, "HEAD_DIM": 128, "ROWS": 64}
     before = compile_triton(prepare, {**tensors, **numbers}, fixed, divisible=strides)
     assert before.clean and before.count("LDG.E.128") >= 2 and before.count("STG.E.128") >= 1, before.line()
     numbers = dict.fromkeys(["dq_b", "dq_s", "dq_h", "seq_q", "num_heads"], "i32")
@@ -109,7 +111,8 @@ def test_tiles():
         tile_shape(128, 128, 64)
     with pytest.raises(ValueError, match="128/64"):
         tile_shape(128, 64)
-    for head_dim in (64, 128):
-        plan = config(head_dim)
+    for head_dim, lists in itertools.product((64, 128), (False, True)):
+        plan = config(head_dim, lists)
+        assert plan.block_m == config(head_dim).block_m
         # What a block's 4 groups of 128 threads may hold together.
         assert 2 * plan.softmax_regs + plan.dq_regs + 24 <= 512

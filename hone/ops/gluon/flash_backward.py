@@ -38,12 +38,15 @@ class Config:
     dynamic: bool = False
 
 
-def config(head_dim: int) -> Config:
-    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile, and tiles under way, as there is room for."""
+def config(head_dim: int, lists: bool = False) -> Config:
+    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile, and tiles under way, as there is room for.
+
+    `lists`: the mask has block lists, so that most tiles of keys meet few queries.
+    """
     if head_dim not in (64, 128):
         raise ValueError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}")
     if head_dim == 128:
-        return Config(block_m=64, stages=3, ds_stages=1)
+        return Config(block_m=64, stages=3, ds_stages=1, dynamic=lists)
     return Config(block_m=128, dynamic=True)
 
 
@@ -70,7 +73,8 @@ def backward(
 
     q, out, d_out [B, Sq, H, D], k and v [B, Sk, KV, D] in bfloat16 or float16; lse, d_lse [B, H, Sq] float32, natural log.
     """
-    return launch(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap, config(q.shape[3]))
+    plan = config(q.shape[3], lists=not (tiles.causal or tiles.full))
+    return launch(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap, plan)
 
 
 def launch(
@@ -92,20 +96,24 @@ def launch(
     q, k, v, d_out = (_for_tma(tensor) for tensor in (q, k, v, d_out))
     rows = plan.block_m
     num_m, num_n = -(-seq_q // rows), -(-seq_k // BLOCK_N)
-    stats = torch.empty(batch * num_heads * num_m * 2 * rows, dtype=torch.float32, device=q.device)
     dq_sum = torch.empty(batch * num_heads * num_m * rows, head_dim, dtype=torch.float32, device=q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     grid = (num_m, num_heads, batch)
+    lists, kind = _mask(tiles, counter)
+    q_count, q_order = lists[0], lists[3]
+    has_data = kind["HAS_DATA"][0]
+    stats = torch.empty(batch * num_heads * num_m * (2 + has_data) * rows, dtype=torch.float32, device=q.device)
     prepare[grid](
         out, d_out, lse.contiguous(), lse if d_lse is None else d_lse.contiguous(), stats, dq_sum, counter,
-        *out.stride()[:3], *d_out.stride()[:3], seq_q, num_heads, d_lse is not None, head_dim, rows,
+        tiles.q_data if has_data else counter, q_count, q_order,
+        *out.stride()[:3], *d_out.stride()[:3], *outer_strides(tiles.q_data if has_data else None),
+        seq_q, num_heads, q_count.numel() // num_n, num_n, kind["MASK"] == "lists", has_data, d_lse is not None, head_dim, rows,
     )  # fmt: skip
     flat = NVMMASharedLayout(0, 32, rank=1)
     halves = NVMMASharedLayout(128, 32, rank=2)
     num_tiles = num_n * batch * num_kv_heads
-    lists, kind = _mask(tiles, stats)
     programs = min(num_sms(q.device), num_tiles) if plan.dynamic else num_tiles
     flash_backward[(programs,)](
         _boxed(q, rows), _boxed(k, 64), _boxed(v, 64), _boxed(d_out, rows),
@@ -122,19 +130,16 @@ def launch(
     return dq, dk, dv
 
 
-def _mask(tiles: Tiles, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # The kernel's run-time and compile-time arguments that say who sees whom.
-    none = nothing.view(torch.int32)
+def _mask(tiles: Tiles, none: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # The kernel's run-time and compile-time arguments that say who sees whom; `none` stands for what there is not.
     if tiles.full or tiles.causal:
         kind = {"MASK": "full" if tiles.full else "causal", "RULE": None, "PARAMS": (), "HAS_DATA": (False, False)}
-        return (none, none, none, 0, 0, none, none, 0, 0, 0, 0), kind
-    data = (tiles.q_data, tiles.k_data)
-    pointers = tuple(none if tensor is None else tensor for tensor in data)
-    strides = (*outer_strides(tiles.q_data), *outer_strides(tiles.k_data))
-    has_data = tuple(tensor is not None for tensor in data)
+        return (none, none, none, none, 0, 0, none, 0, 0), kind
+    has_data = (tiles.q_data is not None, tiles.k_data is not None)
     kind = {"MASK": "lists", "RULE": tiles.gluon_rule(), "PARAMS": tiles.params, "HAS_DATA": has_data}
-    lists = (tiles.q_count, tiles.q_index, tiles.q_partial, *outer_strides(tiles.q_count))
-    return (*lists, *pointers, *strides), kind
+    q_order = torch.empty_like(tiles.q_count)
+    lists = (tiles.q_count, tiles.q_index, tiles.q_partial, q_order, *outer_strides(tiles.q_count))
+    return (*lists, tiles.k_data if has_data[1] else none, *outer_strides(tiles.k_data)), kind
 
 
 def _for_tma(tensor: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ def _load(p, s):
     BN: gl.constexpr = 128
     dtype: gl.constexpr = s.q.dtype
     boxed: gl.constexpr = p.q.layout
+    ROWS_OF_STATS: gl.constexpr = 3 if p.HAS_DATA[0] else 2
+    Q_BYTES: gl.constexpr = p.q.block_type.nbytes + (ROWS_OF_STATS - 1) * BM * 4
     num_m = gl.cdiv(p.seq_q, BM)
     step = 0
     done = 0
@@ -47,13 +49,15 @@ def _load(p, s):
                 m = query_tile(p, first, j)
                 at = step % STAGES
                 phase = ((step // STAGES) & 1) ^ 1
-                stats = (rows + m) * (2 * BM)
+                stats = (rows + m) * (ROWS_OF_STATS * BM)
                 bar = s.q_full.index(at)
                 mbarrier.wait(s.q_empty.index(at), phase)
-                mbarrier.expect(bar, p.q.block_type.nbytes + BM * 4, pred=not fresh)
-                mbarrier.expect(bar, p.q.block_type.nbytes + BM * 4 + 2 * p.k.block_type.nbytes, pred=fresh)
+                mbarrier.expect(bar, Q_BYTES, pred=not fresh)
+                mbarrier.expect(bar, Q_BYTES + 2 * p.k.block_type.nbytes, pred=fresh)
                 tma_load(p.q, [b, m * BM, h, 0], bar, s.q.index(at)._reinterpret(dtype, [1, BM, 1, D], boxed))
                 tma_load(p.stats, [stats], bar, s.lse.index(at))
+                if p.HAS_DATA[0]:
+                    tma_load(p.stats, [stats + 2 * BM], bar, s.q_data.index(at))
                 mbarrier.wait(s.k_empty.index(0), (done & 1) ^ 1, pred=fresh)
                 for w in gl.static_range(2):
                     k = s.k.index(w)._reinterpret(dtype, [1, 64, 1, D], boxed)
@@ -70,6 +74,9 @@ def _load(p, s):
                     tma_load(p.v, [b, n * BN + w * 64, kv_head, 0], bar, v, pred=fresh)
                 fresh = t < 0
                 step += 1
+        # Keys that no query sees: nothing was loaded, but no phase of these barriers may be passed over.
+        mbarrier.wait(s.k_empty.index(0), (done & 1) ^ 1, pred=fresh)
+        mbarrier.wait(s.v_empty.index(0), (done & 1) ^ 1, pred=fresh)
         t = draw_tile(p, s, done)
         done += 1
 
@@ -165,8 +172,12 @@ def _step(p, s, dk, dv, step, m, b, h, n, WHICH: gl.constexpr, MASKED: gl.conste
     q = s.q.index(at)
     d_out = s.d_out.index(at)
     zero = gl.zeros([64, BM], gl.float32, scores)
+    # WHICH, in disguise: where K and V lie would else be computed before the loop over key tiles and take registers in it.
+    keys = WHICH
+    if p.DYNAMIC:
+        keys = WHICH + (step >> 31)
     mbarrier.wait(s.q_full.index(at), phase)
-    score = warpgroup_mma(s.k.index(WHICH), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    score = warpgroup_mma(s.k.index(keys), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = s.lse.index(at).load(cols)
     score = warpgroup_mma_wait(0, deps=[score])
     # lse is in units of log 2 and +inf for rows that see nothing or lie past the end: their p is 0.
@@ -179,11 +190,14 @@ def _step(p, s, dk, dv, step, m, b, h, n, WHICH: gl.constexpr, MASKED: gl.conste
     if MASKED:
         q_at = m * BM + gl.arange(0, BM, cols)
         k_at = n * 128 + WHICH * 64 + gl.arange(0, 64, rows)
-        prob = gl.where(keep(p, b, h, q_at, k_at), prob, 0.0)
+        q_data = q_at * 0
+        if p.HAS_DATA[0]:
+            q_data = s.q_data.index(at).load(cols).to(gl.int32, bitcast=True)
+        prob = gl.where(keep(p, b, h, q_at, k_at, q_data), prob, 0.0)
     prob16 = _round(prob, dtype)
     _settle(prob16)
     mbarrier.wait(s.d_out_full.index(at), phase)
-    dp = warpgroup_mma(s.v.index(WHICH), d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(s.v.index(keys), d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     dv = warpgroup_mma(gl.convert_layout(prob16, operand), d_out, dv, is_async=True)
     delta = s.delta.index(at).load(cols)
     if p.SOFTCAP is None:
@@ -254,8 +268,12 @@ def _softmax(p, s, WHICH: gl.constexpr):
                 for _ in range(blind):
                     _skip(s, step, WHICH)
                     step += 1
+            # A step ahead, so that nobody waits for the list.
+            m = query_tile(p, first, blind)
             for j in range(blind, masked):
-                dk, dv = _step(p, s, dk, dv, step, query_tile(p, first, j), b, h, n, WHICH, True)
+                next_m = query_tile(p, first, gl.minimum(j + 1, masked - 1))
+                dk, dv = _step(p, s, dk, dv, step, m, b, h, n, WHICH, True)
+                m = next_m
                 step += 1
             for _ in range(masked, count):
                 dk, dv = _step(p, s, dk, dv, step, 0, b, h, n, WHICH, False)
@@ -324,7 +342,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-_PLAIN = ["list_b", "list_h", "q_data_b", "q_data_h", "k_data_b", "k_data_h"]
+_PLAIN = ["list_b", "list_h", "k_data_b", "k_data_h"]
 _PLAIN += ["scale", "num_tiles", "num_kv_heads", "seq_q", "seq_k"]
 """Numbers that stay run-time values whatever they are: a 1 compiled in could not be a field of Problem."""
 
@@ -332,8 +350,8 @@ _PLAIN += ["scale", "num_tiles", "num_kv_heads", "seq_q", "seq_k"]
 @gluon.jit(do_not_specialize=_PLAIN)
 def flash_backward(
     q, k, v, d_out, stats, dq, dk, dv,
-    q_count, q_index, q_partial, list_b, list_h,
-    q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h,
+    q_count, q_index, q_partial, q_order, list_b, list_h,
+    k_data, k_data_b, k_data_h,
     counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
     GROUP: gl.constexpr, MASK: gl.constexpr, RULE: gl.constexpr, PARAMS: gl.constexpr, HAS_DATA: gl.constexpr,
     SOFTCAP: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
@@ -341,8 +359,8 @@ def flash_backward(
 ):  # fmt: skip
     """dk, dv [B, Sk, KV, D] and dq, the sum [B * H * tiles of queries * BM, D] in float32, which must be 0 at the start.
 
-    stats and counter are `prepare`'s. Grid: num_tiles programs of 4 warps and 9 specialized ones, or fewer if DYNAMIC: then
-    each takes another tile whenever it is done with one.
+    stats, q_order and counter are `prepare`'s. Grid: num_tiles programs of 4 warps and 9 specialized ones, or
+    fewer if DYNAMIC: then each takes another tile whenever it is done with one.
     """
     dtype: gl.constexpr = q.dtype
     tiled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -354,6 +372,7 @@ def flash_backward(
         gl.allocate_shared_memory(dtype, [STAGES, BM, D], tiled),
         gl.allocate_shared_memory(gl.float32, [STAGES, BM], lists),
         gl.allocate_shared_memory(gl.float32, [STAGES, BM], lists),
+        gl.allocate_shared_memory(gl.float32, [STAGES if HAS_DATA[0] else 1, BM], lists),
         gl.allocate_shared_memory(dtype, [2 * DS_STAGES, 64, BM], tiled),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq.layout),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -365,8 +384,8 @@ def flash_backward(
         (_barriers(2, 1), _barriers(2, 3)),
     )
     p = Problem(
-        q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, list_b, list_h,
-        q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h,
+        q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, q_order, list_b, list_h,
+        k_data, k_data_b, k_data_h,
         counter, scale, num_tiles, num_kv_heads, seq_q, seq_k, GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP, DYNAMIC,
     )  # fmt: skip
     fence_async_shared()

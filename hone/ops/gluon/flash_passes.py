@@ -1,24 +1,43 @@
-"""What the attention backward does before and after its main kernel: row sums, a zeroed dq, and dq's last rounding."""
+"""What the attention backward does before and after its main kernel: row sums, a zeroed dq, the order of tiles; dq rounded."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+def _rank(count, order, row, column, num_columns):
+    # Writes `column` to its place in the row's order: after the columns that count more, and those as much to its left.
+    count += row.to(tl.int64) * num_columns
+    mine = tl.load(count + column)
+    before = 0
+    for first in range(0, num_columns, 256):
+        at = first + tl.arange(0, 256)
+        others = tl.load(count + at, mask=at < num_columns, other=-1)
+        before += tl.sum(((others > mine) | ((others == mine) & (at < column))).to(tl.int32), 0)
+    tl.store(order + row.to(tl.int64) * num_columns + before, column)
+
+
+@triton.jit
 def prepare(
-    out, d_out, lse, d_lse, stats, dq_sum, counter,
+    out, d_out, lse, d_lse, stats, dq_sum, counter, q_data, q_count, q_order,
     out_b, out_s, out_h, d_out_b, d_out_s, d_out_h,
-    seq_q, num_heads,
-    HAS_D_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    q_data_b, q_data_h, seq_q, num_heads, num_lists, num_n,
+    LISTS: tl.constexpr, HAS_DATA: tl.constexpr, HAS_D_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """stats [B, H, tiles, 2, ROWS] = lse / log 2 and delta = sum(out * d_out) - d_lse; dq_sum [B, H, tiles * ROWS, HEAD_DIM] = 0.
 
+    With HAS_DATA stats have a third row of the same 32 bits as q_data, the mask's int32 of each query.
     lse and d_lse are [B, H, Sq] float32. Rows past the end, and rows that see nothing (lse -inf), get lse +inf and delta 0:
-    their probabilities are exp2(s - inf) = 0. counter int32 [1] = 0. Grid: tiles, H, B.
+    their probabilities are exp2(s - inf) = 0. counter int32 [1] = 0. With LISTS q_order int32 [num_lists, num_n] becomes the
+    numbers of each list's key tiles, those with the largest q_count first. Grid: tiles, H, B.
     """
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tile + h + b == 0:
         tl.store(counter, 0)
+    if LISTS:
+        program = (b * num_heads + h) * tl.num_programs(0) + tile
+        for i in range(program, num_lists * num_n, tl.num_programs(0) * num_heads * tl.num_programs(2)):
+            _rank(q_count, q_order, i // num_n, i % num_n, num_n)
     head = (b * num_heads + h).to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
@@ -32,9 +51,12 @@ def prepare(
     if HAS_D_LSE:
         delta -= tl.load(d_lse + head * seq_q + rows, mask=inside, other=0.0)
     seen = log > float("-inf")
-    place = stats + (head * tl.num_programs(0) + tile) * 2 * ROWS + tl.arange(0, ROWS)
+    place = stats + (head * tl.num_programs(0) + tile) * (3 if HAS_DATA else 2) * ROWS + tl.arange(0, ROWS)
     tl.store(place, tl.where(seen, log * 1.4426950408889634, float("inf")))
     tl.store(place + ROWS, tl.where(seen, delta, 0.0))
+    if HAS_DATA:
+        data = tl.load(q_data + b.to(tl.int64) * q_data_b + h.to(tl.int64) * q_data_h + rows, mask=inside, other=0)
+        tl.store(place + 2 * ROWS, data.to(tl.float32, bitcast=True))
     zero = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     first = (head * tl.num_programs(0) + tile) * ROWS
     tl.store(dq_sum + (first + tl.arange(0, ROWS))[:, None] * HEAD_DIM + dims[None, :], zero)

@@ -25,12 +25,10 @@ class Problem:
     q_count: gl.tensor
     q_index: gl.tensor
     q_partial: gl.tensor
+    q_order: gl.tensor
     list_b: gl.tensor
     list_h: gl.tensor
-    q_data: gl.tensor
     k_data: gl.tensor
-    q_data_b: gl.tensor
-    q_data_h: gl.tensor
     k_data_b: gl.tensor
     k_data_h: gl.tensor
     counter: gl.tensor
@@ -49,16 +47,15 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, list_b, list_h,
-        q_data, k_data, q_data_b, q_data_h, k_data_b, k_data_h, counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
+        self, q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, q_order, list_b, list_h,
+        k_data, k_data_b, k_data_h, counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
         GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP, DYNAMIC,
     ):  # fmt: skip
         self.q, self.k, self.v, self.d_out = q, k, v, d_out
         self.stats, self.dq, self.dk, self.dv = stats, dq, dk, dv
         self.q_count, self.q_index, self.q_partial = q_count, q_index, q_partial
-        self.list_b, self.list_h = list_b, list_h
-        self.q_data, self.k_data = q_data, k_data
-        self.q_data_b, self.q_data_h, self.k_data_b, self.k_data_h = q_data_b, q_data_h, k_data_b, k_data_h
+        self.q_order, self.list_b, self.list_h = q_order, list_b, list_h
+        self.k_data, self.k_data_b, self.k_data_h = k_data, k_data_b, k_data_h
         self.counter, self.scale, self.num_tiles, self.num_kv_heads = counter, scale, num_tiles, num_kv_heads
         self.seq_q, self.seq_k = seq_q, seq_k
         self.GROUP, self.MASK = gl.constexpr(GROUP), gl.constexpr(MASK)
@@ -77,6 +74,7 @@ class Shared:
     d_out: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
+    q_data: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     tile: gl.shared_memory_descriptor
@@ -93,10 +91,10 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, d_out, lse, delta, ds, dq, tile, k_empty, v_empty, q_bars, d_out_bars, ds_bars, tile_bars
+        self, k, v, q, d_out, lse, delta, q_data, ds, dq, tile, k_empty, v_empty, q_bars, d_out_bars, ds_bars, tile_bars
     ):
         self.k, self.v, self.q, self.d_out, self.lse, self.delta, self.ds, self.dq = k, v, q, d_out, lse, delta, ds, dq
-        self.tile, self.k_empty, self.v_empty = tile, k_empty, v_empty
+        self.q_data, self.tile, self.k_empty, self.v_empty = q_data, tile, k_empty, v_empty
         self.tile_full, self.tile_empty = tile_bars
         self.q_full, self.q_empty = q_bars
         self.d_out_full, self.d_out_empty = d_out_bars
@@ -104,13 +102,32 @@ class Shared:
 
 
 @gluon.jit
+def _uniform(x):
+    # x, the same in every thread, told to ptxas as such: what follows from it lives in registers of the warp.
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tile(p, t, BN: gl.constexpr):
-    # Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Heads descend: the
-    # pass before ends, and the pass after begins, with what L2 still holds. Tiles ascend: under a causal mask the longest
-    # comes first.
+    """The sequence, key head and tile of keys that come t-th."""
     num_n = gl.cdiv(p.seq_k, BN)
-    head = (p.num_tiles - 1 - t) // num_n
-    return head // p.num_kv_heads, head % p.num_kv_heads, t % num_n
+    if p.MASK == "lists":
+        # Tiles outside, those that the most queries see first: no long one is left over when the others are done.
+        heads = p.num_tiles // num_n
+        b = t % heads // p.num_kv_heads
+        kv_head = t % heads % p.num_kv_heads
+        n = _uniform(gl.load(p.q_order + b * p.list_b + kv_head * p.GROUP * p.list_h + t // heads))
+    else:
+        # Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Heads descend:
+        # the pass before ends, and the pass after begins, with what L2 still holds. Tiles ascend: under a causal mask the
+        # longest comes first.
+        head = (p.num_tiles - 1 - t) // num_n
+        b = head // p.num_kv_heads
+        kv_head = head % p.num_kv_heads
+        n = t % num_n
+    return b, kv_head, n
 
 
 @gluon.jit
@@ -119,7 +136,7 @@ def next_tile(p, s, done):
     if p.DYNAMIC:
         lone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         mbarrier.wait(s.tile_full.index(done & 1), (done >> 1) & 1)
-        t = gl.sum(s.tile.index(done & 1).load(lone), 0)
+        t = _uniform(gl.sum(s.tile.index(done & 1).load(lone), 0))
         mbarrier.arrive(s.tile_empty.index(done & 1))
     else:
         t = p.num_tiles
@@ -178,6 +195,7 @@ def num_blind(p, first, masked, n, KEY: gl.constexpr, BM: gl.constexpr, BN: gl.c
 
 @gluon.jit
 def query_tile(p, first, j):
+    """The j-th tile of queries of a span."""
     if p.MASK == "lists":
         m = gl.load(p.q_index + first + j)
     else:
@@ -186,30 +204,21 @@ def query_tile(p, first, j):
 
 
 @gluon.jit
-def _datum(data, stride_b, stride_h, b, h, at, length, HAS: gl.constexpr):
-    # The rule's number of each token in `at` (some past the end), 0 where the mask has none.
-    if HAS:
-        numbers = gl.load(data + b * stride_b + h * stride_h + at, mask=at < length, other=0)
-    else:
-        numbers = at * 0
-    return numbers
-
-
-@gluon.jit
-def keep(p, b, h, q_at, k_at):
+def keep(p, b, h, q_at, k_at, q_data):
     """Which of [64, BM] pairs of keys k_at and queries q_at count. Rows past the last query may say anything: their p is 0.
 
-    A rule counts queries by their place among the keys.
+    A rule counts queries by their place among the keys. `q_data` are the queries' numbers, if the mask has any.
     """
     rows = k_at[:, None]
-    places = q_at + (p.seq_k - p.seq_q)
-    cols = places[None, :]
+    cols = (q_at + (p.seq_k - p.seq_q))[None, :]
     if p.MASK == "causal":
         kept = rows <= cols
     else:
         kept = rows < p.seq_k
     if p.MASK == "lists":
-        q_data = _datum(p.q_data, p.q_data_b, p.q_data_h, b, h, q_at, p.seq_q, p.HAS_DATA[0])
-        k_data = _datum(p.k_data, p.k_data_b, p.k_data_h, b, h, k_at, p.seq_k, p.HAS_DATA[1])
+        if p.HAS_DATA[1]:
+            k_data = gl.load(p.k_data + b * p.k_data_b + h * p.k_data_h + k_at, mask=k_at < p.seq_k, other=0)
+        else:
+            k_data = k_at * 0
         kept = kept & p.RULE(cols, rows, q_data[None, :], k_data[:, None], p.PARAMS)
     return kept
