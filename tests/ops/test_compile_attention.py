@@ -70,8 +70,9 @@ def backward(part: str, width: int, kind: int) -> Compiled:
     types |= {"dq": "*bf16"} if part == "dq" else {"dk": "*bf16", "dv": "*bf16"}
     constants = {"GROUP": 4, "D0": first, "D1": second, "D": width, "V0": first, "V1": second, "V": width}
     constants |= {"BM": block_m, "BN": block_n, "CAP": None} | mask_constants(kind)
+    constants["AGAIN"] = flash_backward.reads_again(width, width)[part]
     kernel = flash_backward._dq_kernel if part == "dq" else flash_backward._dkdv_kernel
-    return compile_triton(kernel, types, constants, **flash_backward.launch_options(width, width))
+    return compile_triton(kernel, types, constants, **flash_backward.launch_options(width, width, block_n))
 
 
 @pytest.mark.parametrize(("width", "kind"), [(128, CAUSAL), (128, LISTS), (192, CAUSAL)])
@@ -82,8 +83,17 @@ def test_forward(width: int, kind: int) -> None:
     assert record.count("UTMALDG") > 0
 
 
-@pytest.mark.parametrize(("part", "width", "kind"), [("dkdv", 128, LISTS), ("dq", 128, CAUSAL), ("dkdv", 256, CAUSAL)])
-def test_backward(part: str, width: int, kind: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "width", "kind", "spills"),
+    [
+        ("dq", 128, CAUSAL, 0),
+        ("dq", 256, LISTS, 64),
+        # Measured on an H200 the small program that spills some is faster than larger ones that do not.
+        ("dkdv", 128, LISTS, 600),
+        ("dkdv", 256, CAUSAL, 2200),
+    ],
+)
+def test_backward(part: str, width: int, kind: int, spills: int) -> None:
     record = backward(part, width, kind)
-    assert record.clean, record.line()
+    assert record.spill_bytes <= spills, record.line()
     assert record.count("HGMMA") > 0 and record.count("HMMA") == 0

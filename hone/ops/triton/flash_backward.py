@@ -2,7 +2,8 @@
 
 FlashAttention-2, arXiv:2307.08691, in three passes: delta = rowsum(out * d_out) - d_lse; dk and dv by programs that own a tile
 of keys and walk the queries that see it, through every query head that shares the key head; dq by programs that own a tile of
-queries. Scores are made anew in each of the last two, which is what the missing atomics cost.
+queries. Scores are made anew in each of the last two, which is what the missing atomics cost. Of heads wider than 128 a program
+reads its own tile again at every step (AGAIN): held for all of them, it would be held in registers, and there are too few.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ from hone.ops.triton.flash import LOG2E, capped, described, kept, list_arguments
 
 def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
     """(block_m, block_n) of both passes; neither is larger than `limit` unless that is 0."""
-    block_m, block_n = (64, 128) if max(head_dim, v_dim) <= 128 else (64, 64)
-    return (min(block_m, limit), min(block_n, limit)) if limit else (block_m, block_n)
+    return (min(64, limit), min(64, limit)) if limit else (64, 64)
 
 
 def launch_options(head_dim: int, v_dim: int, block_n: int) -> dict[str, int]:
     """num_warps and num_stages of both passes."""
-    wide = max(head_dim, v_dim) > 64 and block_n >= 64
-    return {"num_warps": 8 if wide else 4, "num_stages": 1 if max(head_dim, v_dim) > 128 else 2}
+    # As in the forward pass small programs are the fastest, up to the width at which registers run out.
+    wide = max(head_dim, v_dim) > 128
+    return {"num_warps": 8 if wide and block_n >= 64 else 4, "num_stages": 2}
+
+
+def reads_again(head_dim: int, v_dim: int) -> dict[str, bool]:
+    """Which of the two main passes reads its own tile anew at every step (AGAIN)."""
+    wide = max(head_dim, v_dim) > 128
+    return {"dkdv": wide, "dq": wide}
 
 
 def backward(
@@ -60,12 +67,13 @@ def backward(
         "BN": block_n, "CAP": softcap, **mask_arguments(tiles), **launch_options(head_dim, v_dim, block_n),
     }  # fmt: skip
     sizes = (num_heads, seq_q, seq_k, scale)
+    again = reads_again(head_dim, v_dim)
     strides = (*outer_strides(tiles.q_count), *outer_strides(tiles.q_data), *outer_strides(tiles.k_data))
     transposed = (tiles.q_count, tiles.q_index, tiles.q_partial, tiles.q_data, tiles.k_data, strides)
     grid = (triton.cdiv(seq_k, block_n) * num_kv_heads * batch,)
-    _dkdv_kernel[grid](*described_all, lse, delta, dk, dv, *transposed, *sizes, **shared)
+    _dkdv_kernel[grid](*described_all, lse, delta, dk, dv, *transposed, *sizes, **shared, AGAIN=again["dkdv"])
     grid = (triton.cdiv(seq_q, block_m) * num_heads * batch,)
-    _dq_kernel[grid](*described_all, lse, delta, dq, *list_arguments(tiles), *sizes, **shared)
+    _dq_kernel[grid](*described_all, lse, delta, dq, *list_arguments(tiles), *sizes, **shared, AGAIN=again["dq"])
     return dq, dk, dv
 
 
@@ -139,27 +147,44 @@ def _spans_of_keys(n, count, partial, seq_q, seq_k, BM: tl.constexpr, BN: tl.con
 
 
 @triton.jit
+def _loaded(
+    boxes, b, place, head, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr
+):
+    """Rows `place` ... of two tensors by their four descriptors, in two pieces each; no second piece is the first again."""
+    x0 = tile_of(boxes[0], b, place, head, 0, ROWS, D0)
+    y0 = tile_of(boxes[2], b, place, head, 0, ROWS, V0)
+    x1 = x0
+    y1 = y0
+    if D1 > 0:
+        x1 = tile_of(boxes[1], b, place, head, D0, ROWS, D1)
+    if V1 > 0:
+        y1 = tile_of(boxes[3], b, place, head, V0, ROWS, V1)
+    return x0, x1, y0, y1
+
+
+@triton.jit
 def _walk_queries(
-    dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_desc, q_rest, d_desc, d_rest, lse, delta, index, begin, end, b, h, k, q_data, k_data,
-    seq_q, seq_k, scale, D1: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
-    KIND: tl.constexpr, RULE: tl.constexpr, PARAMS: tl.constexpr, Q_DATA: tl.constexpr, K_DATA: tl.constexpr,
+    dk0, dk1, dv0, dv1, k0, k1, v0, v1, keys, queries, lse, delta, index, begin, end, b, h, kv, n, q_data, k_data, seq_q, seq_k,
+    scale, D1: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr,
+    RULE: tl.constexpr, PARAMS: tl.constexpr, Q_DATA: tl.constexpr, K_DATA: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
+    BN: tl.constexpr = k0.shape[0]
     D0: tl.constexpr = k0.shape[1]
     V0: tl.constexpr = v0.shape[1]
+    k = (n * BN + tl.arange(0, BN))[:, None]
     for j in tl.range(begin, end):
         m = j
         if KIND == 2:
             m = tl.load(index + j)
         rows = m * BM + tl.arange(0, BM)
-        q0 = tile_of(q_desc, b, m * BM, h, 0, BM, D0)
+        if AGAIN:
+            k0, k1, v0, v1 = _loaded(keys, b, n * BN, kv, BN, D0, D1, V0, V1)
+        q0, q1, g0, g1 = _loaded(queries, b, m * BM, h, BM, D0, D1, V0, V1)
         scores = tl.dot(k0, q0.T)
         if D1 > 0:
-            q1 = tile_of(q_rest, b, m * BM, h, D0, BM, D1)
             scores = tl.dot(k1, q1.T, scores)
-        g0 = tile_of(d_desc, b, m * BM, h, 0, BM, V0)
         upstream = tl.dot(v0, g0.T)
         if V1 > 0:
-            g1 = tile_of(d_rest, b, m * BM, h, V0, BM, V1)
             upstream = tl.dot(v1, g1.T, upstream)
         level, drop = _row_facts(lse, delta, rows, seq_q)
         keep = True
@@ -198,7 +223,7 @@ def _dkdv_kernel(
     strides, num_heads, seq_q, seq_k, scale,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr,
-    PARAMS: tl.constexpr, Q_DATA: tl.constexpr, K_DATA: tl.constexpr,
+    PARAMS: tl.constexpr, Q_DATA: tl.constexpr, K_DATA: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     num_n = tl.cdiv(seq_k, BN)
     num_kv = num_heads // GROUP
@@ -208,14 +233,9 @@ def _dkdv_kernel(
     b = bh // num_kv
     kv = bh % num_kv
     rows = n * BN + tl.arange(0, BN)
-    k0 = tile_of(k_desc, b, n * BN, kv, 0, BN, D0)
-    v0 = tile_of(v_desc, b, n * BN, kv, 0, BN, V0)
-    k1 = k0
-    v1 = v0
-    if D1 > 0:
-        k1 = tile_of(k_rest, b, n * BN, kv, D0, BN, D1)
-    if V1 > 0:
-        v1 = tile_of(v_rest, b, n * BN, kv, V0, BN, V1)
+    keys = (k_desc, k_rest, v_desc, v_rest)
+    queries = (q_desc, q_rest, d_desc, d_rest)
+    k0, k1, v0, v1 = _loaded(keys, b, n * BN, kv, BN, D0, D1, V0, V1)
     dk0 = tl.zeros([BN, D0], tl.float32)
     dk1 = tl.zeros([BN, D1 if D1 > 0 else 16], tl.float32)
     dv0 = tl.zeros([BN, V0], tl.float32)
@@ -239,13 +259,12 @@ def _dkdv_kernel(
                 to_k = k_data + b * strides[4] + h * strides[5]
         begin, end, whole_begin, whole_end = _spans_of_keys(n, to_count, to_partial, seq_q, seq_k, BM, BN, KIND)
         dk0, dk1, dv0, dv1 = _walk_queries(
-            dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_desc, q_rest, d_desc, d_rest, lse + line, delta + line, to_index, begin, end,
-            b, h, rows[:, None], to_q, to_k, seq_q, seq_k, scale, D1, V1, BM, CAP, True, KIND, RULE, PARAMS, Q_DATA, K_DATA,
+            dk0, dk1, dv0, dv1, k0, k1, v0, v1, keys, queries, lse + line, delta + line, to_index, begin, end, b, h, kv, n,
+            to_q, to_k, seq_q, seq_k, scale, D1, V1, BM, CAP, True, KIND, RULE, PARAMS, Q_DATA, K_DATA, AGAIN,
         )  # fmt: skip
         dk0, dk1, dv0, dv1 = _walk_queries(
-            dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_desc, q_rest, d_desc, d_rest, lse + line, delta + line, to_index,
-            whole_begin, whole_end, b, h, rows[:, None], to_q, to_k, seq_q, seq_k, scale, D1, V1, BM, CAP, False, KIND, RULE,
-            PARAMS, Q_DATA, K_DATA,
+            dk0, dk1, dv0, dv1, k0, k1, v0, v1, keys, queries, lse + line, delta + line, to_index, whole_begin, whole_end, b, h, kv, n,
+            to_q, to_k, seq_q, seq_k, scale, D1, V1, BM, CAP, False, KIND, RULE, PARAMS, Q_DATA, K_DATA, AGAIN,
         )  # fmt: skip
     first = b.to(tl.int64) * seq_k * num_kv + kv
     _store(dk + first * D, dk0 * scale, dk1 * scale, rows, seq_k, num_kv * D, D0, D1, D)
@@ -254,28 +273,30 @@ def _dkdv_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq0, dq1, q0, q1, g0, g1, level, drop, k_desc, k_rest, v_desc, v_rest, index, begin, end, b, kv, q, q_values, k_data,
-    seq_k, scale, D1: tl.constexpr, V1: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
-    KIND: tl.constexpr, RULE: tl.constexpr, PARAMS: tl.constexpr, K_DATA: tl.constexpr,
+    dq0, dq1, q0, q1, g0, g1, keys, queries, level, drop, index, begin, end, b, h, kv, m, q_values, k_data, seq_q, seq_k, scale,
+    D1: tl.constexpr, V1: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    KIND: tl.constexpr, RULE: tl.constexpr, PARAMS: tl.constexpr, K_DATA: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
+    BM: tl.constexpr = q0.shape[0]
     D0: tl.constexpr = q0.shape[1]
     V0: tl.constexpr = g0.shape[1]
+    q = (m * BM + tl.arange(0, BM) + (seq_k - seq_q))[:, None]
     for j in tl.range(begin, end):
         n = j
         if KIND == 2:
             n = tl.load(index + j)
-        place = n * BN
-        k0 = tile_of(k_desc, b, place, kv, 0, BN, D0)
+        if AGAIN:
+            q0, q1, g0, g1 = _loaded(queries, b, m * BM, h, BM, D0, D1, V0, V1)
+        k0, k1, v0, v1 = _loaded(keys, b, n * BN, kv, BN, D0, D1, V0, V1)
         scores = tl.dot(q0, k0.T)
         if D1 > 0:
-            k1 = tile_of(k_rest, b, place, kv, D0, BN, D1)
             scores = tl.dot(q1, k1.T, scores)
-        upstream = tl.dot(g0, tile_of(v_desc, b, place, kv, 0, BN, V0).T)
+        upstream = tl.dot(g0, v0.T)
         if V1 > 0:
-            upstream = tl.dot(g1, tile_of(v_rest, b, place, kv, V0, BN, V1).T, upstream)
+            upstream = tl.dot(g1, v1.T, upstream)
         keep = True
         if MASKED:
-            k = place + tl.arange(0, BN)[None, :]
+            k = n * BN + tl.arange(0, BN)[None, :]
             keep = kept(q, k, q_values, k_data, seq_k, KIND, RULE, PARAMS, K_DATA)
         _, slopes = _slopes(scores, level[:, None], upstream, drop[:, None], keep, scale, CAP, MASKED)
         slopes = slopes.to(q0.dtype)
@@ -291,7 +312,7 @@ def _dq_kernel(
     strides, num_heads, seq_q, seq_k, scale,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr,
-    PARAMS: tl.constexpr, Q_DATA: tl.constexpr, K_DATA: tl.constexpr,
+    PARAMS: tl.constexpr, Q_DATA: tl.constexpr, K_DATA: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     num_m = tl.cdiv(seq_q, BM)
     bh = tl.program_id(0) // num_m
@@ -299,7 +320,6 @@ def _dq_kernel(
     b = bh // num_heads
     h = bh % num_heads
     rows = m * BM + tl.arange(0, BM)
-    q = (rows + (seq_k - seq_q))[:, None]
     q_values = 0
     if KIND == 2:
         row = b * strides[0] + h * strides[1]
@@ -311,25 +331,20 @@ def _dq_kernel(
         if Q_DATA:
             q_values = tl.load(q_data + b * strides[2] + h * strides[3] + rows, mask=rows < seq_q, other=0)[:, None]
     begin, end, whole_begin, whole_end = spans(m, count, partial, seq_q, seq_k, BM, BN, KIND)
-    q0 = tile_of(q_desc, b, m * BM, h, 0, BM, D0)
-    g0 = tile_of(d_desc, b, m * BM, h, 0, BM, V0)
-    q1 = q0
-    g1 = g0
-    if D1 > 0:
-        q1 = tile_of(q_rest, b, m * BM, h, D0, BM, D1)
-    if V1 > 0:
-        g1 = tile_of(d_rest, b, m * BM, h, V0, BM, V1)
+    keys = (k_desc, k_rest, v_desc, v_rest)
+    queries = (q_desc, q_rest, d_desc, d_rest)
+    q0, q1, g0, g1 = _loaded(queries, b, m * BM, h, BM, D0, D1, V0, V1)
     line = bh.to(tl.int64) * seq_q
     level, drop = _row_facts(lse + line, delta + line, rows, seq_q)
     dq0 = tl.zeros([BM, D0], tl.float32)
     dq1 = tl.zeros([BM, D1 if D1 > 0 else 16], tl.float32)
     dq0, dq1 = _walk_keys(
-        dq0, dq1, q0, q1, g0, g1, level, drop, k_desc, k_rest, v_desc, v_rest, index, begin, end, b, h // GROUP, q, q_values,
-        k_data, seq_k, scale, D1, V1, BN, CAP, True, KIND, RULE, PARAMS, K_DATA,
+        dq0, dq1, q0, q1, g0, g1, keys, queries, level, drop, index, begin, end, b, h, h // GROUP, m, q_values, k_data,
+        seq_q, seq_k, scale, D1, V1, BN, CAP, True, KIND, RULE, PARAMS, K_DATA, AGAIN,
     )  # fmt: skip
     dq0, dq1 = _walk_keys(
-        dq0, dq1, q0, q1, g0, g1, level, drop, k_desc, k_rest, v_desc, v_rest, index, whole_begin, whole_end, b, h // GROUP, q,
-        q_values, k_data, seq_k, scale, D1, V1, BN, CAP, False, KIND, RULE, PARAMS, K_DATA,
+        dq0, dq1, q0, q1, g0, g1, keys, queries, level, drop, index, whole_begin, whole_end, b, h, h // GROUP, m, q_values, k_data,
+        seq_q, seq_k, scale, D1, V1, BN, CAP, False, KIND, RULE, PARAMS, K_DATA, AGAIN,
     )  # fmt: skip
     first = b.to(tl.int64) * seq_q * num_heads + h
     _store(dq + first * D, dq0 * scale, dq1 * scale, rows, seq_q, num_heads * D, D0, D1, D)
