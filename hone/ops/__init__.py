@@ -15,6 +15,7 @@ _HOMES: dict[str, str] = {
     "quantize_kv": "hone.ops.paged",
     "write_kv": "hone.ops.paged",
     "scan": "hone.ops.recurrence",
+    "scan_delta": "hone.ops.recurrence",
     "linear": "hone.ops.gemm",
     "quantized_linear": "hone.ops.gemm",
     "fp8_linear": "hone.ops.gemm",

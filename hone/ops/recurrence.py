@@ -1,4 +1,4 @@
-"""scan: linear attention with decays, as a recurrence token by token, in chunks of plain torch, and in Triton."""
+"""scan and scan_delta: linear attention with decays, token by token, in chunks of plain torch, and (scan) in Triton."""
 
 from __future__ import annotations
 
@@ -111,6 +111,52 @@ def scan_chunks(
         mixed, now = _one_chunk(q[:, part], k[:, part], v[:, part], fall, begins, now)
         out.append(mixed)
     return torch.cat(out, 1).to(dtype), now
+
+
+def scan_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    reset: Tensor | None = None,
+    scale: float = 1.0,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out_t = scale * q_t S_t with S_t = exp(decay_t) (1 - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t: the delta rule.
+
+    What the state already says of a key is replaced, not added to. q, k [B, S, H, Dk], keys of length 1; v [B, S, H, Dv];
+    beta [B, S, H] in [0, 1]; decay None (DeltaNet, arXiv:2406.06484), [H] or [B, S, H] (Gated DeltaNet, arXiv:2412.06464).
+    Shared heads, `state`, `reset`, `return_state` and dtypes as in `scan`. Differentiable in all but `reset`.
+
+    Plain torch on every device, a GPU too; no kernel. Chunks of 64 tokens one after the other: in each a triangular system
+    gives what every token really adds (the WY form), and the rest is a chunk of `scan`.
+    """
+    heads = _checked(q, k, v, decay, state, reset)
+    if beta.shape != (*q.shape[:2], heads):
+        raise ValueError(f"scan_delta: beta {tuple(beta.shape)} is not {(*q.shape[:2], heads)}")
+    if decay is not None and decay.dim() == 4:
+        raise ValueError("scan_delta: decay is a number a head or a token, not a channel")
+    dtype = v.dtype
+    q, k, v, now = _wide(q, k, v, state, heads)
+    beta = beta.to(q.dtype)[..., None]
+    out = []
+    for first in range(0, q.shape[1], CHUNK):
+        part = slice(first, first + CHUNK)
+        fall = None if decay is None else _fallen(decay, part, q)
+        begins = None if reset is None else reset[:, part]
+        entering, _, _, drop = _weights(k[:, part], fall, begins)
+        told = v[:, part] - torch.einsum("bshd,bhdv->bshv", entering * k[:, part], now)
+        # added_s + beta_s sum_{t < s} (k_s . k_t) drop_st added_t = beta_s told_s; what stands on the diagonal is not read.
+        alike = torch.einsum("bshd,bthd,bsth->bhst", beta[:, part] * k[:, part], k[:, part], drop[..., 0])
+        wanted = (beta[:, part] * told).transpose(1, 2)
+        added = torch.linalg.solve_triangular(alike, wanted, upper=False, unitriangular=True)
+        mixed, now = _one_chunk(q[:, part] * scale, k[:, part], added.transpose(1, 2), fall, begins, now)
+        out.append(mixed)
+    mixed = torch.cat(out, 1).to(dtype)
+    return (mixed, now) if return_state else mixed
 
 
 def _on_gpu(
@@ -325,30 +371,33 @@ def _one_chunk(
     q: Tensor, k: Tensor, v: Tensor, fall: Tensor | None, begins: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(outputs [B, C, H, Dv], state after the chunk); `fall` [B or 1, C, H, 1 or Dk] is the log decay since its start."""
-    size = q.shape[1]
-    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[None, :, :, None]  # [B, row, column, H]
-    if fall is None:
-        fall = q.new_zeros(1, size, 1, 1)
-    first = last = torch.ones((), dtype=torch.bool, device=q.device)
-    through = first
-    if begins is not None:
-        document = begins.cumsum(1)
-        seen = seen & (document[:, :, None] == document[:, None, :])[..., None]
-        first = (document == 0)[..., None, None]
-        last = (document == document[:, -1:])[..., None, None]
-        through = (document[:, -1] == 0)[:, None, None, None]
-    drop = (
-        (fall[:, :, None] - fall[:, None, :]).masked_fill(~seen[..., None], -torch.inf).exp()
-    )  # [B, row, column, H, *]
-    if fall.shape[-1] == 1:
+    entering, leaving, through, drop = _weights(q, fall, begins)
+    if drop.shape[-1] == 1:
         scores = torch.einsum("bshd,bthd->bsth", q, k) * drop[..., 0]
     else:
         scores = torch.einsum("bshd,bthd,bsthd->bsth", q, k, drop)
-    entering = torch.where(first, fall.exp(), 0.0) * q
-    leaving = torch.where(last, (fall[:, -1:] - fall).exp(), 0.0) * k
-    out = torch.einsum("bsth,bthv->bshv", scores, v) + torch.einsum("bshd,bhdv->bshv", entering, state)
-    kept = torch.where(through, fall[:, -1].exp()[..., None], 0.0) * state
-    return out, kept + torch.einsum("bthd,bthv->bhdv", leaving, v)
+    out = torch.einsum("bsth,bthv->bshv", scores, v) + torch.einsum("bshd,bhdv->bshv", entering * q, state)
+    return out, through * state + torch.einsum("bthd,bthv->bhdv", leaving * k, v)
+
+
+def _weights(like: Tensor, fall: Tensor | None, begins: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What weighs what in a chunk: the incoming state in a token, a token in the outgoing state (both [., C, ., .]), the
+    incoming state in the outgoing one, a column's token in a row's [., row, column, H, .]; the last axis 1 or Dk."""
+    size = like.shape[1]
+    if fall is None:
+        fall = like.new_zeros(1, size, like.shape[2], 1)
+    seen = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()[None, :, :, None, None]
+    first = last = through = torch.ones((), dtype=torch.bool, device=like.device)
+    if begins is not None:
+        document = begins.cumsum(1)
+        seen = seen & (document[:, :, None] == document[:, None, :])[..., None, None]
+        first = (document == 0)[..., None, None]
+        last = (document == document[:, -1:])[..., None, None]
+        through = (document[:, -1] == 0)[:, None, None, None]
+    drop = (fall[:, :, None] - fall[:, None, :]).masked_fill(~seen, -torch.inf).exp()
+    entering = torch.where(first, fall.exp(), 0.0)
+    leaving = torch.where(last, (fall[:, -1:] - fall).exp(), 0.0)
+    return entering, leaving, torch.where(through, fall[:, -1].exp()[..., None], 0.0), drop
 
 
 def _fallen(decay: Tensor, part: slice, like: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from hone.ops import scan
+from hone.ops import scan, scan_delta
 from hone.ops.dispatch import Where, choose
 from hone.ops.recurrence import scan_chunks, scan_steps
 
@@ -117,6 +118,44 @@ def test_a_document_is_what_it_is_alone(form):
     assert torch.equal(scan(*changed, decay, state=state, reset=reset)[:, 11:20], out[:, 11:20])
     alone = scan(q[:, 11:], k[:, 11:], v[:, 11:], decay if decay is None or decay.dim() == 1 else decay[:, 11:])
     torch.testing.assert_close(out[:, 11:], alone)
+
+
+@pytest.mark.parametrize("form", ["none", "head", "token"])
+@pytest.mark.parametrize("resets", [False, True])
+def test_the_delta_rule_in_chunks_is_the_rule(form, resets):
+    q, k, v, decay, state = drawn(form, seq_len=150, strength=0.5)
+    k, beta = k / k.norm(dim=-1, keepdim=True), torch.rand(2, 150, 2, dtype=torch.float64)
+    reset = torch.rand(2, 150) < 0.05 if resets else None
+    now, rows = state, []
+    for t in range(150):
+        if reset is not None:
+            now = torch.where(reset[:, t, None, None, None], 0.0, now)
+        if decay is not None:
+            now = now * (decay if decay.dim() == 1 else decay[:, t]).exp()[..., None, None]
+        error = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], now)
+        now = now + beta[:, t, :, None, None] * k[:, t, :, :, None] * error[:, :, None]
+        rows.append(0.5 * torch.einsum("bhk,bhkv->bhv", q[:, t], now))
+    out, last = scan_delta(q, k, v, beta, decay, state=state, reset=reset, scale=0.5, return_state=True)
+    torch.testing.assert_close(out, torch.stack(rows, 1))
+    torch.testing.assert_close(last, now)
+
+
+def test_gradcheck_of_the_delta_rule():
+    q, k, v, decay, state = drawn("token", seq_len=7)
+    given = [q, k / k.norm(dim=-1, keepdim=True), v, torch.rand(2, 7, 2, dtype=torch.float64), decay]
+    given = [x.detach().requires_grad_() for x in given]
+    assert torch.autograd.gradcheck(lambda *given: scan_delta(*given, state=state, return_state=True), given)
+
+
+def test_the_delta_rule_of_shared_heads_and_its_refusals():
+    q, k, v = torch.randn(1, 9, 4, 5), F.normalize(torch.randn(1, 9, 2, 5), dim=-1), torch.randn(1, 9, 1, 3)
+    beta = torch.rand(1, 9, 4)
+    repeated = scan_delta(q, k.repeat_interleave(2, 2), v.expand(-1, -1, 4, -1), beta)
+    torch.testing.assert_close(scan_delta(q, k, v, beta), repeated)
+    with pytest.raises(ValueError, match="beta"):
+        scan_delta(q, k, v, beta[..., :2])
+    with pytest.raises(ValueError, match="decay"):
+        scan_delta(q, k, v, beta, -torch.rand(1, 9, 4, 5))
 
 
 def test_shared_heads_are_repeated_heads():

@@ -20,5 +20,6 @@ MIXERS = Table(
         "performer": "hone.model.mixers.performer:Performer",
         "retnet": "hone.model.mixers.retnet:RetNet",
         "gated_linear": "hone.model.mixers.gated_linear:GatedLinear",
+        "delta_net": "hone.model.mixers.delta_net:DeltaNet",
     },
 )

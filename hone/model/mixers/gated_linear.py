@@ -97,7 +97,7 @@ class GatedLinearLayer(RecurrentLayer):
         else:
             self.log_rate = nn.Parameter(torch.empty(spec.num_heads))
             self.step_bias = nn.Parameter(torch.empty(spec.num_heads))
-            self.initial = {"log_rate": _rates, "step_bias": _steps}
+            self.initial = {"log_rate": initial_rates, "step_bias": initial_steps}
 
     def mix(
         self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Tensor | None
@@ -107,26 +107,27 @@ class GatedLinearLayer(RecurrentLayer):
         q, k, v = (part.unflatten(-1, (spec.num_heads, -1)) for part in (q, k, v))
         if spec.gate == "channel":
             logits = F.linear(low, self.decay_up, self.decay_bias).unflatten(-1, (spec.num_heads, -1))
-            decay = F.logsigmoid(_wide(logits)) / spec.gate_root
+            decay = F.logsigmoid(wide(logits)) / spec.gate_root
         else:
-            step = F.softplus(_wide(low) + _wide(self.step_bias))
-            decay = -step * _wide(self.log_rate).exp()
+            step = F.softplus(wide(low) + wide(self.step_bias))
+            decay = -step * wide(self.log_rate).exp()
             k = k * step[..., None].to(k.dtype)
         scale = spec.head_dim**-0.5
         mixed, state = scan(q, k, v, decay, state=known, reset=begins, scale=scale, return_state=True)
         return self.out(F.silu(gate) * self.head_norm(mixed).flatten(-2)), state
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or float64 if it is: decays need more digits than 16-bit floats have."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _rates(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def initial_rates(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """log A, A uniform in [1, 16], as Mamba-2 begins."""
     return torch.empty(shape).uniform_(1, 16, generator=generator).log()
 
 
-def _steps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def initial_steps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Inverse softplus of steps dt log-uniform in [0.001, 0.1], as Mamba-2 begins."""
     steps = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
     return steps + torch.log(-torch.expm1(-steps))

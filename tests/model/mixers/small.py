@@ -123,8 +123,10 @@ def check_saved(model: Decoder, folder: Path, length: int = 24) -> None:
     assert torch.equal(again(tokens), model(tokens))
 
 
-def check_gradients(model: Decoder, length: int, loss: Any = None, skip: tuple[str, ...] = ()) -> None:
-    """Every parameter's gradient against a difference in its steepest direction."""
+def check_gradients(
+    model: Decoder, length: int, loss: Any = None, skip: tuple[str, ...] = (), step: float = 1e-5
+) -> None:
+    """Every parameter's gradient against a difference of two `step`s in its steepest direction."""
     tokens = prompt(2, length)
 
     def value() -> Tensor:
@@ -138,12 +140,12 @@ def check_gradients(model: Decoder, length: int, loss: Any = None, skip: tuple[s
             continue
         direction = parameter.grad / parameter.grad.norm()
         found = []
-        for step in (1e-5, -1e-5):
+        for way in (step, -step):
             with torch.no_grad():
-                parameter += step * direction
+                parameter += way * direction
                 found.append(value().item())
-                parameter -= step * direction
-        slope = (found[0] - found[1]) / 2e-5
+                parameter -= way * direction
+        slope = (found[0] - found[1]) / (2 * step)
         assert abs(slope - parameter.grad.norm().item()) <= 1e-4 * abs(slope) + 1e-9, (name, slope)
 
 
