@@ -156,3 +156,21 @@ def test_sample(options: dict, dtype: torch.dtype) -> None:
         keys = sampling.noise_keys(range(seed, seed + 6), range(6))
         for heat in (1.0, [0.0, 0.5, 1.3, 2.0, 0.0, 1.0]):
             agree(lambda backend, h=heat, k=keys: [sampling.sample(logits, h, **options, keys=k, backend=backend)])
+
+
+def test_graphs_hold_torch_ops() -> None:
+    """Under torch.compile the kernels are ops with gradients; called eagerly they are Functions: both give the same."""
+    x, residual = torch.randn(2, 3, 4, 16).unbind()
+    weight, angles = torch.rand(16, requires_grad=True), torch.randn(3, 1, 4)
+    x.requires_grad_()
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y, summed = fused.rms_norm(x, weight, 1e-5, residual, backend="triton")
+        gated = fused.swiglu(y + summed, backend="triton")
+        return fused.rope(gated, angles.cos(), angles.sin(), backend="triton")
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for ours, plain in zip(*(graded(way(x, weight), x, weight) for way in (compiled, run)), strict=True):
+        assert torch.equal(ours, plain)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, weight), run(x, weight))
