@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hone.ops import attend, masks, merge
+from hone.ops.library import cudnn
 from hone.ops.masks import CAUSAL, FULL, Mask
 
 F64 = torch.float64
@@ -150,6 +151,21 @@ def test_a_compiled_call_on_the_cpu_at_any_length() -> None:
     for length in (11, 12, 13, 600):
         q, k, v = inputs(length, length, dtype=torch.float32)
         torch.testing.assert_close(run(q, k, v), attend(q, k, v, CAUSAL) + attend(q, k, v, FULL))
+
+
+def test_what_is_asked_of_cudnn() -> None:
+    """Its ops take these arguments and give these shapes; a GPU test says that they are right."""
+    q, k, v = (
+        torch.empty(2, length, heads, 96, device="meta", dtype=torch.bfloat16)
+        for length, heads in ((9, 4), (7, 2), (7, 2))
+    )
+    tiles = FULL.tiles(9, 7, 16, 16, q.device)
+    out, lse = cudnn.forward(q, k, v, tiles, 0.5, None)
+    assert out.shape == q.shape and out.is_contiguous() and lse.shape == (2, 4, 9)
+    grads = cudnn.backward(q, k, v, out, lse, out, None, tiles, 0.5, None)
+    assert [made.shape for made in grads] == [q.shape, k.shape, v.shape] and all(made.is_contiguous() for made in grads)
+    with pytest.raises(ValueError, match="no gradient of lse"):
+        cudnn.backward(q, k, v, out, lse, out, lse, tiles, 0.5, None)
 
 
 def test_wrong_calls_say_so() -> None:
