@@ -51,7 +51,7 @@ def _share(seq_lens, query_lens, num_rows, max_tokens, window, sink_tokens, KV: 
     return ends, counts, per, begin, tl.minimum(begin + per, tl.max(ends, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "max_tokens", "table_row"])
 def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales, sinks, out, part, part_lse, note,
            q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row, out_token, out_head,
            ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot,

@@ -88,7 +88,7 @@ def _walk(queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top,
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "min_tokens", "table_row"])
 def prefill(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales, sinks, out,
             q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row, out_token, out_head,
             ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot,
