@@ -212,7 +212,7 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, starts, final, dots, with_desc, d
 @triton.jit
 def _decay_sums(of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale, seq_len, seg_tokens, num_segs, heads,
                 lines, tiles_q, tiles_k, size, reset_b, RESET: tl.constexpr, STARTS: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+                BLOCK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Gradients of one segment's log decays: sums of q.dq - k.dk over what comes after a token, to the segment's end.
 
     What comes from later segments is the inner product of the state there and its gradient.
@@ -220,16 +220,16 @@ def _decay_sums(of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale,
     place = tl.program_id(0)
     line = (place // num_segs).to(tl.int64)
     seg = place % num_segs
-    inner = tl.zeros([BLOCK], tl.float32)
+    inner = tl.zeros([WIDE], tl.float32)
     if seg == num_segs - 1:
-        for at in range(0, size, BLOCK):
-            places = at + tl.arange(0, BLOCK)
+        for at in range(0, size, WIDE):
+            places = at + tl.arange(0, WIDE)
             one = tl.load(final + line * size + places, mask=places < size, other=0.0)
             inner += one * tl.load(d_final + line * size + places, mask=places < size, other=0.0)
     elif STARTS:
         here = (line * num_segs + seg) * size
-        for at in range(0, size, BLOCK):
-            places = at + tl.arange(0, BLOCK)
+        for at in range(0, size, WIDE):
+            places = at + tl.arange(0, WIDE)
             one = tl.load(starts + here + size + places, mask=places < size, other=0.0)
             inner += one * scale * tl.load(ends + here + places, mask=places < size, other=0.0)
     later = tl.sum(inner, 0)
@@ -430,7 +430,7 @@ def decay_gradient(
         of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale, seq_len, plan.segment_tokens(seq_len),
         plan.segments, heads, lines, tiles_q, of_k.shape[0], final.shape[-2] * final.shape[-1],
         0 if reset is None else reset.stride(0), RESET=reset is not None,
-        STARTS=starts is not None, BLOCK=1024, num_warps=8,
+        STARTS=starts is not None, BLOCK=1024, WIDE=8192, num_warps=8,
     )  # fmt: skip
     return d_decay
 
