@@ -53,8 +53,9 @@ def test_it_trains_on_packed_documents_and_what_is_saved_writes(name, data, tmp_
 def test_the_recipe_of_mixers_reads():
     stages = read_yaml(ROOT / "recipes" / "mixers.yaml")["stages"]
     kinds = [[layer.mixer.kind for layer in Shape.read(one["model"]).config(2048).layers] for one in stages]
-    assert kinds[0] == ["sliding_window", "attention"] * 2 and len(kinds) == 6
-    assert kinds[-1] == ["retnet", "retnet", "sliding_window", "attention"]
+    assert kinds[0] == ["sliding_window", "attention"] * 2 and len(kinds) == 7
+    assert kinds[5] == ["retnet", "retnet", "sliding_window", "attention"]
+    assert kinds[6] == ["delta_net", "delta_net", "attention", "delta_net"]
 
 
 @pytest.mark.parametrize("name", ["mla", "compressive", "gated_linear"])
