@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen: torch 2.11's tracer cannot read properties of frozen ones
 class Where:
     """What decides between backends: the kind of device, its compute capability, its multiprocessors, and Triton's version.
 
@@ -224,8 +224,17 @@ def _attend_paged(
 
 
 def _attend_latent(
-    where: Where, *, dtype: torch.dtype, page_dtype: torch.dtype, heads: int, value_dim: int, turned: int, rows: int
+    where: Where,
+    *,
+    dtype: torch.dtype,
+    page_dtype: torch.dtype,
+    heads: int,
+    value_dim: int,
+    turned: int,
+    rows: int,
+    boxed: bool = False,
 ) -> Choice:
+    """`boxed`: pages hold whole blocks of 64 aligned latents, and there is no window."""
     if where.kind != "cuda":
         return Choice("reference", "no GPU: rows of like size gathered into few calls of torch")
     if dtype not in _HALVES or page_dtype != dtype:
@@ -236,6 +245,8 @@ def _attend_latent(
         return Choice("reference", f"the kernel takes up to 64 heads, or a multiple of 64, not {heads}")
     if rows > 8192:
         return Choice("reference", f"the kernel finds its work among up to 8192 rows, not {rows}")
+    if where.runs_gluon and heads > 32 and boxed:
+        return Choice("gluon", "many heads: bound by products, for Hopper's tensor cores")
     return Choice("triton", "latents are read once for up to 64 heads")
 
 
