@@ -157,15 +157,22 @@ def attend_latent(
     keys = pages.unsqueeze(1)
     turned = pages.shape[2] - value_dim
     facts = {"dtype": q.dtype, "page_dtype": pages.dtype, "heads": q.shape[1], "value_dim": value_dim, "turned": turned}
-    chosen = backend_of("attend_latent", q.device, backend, **facts, rows=len(q))
-    if chosen == "triton":
+    boxed = window is None and pages.shape[1] % 64 == 0 and _aligned(pages)
+    chosen = backend_of("attend_latent", q.device, backend, **facts, rows=len(q), boxed=boxed)
+    if chosen in ("triton", "gluon"):
         from hone.ops.triton import paged_launch
 
         run = paged_launch.attend_latents_op if torch.compiler.is_compiling() else paged_launch.attend_latents
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        return run(q, keys, page_table, seq_lens, query_lens, value_dim, scale, window)
+        q = q if _aligned(q) else q.contiguous()
+        return run(q, keys, page_table, seq_lens, query_lens, value_dim, scale, window, chosen == "gluon")
     plan = _planned(q, page_table, seq_lens, query_lens, pages.shape[1])
     return attend_planned(q, keys, keys, plan, scale=scale, window=window, extras=Extras(value_dim=value_dim))
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows are contiguous and begin at multiples of 16 bytes."""
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(start * x.element_size() % 16 == 0 for start in starts)
 
 
 def _planned(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor | None, page_size: int) -> PagedPlan:

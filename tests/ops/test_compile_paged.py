@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("triton")
 
 from hone.ops.compat import INTERPRETED
+from hone.ops.gluon.latent import decode_latents
 from hone.ops.triton.paged import decode
 from hone.ops.triton.paged_prefill import prefill
-from tests.ops.compiled import Compiled, compile_triton
+from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -103,3 +104,22 @@ def test_prefill():
     )
     assert record.clean and fetched_ahead(record)
     assert record.count("HGMMA") > 0 and 2 * record.shared < 240 << 10
+
+
+def test_latents_of_many_heads():
+    half, turned = descriptor("bf16", [1, 64, 256]), descriptor("bf16", [1, 64, 64])
+    sizes = dict.fromkeys(["table_row", "num_rows", "heads", "out_row", "out_head"], "i32")
+    tensors = {"table": "*i32", "seq_lens": "*i32", "ends": "*i32", "out": "*bf16", "note": "*i32"}
+    record = compile_gluon(
+        decode_latents,
+        {"q_half": half, "q_turned": turned, "k_half": half, "k_turned": turned, **tensors, "part": "*fp32",
+         "part_lse": "*fp32", **sizes, "scale_log2": "fp32"},
+        {"TILES": 2, "PAGE_SIZE": 64},
+        divisible=["out_row", "out_head"],
+        maxnreg=168,
+    )  # fmt: skip
+    assert not record.serialized and record.shared <= SHARED_LIMIT
+    # Scores of 576 columns and 256 of values in steps of 16, for each of the two warpgroups.
+    assert record.count("HGMMA") == 2 * (36 + 4), record.line()
+    # Addresses and bounds, a few of them in the loop; sums and weights stay in registers.
+    assert record.spill_bytes < 600, record.line()

@@ -46,7 +46,9 @@ def test_paged(where, facts, backend, reason):
     ("where", "facts", "backend", "reason"),
     [
         (HOPPER, {}, "triton", "read once"),
-        (HOPPER, {"heads": 16}, "triton", "read once"),
+        (HOPPER, {"boxed": True}, "gluon", "bound by products"),
+        (HOPPER, {"heads": 16, "boxed": True}, "triton", "read once"),
+        (Where("cuda", (10, 0), 148, (3, 6)), {"boxed": True}, "triton", "read once"),
         (HOPPER, {"heads": 96}, "reference", "multiple of 64"),
         (HOPPER, {"value_dim": 256}, "reference", "512"),
         (HOPPER, {"page_dtype": torch.int8}, "reference", "16-bit"),

@@ -86,27 +86,27 @@ class TestOnGPU:
         with_graphs, without = self.both(self.model(**shape), lambda name: greedy(30))
         assert with_graphs == without
 
-    @torch.inference_mode()
     def test_replays_are_alike_bit_by_bit_and_near_a_plain_pass(self):
         """5 rows in a graph of 8: other rows may change, and what the table held before does not matter."""
         model = self.model()
         one = Engine(model, EngineSpec.read({"page_size": 16, "num_pages": 60, "max_rows": 8}), device="cuda")
         cache = one.runner.cache
-        for store in cache._stores:
-            store.normal_(std=0.5)
-        graphs = DecodeGraphs(model, cache, "cuda")
-        pages = [list(range(1 + 8 * row, 9 + 8 * row)) for row in range(5)]
-        spare = list(range(41, 49))
-        tokens, starts = [3, 1, 4, 1, 5], [100, 0, 31, 127, 64]
-        first = graphs.hidden(tokens, starts, pages).clone()
-        graphs.hidden([7] * 8, [90] * 8, [spare] * 8)
-        cache.wipe([NULL_PAGE], float("nan"))
-        again = graphs.hidden(tokens, starts, pages).clone()
-        other = graphs.hidden(tokens[:1] + [9] * 6, starts[:1] + [9] * 6, pages[:1] + [spare] * 6)[0].clone()
-        assert torch.equal(first, again)
-        plain = model.hidden(torch.tensor(tokens, device="cuda"), Paged(cache, pages, starts, [1] * 5, "cuda"))
-        torch.testing.assert_close(again, plain, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(other, plain[0], atol=2e-2, rtol=2e-2)
+        with torch.inference_mode():
+            for store in cache._stores:
+                store.normal_(std=0.5)
+            graphs = DecodeGraphs(model, cache, "cuda")
+            pages = [list(range(1 + 8 * row, 9 + 8 * row)) for row in range(5)]
+            spare = list(range(41, 49))
+            tokens, starts = [3, 1, 4, 1, 5], [100, 0, 31, 127, 64]
+            first = graphs.hidden(tokens, starts, pages).clone()
+            graphs.hidden([7] * 8, [90] * 8, [spare] * 8)
+            cache.wipe([NULL_PAGE], float("nan"))
+            again = graphs.hidden(tokens, starts, pages).clone()
+            other = graphs.hidden(tokens[:1] + [9] * 6, starts[:1] + [9] * 6, pages[:1] + [spare] * 6)[0].clone()
+            assert torch.equal(first, again)
+            plain = model.hidden(torch.tensor(tokens, device="cuda"), Paged(cache, pages, starts, [1] * 5, "cuda"))
+            torch.testing.assert_close(again, plain, atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(other, plain[0], atol=2e-2, rtol=2e-2)
 
     def test_choices_do_not_depend_on_company(self):
         sampler = Sampler(1000, "cuda")

@@ -199,8 +199,9 @@ def attend_latents(
     value_dim: int,
     scale: float,
     window: int | None,
+    hopper: bool,
 ) -> Tensor:
-    """`hone.ops.attend_latent` on pages [num_pages, 1, page_size, D]."""
+    """`hone.ops.attend_latent` on pages [num_pages, 1, page_size, D]; `hopper`: by `hone.ops.gluon.latent`."""
     page_table = page_table.to(torch.int32)
     if query_lens is not None:
         # Every new token becomes a row of one: the last sees seq_lens tokens, the one before it one less.
@@ -211,6 +212,11 @@ def attend_latents(
         page_table = page_table[row]
     out = q.new_empty(*q.shape[:2], value_dim)
     num_sms = locate(q.device).num_sms
+    if hopper:
+        from hone.ops.gluon import latent
+
+        latent.launch(out, q, pages[:, 0], page_table, seq_lens, scale, num_sms)
+        return out
     plan = plan_latent(num_sms, q.shape[1])
     turned = pages.shape[3] - value_dim
     decode_rows(

@@ -60,20 +60,47 @@ def test_lengths(seq_lens):
     assert distance(attend_paged(*made.poisoned(), **made.options, backend="triton"), made.expected()) < 5e-3
 
 
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("backend", "heads", "page_size"),
+    [("triton", 16, 64), ("triton", 64, 64), ("triton", 128, 16), ("gluon", 128, 64), ("gluon", 40, 128)],
+)
 @pytest.mark.parametrize("query_lens", [None, [1, 2, 1, 3, 1, 1, 4, 1]])
-def test_latents(heads, query_lens):
-    made = case(RAGGED, query_lens, kv_heads=1, groups=heads, head_dim=576, value_dim=512)
+def test_latents(backend, heads, page_size, query_lens):
+    made = case(RAGGED, query_lens, kv_heads=1, groups=heads, head_dim=576, value_dim=512, page_size=page_size)
     made.pages[1] = made.pages[0][..., :512]
     if query_lens:
         made.lens[0], made.counts[0] = 1, 1
     q, keys, _, table, lens, counts = made.poisoned()
     outs = [
-        attend_latent(q, keys[:, 0], table, lens, counts, value_dim=512, scale=made.options["scale"], backend="triton")
+        attend_latent(q, keys[:, 0], table, lens, counts, value_dim=512, scale=made.options["scale"], backend=backend)
         for _ in range(2)
     ]
     assert distance(outs[0], made.expected()) < 5e-3
     assert torch.equal(*outs)
+
+
+def test_latents_of_many_rows_in_one_graph():
+    """Programs with several tiles, tiles of several programs; then rows that end elsewhere, one of them empty."""
+    made = case([33 + 61 * i for i in range(60)], kv_heads=1, groups=128, head_dim=576, value_dim=512)
+    made.pages[1] = made.pages[0][..., :512]
+    q, keys, _, table, lens, _ = made.poisoned()
+
+    def run():
+        return attend_latent(q, keys[:, 0], table, lens, value_dim=512, scale=made.options["scale"], backend="gluon")
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for change in (0, 17):
+        lens.sub_(change)
+        made.lens = [length - change for length in made.lens]
+        out.fill_(float("nan"))
+        graph.replay()
+        assert distance(out, made.expected()) < 5e-3
+    lens[3] = 0
+    graph.replay()
+    assert (out[3] == 0).all() and out.isfinite().all()
 
 
 def test_a_row_without_tokens_gives_zeros():
