@@ -149,8 +149,10 @@ def produce(q_desc, k_desc, v_desc, counter, mem, plan):
     turn = 0
     number = gl.program_id(0) - gl.num_programs(0)
     tile = tile_at(plan, gl.program_id(0))
-    last = tile
-    last_n = tile.first
+    # Not `last = tile`: Triton 3.6 carries through a loop only names whose value it sees change, and these two would begin the
+    # loops as the very values that are assigned to them there.
+    last = tile_at(plan, gl.program_id(0))
+    last_n = 0
     while tile.count > 0:
         publish(tile, turn, mem)
         for part in gl.static_range(mem.PARTS):
