@@ -178,6 +178,8 @@ def _attend(
         return Choice(library.backend, f"the kernels take bfloat16 and float16, not {dtype}")
     if max(head_dim, v_dim) > 256:
         return Choice(library.backend, f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
+    if where.runs_gluon and dense and (head_dim, v_dim) == (192, 128):
+        return Choice("cudnn", "heads of 192 and 128 and a dense mask, on which cuDNN's kernel is faster than Triton's")
     return _flash(where, head_dim, v_dim, block, dense)
 
 
@@ -194,7 +196,7 @@ def _flash(where: Where, head_dim: int, v_dim: int, block: int, dense: bool) -> 
     if not where.runs_gluon:
         return Choice("triton", "Gluon kernels need compute capability 9.0")
     if head_dim != v_dim or head_dim not in (64, 128):
-        if dense and head_dim == v_dim and head_dim > 64 and head_dim % 8 == 0:
+        if dense and head_dim == v_dim and head_dim >= 96 and head_dim % 8 == 0:
             return Choice(
                 "cudnn", f"heads of {head_dim} and a dense mask, on which cuDNN's kernels are faster than Triton's"
             )

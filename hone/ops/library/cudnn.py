@@ -1,6 +1,6 @@
 """cuDNN's attention, through torch, with the signatures of the kernels of `ops.attention`: dense masks only.
 
-It builds a plan for every new shape, which takes tenths of a second, and adds dq's parts in no fixed order.
+It builds a plan for every new shape (about 50 ms on an H200), and adds dq's parts in no fixed order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def backward(
         k,
         v,
         out,
-        lse,
+        lse[..., None],
         unused,
         unused,
         None,

@@ -2,8 +2,8 @@
 
 FlashAttention-2, arXiv:2307.08691, in three passes: delta = rowsum(out * d_out) - d_lse; dk and dv by programs that own a tile
 of keys and walk the queries that see it, through every query head that shares the key head; dq by programs that own a tile of
-queries. Scores are made anew in each of the last two, which is what the missing atomics cost. Of heads wider than 128 a program
-reads its own tile again at every step (AGAIN): held for all of them, it would be held in registers, and there are too few.
+queries. Scores are made anew in each of the last two, which is what the missing atomics cost. Of heads wider than 192 a program
+reads its own keys again at every step (AGAIN): held for all of them, they would be held in registers, and there are too few.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
 def launch_options(head_dim: int, v_dim: int, block_n: int) -> dict[str, int]:
     """num_warps and num_stages of both passes."""
     # As in the forward pass small programs are the fastest, up to the width at which registers run out.
-    wide = max(head_dim, v_dim) > 128
-    return {"num_warps": 8 if wide and block_n >= 64 else 4, "num_stages": 2}
+    width = max(head_dim, v_dim)
+    return {"num_warps": 8 if width > 128 and block_n >= 64 else 4, "num_stages": 1 if 128 < width <= 192 else 2}
 
 
 def reads_again(head_dim: int, v_dim: int) -> dict[str, bool]:
     """Which of the two main passes reads its own tile anew at every step (AGAIN)."""
-    wide = max(head_dim, v_dim) > 128
-    return {"dkdv": wide, "dq": wide}
+    return {"dkdv": max(head_dim, v_dim) > 192, "dq": False}
 
 
 def backward(

@@ -21,7 +21,8 @@ def randoms(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def far_from(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
 def poison(*likes: Tensor) -> None:

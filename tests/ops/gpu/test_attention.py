@@ -89,11 +89,6 @@ def test_softcap() -> None:
     check_lengths([(300, 300), (100, 900)], (4, 2), 128, CAUSAL, "gluon", loose=True, softcap=3.0, scale=0.2)
 
 
-def test_prefix() -> None:
-    mask = masks.prefix(torch.randint(0, 700, (3,), device="cuda"))
-    check((3, 700, 700, 8, 1), (128, 128), mask, "gluon", loose=True)
-
-
 def test_compiles_whole() -> None:
     leaves = [randoms(2, 512, heads, 128).requires_grad_() for heads in (4, 2, 2)]
     window = masks.window(100)
