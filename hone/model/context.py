@@ -31,6 +31,13 @@ class Context:
     """None: sequences come whole. A dict: they come bit by bit, and a mixer finds there under its layer index what it left
     at the last pass (nothing at the start) and leaves what it will need, of bounded size where its mathematics allow."""
 
+    def __init__(self) -> None:
+        self.memo: dict[Any, Any] = {}
+        """What layers alike share in this pass, made by the first of them (a mixer's masks, say)."""
+        self._rotary: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
+        self._losses: list[Tensor] = []
+
     @property
     def seq_len(self) -> int:
         """Tokens a row brings in this pass."""
@@ -73,34 +80,28 @@ class Context:
     def add_loss(self, loss: Tensor) -> None:
         """Adds a mean a token (a scalar) to what training minimises beside its objective; see `extra_loss`."""
         if torch.is_grad_enabled():
-            self.__dict__.setdefault("_losses", []).append(loss)
+            self._losses.append(loss)
 
     @property
     def extra_loss(self) -> Tensor | None:
         """The sum of what `add_loss` got in this pass, None when it got nothing."""
-        losses = self.__dict__.get("_losses")
-        return torch.stack(losses).sum() if losses else None
+        return torch.stack(self._losses).sum() if self._losses else None
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of this context's positions under `rope`, made once for all layers.
 
         Each broadcasts against [..., heads, head_dim / 2].
         """
-        memo = self.__dict__.setdefault("_rotary", {})
         key = (rope.key, head_dim, dtype)
-        if key not in memo:
+        if key not in self._rotary:
             positions = self._distinct_positions()
             angles = positions[..., None].float() * rope.frequencies(head_dim, positions.device)
-            memo[key] = (angles.cos().to(dtype).unsqueeze(-2), angles.sin().to(dtype).unsqueeze(-2))
-        return memo[key]
+            self._rotary[key] = (angles.cos().to(dtype).unsqueeze(-2), angles.sin().to(dtype).unsqueeze(-2))
+        return self._rotary[key]
 
     def _distinct_positions(self) -> Tensor:
         """`positions` without leading axes along which they repeat."""
         return self.positions
-
-    @property
-    def _lent(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return self.__dict__.setdefault("_lent_keys", {})
 
     def _keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
         """k and v, or what `layer` has lent."""
@@ -114,6 +115,7 @@ class Causal(Context):
     """Each row of `tokens` [..., S] is one document; a token sees itself and what came before."""
 
     def __init__(self, tokens: Tensor) -> None:
+        super().__init__()
         self._line = torch.arange(tokens.shape[-1], device=tokens.device)
         self.positions = self._line.expand(tokens.shape)
         self._masks: dict[int, Tensor] = {}
@@ -141,6 +143,7 @@ class Packed(Context):
     """
 
     def __init__(self, document_ids: Tensor) -> None:
+        super().__init__()
         changes = torch.zeros_like(document_ids, dtype=torch.bool)
         changes[..., 1:] = document_ids[..., 1:] != document_ids[..., :-1]
         places = torch.arange(document_ids.shape[-1], device=document_ids.device).expand(document_ids.shape)

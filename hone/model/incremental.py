@@ -32,6 +32,7 @@ class Incremental(Context):
     """
 
     def __init__(self, tokens: Tensor, start: int = 0, carry: dict[int, Any] | None = None) -> None:
+        super().__init__()
         self.start = start
         self.carry: dict[int, Any] = {} if carry is None else carry
         self._line = torch.arange(start, start + tokens.shape[-1], device=tokens.device)

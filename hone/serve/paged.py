@@ -31,6 +31,7 @@ class Paged(Context):
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> None:
+        super().__init__()
         self.cache = cache
         size = cache.page_size
         ends = [start + length for start, length in zip(starts, lengths)]
@@ -79,17 +80,16 @@ class Paged(Context):
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `Context.rotary`, out of a table that the cache keeps: a decode step is too short to make angles anew."""
-        memo = self.__dict__.setdefault("_rotary", {})
         key = (rope.key, head_dim, dtype)
-        if key not in memo:
+        if key not in self._rotary:
             table = self.cache.tables.get(key)
             if table is None or table[0].shape[0] < self._longest:
                 places = torch.arange(1 << (self._longest - 1).bit_length(), device=self.positions.device)
                 angles = places[:, None].float() * rope.frequencies(head_dim, places.device)
                 table = angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
                 self.cache.tables[key] = table
-            memo[key] = table[0][self.positions], table[1][self.positions]
-        return memo[key]
+            self._rotary[key] = table[0][self.positions], table[1][self.positions]
+        return self._rotary[key]
 
 
 class PagedBuffers(Paged):
@@ -99,6 +99,7 @@ class PagedBuffers(Paged):
     """
 
     def __init__(self, cache: KVCache, num_rows: int, longest: int, device: torch.device) -> None:
+        Context.__init__(self)
         self.cache = cache
         self._longest, self._most = longest, 1
         self._host = torch.zeros(5, num_rows, dtype=torch.int64).pin_memory()
@@ -111,7 +112,7 @@ class PagedBuffers(Paged):
 
     def forget(self) -> None:
         """Drops what a pass has derived from the buffers, so that the next one derives it again."""
-        self.__dict__.pop("_rotary", None)
+        self._rotary.clear()
 
     def fill(self, tokens: Sequence[int], starts: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         """Brings a step's rows to the device."""

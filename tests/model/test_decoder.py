@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from hone.model import context as context_module
 from hone.model.context import Causal, Packed
 from hone.model.decoder import build
 from hone.model.families import Shape
 from hone.model.incremental import Incremental
-from hone.ops import masks, reference
+from hone.ops import dispatch, masks, reference
 
 SMALL = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
 
@@ -136,3 +137,38 @@ def test_a_layer_compiles_whole_and_once_for_all(packed: bool) -> None:
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
     assert torch.allclose(decoder(tokens, context), plain, atol=1e-5)
     assert counter.frame_count <= 2, "a layer's own numbers are compiled in: every layer compiles again"
+
+
+class Traced(Exception):
+    """Raised in place of running a traced graph."""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_gpu_runs_traces_whole_and_once_for_all_layers(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' way through a layer, on a machine without a GPU: traced, not run."""
+    torch.compiler.reset()
+    monkeypatch.setattr(dispatch, "_locate", lambda *_: dispatch.Where("cuda", (9, 0), 132, (3, 6)))
+    monkeypatch.setattr(context_module, "has_fused", lambda *_: True)
+    shape = Shape(hidden_size=64, num_layers=10, num_heads=2, num_kv_heads=1, head_dim=64, intermediate_size=64)
+    decoder = build(shape.config(50)).to(torch.bfloat16)
+    tokens = torch.arange(256).view(2, 128) % 50
+    context = Packed((torch.arange(128) // 50).expand(2, 128)) if packed else Causal(tokens)
+    if packed:
+        context._whole = False  # which only a CPU asks
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+
+        def run(*_):
+            raise Traced
+
+        return run
+
+    x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
+    for layer in decoder.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend=backend)
+        with pytest.raises(Traced):
+            layer(x, context)
+    assert len(graphs) <= 2, "a layer's own numbers are compiled in: every layer compiles again"
+    assert graphs[0].count("hone.attend.default") == 1

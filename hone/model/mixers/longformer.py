@@ -140,8 +140,8 @@ class LongformerLayer(nn.Module):
     def _mask(self, context: Context, x: Tensor) -> Mask:
         """The window and the global columns, within documents; one for all layers of these options in a pass."""
         spec = self.spec
-        memo = context.__dict__.setdefault("_longformer", {})
-        key = (spec.window, spec.num_global, spec.causal)
+        memo = context.memo
+        key = ("longformer", spec.window, spec.num_global, spec.causal)
         if key not in memo:
             places, ids = context.positions.expand(x.shape[:2]), context.document_ids
             if ids is None:  # all rows alike
