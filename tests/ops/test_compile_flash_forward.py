@@ -18,7 +18,7 @@ CHUNKS = {"KIND": "lists", "RULE": "hone.ops.masks:_lsh", "PARAMS": (64, 4096), 
 CAUSAL = {"KIND": "causal", "RULE": None, "PARAMS": (), "DATA": (False, False)}
 
 
-def compiled(head_dim: int, *, softcap: bool = False, dtype: str = "bf16", turns: bool = True, **mask) -> Compiled:
+def compiled(head_dim: int, *, softcap: bool = False, dtype: str = "bf16", **mask) -> Compiled:
     config = flash.tile_config(head_dim, head_dim)
     rows, keys = (descriptor(dtype, [1, length, 1, head_dim]) for length in (64, config.block_n))
     numbers = ["counter", "order", "kv_index", "q_data", "k_data"]
@@ -39,7 +39,7 @@ def compiled(head_dim: int, *, softcap: bool = False, dtype: str = "bf16", turns
         "STAGES": config.stages,
         "Q_REG": config.q_in_registers,
         "REGS": flash._REGISTERS,
-        "TURNS": turns,
+        "TURNS": config.turns,
         **mask,
         "RULE": mask["RULE"] and _gluon_rule(mask["RULE"]),
     }

@@ -115,8 +115,8 @@ class Tile:
 def tile_at(plan, t):
     """The t-th tile of this launch.
 
-    Tiles of unequal lengths go longest first, through `span` heads at once, so that the programs end together and what runs
-    at one time shares keys and values in L2.
+    Tiles of unequal lengths go through `span` heads at once, the longest first under a causal mask and as flash_order says
+    where there are lists: the programs end together, and what runs at one time shares keys and values in L2.
     """
     live = t < plan.num_tiles
     t = gl.minimum(t, plan.num_tiles - 1)

@@ -58,16 +58,19 @@ def test_maxima_that_move_at_every_tile(most: float) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 128, 40), (2, 3, 300, 7), (1, 2, 5, 900)])
 def test_order_of_tiles(shape: tuple[int, int, int, int]) -> None:
-    from hone.ops.gluon.flash_order import ordered
+    from hone.ops.gluon.flash_order import LONG, ordered
 
-    count = torch.randint(0, shape[3] + 1, shape[:3], device="cuda", dtype=torch.int32)
+    count = torch.randint(0, 4, shape[:3], device="cuda", dtype=torch.int32)
+    count[..., ::50] = shape[3]
     index = torch.randint(0, 1 << 20, shape, device="cuda", dtype=torch.int32)
     partial = torch.randint(0, 1 << 20, shape[:3], device="cuda", dtype=torch.int32)
     tiles = Tiles("", (), None, None, False, False, 1, 1, 128, 128, count, index, partial)
     counter, order = ordered(tiles)
-    by = torch.sort(count, -1, descending=True, stable=True).indices
     number, length, partly, first = order.view(*shape[:3], 4).unbind(-1)
     assert counter[0] == 0
-    assert torch.equal(number, by.int()) and torch.equal(length, count.gather(-1, by))
-    assert torch.equal(partly, partial.gather(-1, by))
+    by = number.long()
+    assert torch.equal(by.sort(-1).values, torch.arange(shape[2], device="cuda").expand(shape[:3]))
+    far = length > LONG.value * count.sum(-1, keepdim=True) // shape[2]
+    assert torch.equal(far.int(), far.int().cummin(-1).values)  # all of these before all others
+    assert torch.equal(length, count.gather(-1, by)) and torch.equal(partly, partial.gather(-1, by))
     assert torch.equal(first[length > 0], index[..., 0].gather(-1, by)[length > 0])
