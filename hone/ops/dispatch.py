@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-@dataclass(unsafe_hash=True)  # not frozen: torch 2.11's tracer cannot read properties of frozen ones
+@dataclass(frozen=True)
 class Where:
     """What decides between backends: the kind of device, its compute capability, its multiprocessors, and Triton's version.
 
@@ -27,7 +27,8 @@ class Where:
     @property
     def runs_triton(self) -> bool:
         """A GPU that Triton's tensor-core code is made for, with a Triton that is new enough."""
-        return self.kind == "cuda" and self.capability >= (8, 0) and self.triton >= (3, 6)
+        # torch 2.11 can trace tuples' < but not their >=.
+        return self.kind == "cuda" and not self.capability < (8, 0) and not self.triton < (3, 6)
 
     @property
     def runs_gluon(self) -> bool:
