@@ -174,3 +174,15 @@ def test_graphs_hold_torch_ops() -> None:
         assert torch.equal(ours, plain)
     with torch.no_grad():
         assert torch.equal(compiled(x, weight), run(x, weight))
+
+
+def test_loss_in_a_graph() -> None:
+    x, weight = torch.randn(13, 24, requires_grad=True), torch.randn(77, 24, requires_grad=True)
+    targets = torch.randint(0, 77, (13,))
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, targets, rows=5, backend="triton")
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for ours, plain in zip(*(graded(way(x, weight), x, weight) for way in (compiled, run)), strict=True):
+        torch.testing.assert_close(ours, plain)
