@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.ops import formats
 from hone.ops.dispatch import backend_of
-from hone.ops.gemm_shapes import few_shape, fp8_shape, quantized_shape, skinny_shape
+from hone.ops.gemm_shapes import fp8_shape, quantized_shape, skinny_shape
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
@@ -191,16 +191,11 @@ def _quantized_op(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, out_features: int
 ) -> Tensor:
     from hone.ops.gluon.w4 import quantized_product
-    from hone.ops.gluon.w4_few import few_product
 
     rows = _rows(x)
     group_size = 0 if len(scales) == 1 else x.shape[-1] // len(scales)
-    facts = (max(1, len(rows)), out_features, x.shape[-1], bits, group_size)
-    few = few_shape(*facts)
-    if few is not None:
-        out = few_product(rows, codes, scales, bias, out_features, few)
-    else:
-        out = quantized_product(rows, codes, scales, bias, bits, out_features, quantized_shape(*facts))
+    shape = quantized_shape(max(1, len(rows)), out_features, x.shape[-1], bits, group_size)
+    out = quantized_product(rows, codes, scales, bias, bits, out_features, shape)
     return out.view(*x.shape[:-1], out_features)
 
 

@@ -26,16 +26,18 @@ class SkinnyShape(NamedTuple):
 def skinny_shape(rows: int, out_features: int, in_features: int) -> SkinnyShape:
     """For `rows` (1 ... 64) rows of x."""
     block_m = max(16, _power(rows))
-    parts = _parts(-(-out_features // 64), -(-in_features // 128), 128)
-    return SkinnyShape(64, block_m, 128, 4, 4, parts, early=parts > 1)
+    wide, narrow = -(-out_features // 128), -(-out_features // 64)
+    if wide >= 96:
+        return SkinnyShape(128, block_m, 128, 8, 4, 1, early=True)
+    parts = _parts(narrow, -(-in_features // 128), 128)
+    return SkinnyShape(64, block_m, 128, 4, 4 if parts == 1 else 5, parts, early=True)
 
 
 class QuantizedShape(NamedTuple):
     """Tile and pipeline of `gluon.w4`: x rows, 64-column chunks a stage, stages, 64-row tiles, parts of K, blocks an SM.
 
     `early`: a block may start before the kernel in front has ended, and loads its first codes and scales meanwhile.
-    `fold`: a group's scale multiplies the group's sum, not the weights. `teams`: 2 lets two sets of warps take turns at
-    the stages and adds their sums at the end.
+    `fold`: a group's scale multiplies the group's sum, not the weights.
     """
 
     block_m: int
@@ -46,48 +48,28 @@ class QuantizedShape(NamedTuple):
     blocks: int
     early: bool
     fold: bool
-    teams: int = 1
-
-
-class FewShape(NamedTuple):
-    """Cut of `gluon.w4_few`: warps that share out K, 16-row tiles, 64-column chunks a unit, units under way, blocks an SM.
-
-    `soon`: the next kernel's blocks may take places as soon as this one's have all begun, not when their sums are done.
-    """
-
-    splits: int
-    rows: int
-    chunks: int
-    depth: int
-    blocks: int
-    soon: bool = False
-
-
-def few_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> FewShape | None:
-    """None where `gluon.w4` is the kernel; `group_size` 0 is one scale a row."""
-    if rows > 4 or bits != 4 or 0 < group_size < 64:
-        return None
-    chunks = 1 if group_size == 64 else 2
-    if in_features > 8192:
-        return FewShape(16, 1, chunks, 2, 2)
-    return FewShape(8, 1, chunks, 2, 3)
 
 
 def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> QuantizedShape:
     """For any number of `rows` of x; `group_size` 0 is one scale a row."""
-    block_m = min(128, max(8, _power(rows)))
-    blocks = -(-out_features // 64) * -(-rows // block_m)
-    parts = _parts(blocks, in_features // 128, 224)
-    # A sum of bare codes is scaled once a group, where weights would be scaled one by one. Without that a stage has two
-    # chunks: ptxas overlaps products with other work only where two sets of registers take turns.
-    fold = group_size >= 64 and block_m <= 64
-    if fold and block_m <= 32:
-        chunks, stages = 4, 4 if bits == 4 or block_m <= 16 else 3
-    elif fold and bits == 4:
-        chunks, stages = 4, 2
-    else:
-        chunks, stages = 2, {8: 6, 16: 6, 32: 6, 64: 3, 128: 2}[block_m]
-    return QuantizedShape(block_m, chunks, stages, 1, parts, 2, early=True, fold=fold)
+    block_m = min(256, max(8, _power(rows)))
+    columns, steps = -(-rows // block_m), in_features // 128
+    if block_m >= 128:  # bound by products: large tiles, one block an SM
+        stages = {(128, 4): 5, (128, 8): 4, (256, 4): 3, (256, 8): 2}[block_m, bits]
+        parts = _parts(-(-out_features // 128) * columns, steps, 100)
+        return QuantizedShape(block_m, 2, stages, 2, parts, 1, early=True, fold=False)
+    parts = _parts(-(-out_features // 64) * columns, steps, 224)
+    # A sum of bare codes is scaled once a group, where weights would be scaled one by one. Scaled weights come in stages
+    # of two chunks: ptxas overlaps products with other work only where two sets of registers take turns.
+    if group_size < 64:
+        return QuantizedShape(block_m, 2, 3 if block_m == 64 else 6, 1, parts, 2, early=True, fold=False)
+    if block_m == 64:
+        chunks, stages = (4, 2) if bits == 4 else (2, 3)
+        return QuantizedShape(block_m, chunks, stages, 1, parts, 2, early=True, fold=True)
+    if parts > 1 and block_m <= 16 and bits == 4:
+        return QuantizedShape(block_m, 2, 4, 1, parts, 4, early=True, fold=True)
+    stages = 4 if bits == 4 or block_m <= 16 else 3
+    return QuantizedShape(block_m, 4, stages, 1, parts, 2, early=True, fold=True)
 
 
 def _parts(tiles: int, steps: int, wanted: int) -> int:
@@ -114,4 +96,4 @@ def fp8_shape(rows: int, out_features: int, in_features: int, *, blockwise: bool
     """For any number of `rows` of x."""
     block_m = min(64, max(16, _power(rows)))
     tiles = -(-out_features // 64) * -(-rows // block_m)
-    return Fp8Shape(64, block_m, 4, 4, _parts(tiles, -(-in_features // 128), 128))
+    return Fp8Shape(64, block_m, 4, 6, _parts(tiles, -(-in_features // 128), 224))

@@ -2,7 +2,7 @@
 
 out^T = W x^T: a warpgroup multiplies 64 rows of the weight (wgmma's A operand, from registers) with the rows of x (its B
 operand, from shared memory). One warp brings codes, scales and x through the tensor memory accelerator, several stages
-ahead; one product is always under way while the next weights are made. Frantar et al. 2024 (Marlin, arXiv:2408.11743).
+ahead; the tensor cores multiply while the next weights are made. Frantar et al. 2024 (Marlin, arXiv:2408.11743).
 
 Shapes: x [M, K], codes int32 [N/64, K * bits/256, 128, 4], scales [G, N/16, 8, 2] (rows r and r + 8 of 16 side by side).
 """
@@ -79,8 +79,6 @@ def _produce(
                     codes_desc, scales_desc, codes_s, scales_s, full.index(s), s, tile, first + s * CHUNKS,
                     num_chunks, BYTES, BITS, CHUNKS, GROUP, TILES,
                 )  # fmt: skip
-    if EARLY > 1:
-        start_next_kernel()
     if EARLY:
         previous_kernel_done()
     step = 0
@@ -96,7 +94,7 @@ def _produce(
         for i in gl.static_range(CHUNKS):
             tma_load(x_desc, [column, (chunk + i) * 64], bar, x_s.index(slot * CHUNKS + i))
         step += 1  # noqa: SIM113
-    if EARLY == 1:
+    if EARLY:
         start_next_kernel()
 
 
@@ -157,88 +155,99 @@ def _row_scales(
 
 
 @gluon.jit
-def _consume(
-    x_s, codes_s, scales_s, full, empty, sums_s, summed, scales, bias, out, tile, column, part, first, last, M, N,
-    stride_out, stride_part,
-    BITS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr, FOLD: gl.constexpr,
-    HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, WHICH: gl.constexpr, TEAMS: gl.constexpr,
+def _sum_folded(
+    acc, x_s, codes_s, scales_s, full, empty, steps, operand: gl.constexpr, BITS: gl.constexpr, CHUNKS: gl.constexpr,
+    GROUP: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies every TEAMS-th stage: while the tensor cores work on one chunk, the next is dequantized."""
+    """Sums of bare codes, a group at a time, scaled and added to `acc`: few multiplications where x has few rows."""
     STAGES: gl.constexpr = full.type.shape[0]
-    BM: gl.constexpr = x_s.type.shape[1]
     DTYPE: gl.constexpr = x_s.dtype
+    PER: gl.constexpr = CHUNKS if GROUP >= 64 * CHUNKS else GROUP // 64  # chunks of a stage that share a scale
+    L_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    sums = acc
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        weight = _weight(codes_s, scales_s, slot, 0, DTYPE, BITS, CHUNKS, GROUP, TILES, True, operand)
+        for i in gl.static_range(CHUNKS):
+            xs = x_s.index(slot * CHUNKS + i).permute((1, 0))
+            token = warpgroup_mma(weight, xs, sums, use_acc=i % PER != 0, is_async=True)
+            if i + 1 < CHUNKS:
+                following = _weight(codes_s, scales_s, slot, i + 1, DTYPE, BITS, CHUNKS, GROUP, TILES, True, operand)
+            if (i + 1) % PER == 0:
+                factor = _row_scales(scales_s, slot, i, DTYPE, CHUNKS, TILES, L_ROWS)[:, None]
+            sums, weight = warpgroup_mma_wait(0, deps=[token, weight])
+            if (i + 1) % PER == 0:
+                acc += sums * factor
+            if i + 1 < CHUNKS:
+                weight = following
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(slot))
+    return acc
+
+
+@gluon.jit
+def _sum_scaled(
+    acc, x_s, codes_s, scales_s, full, empty, steps, operand: gl.constexpr, BITS: gl.constexpr, CHUNKS: gl.constexpr,
+    GROUP: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Sums of scaled weights: one product is always under way while the next weights are made, across stages too."""
+    STAGES: gl.constexpr = full.type.shape[0]
+    DTYPE: gl.constexpr = x_s.dtype
+    if steps > 0:
+        mbarrier.wait(full.index(0), 0)
+        weight = _weight(codes_s, scales_s, 0, 0, DTYPE, BITS, CHUNKS, GROUP, TILES, False, operand)
+        before = weight
+        token = warpgroup_mma_init(acc)
+        for step in range(steps):
+            slot = step % STAGES
+            for i in gl.static_range(CHUNKS):
+                xs = x_s.index(slot * CHUNKS + i).permute((1, 0))
+                token = warpgroup_mma(weight, xs, token, is_async=True)
+                before = warpgroup_mma_wait(1, deps=[before])
+                if i == 0 and step > 0:  # only now has the last product of the stage before been taken
+                    gl.thread_barrier()
+                    mbarrier.arrive(empty.index((step - 1) % STAGES))
+                before = weight
+                if i + 1 < CHUNKS:
+                    weight = _weight(codes_s, scales_s, slot, i + 1, DTYPE, BITS, CHUNKS, GROUP, TILES, False, operand)
+                else:
+                    following = gl.minimum(step + 1, steps - 1)  # the last stage once more: nobody uses that
+                    ahead = following % STAGES
+                    mbarrier.wait(full.index(ahead), (following // STAGES) & 1)
+                    weight = _weight(codes_s, scales_s, ahead, 0, DTYPE, BITS, CHUNKS, GROUP, TILES, False, operand)
+        acc, before = warpgroup_mma_wait(0, deps=[token, before])
+    return acc
+
+
+@gluon.jit
+def _consume(
+    x_s, codes_s, scales_s, full, empty, scales, bias, out, tile, column, part, first, last, M, N, stride_out, stride_part,
+    BITS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr, FOLD: gl.constexpr,
+    HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Multiplies stage by stage and stores the sums."""
+    BM: gl.constexpr = x_s.type.shape[1]
     L_ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4 * TILES, 1], instr_shape=[16, BM, 16]
     )
     L_A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L_ACC, k_width=2)
-    # With FOLD a group's sum is taken from bare codes, then scaled and added to the whole.
-    PER: gl.constexpr = (CHUNKS if GROUP >= 64 * CHUNKS else GROUP // 64) if FOLD else 0
-    L_ROWS: gl.constexpr = gl.SliceLayout(1, L_ACC)
     acc = gl.zeros([64 * TILES, BM], gl.float32, L_ACC)
-    zero = acc
     steps = gl.cdiv(last - first, CHUNKS)
-    if steps > WHICH:
-        final = steps - 1 - (steps - 1 - WHICH) % TEAMS
-        mbarrier.wait(full.index(WHICH), 0)
-        weight = _weight(codes_s, scales_s, WHICH, 0, DTYPE, BITS, CHUNKS, GROUP, TILES, FOLD, L_A)
-        before = weight
-        token = warpgroup_mma_init(acc)
-        for step in range(WHICH, steps, TEAMS):
-            slot = step % STAGES
-            for i in gl.static_range(CHUNKS):
-                xs = x_s.index(slot * CHUNKS + i).permute((1, 0))
-                if FOLD:
-                    if i % PER == 0:
-                        done = token
-                        token = warpgroup_mma(weight, xs, zero, use_acc=False, is_async=True)
-                    else:
-                        token = warpgroup_mma(weight, xs, token, is_async=True)
-                    if i > 0 and i % PER == 0:
-                        sums, before = warpgroup_mma_wait(1, deps=[done, before])
-                        acc += sums * factor[:, None]  # noqa: F821
-                    elif i > 0:
-                        before = warpgroup_mma_wait(1, deps=[before])
-                    if (i + 1) % PER == 0:
-                        factor = _row_scales(scales_s, slot, i, DTYPE, CHUNKS, TILES, L_ROWS)
-                else:
-                    token = warpgroup_mma(weight, xs, token, is_async=True)
-                    before = warpgroup_mma_wait(1, deps=[before])
-                    if i == 0 and step > WHICH:  # only now has the last product of the stage before been taken
-                        gl.thread_barrier()
-                        mbarrier.arrive(empty.index((step - TEAMS) % STAGES))
-                before = weight
-                if i + 1 < CHUNKS:
-                    weight = _weight(codes_s, scales_s, slot, i + 1, DTYPE, BITS, CHUNKS, GROUP, TILES, FOLD, L_A)
-                else:
-                    following = gl.minimum(step + TEAMS, final)  # the last stage once more: nobody uses that
-                    ahead = following % STAGES
-                    mbarrier.wait(full.index(ahead), (following // STAGES) & 1)
-                    weight = _weight(codes_s, scales_s, ahead, 0, DTYPE, BITS, CHUNKS, GROUP, TILES, FOLD, L_A)
-            if FOLD:
-                sums, before = warpgroup_mma_wait(0, deps=[token, before])
-                acc += sums * factor[:, None]
-                gl.thread_barrier()
-                mbarrier.arrive(empty.index(slot))
-        if not FOLD:
-            acc, before = warpgroup_mma_wait(0, deps=[token, before])
-    if WHICH > 0:
-        sums_s.store(acc)
-        gl.thread_barrier()
-        mbarrier.arrive(summed)
+    if FOLD:
+        acc = _sum_folded(acc, x_s, codes_s, scales_s, full, empty, steps, L_A, BITS, CHUNKS, GROUP, TILES)
     else:
-        if TEAMS > 1:
-            mbarrier.wait(summed, 0)
-            acc += sums_s.load(L_ACC)
-        if EARLY:
-            previous_kernel_done()
-        _give(acc, scales, bias, out, tile, column, part, M, N, stride_out, stride_part, TILES, GROUP, HAS_BIAS)
+        acc = _sum_scaled(acc, x_s, codes_s, scales_s, full, empty, steps, L_A, BITS, CHUNKS, GROUP, TILES)
+    if EARLY:
+        previous_kernel_done()
+    _give(acc, scales, bias, out, tile, column, part, M, N, stride_out, stride_part, TILES, GROUP, HAS_BIAS)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def w4_stream(
     x_desc, codes_desc, scales_desc, scales, bias, out, M, N, K, stride_out, stride_part,
     BITS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr,
-    FOLD: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, TEAMS: gl.constexpr, TEAM_REGISTERS: gl.constexpr,
+    FOLD: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One tile of out^T, 64 TILES rows of the weight by all of x, over one part of K; N is padded to whole tiles.
 
@@ -264,73 +273,31 @@ def w4_stream(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    L_SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if TEAMS > 1:
-        mbarrier.init(summed, count=1)
-        sums_s = gl.allocate_shared_memory(gl.float32, [64 * TILES, BM], L_SUMS)
-    else:
-        sums_s = codes_s
-    if TEAMS == 1:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _consume,
                 (
-                    _consume,
-                    (
-                        x_s, codes_s, scales_s, full, empty, sums_s, summed, scales, bias, out, tile, column, part, first,
-                        last, M, N, stride_out, stride_part, BITS, CHUNKS, GROUP, TILES, FOLD, HAS_BIAS, EARLY, 0, TEAMS,
-                    ),
+                    x_s, codes_s, scales_s, full, empty, scales, bias, out, tile, column, part, first, last, M, N,
+                    stride_out, stride_part, BITS, CHUNKS, GROUP, TILES, FOLD, HAS_BIAS, EARLY,
                 ),
+            ),
+            (
+                _produce,
                 (
-                    _produce,
-                    (
-                        x_desc, codes_desc, scales_desc, x_s, codes_s, scales_s, full, empty, tile, column, first, last,
-                        num_chunks, BITS, CHUNKS, GROUP, TILES, EARLY,
-                    ),
+                    x_desc, codes_desc, scales_desc, x_s, codes_s, scales_s, full, empty, tile, column, first, last,
+                    num_chunks, BITS, CHUNKS, GROUP, TILES, EARLY,
                 ),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (
-                        x_s, codes_s, scales_s, full, empty, sums_s, summed, scales, bias, out, tile, column, part, first,
-                        last, M, N, stride_out, stride_part, BITS, CHUNKS, GROUP, TILES, FOLD, HAS_BIAS, EARLY, 0, TEAMS,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        x_s, codes_s, scales_s, full, empty, sums_s, summed, scales, bias, out, tile, column, part, first,
-                        last, M, N, stride_out, stride_part, BITS, CHUNKS, GROUP, TILES, FOLD, HAS_BIAS, EARLY, 1, TEAMS,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        x_desc, codes_desc, scales_desc, x_s, codes_s, scales_s, full, empty, tile, column, first, last,
-                        num_chunks, BITS, CHUNKS, GROUP, TILES, EARLY,
-                    ),
-                ),
-            ],
-            [4 * TILES, 1],
-            [TEAM_REGISTERS, 24],
-        )  # fmt: skip
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
 
 
 def max_registers(shape: QuantizedShape) -> int:
     """Registers a thread so that `shape.blocks` blocks fit an SM; the loading warp hands most of its own over."""
-    return min(240, 65536 // (128 * (shape.tiles * shape.teams + 1) * shape.blocks) // 8 * 8)
-
-
-def team_registers(shape: QuantizedShape) -> int:
-    """Registers a thread of the second team: as many as the first is left with."""
-    warps = shape.tiles * shape.teams
-    return min(240, (max_registers(shape) * (warps + 1) - 24) // warps // 8 * 8)
+    return min(240, 65536 // (128 * (shape.tiles + 1) * shape.blocks) // 8 * 8)
 
 
 def quantized_product(
@@ -341,7 +308,7 @@ def quantized_product(
     out = x.new_empty(rows, features)
     if not out.numel():
         return out
-    assert shape.stages > shape.teams, "a team waits for its next stage before it gives back the last"
+    assert shape.stages > 1, "a stage is given back after the first product of the next"
     chunks, tiles, split = shape.chunks, shape.tiles, shape.parts > 1
     group = 0 if len(scales) == 1 else columns // len(scales)
     wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -355,8 +322,7 @@ def quantized_product(
     parts = parts_of(rows, features, shape.parts, out)
     w4_stream[(triton.cdiv(features, 64 * tiles), shape.parts, triton.cdiv(rows, shape.block_m))](
         x_desc, codes_desc, scales_desc, scales, bias, parts, rows, features, columns, features, rows * features,
-        BITS=bits, CHUNKS=chunks, STAGES=shape.stages, GROUP=group, TILES=tiles, FOLD=int(shape.fold),
-        HAS_BIAS=bias is not None and not split, EARLY=int(shape.early), TEAMS=shape.teams,
-        TEAM_REGISTERS=team_registers(shape), num_warps=4 * tiles, maxnreg=max_registers(shape), launch_pdl=shape.early,
+        BITS=bits, CHUNKS=chunks, STAGES=shape.stages, GROUP=group, TILES=tiles, FOLD=shape.fold,
+        HAS_BIAS=bias is not None and not split, EARLY=shape.early, num_warps=4 * tiles, maxnreg=max_registers(shape), launch_pdl=shape.early,
     )  # fmt: skip
     return sum_parts(parts, bias, out) if split else out

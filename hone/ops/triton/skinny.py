@@ -148,7 +148,7 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Skinny
     skinny[(triton.cdiv(features, shape.block_n), shape.parts)](
         x, weight, bias, parts, rows, features, columns, x.stride(0), weight.stride(0), features, rows * features,
         BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, BLOCK_K=shape.block_k, WHOLE_K=columns % shape.block_k == 0,
-        HAS_BIAS=bias is not None and not split, EARLY=early, AHEAD=4 if early else 0, SOON=split, STAGES=shape.stages,
+        HAS_BIAS=bias is not None and not split, EARLY=early, AHEAD=4 if early and split else 0, SOON=split, STAGES=shape.stages,
         num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return sum_parts(parts, bias, out) if split else out

@@ -66,7 +66,9 @@ def sizes(count: int, step: int, most_rows: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("rows", "features", "columns"), sizes(12, 8, 64))
+@pytest.mark.parametrize(
+    ("rows", "features", "columns"), [*sizes(8, 8, 64), (5, 12300, 200), (33, 12288, 256), (64, 14336, 1000)]
+)
 def test_linear(rows: int, features: int, columns: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, columns + 8, device="cuda", dtype=dtype)[:, :columns]  # rows that do not follow each other
     weight, bias = (torch.randn(*s, device="cuda", dtype=dtype) for s in ((features, columns), (features,)))
