@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
-from hone.ops.paged_rows import Extras, PagedPlan, attend_planned, plan_rows
+from hone.ops.library.paged_rows import Extras, PagedPlan, attend_planned, plan_rows
 
 __all__ = [
     "PagedPlan",

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
-from hone.ops import masks, paged_rows
+from hone.ops import masks
+from hone.ops.library import paged_rows
 from hone.ops.paged import attend_latent, attend_paged, attend_planned, plan_rows, quantize_kv, write_kv
 from hone.ops.reference import attend
 from tests.ops.paged_case import Case, distance

@@ -1,1 +1,1 @@
-"""Kernels of the vendor's libraries behind the signatures of hone's own."""
+"""Ways made of library calls, torch's or the vendor's, behind the signatures of hone's own."""
