@@ -86,7 +86,9 @@ def test_lists_with_a_rule_and_shared_heads():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_passes(dtype):
     strides = ["out_b", "out_s", "out_h", "d_out_b", "d_out_s", "d_out_h"]
-    numbers = dict.fromkeys([*strides, "q_data_b", "q_data_h", "seq_q", "num_heads", "num_lists", "num_n"], "i32")
+    numbers = dict.fromkeys(
+        [*strides, "q_data_b", "q_data_h", "seq_q", "num_heads", "num_lists", "num_n", "num_kv", "share"], "i32"
+    )
     tensors = {
         "out": f"*{dtype}",
         "d_out": f"*{dtype}",

@@ -21,6 +21,9 @@ from hone.ops.masks import Tiles, outer_strides
 BLOCK_N = 128
 """Keys a tile: 64 in each of the two softmax warpgroups."""
 
+_SHARE = 16
+"""A tile of keys is long, and comes early, if it takes more than 1 / _SHARE of what a multiprocessor has to do."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -46,7 +49,7 @@ def config(head_dim: int, lists: bool = False) -> Config:
     if head_dim not in (64, 128):
         raise ValueError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}")
     if head_dim == 128:
-        return Config(block_m=64, stages=3, ds_stages=1, dynamic=lists)
+        return Config(block_m=64, stages=3, ds_stages=1, dynamic=True)
     return Config(block_m=128, dynamic=True)
 
 
@@ -99,7 +102,8 @@ def launch(
     dq_sum = torch.empty(batch * num_heads * num_m * rows, head_dim, dtype=torch.float32, device=q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    counter = torch.empty(1, dtype=torch.int32, device=q.device)
+    has_lists = not (tiles.causal or tiles.full)
+    counter = (torch.zeros if has_lists else torch.empty)(2, dtype=torch.int32, device=q.device)
     grid = (num_m, num_heads, batch)
     lists, kind = _mask(tiles, counter)
     q_count, q_order = lists[0], lists[3]
@@ -109,7 +113,8 @@ def launch(
         out, d_out, lse.contiguous(), lse if d_lse is None else d_lse.contiguous(), stats, dq_sum, counter,
         tiles.q_data if has_data else counter, q_count, q_order,
         *out.stride()[:3], *d_out.stride()[:3], *outer_strides(tiles.q_data if has_data else None),
-        seq_q, num_heads, q_count.numel() // num_n, num_n, kind["MASK"] == "lists", has_data, d_lse is not None, head_dim, rows,
+        seq_q, num_heads, q_count.numel() // num_n, num_n, batch * num_kv_heads, _SHARE * num_sms(q.device),
+        has_lists, has_data, d_lse is not None, head_dim, rows,
     )  # fmt: skip
     flat = NVMMASharedLayout(0, 32, rank=1)
     halves = NVMMASharedLayout(128, 32, rank=2)

@@ -5,31 +5,40 @@ import triton.language as tl
 
 
 @triton.jit
-def _rank(count, order, row, column, num_columns):
-    # Writes `column` to its place in the row's order: after the columns that count more, and those as much to its left.
-    count += row.to(tl.int64) * num_columns
-    mine = tl.load(count + column)
-    before = 0
+def _place(count, order, most_long, column, num_columns, heads, share):
+    # Writes `column` to its place in the order of its row: first the long ones, those that take more than one in `share` of
+    # all there is to do, then the others, both from left to right.
+    total = tl.zeros([256], tl.int64)
     for first in range(0, num_columns, 256):
         at = first + tl.arange(0, 256)
-        others = tl.load(count + at, mask=at < num_columns, other=-1)
-        before += tl.sum(((others > mine) | ((others == mine) & (at < column))).to(tl.int32), 0)
-    tl.store(order + row.to(tl.int64) * num_columns + before, column)
+        total += tl.load(count + at, mask=at < num_columns, other=0).to(tl.int64)
+    limit = tl.sum(total, 0) * heads // share
+    num_long, before = 0, 0
+    for first in range(0, num_columns, 256):
+        at = first + tl.arange(0, 256)
+        long = tl.load(count + at, mask=at < num_columns, other=0) > limit
+        num_long += tl.sum(long.to(tl.int32), 0)
+        before += tl.sum((long & (at < column)).to(tl.int32), 0)
+    place = tl.where(tl.load(count + column) > limit, before, num_long + column - before)
+    tl.store(order + place, column)
+    if column == 0:
+        tl.atomic_max(most_long, num_long)
 
 
 @triton.jit
 def prepare(
     out, d_out, lse, d_lse, stats, dq_sum, counter, q_data, q_count, q_order,
     out_b, out_s, out_h, d_out_b, d_out_s, d_out_h,
-    q_data_b, q_data_h, seq_q, num_heads, num_lists, num_n,
+    q_data_b, q_data_h, seq_q, num_heads, num_lists, num_n, num_kv, share,
     LISTS: tl.constexpr, HAS_DATA: tl.constexpr, HAS_D_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """stats [B, H, tiles, 2, ROWS] = lse / log 2 and delta = sum(out * d_out) - d_lse; dq_sum [B, H, tiles * ROWS, HEAD_DIM] = 0.
 
     With HAS_DATA stats have a third row of the same 32 bits as q_data, the mask's int32 of each query.
     lse and d_lse are [B, H, Sq] float32. Rows past the end, and rows that see nothing (lse -inf), get lse +inf and delta 0:
-    their probabilities are exp2(s - inf) = 0. counter int32 [1] = 0. With LISTS q_order int32 [num_lists, num_n] becomes the
-    numbers of each list's key tiles, those with the largest q_count first. Grid: tiles, H, B.
+    their probabilities are exp2(s - inf) = 0. counter int32 [2] = 0. With LISTS q_order int32 [num_lists, num_n] becomes the
+    numbers of each list's key tiles, long ones first, and counter[1], 0 before, the largest number of long ones. A tile is
+    long that takes more than 1 / share of what all num_kv rows of tiles take. Grid: tiles, H, B.
     """
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tile + h + b == 0:
@@ -37,7 +46,8 @@ def prepare(
     if LISTS:
         program = (b * num_heads + h) * tl.num_programs(0) + tile
         for i in range(program, num_lists * num_n, tl.num_programs(0) * num_heads * tl.num_programs(2)):
-            _rank(q_count, q_order, i // num_n, i % num_n, num_n)
+            row = (i // num_n).to(tl.int64) * num_n
+            _place(q_count + row, q_order + row, counter + 1, i % num_n, num_n, num_kv, share)
     head = (b * num_heads + h).to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)

@@ -111,23 +111,42 @@ def _uniform(x):
 
 @gluon.jit
 def tile(p, t, BN: gl.constexpr):
-    """The sequence, key head and tile of keys that come t-th."""
+    """The sequence, key head and tile of keys that come t-th.
+
+    Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Heads descend: the
+    pass before ends, and the pass after begins, with what L2 still holds. Tiles ascend: under a causal mask the longest
+    comes first. Under lists two rounds through the heads: the first `num_long` of each head's order, then the others, so
+    that no long tile is left over when the others are done.
+    """
     num_n = gl.cdiv(p.seq_k, BN)
     if p.MASK == "lists":
-        # Tiles outside, those that the most queries see first: no long one is left over when the others are done.
         heads = p.num_tiles // num_n
-        b = t % heads // p.num_kv_heads
-        kv_head = t % heads % p.num_kv_heads
-        n = _uniform(gl.load(p.q_order + b * p.list_b + kv_head * p.GROUP * p.list_h + t // heads))
+        num_long = gl.load(p.counter + 1)
+        late = t >= num_long * heads
+        width = gl.where(late, num_n - num_long, num_long)
+        t = gl.where(late, t - num_long * heads, t)
+        head = heads - 1 - t // width
+        b = head // p.num_kv_heads
+        kv_head = head % p.num_kv_heads
+        rank = gl.where(late, num_long, 0) + t % width
+        n = _uniform(gl.load(p.q_order + b * p.list_b + kv_head * p.GROUP * p.list_h + rank))
     else:
-        # Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Heads descend:
-        # the pass before ends, and the pass after begins, with what L2 still holds. Tiles ascend: under a causal mask the
-        # longest comes first.
         head = (p.num_tiles - 1 - t) // num_n
         b = head // p.num_kv_heads
         kv_head = head % p.num_kv_heads
         n = t % num_n
     return b, kv_head, n
+
+
+@gluon.jit
+def _is_empty(p, t, BM: gl.constexpr, BN: gl.constexpr):
+    # Whether there is a t-th tile and no query sees its keys.
+    b, kv_head, n = tile(p, gl.minimum(t, p.num_tiles - 1), BN)
+    total = t * 0
+    for g in range(p.GROUP):
+        _first, _masked, count = span(p, b, kv_head * p.GROUP + g, n, BM, BN)
+        total += count
+    return (total == 0) & (t < p.num_tiles)
 
 
 @gluon.jit
@@ -144,11 +163,19 @@ def next_tile(p, s, done):
 
 
 @gluon.jit
-def draw_tile(p, s, done):
-    """In the loading warp: takes the next tile that nobody has taken and tells the others."""
+def draw_tile(p, s, done, BM: gl.constexpr, BN: gl.constexpr):
+    """In the loading warp: takes the next tile that nobody has taken and tells the others.
+
+    They go through an empty tile without waiting for a load. So that none gets through it before the others are done with
+    the tile before, and no phase of a barrier goes by unseen, an empty tile is only told of then.
+    """
     if p.DYNAMIC:
         lone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         t = gl.num_programs(0) + gl.atomic_add(p.counter, 1)
+        if p.MASK == "lists":
+            empty = _is_empty(p, t, BM, BN)
+            mbarrier.wait(s.k_empty.index(0), done & 1, pred=empty)
+            mbarrier.wait(s.v_empty.index(0), done & 1, pred=empty)
         mbarrier.wait(s.tile_empty.index(done & 1), ((done >> 1) & 1) ^ 1)
         s.tile.index(done & 1).store(gl.full([1], t, gl.int32, lone))
         warpgroup_barrier()
