@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 pytest.importorskip("triton")
@@ -23,7 +21,7 @@ ANALYTIC = {"RULE": None, "PARAMS": (), "HAS_DATA": (False, False)}
 
 
 def compiled(head_dim: int, dtype: str = "bf16", softcap: float | None = None, group: int = 1, **mask) -> Compiled:
-    plan = config(head_dim, mask["MASK"] == "lists")
+    plan = config(head_dim)
     rows = descriptor(dtype, [1, plan.block_m, 1, head_dim])
     half = descriptor(dtype, [1, 64, 1, head_dim])
     flat = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -113,8 +111,7 @@ def test_tiles():
         tile_shape(128, 128, 64)
     with pytest.raises(ValueError, match="128/64"):
         tile_shape(128, 64)
-    for head_dim, lists in itertools.product((64, 128), (False, True)):
-        plan = config(head_dim, lists)
-        assert plan.block_m == config(head_dim).block_m
+    for head_dim in (64, 128):
+        plan = config(head_dim)
         # What a block's 4 groups of 128 threads may hold together.
         assert 2 * plan.softmax_regs + plan.dq_regs + 24 <= 512

@@ -41,11 +41,8 @@ class Config:
     dynamic: bool = False
 
 
-def config(head_dim: int, lists: bool = False) -> Config:
-    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile, and tiles under way, as there is room for.
-
-    `lists`: the mask has block lists, so that most tiles of keys meet few queries.
-    """
+def config(head_dim: int) -> Config:
+    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile, and tiles under way, as there is room for."""
     if head_dim not in (64, 128):
         raise ValueError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}")
     if head_dim == 128:
@@ -76,8 +73,7 @@ def backward(
 
     q, out, d_out [B, Sq, H, D], k and v [B, Sk, KV, D] in bfloat16 or float16; lse, d_lse [B, H, Sq] float32, natural log.
     """
-    plan = config(q.shape[3], lists=not (tiles.causal or tiles.full))
-    return launch(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap, plan)
+    return launch(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap, config(q.shape[3]))
 
 
 def launch(

@@ -41,7 +41,7 @@ def check(shape: tuple[int, int, int, int, int], head_dim: int, mask: Mask, **ch
     true = torch.autograd.grad(total, exact)
     block_m, block_n = tile_shape(head_dim, head_dim, mask.block)
     tiles = mask.tiles(seq_q, seq_k, block_m, block_n, q.device, transposed=True)
-    plan = dataclasses.replace(config(head_dim, not (tiles.causal or tiles.full)), **changes)
+    plan = dataclasses.replace(config(head_dim), **changes)
     kept = (out.detach().bfloat16(), lse.detach().float(), d_out, d_lse)
     runs = []
     for _ in range(2):
