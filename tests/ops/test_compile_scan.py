@@ -11,6 +11,7 @@ import triton.language as tl
 from hone.ops.compat import INTERPRETED
 from hone.ops.gluon import scan as hopper
 from hone.ops.triton import scan as kernels
+from hone.ops.triton import scan_channel
 from tests.ops.compiled import SHARED_LIMIT, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -122,3 +123,35 @@ def test_outputs_on_hopper(falls, reverse):
     assert 2 * (record.shared + 1024) <= 228 << 10, record.line()
     assert record.waits() == [1, 0, 1, 0], record.line()
     assert record.count("HGMMA") == 8 + 8 + 4 + 8, record.line()
+
+
+@pytest.mark.parametrize(("on_values", "dim_k", "block_v"), [(False, 128, 64), (True, 128, 32), (False, 256, 32)])
+def test_outputs_with_a_decay_a_channel(on_values, dim_k, block_v):
+    rows = scan_channel.CHUNK
+    wide, narrow, few = box(rows, dim_k), box(rows, block_v), box(rows, 32)
+    signature = {
+        **dict.fromkeys(["q_desc", "k_desc"], wide),
+        **dict.fromkeys(["v_desc", "out_desc"], narrow),
+        "g_desc": f"tensordesc<fp32[1,1,{rows},{block_v if on_values else dim_k}]>",
+        **dict.fromkeys(["q_few", "k_few"], few),
+        "g_few": f"tensordesc<fp32[1,1,{rows},32]>",
+        "starts": "*fp32",
+        "final": "*fp32",
+        "reset": "*i1",
+        "scale": "fp32",
+        **numbers("seq_len seg_chunks num_segs heads dim_k dim_v start_place start_k tiles_v reset_b"),
+    }
+    fixed = {
+        **dict.fromkeys(["share_q", "share_k", "share_v", "start_v"], 1),
+        "CHUNK": rows,
+        "BLOCK_K": dim_k,
+        "BLOCK_V": block_v,
+        "FEW": 32,
+        "LEVELS": 4,
+        "ON_VALUES": on_values,
+        **dict.fromkeys(["RESET", "REVERSE", "STARTS", "FINAL"], True),
+        "STATE_DTYPE": tl.bfloat16,
+    }
+    record = compile_triton(scan_channel._outputs, signature, fixed, divisible=["dim_k", "dim_v"], num_stages=1)
+    assert record.clean, record.line()
+    assert record.count("HMMA") + record.count("HGMMA") > 0, record.line()

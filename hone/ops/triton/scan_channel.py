@@ -16,6 +16,9 @@ from torch import Tensor
 
 from hone.ops.triton.scan import Fall, Tiling, _block, _rows, _state_dtype, parts_of, prefix
 
+CHUNK = 16
+"""Tokens a chunk of the output pass: with 64 the six block sizes' weights do not fit in registers."""
+
 
 @triton.jit
 def _documents(reset, batch, first, seq_len, reset_b, CHUNK: tl.constexpr, RESET: tl.constexpr):
@@ -228,7 +231,7 @@ def outputs(
     block_v = min(_block(dim_v), 32 if turned or block_k > 128 else 64)  # wider ones would not fit in registers
     tiles_v = triton.cdiv(dim_v, block_v)
     of_starts = (0, 0, 0) if starts is None else starts.stride()[2:]
-    chunk, few = plan.chunk, min(block_k, 32)
+    chunk, few = min(plan.chunk, CHUNK), min(block_k, 32)
     _outputs[(batch * heads * plan.segments * tiles_v,)](
         _rows(q, chunk, block_k), _rows(k, chunk, block_k), _rows(v, chunk, block_v),
         _rows(fall.decay, chunk, block_v if turned else block_k),
@@ -238,6 +241,6 @@ def outputs(
         0 if fall.reset is None else fall.reset.stride(0),
         CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=block_v, FEW=few, LEVELS=chunk.bit_length() - 1, ON_VALUES=turned,
         RESET=fall.reset is not None, REVERSE=reverse, STARTS=starts is not None, FINAL=final is not None,
-        STATE_DTYPE=_state_dtype(q.dtype), num_warps=8 if chunk == 64 else 4, num_stages=1,
+        STATE_DTYPE=_state_dtype(q.dtype), num_warps=4, num_stages=1,
     )  # fmt: skip
     return out, None

@@ -23,7 +23,8 @@ def drawn(batch, seq_len, heads, dim_k, dim_v, form, dtype=torch.bfloat16, share
 
 
 def distance(mine, oracle):
-    return ((mine.double() - oracle).norm() / oracle.norm()).item()
+    """Relative, or absolute where the oracle is nothing: no gradient passes a reset."""
+    return ((mine.double() - oracle).norm() / (oracle.norm() if oracle.any() else 1.0)).item()
 
 
 def agrees_twice_alike(shape, form, resets, backend=None, **options):
@@ -46,8 +47,10 @@ def agrees_twice_alike(shape, form, resets, backend=None, **options):
         runs.append([*got, *gradients])
     for first, second, oracle in zip(*runs, [*wanted, *oracles], strict=True):
         assert torch.equal(first, second)
-        # A decay's gradient is the difference of large sums that were rounded to bfloat16 on the way.
-        bound = 2e-2 if decay is not None and oracle.shape == decay.shape else 5e-3
+        # A decay's gradient is the difference of large sums that were rounded to bfloat16 on the way, a head's the sum of
+        # thousands of such differences.
+        of_decay = decay is not None and oracle.shape == decay.shape
+        bound = (6e-2 if form == "head" else 2e-2) if of_decay else 5e-3
         assert distance(first, oracle) < bound
 
 
@@ -140,4 +143,4 @@ def test_seventy_thousand_tokens():
     ],
 )
 def test_a_decay_a_channel(shape, resets, options):
-    agrees_twice_alike(shape, "channel", resets, **options)
+    agrees_twice_alike(shape, "channel", resets, backend="triton", **options)
