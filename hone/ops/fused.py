@@ -81,7 +81,7 @@ def _way(op: Any, bare: Callable[..., Any], graded: type[Function], *given: Tens
 def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantize: Codes | None) -> Any:
     if quantize:
         x, weight, residual = x.detach(), weight.detach(), None if residual is None else residual.detach()
-    run = _way(_norm_op, _norm, _Norm, x, weight, residual)
+    run = _way(_norm_op, partial(_normed, False), _Norm, x, weight, residual)
     y, summed, rows = run(x, weight, eps, residual, quantize or "")
     made = (y, rows, summed) if quantize else (y, summed)
     return made if residual is not None else made[:-1] if quantize else y
@@ -165,9 +165,16 @@ def rope_write(
 
 def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, codes: str) -> tuple[Tensor, Tensor, Tensor]:
     """(y, x + residual or empty, of each row float32 1 / rms or with `codes` the scale [..., 1])."""
+    return _normed(True, x, weight, eps, residual, codes)
+
+
+def _normed(
+    keeps: bool, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, codes: str
+) -> tuple[Tensor, Tensor, Tensor]:
     from hone.ops.triton.norm import launch_forward
 
     y, summed, rows = _norm_fake(x, weight, eps, residual, codes)
+    rows = rows if keeps or codes else rows.new_empty(0)  # 1 / rms is for a backward pass
     launch_forward(x, residual, weight, y, summed, rows, eps, LARGEST.get(codes, 0.0))
     return y, summed, rows
 

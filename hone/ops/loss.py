@@ -199,7 +199,7 @@ def _lift(dtype: torch.dtype) -> float:
     return 256.0 if dtype == torch.float16 else 1.0
 
 
-ROW_BLOCK = (8192, 16, 1)
+ROW_BLOCK = (8192, 16, 3)
 """(columns at a time, warps, blocks under way) of the kernel that walks a row of logits."""
 
 

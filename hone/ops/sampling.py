@@ -182,7 +182,7 @@ def _signed(value: int) -> int:
 # What the GPU runs: launches of hone.ops.triton.sample as one torch op.
 
 
-FLOOR_SHAPE = (4096, 16, 1)
+FLOOR_SHAPE = (8192, 32, 1)
 """(values at a time, warps, blocks under way) of the kernel that finds a row's threshold."""
 
 

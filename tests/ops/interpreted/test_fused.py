@@ -23,7 +23,7 @@ def graded(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, leaves, flow.to(out.dtype))]
 
 
-@pytest.mark.parametrize("shape", [(7, 24), (2, 3, 5, 16)])
+@pytest.mark.parametrize("shape", [(7, 24), (2, 3, 5, 16), (2, 4096)])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_rms_norm(shape: tuple[int, ...], with_residual: bool) -> None:
     heads = torch.randn(*shape[:-2], shape[-2] + 2, shape[-1], requires_grad=True)
