@@ -38,6 +38,7 @@ def train_bytes(
     kept_layers: int | None = None,
     kept_inputs: int = 0,
     loss_chunk: int | None = None,
+    kernels: bool = False,
     model_loaded: bool = False,
     device: str = "cpu",
 ) -> Estimate:
@@ -51,7 +52,8 @@ def train_bytes(
     gradients are summed in float32. `packed`: rows of several documents carry an attention mask. `kept_layers` (default:
     all) is how many layers have their inner activations alive at once and `kept_inputs` how many layer inputs are kept
     for recomputation. `loss_chunk` is the number of tokens whose logits are alive at once (default: all).
-    `model_loaded`: the float32 weights are counted in what was there before.
+    `kernels`: attention and loss run in the GPU kernels of hone.ops, which keep no masks, turn logits into their slope in
+    place and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the float32 weights are counted in what was there before.
     """
     width = BYTES[dtype]
     half = width < 4
@@ -62,7 +64,9 @@ def train_bytes(
 
     kept = facts.num_layers if kept_layers is None else kept_layers
     layer = max((saved_values(one, hidden) for one in facts.layers), default=0)
-    mask = seq_len if packed else 0  # each layer's attention keeps its own float mask of the batch
+    mask = (
+        seq_len if packed and not (kernels and half) else 0
+    )  # each layer's attention keeps its own float mask of the batch
     per_layer = batch_tokens * width * (layer + mask)
     activations = kept * per_layer + batch_tokens * width * kept_inputs * hidden
     making = batch_tokens * width * max((_gradient_values(one, hidden) for one in facts.layers), default=0)
@@ -72,6 +76,10 @@ def train_bytes(
     # The head's gradient is summed in float32; scaling it makes a second one, rounding it a third in half precision.
     in_loss = head * 4 + chunk * (2 * 4 + (width if half else 0)) + 3 * batch_tokens * hidden * width
     scaled = head * (8 + (width if half else 0)) + 3 * batch_tokens * hidden * width
+    if kernels:
+        summed_wide = half and chunk * 8 < batch_tokens * vocab
+        in_loss = head * (width + (4 if summed_wide else 0)) + chunk * width + 3 * batch_tokens * hidden * width
+        scaled = head * width + 3 * batch_tokens * hidden * width
     summed = gradients if accumulate else 0
     moments = {
         "loss": activations + max(in_loss, scaled) + summed,

@@ -54,6 +54,13 @@ class Context:
         """
         raise NotImplementedError
 
+    def expect(self, x: Tensor, head_dim: int, window: int | None) -> None:
+        """Says before the first layer that some will `attend` with heads of `head_dim` and that `window`, to x's device and dtype.
+
+        What they share is made then: a layer may be compiled, or run a second time for its gradients, and must find the
+        same each time.
+        """
+
     def attend_joined(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
         """Causal attention of n queries q [B, n, H, Dh] that are the last n of the m keys k, v [B, m, KV, Dh].
 
@@ -128,9 +135,16 @@ class Causal(Context):
             return fused(q, k, v, scale) if has_fused(q, v) else sdpa(q, k, v, None, scale)
         if has_fused(q, v):
             return fused(q, k, v, scale, window)
+        return sdpa(q, k, v, self._mask(window), scale)
+
+    def expect(self, x: Tensor, head_dim: int, window: int | None) -> None:
+        if window is not None and window < self.seq_len and not runs_fused(x, head_dim):
+            self._mask(window)
+
+    def _mask(self, window: int) -> Tensor:
         if window not in self._masks:
             self._masks[window] = may_see(self._line[:, None], self._line, window)
-        return sdpa(q, k, v, self._masks[window], scale)
+        return self._masks[window]
 
     def _distinct_positions(self) -> Tensor:
         return self._line
@@ -151,7 +165,7 @@ class Packed(Context):
         self.positions = places - begins
         self.document_ids = begins  # an id that comes back in a row is a new document
         self._places = places
-        self._masks: dict[int | None, Any] = {}
+        self._masks: dict[tuple[str, int | None], Any] = {}
         # One document a row is plain causal attention. Asking costs a device synchronisation, so only a CPU asks.
         self._whole = document_ids.device.type == "cpu" and not bool(changes.any())
 
@@ -159,30 +173,49 @@ class Packed(Context):
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
     ) -> Tensor:
         k, v = self._keys(layer, k, v)
-        if window is not None and window >= self.seq_len:
-            window = None
+        window = None if window is None or window >= self.seq_len else window
         if self._whole and window is None:
             return sdpa(q, k, v, None, scale)
         if has_fused(q, v):
-            from hone.ops.masks import documents
+            return fused(q, k, v, scale, mask=self._documents(window))
+        return sdpa(q, k, v, self._pairs(window), scale)
 
-            if window not in self._masks:  # one for all layers: its block lists are made once
-                self._masks[window] = documents(self.document_ids, window)
-            return fused(q, k, v, scale, mask=self._masks[window])
-        if window not in self._masks:
+    def expect(self, x: Tensor, head_dim: int, window: int | None) -> None:
+        window = None if window is None or window >= self.seq_len else window
+        if not (self._whole and window is None):
+            self._documents(window) if runs_fused(x, head_dim) else self._pairs(window)
+
+    def _documents(self, window: int | None) -> Any:
+        """The kernels' mask, one for all layers: its block lists are made once."""
+        from hone.ops.masks import documents
+
+        key = ("documents", window)
+        if key not in self._masks:
+            self._masks[key] = documents(self.document_ids, window)
+        return self._masks[key]
+
+    def _pairs(self, window: int | None) -> Tensor:
+        """bool [B, 1, S, S]: torch's mask."""
+        key = ("pairs", window)
+        if key not in self._masks:
             mask = may_see(self._places[..., :, None], self._places[..., None, :], window)
             mask &= self.document_ids[..., :, None] == self.document_ids[..., None, :]
-            self._masks[window] = mask.unsqueeze(-3)
-        return sdpa(q, k, v, self._masks[window], scale)
+            self._masks[key] = mask.unsqueeze(-3)
+        return self._masks[key]
 
 
 def has_fused(q: Tensor, v: Tensor) -> bool:
     """Whether `hone.ops.attend` runs a kernel of its own on these heads; elsewhere torch's attention is the better one."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or max(q.shape[-1], v.shape[-1]) > 256:
+    return runs_fused(q, max(q.shape[-1], v.shape[-1]))
+
+
+def runs_fused(x: Tensor, head_dim: int) -> bool:
+    """As `has_fused`, for heads of `head_dim` on the device and in the dtype of x."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256:
         return False
     from hone.ops.dispatch import locate
 
-    return locate(q.device).runs_triton
+    return locate(x.device).runs_triton
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, mask: Any = None) -> Tensor:

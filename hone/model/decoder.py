@@ -39,8 +39,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward = spec.feed_forward.build(width, f"{name}.feed_forward", make)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), context)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        mixed = self.mixer(self.mixer_norm(x), context)
+        normed, x = self.feed_forward_norm.after_sum(mixed, x)
+        return x + self.feed_forward(normed)
 
 
 class Decoder(nn.Module):
@@ -64,9 +65,15 @@ class Decoder(nn.Module):
         """Tokens int64 [...] -> [..., D]."""
         return F.embedding(tokens, self.embedding)
 
+    def prepare(self, x: Tensor, context: Context) -> None:
+        """What layers share in a pass over x [..., D], made before the first of them runs."""
+        for layer in self.config.layers:
+            layer.mixer.prepare(context, x)
+
     def hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """Embedding and layers, before the final norm: [...] -> [..., D]."""
         x = self.embed(tokens)
+        self.prepare(x, context)
         for layer in self.layers:
             x = layer(x, context)
         return x

@@ -58,6 +58,15 @@ class Mixer(Technique):
         """The module; `layer` is its place in the stack (where a cache files its state), `name` its dotted path."""
         raise NotImplementedError
 
+    def prepare(self, context: Context, x: Tensor) -> None:
+        """Makes what layers like this one share in a pass over x [..., D], before the first layer runs (see `Context.expect`).
+
+        By default the tables of its rotary positions, if it has any.
+        """
+        rope, head_dim = getattr(self, "rope", None), getattr(self, "head_dim", None)
+        if rope is not None and head_dim is not None:
+            context.rotary(rope, head_dim, x.dtype)
+
     def mixing(self) -> Mixing:
         """What `hone.cost` asks for FLOPs and state: the spec itself, or the same as plain data."""
         return self

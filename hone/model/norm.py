@@ -18,3 +18,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, x + residual): one pass over memory on a GPU."""
+        return rms_norm(x, self.weight, self.eps, residual)

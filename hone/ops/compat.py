@@ -43,7 +43,12 @@ def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits until THREADS threads have come to hardware barrier BARRIER (1 ... 15)."""
     # The dummy result keeps the statement alive; Gluon has no call for named barriers.
     gl.inline_asm_elementwise(
-        "bar.sync %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "bar.sync %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS,  # noqa: UP031
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -51,5 +56,10 @@ def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Counts this partition's threads at hardware barrier BARRIER without waiting."""
     gl.inline_asm_elementwise(
-        "bar.arrive %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "bar.arrive %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS,  # noqa: UP031
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )

@@ -128,7 +128,9 @@ def tile_codes(codes: Tensor, bits: int) -> Tensor:
     """
     low, _ = code_range(bits)
     rows, columns = codes.shape
-    assert bits in (4, 8) and columns % 64 == 0, f"{bits} bits, {columns} columns: tiles hold 4 or 8 bits and 64 columns"
+    assert bits in (4, 8) and columns % 64 == 0, (
+        f"{bits} bits, {columns} columns: tiles hold 4 or 8 bits and 64 columns"
+    )
     padded = torch.nn.functional.pad(codes, (0, 0, 0, -rows % TILE_ROWS), value=low)
     steps = 64 // (4 * bits)  # 16-column steps in a thread's 16 bytes
     q = (padded ^ low if bits == 8 else padded - low).view(-1, 4, 2, 8, columns // (16 * steps), steps, 2, 4, 2)
@@ -148,7 +150,11 @@ def untile_codes(tiled: Tensor, num_rows: int, bits: int) -> Tensor:
     steps = 64 // (4 * bits)
     if bits == 4:
         octets = octets.view(torch.uint8)
-        q = torch.stack((octets & 15, octets >> 4), dim=-1).view(torch.int8).view(tiles, chunks, 4, 8, 4, steps, 2, 2, 2)
+        q = (
+            torch.stack((octets & 15, octets >> 4), dim=-1)
+            .view(torch.int8)
+            .view(tiles, chunks, 4, 8, 4, steps, 2, 2, 2)
+        )
         q = q.permute(0, 2, 8, 3, 1, 5, 7, 4, 6) + low
     else:
         q = octets.view(tiles, chunks, 4, 8, 4, steps, 2, 2, 2).permute(0, 2, 7, 3, 1, 5, 6, 4, 8) ^ low

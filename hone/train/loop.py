@@ -220,6 +220,7 @@ def validate(model: Decoder, data: PackedTokens, *, batch_size: int, seq_len: in
 def run_layers(model: Decoder, tokens: Tensor, context: Context, segments: tuple[Segment, ...]) -> Tensor:
     """`model.hidden` with recomputed segments: tokens [B, S] -> [B, S, D] before the final norm."""
     x = model.embed(tokens)
+    model.prepare(x, context)
     for segment in segments:
         layers = [model.layers[index] for index in range(segment.start, segment.stop)]
         if segment.recompute and torch.is_grad_enabled():

@@ -10,6 +10,7 @@ from hone.cost.facts import ModelFacts
 from hone.cost.memory import train_bytes
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.machine import Machine
+from hone.ops.loss import kernel_rows
 from hone.ops.reference import chunk_rows
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.remat import Segment, live_layers
@@ -110,22 +111,24 @@ def growth_bytes(plan: Plan, device: str) -> Estimate:
     """Bytes that the training adds at its peak to what was in memory before."""
     facts = plan.facts
     recomputed = [part for part in plan.segments if part.recompute]
+    batch_tokens, on_gpu = plan.step_tokens // plan.accumulation, device.startswith("cuda")
     growth = train_bytes(
         facts,
-        batch_tokens=plan.step_tokens // plan.accumulation,
+        batch_tokens=batch_tokens,
         seq_len=plan.seq_len,
         dtype=TORCH_NAMES[plan.precision],
         accumulate=plan.accumulation > 1,
         packed=plan.packed,
         kept_layers=live_layers(plan.segments),
         kept_inputs=len(recomputed),
-        loss_chunk=chunk_rows(device.partition(":")[0], facts.vocab_size),
+        loss_chunk=kernel_rows(batch_tokens) if on_gpu else chunk_rows("cpu", facts.vocab_size),
+        kernels=on_gpu,
         device=device,
     )
     if plan.teacher is None:
         return growth
     width = 4 if plan.precision == "fp32" else 2
-    extra = width * (plan.teacher.num_params + plan.step_tokens // plan.accumulation * plan.teacher.hidden_size)
+    extra = width * (plan.teacher.num_params + batch_tokens * plan.teacher.hidden_size)
     return growth.model_copy(
         update={"value": growth.value + extra, "formula": f"{growth.formula} + teacher {human_bytes(extra)}"}
     )

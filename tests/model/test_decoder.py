@@ -136,7 +136,7 @@ def test_a_layer_compiles_whole_and_once_for_all(packed: bool) -> None:
     for layer in decoder.layers:
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
     assert torch.allclose(decoder(tokens, context), plain, atol=1e-5)
-    assert counter.frame_count <= 2, "a layer's own numbers are compiled in: every layer compiles again"
+    assert counter.frame_count == 1, "a layer's own numbers, or what the first one makes, are compiled in"
 
 
 class Traced(Exception):
@@ -166,9 +166,10 @@ def test_what_a_gpu_runs_traces_whole_and_once_for_all_layers(packed: bool, monk
         return run
 
     x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
+    decoder.prepare(x, context)
     for layer in decoder.layers:
         layer.compile(fullgraph=True, dynamic=False, backend=backend)
         with pytest.raises(Traced):
             layer(x, context)
-    assert len(graphs) <= 2, "a layer's own numbers are compiled in: every layer compiles again"
+    assert len(graphs) == 1, "a layer's own numbers, or what the first one makes, are compiled in"
     assert graphs[0].count("hone.attend.default") == 1

@@ -107,6 +107,10 @@ class Attention(Mixer):
     def paged_shape(self) -> tuple[int, int]:
         return self.num_kv_heads, self.head_dim
 
+    def prepare(self, context: Context, x: Tensor) -> None:
+        super().prepare(context, x)
+        context.expect(x, self.head_dim, self.window)
+
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> AttentionLayer:
         return AttentionLayer(self, hidden_size, layer, name, norm_eps, make)
 

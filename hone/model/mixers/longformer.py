@@ -78,6 +78,23 @@ class Longformer(Mixer):
         plain = attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
         return plain._replace(extra=plain.extra + (0 if self.causal else 3 * self.inner[1]))
 
+    def prepare(self, context: Context, x: Tensor) -> None:
+        super().prepare(context, x)
+        if context.carry is None:
+            self.mask(context, x)
+
+    def mask(self, context: Context, x: Tensor) -> Mask:
+        """The window and the global columns, within documents; one for all layers of these options in a pass over x [B, S, D]."""
+        key = ("longformer", self.window, self.num_global, self.causal)
+        if key not in context.memo:
+            places, ids = context.positions.expand(x.shape[:2]), context.document_ids
+            if ids is None:  # all rows alike
+                places, ids = places[:1], torch.zeros_like(places[:1])
+            near = (self.window - 1, 0 if self.causal else self.window - 1, 2)
+            columns = 2 * ids + (places < self.num_global)
+            context.memo[key] = Mask(_causal if self.causal else _two_sided, near, _data(ids), _data(columns))
+        return context.memo[key]
+
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LongformerLayer:
         return LongformerLayer(self, hidden_size, layer, name, make)
 
@@ -127,29 +144,15 @@ class LongformerLayer(nn.Module):
         if context.carry is not None:
             mixed = self._decode(x, q, k, v, (cos, sin), context)
         elif context.document_ids is None:
-            mixed = attend(q, k, v, self._mask(context, x), scale=self.scale)
+            mixed = attend(q, k, v, spec.mask(context, x), scale=self.scale)
             mixed = torch.cat((self._global_rows(x, (cos, sin)), mixed[:, spec.num_global :]), 1)
         else:
-            mixed = attend(q, k, v, self._mask(context, x), scale=self.scale)
+            mixed = attend(q, k, v, spec.mask(context, x), scale=self.scale)
             mixed = self._packed_rows(x, mixed, (cos, sin), context)
         return self.out(mixed.flatten(-2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.spec.head_dim))
-
-    def _mask(self, context: Context, x: Tensor) -> Mask:
-        """The window and the global columns, within documents; one for all layers of these options in a pass."""
-        spec = self.spec
-        memo = context.memo
-        key = ("longformer", spec.window, spec.num_global, spec.causal)
-        if key not in memo:
-            places, ids = context.positions.expand(x.shape[:2]), context.document_ids
-            if ids is None:  # all rows alike
-                places, ids = places[:1], torch.zeros_like(places[:1])
-            near = (spec.window - 1, 0 if spec.causal else spec.window - 1, 2)
-            columns = 2 * ids + (places < spec.num_global)
-            memo[key] = Mask(_causal if spec.causal else _two_sided, near, _data(ids), _data(columns))
-        return memo[key]
 
     def _global(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of the global projections."""

@@ -75,6 +75,10 @@ class MLA(Mixer):
         projected += 2 * (self.q_latent_dim or 0)
         return Widths(projected=projected, turned=2 * inner, mixed=self.num_heads * self.values, extra=self.rope_dim)
 
+    def prepare(self, context: Context, x: Tensor) -> None:
+        context.rotary(self.rope, self.rope_dim, x.dtype)
+        context.expect(x, max(self.head_dim + self.rope_dim, self.values), None)
+
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> MLALayer:
         return MLALayer(self, hidden_size, layer, name, norm_eps, make)
 

@@ -68,6 +68,10 @@ class SharedKV(Mixer):
         queries = self.num_heads * self.head_dim
         return Widths(projected=queries, turned=queries, mixed=queries)
 
+    def prepare(self, context: Context, x: Tensor) -> None:
+        super().prepare(context, x)
+        context.expect(x, self.head_dim, self.window)
+
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> SharedKVLayer:
         return SharedKVLayer(self, hidden_size, name, norm_eps, make)
 

@@ -28,8 +28,6 @@ def rms_norm_forward(
     RESIDUAL: tl.constexpr,
     KEEPS: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    AGAIN: tl.constexpr,
-    HINT: tl.constexpr,
     WIDTH: tl.constexpr,  # D
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,23 +36,18 @@ def rms_norm_forward(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = _inside(rows, columns, num_rows, WIDTH, ROWS, BLOCK)
-    values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0, eviction_policy=HINT)
-    if not AGAIN:  # under way during the sum
-        by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0)
+    values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0)
+    by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)  # under way during the sum
     if RESIDUAL:
         before = residual + _start(rows, inner, residual_outer, residual_inner) + columns
-        before = tl.load(before, mask=inside, other=0.0, eviction_policy=HINT)
+        before = tl.load(before, mask=inside, other=0.0)
         values = (values.to(tl.float32) + before.to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(summed + rows * WIDTH + columns, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
-    if AGAIN:  # read back from the L2 cache; the sum over warps made all threads wait for the stores
-        wide = tl.load(summed + rows * WIDTH + columns, mask=inside, other=0.0, eviction_policy=HINT).to(tl.float32)
-        by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0, eviction_policy="evict_last")
     if KEEPS:
         tl.store(rstd + rows, scale, mask=rows < num_rows)
     # The reference rounds the normed row to x's dtype before the weight.
-    normed = (wide * scale).to(x.dtype.element_ty).to(tl.float32) * by.to(tl.float32)
+    normed = (wide * scale).to(x.dtype.element_ty).to(tl.float32) * by
     if QUANTIZED:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
         step = tl.maximum(tl.max(tl.abs(normed), 1)[:, None], 1e-12) / largest
@@ -65,6 +58,8 @@ def rms_norm_forward(
             normed = (normed + 12582912.0) - 12582912.0
         normed = tl.minimum(tl.maximum(normed, -largest), largest)
     tl.store(y + rows * WIDTH + columns, normed.to(y.dtype.element_ty), mask=inside)
+    if RESIDUAL:
+        tl.store(summed + rows * WIDTH + columns, values, mask=inside)
 
 
 @triton.jit
@@ -135,18 +130,6 @@ def tile(width: int) -> tuple[int, int, int]:
     return rows, block, max(2, min(16, rows * block // 512))
 
 
-def forward_plan(width: int, residual: bool) -> tuple[int, int, int, bool, str]:
-    """(ROWS, BLOCK, warps, AGAIN, HINT) of the forward pass.
-
-    Alone, rows stay in registers: a fifth faster than reading them twice. With a residual, long rows are read back from
-    the sum just written, by more and lighter threads, and inputs leave the L2 cache to the outputs. That is what
-    torch.compile makes of it, in 129 us where registers took 133 (16384 rows of 4096).
-    """
-    rows, block, warps = tile(width)
-    again = residual and block >= 4096
-    return rows, block, min(16, rows * block // 256) if again else warps, again, "evict_first" if again else ""
-
-
 def backward_plan(device: torch.device, width: int, value_bytes: int) -> tuple[int, int]:
     """(programs, stages) of the backward pass: programs fill the machine once and fetch tiles ahead of their use.
 
@@ -179,11 +162,11 @@ def launch_forward(
     num_rows = x.numel() // width
     if not num_rows:
         return
-    per, block, warps, again, hint = forward_plan(width, residual is not None)
+    per, block, warps = tile(width)
     rms_norm_forward[(triton.cdiv(num_rows, per),)](
         source, before, weight, y, summed, rows, rows, *source.stride()[:2], *before.stride()[:2], source.shape[1],
         num_rows, eps, largest, RESIDUAL=residual is not None, KEEPS=largest == 0 and rows.numel() > 0,
-        QUANTIZED=largest != 0, AGAIN=again, HINT=hint, WIDTH=width, ROWS=per, BLOCK=block, num_warps=warps,
+        QUANTIZED=largest != 0, WIDTH=width, ROWS=per, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
