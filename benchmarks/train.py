@@ -201,7 +201,11 @@ def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int,
             rates[cell] = made[0]["value"]
             peer = rates.get((*cell[:4], "torch"))
             if ops == "hone" and peer is not None:
-                made[0] |= {"peer": "the same with torch's attention and loss", "peer_value": peer, "ratio": made[0]["value"] / peer}
+                made[0] |= {
+                    "peer": "the same with torch's attention and loss",
+                    "peer_value": peer,
+                    "ratio": made[0]["value"] / peer,
+                }
             rows += made
         except Exception as error:  # a cell that fails must not cost the others
             print(f"{label}: left out, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
