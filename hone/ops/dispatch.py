@@ -87,8 +87,13 @@ def triton_version() -> tuple[int, int]:
 
 
 def backend_of(op: str, device: torch.device, forced: str | None = None, **facts: Any) -> str:
-    """The name an op dispatches on: `forced` (tests do that), else the chosen one. Says once why a GPU runs the reference."""
+    """The name an op dispatches on: `forced` (tests do that), else the chosen one. Says once why a GPU runs the reference.
+
+    Raises ValueError for a forced name that the op does not have.
+    """
     if forced is not None:
+        if forced not in BACKENDS[op]:
+            raise ValueError(f"backend is {forced!r}; that of {op} may be {', '.join(BACKENDS[op])}")
         return forced
     where = locate(device)
     choice = choose(op, where, **facts)
@@ -361,3 +366,25 @@ RULES: dict[str, Callable[..., Choice]] = {
     "permute": _permute,
     "sample": _sample,
 }
+
+_ROWS_OPS = ("reference", "lean", "triton")
+_FLASH = ("gluon", "triton", "cudnn")
+
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "attend": ("reference", "torch", *_FLASH),
+    "attend_backward": _FLASH,
+    "attend_paged": ("reference", "triton"),
+    "attend_latent": ("reference", "triton", "gluon"),
+    "scan": ("reference", "triton", "gluon"),
+    "linear": ("reference", "cublas", "triton"),
+    "quantized_linear": ("reference", "gluon"),
+    "fp8_linear": ("reference", "torch", "triton"),
+    "rms_norm": _ROWS_OPS,
+    "rope": _ROWS_OPS,
+    "swiglu": _ROWS_OPS,
+    "linear_cross_entropy": ("reference", "triton"),
+    "grouped_linear": ("reference", "torch", "triton"),
+    "permute": ("reference", "triton"),
+    "sample": ("reference", "triton"),
+}
+"""The names that each op dispatches on: a rule answers with one of them, and `backend` may force one."""

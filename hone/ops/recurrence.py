@@ -48,10 +48,8 @@ def scan(
     )
     if chosen == "reference":
         out, final = scan_chunks(q, k, v, decay, state=state, reset=reset, scale=scale)
-    elif chosen in ("triton", "gluon"):
-        out, final = _on_gpu(q, k, v, decay, state, reset, scale, chosen)
     else:
-        raise ValueError(f"scan has no backend '{chosen}': it is 'reference', 'triton' or 'gluon'")
+        out, final = _on_gpu(q, k, v, decay, state, reset, scale, chosen)
     return (out, final) if return_state else out
 
 

@@ -1,0 +1,41 @@
+"""What holds for every op: a forced backend is one that the op has, and the example of docs/ops.md runs."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.ops import linear, rms_norm, sample
+from hone.ops.dispatch import BACKENDS, RULES, backend_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "ops.md"
+
+
+def test_every_op_names_its_backends() -> None:
+    assert BACKENDS.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_a_backend_that_an_op_has_not_is_an_error(op: str) -> None:
+    with pytest.raises(ValueError, match=f"backend is 'tritno'; that of {op} may be"):
+        backend_of(op, torch.device("cpu"), "tritno")
+
+
+def test_a_misspelt_backend_never_runs_something_else() -> None:
+    x, weight = torch.randn(2, 8), torch.randn(3, 8)
+    with pytest.raises(ValueError, match="that of linear may be reference, cublas, triton"):
+        linear(x, weight, backend="torch")
+    with pytest.raises(ValueError, match="that of rms_norm"):
+        rms_norm(x, weight[0], 1e-5, backend="gluon")
+    with pytest.raises(ValueError, match="that of sample"):
+        sample(x, 1.0, keys=torch.zeros(2, dtype=torch.int64), backend="cpu")
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    unfenced = DOCS.read_text().replace("```", "")
+    example = doctest.DocTestParser().get_doctest(unfenced, {}, "ops.md", str(DOCS), 0)
+    tried = doctest.DocTestRunner().run(example)
+    assert tried.attempted and not tried.failed
