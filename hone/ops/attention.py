@@ -53,8 +53,12 @@ def attend(
     `sinks` [H] adds a score to each head that takes weight and gives nothing (its lse counts it), arXiv:2309.17453.
     `deterministic` asks for bit-equal gradients run by run. Raises ValueError for shapes that do not fit together.
     """
+    _check(q, k, v, mask, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check(q, k, v, mask, sinks, scale)
+    if not scale > 0:
+        raise ValueError(f"scale is positive, not {scale}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is positive, not {softcap}")
     extras = return_lse or sinks is not None or softcap is not None
     dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
     facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
@@ -101,12 +105,16 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return joined.to(outs[0].dtype), (highest + total.log()).masked_fill(blind, float("-inf"))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None, scale: float) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> None:
     for name, made in (("q", q), ("k", k), ("v", v)):
         if made.dim() != 4:
             raise ValueError(f"{name} is [batch, sequence, heads, head_dim], not of shape {list(made.shape)}")
         if made.dtype != q.dtype or not made.is_floating_point():
             raise ValueError(f"q, k and v share one floating dtype: q has {q.dtype}, {name} has {made.dtype}")
+        if made.device != q.device:
+            raise ValueError(f"q, k and v share one device: q is on {q.device}, {name} on {made.device}")
+        if made.shape[2] == 0 or made.shape[3] == 0:
+            raise ValueError(f"{name} {list(made.shape)} has no heads, or heads of no width")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} differ in more than the head width")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -115,9 +123,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None, sc
         raise ValueError(f"q's {q.shape[2]} heads are no multiple of k's {k.shape[2]}")
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(f"sinks is one number a query head, [{q.shape[2]}], not of shape {list(sinks.shape)}")
-    if scale <= 0:
-        raise ValueError(f"scale is positive, not {scale}")
     mask.check_sizes(q.shape[1], k.shape[1])
+    for name, made in (("q_data", mask.q_data), ("k_data", mask.k_data), ("table", mask.table)):
+        if made is None:
+            continue
+        if made.shape[0] not in (1, q.shape[0]) or made.shape[1] not in (1, q.shape[2]):
+            raise ValueError(
+                f"the mask's {name} is for {made.shape[0]} sequences and {made.shape[1]} heads (1: for all), "
+                f"q has {q.shape[0]} and {q.shape[2]}"
+            )
+        if made.device != q.device:
+            raise ValueError(f"the mask's {name} is on {made.device}, q on {q.device}")
 
 
 # Branches, so that torch.compile guards on lengths and passes constants on.

@@ -57,7 +57,7 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     seen = mask.kept_dense(q.shape[1], k.shape[1], q.device)
     scores = scores.masked_fill(~seen, float("-inf"))
-    highest = scores.detach().amax(-1, keepdim=True)
+    highest = scores.detach().amax(-1, keepdim=True) if k.shape[1] else scores.new_zeros(*scores.shape[:3], 1)
     highest = highest.masked_fill(highest == float("-inf"), 0.0)
     weights = torch.exp(scores - highest)
     total = weights.sum(-1, keepdim=True)

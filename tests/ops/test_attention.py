@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -182,6 +184,16 @@ def test_wrong_calls_say_so() -> None:
         attend(q[..., 1:], k, v)
     with pytest.raises(ValueError, match="scale is positive"):
         attend(q, k, v, scale=0.0)
+    with pytest.raises(ValueError, match="scale is positive, not nan"):
+        attend(q, k, v, scale=math.nan)
+    with pytest.raises(ValueError, match="softcap is positive"):
+        attend(q, k, v, softcap=0.0)
+    with pytest.raises(ValueError, match="k on meta"):
+        attend(q, k.to("meta"), v)
+    with pytest.raises(ValueError, match=r"k .* has no heads"):
+        attend(q, k[:, :, :0], v[:, :, :0])
+    with pytest.raises(ValueError, match=r"q .* heads of no width"):
+        attend(q[..., :0], k[..., :0], v)
     with pytest.raises(ValueError, match="sinks is one number a query head"):
         attend(q, k, v, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="backend is 'cutlass'"):
@@ -196,5 +208,19 @@ def test_wrong_calls_say_so() -> None:
         attend(q, k, v, masks.window(3), backend="cudnn")
     with pytest.raises(ValueError, match="is for 11 places"):
         attend(q[:, 1:], k, v, masks.documents(IDS))
+    # A kernel would read past the end of numbers for too few sequences, and those of other sequences of too many.
+    for wrong in (IDS[:1].expand(q.shape[0] + 1, -1), IDS[:1].expand(q.shape[0] + 1, -1)[1:].to("meta")):
+        with pytest.raises(ValueError, match=r"q_data is (for|on)"):
+            attend(q, k, v, masks.documents(wrong))
+    with pytest.raises(ValueError, match="table is for 1 sequences and 3 heads"):
+        attend(q, k, v, masks.block_sparse(torch.ones(3, 1, 1, dtype=torch.bool), 16))
     with pytest.raises(ValueError, match="at least one part"):
         merge([])
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)])
+def test_no_tokens_give_nothing(lengths: tuple[int, int]) -> None:
+    q, k, v = torch.randn(2, lengths[0], 4, 8), *torch.randn(2, 2, lengths[1], 2, 8)
+    out, lse = attend(q, k, v, masks.FULL, return_lse=True)
+    assert torch.equal(out, torch.zeros(q.shape)) and torch.equal(lse, torch.full((2, 4, lengths[0]), -math.inf))
+    assert torch.equal(attend(q, k, v, masks.FULL), out)
