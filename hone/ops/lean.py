@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hone.ops import reference
 
@@ -56,6 +57,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed.to(x.dtype).mul_(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed = x * scale  # float32 or wider, as scale is
@@ -80,7 +82,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turned(upstream, cos, -sin), None, None
+        return _Rope.apply(upstream, cos, -sin), None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -93,6 +95,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)

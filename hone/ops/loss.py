@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hone.ops import reference
 from hone.ops.dispatch import backend_of
@@ -36,19 +37,26 @@ def linear_cross_entropy(
     `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
     `lesson` mixes in the divergence from a teacher (see `Lesson`). 'mean' divides by the valid targets (NaN when there
     is none). `rows` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
-    float64 inputs), differentiable in x and weight, on a GPU by one backward pass only: its gradients are handed over.
+    float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only: its gradients are handed
+    over. A target must lie in [0, V) or be `ignore_index`: a GPU does not look. Raises ValueError for what does not fit.
     """
-    if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not fit")
-    if label_smoothing and lesson is not None:
-        raise ValueError("label_smoothing and a lesson are two soft targets; give one")
+    if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1] or targets.is_floating_point():
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {targets.dtype} {tuple(targets.shape)} do not fit"
+        )
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"reduction is {reduction!r}; it may be 'sum' or 'mean': no loss a token is kept")
+    if rows is not None and rows < 1:
+        raise ValueError(f"rows is {rows}: at least 1 token's logits are held at once")
+    if lesson is not None:
+        _check_lesson(lesson, targets.numel(), len(weight), label_smoothing)
     chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype)
     if chosen != "triton":
         return reference.linear_cross_entropy(
             x, weight, targets, reduction=reduction, ignore_index=ignore_index, z_loss=z_loss,
             label_smoothing=label_smoothing, lesson=lesson, rows=rows,
         )  # fmt: skip
-    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     mean = reduction == "mean" and x.dtype != torch.float16
     count = (targets != ignore_index).sum()
     factor = (1 / count if mean else torch.ones((), device=x.device)).float()
@@ -68,6 +76,20 @@ def linear_cross_entropy(
     return total / count if reduction == "mean" and not mean else total
 
 
+def _check_lesson(lesson: Lesson, num_tokens: int, vocab_size: int, label_smoothing: float) -> None:
+    if label_smoothing:
+        raise ValueError("label_smoothing and a lesson are two soft targets; give one")
+    hidden, weight = tuple(lesson.hidden.shape), tuple(lesson.weight.shape)
+    if len(weight) != 2 or hidden[-1] != weight[1] or lesson.hidden.numel() != num_tokens * weight[1]:
+        raise ValueError(
+            f"the lesson's hidden {hidden} and weight {weight} are not [..., E] of {num_tokens} tokens and [V, E]"
+        )
+    if weight[0] != vocab_size:
+        raise ValueError(f"the lesson's weight {weight} has not the {vocab_size} tokens of the student's")
+    if not lesson.temperature > 0:
+        raise ValueError(f"the lesson's temperature is positive, not {lesson.temperature}")
+
+
 class _Loss(torch.autograd.Function):
     """Hands the gradients made beside the loss on without a copy, so a backward pass works once."""
 
@@ -79,6 +101,7 @@ class _Loss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         if ctx.grads is None:
             raise RuntimeError("the loss gave its gradients away on the first backward pass: compute the loss again")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hone.ops.masks import CAUSAL, Mask
 
@@ -19,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 inside and in x's dtype outside. arXiv:1910.07467."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (weight * normed.to(x.dtype)).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -153,6 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         scale = upstream / ctx.lift

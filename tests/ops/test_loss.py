@@ -76,6 +76,21 @@ def test_wrong_arguments_are_named() -> None:
         linear_cross_entropy(x, weight[:, :-1], targets)
     with pytest.raises(ValueError, match="label_smoothing and a lesson"):
         linear_cross_entropy(x, weight, targets, label_smoothing=0.1, lesson=Lesson(x, weight, 0.5))
+    with pytest.raises(ValueError, match="reduction is 'none'"):
+        linear_cross_entropy(x, weight, targets, reduction="none")
+    for rows in (0, -4):  # a negative step walks over no token: a loss of 0 and gradients that nobody wrote
+        with pytest.raises(ValueError, match=f"rows is {rows}"):
+            linear_cross_entropy(x, weight, targets, rows=rows)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_cross_entropy(x, weight, targets.float())
+    for lesson, says in (
+        (Lesson(x[:-1], weight, 0.5), "hidden"),
+        (Lesson(x, weight[:, :-1], 0.5), "hidden"),
+        (Lesson(x, weight[:-1], 0.5), "tokens of the student"),
+        (Lesson(x, weight, 0.5, 0.0), "temperature is positive"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            linear_cross_entropy(x, weight, targets, lesson=lesson)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1024), (8192, 1024), (8193, 1280), (20000, 2560), (10**6, 4096)])

@@ -132,3 +132,27 @@ def test_linear_cross_entropy_without_valid_targets() -> None:
     total = reference.linear_cross_entropy(x, weight, torch.full((4,), -100), reduction="sum")
     total.backward()
     assert total.item() == 0 and not x.grad.any() and not weight.grad.any()
+
+
+def test_the_norm_keeps_its_inputs_dtype_whatever_the_weights() -> None:
+    x, weight = torch.randn(3, 16).bfloat16(), torch.rand(16)
+    assert reference.rms_norm(x, weight, 1e-5).dtype == lean.rms_norm(x, weight, 1e-5).dtype == torch.bfloat16
+    torch.testing.assert_close(
+        lean.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=0.02, rtol=0.01
+    )
+
+
+def test_what_has_a_gradient_by_hand_has_a_second_one_or_says_so() -> None:
+    x, weight = torch.randn(3, 8, dtype=F64, requires_grad=True), torch.rand(8, dtype=F64, requires_grad=True)
+    targets = torch.tensor([1, 0, 7])
+    for run in (
+        lambda: lean.rms_norm(x, weight, 1e-5),
+        lambda: lean.swiglu(x),
+        lambda: reference.linear_cross_entropy(x, torch.eye(8, dtype=F64), targets),
+    ):
+        # A loss whose gradient depends on its upstream, as a penalty on gradients has it.
+        (slope,) = torch.autograd.grad(run().square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()
+    angles = torch.randn(3, 1, 2, dtype=F64)
+    assert torch.autograd.gradgradcheck(lambda one: lean.rope(one.view(3, 2, 4), angles.cos(), angles.sin()), x)
