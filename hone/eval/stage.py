@@ -62,6 +62,9 @@ class Eval(Stage):
         folders = {role: parent.folder for role, parent in parents.items()}
         parents["model"].need("config.json", "tokenizer.json")
         config = Checkpoint(folders["model"]).config
+        for role in ("model", "reference"):
+            if role in folders:
+                Checkpoint(folders[role]).config.must_be_causal("a token's loss would be read off, not predicted")
         text = read_text(folders["data"], folders["model"], split=self.split, max_tokens=self.max_tokens)
         window = self.window or min(config.max_seq_len, DEFAULT_WINDOW)
         for role in ("model", "reference"):

@@ -14,6 +14,8 @@ import hone
 from hone.base.errors import SpecError
 from hone.eval.score import score
 from hone.eval.stage import Eval, evaluate
+from hone.model.decoder import build
+from hone.model.families import Shape
 from hone.model.tokenizer import load_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog", "a cat sat on the mat; " * 20, "x", "caf\u00e9 \u2603 " * 9]
@@ -119,3 +121,15 @@ def test_reading_the_spec_needs_no_torch():
 
     code = "import sys, hone.eval.stage; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tiny_llama, data, tmp_path):
+    encoder = build(Shape(mixers=({"kind": "longformer", "window": 8, "encoder": True},)).config(320))
+    with pytest.warns(RuntimeWarning):
+        hone.save(encoder, tmp_path / "encoder")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_llama / name, tmp_path / "encoder" / name)
+    with pytest.raises(SpecError, match="layer 0 mixes with 'longformer', which sees later tokens"):
+        evaluate(tmp_path / "eval-encoder", tmp_path / "encoder", data)
+    with pytest.raises(SpecError, match="'longformer'"):
+        evaluate(tmp_path / "eval-against", tiny_llama, data, reference=tmp_path / "encoder")

@@ -52,6 +52,8 @@ class BigBird(Mixer):
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
         if self.block & (self.block - 1):
             raise ValueError(f"block {self.block} is no power of two")
+        if self.encoder and self.num_window % 2 == 0:
+            raise ValueError(f"num_window {self.num_window} is even: an encoder sees as many blocks to each side")
         return self
 
     @property
@@ -67,9 +69,14 @@ class BigBird(Mixer):
         return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Of the blocks kept; of a token's own block half when causal."""
-        kept = self.block * (self.num_window + self.num_global + self.num_random)
-        seen = min(seq_len, kept) if self.encoder else mean_positions(seq_len, kept)
+        """Of the blocks kept; of a token's own block half when causal. An encoder's global blocks see all."""
+        blocks = self.num_window + self.num_global + self.num_random
+        if self.encoder:
+            share = min(1.0, self.num_global * self.block / seq_len)  # of the rows
+            seen = min(seq_len, self.block * blocks) * (1 - share) + seq_len * share
+        else:
+            whole = self.block * mean_positions(-(-seq_len // self.block), blocks)
+            seen = min(whole - (self.block - 1) / 2, mean_positions(seq_len))
         return 4.0 * self.num_heads * self.head_dim * seen
 
     def state_values(self, seq_len: int) -> float:

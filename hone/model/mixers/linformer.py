@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hone.base.errors import SpecError
@@ -23,7 +23,7 @@ class Linformer(Mixer):
     """An encoder's attention to `rank` mixtures of all keys and values, learned per position. Wang et al. 2020, arXiv:2006.04768.
 
     E and F [max_seq_len, rank] are shared by the heads; a shorter input uses their first rows, a longer one is an error.
-    Every token sees every other, so it cannot predict the next one: for scoring and embedding texts, not for writing.
+    Every token sees every other, so it cannot predict the next one: for encoding texts, not for writing or scoring them.
     """
 
     paper: ClassVar[str] = "arXiv:2006.04768"
@@ -36,6 +36,14 @@ class Linformer(Mixer):
     max_seq_len: int = Field(gt=0, description="Longest input, in tokens: rows of E and F.")
     rank: int = Field(64, gt=0, description="Rows that keys and values are projected to.")
     rope: Rope = Field(default_factory=Rope, description="Rotary positions of queries and, before E, of keys.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Linformer:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+        return self
 
     def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
         """(n_out, k_in): fused qkv, out. E and F count as mixing."""

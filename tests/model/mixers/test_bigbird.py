@@ -60,7 +60,7 @@ def test_a_block_sees_its_window_the_global_ones_and_some_drawn(encoder):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spec", [BIG, {**BIG, "encoder": True}])
+@pytest.mark.parametrize("spec", [BIG, {**BIG, "num_window": 3, "encoder": True}])
 def test_formula_under_its_own_table(spec):
     mixer = small(spec).layers[0].mixer
     x = torch.randn(2, 70, 24, dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_order_gradients_documents_folder(tmp_path):
     check_causal(model, 70)
     check_gradients(model, 40)
     check_apart(model, [30, 37, 3])
-    check_apart(small({**BIG, "encoder": True}), [30, 37, 3])
+    check_apart(small({**BIG, "num_window": 3, "encoder": True}), [30, 37, 3])
     check_saved(model, tmp_path)
     assert model.config.num_params == sum(parameter.numel() for parameter in model.parameters())
 
@@ -104,3 +104,15 @@ def test_more_than_it_was_drawn_for_is_refused():
         small(BIG)(prompt(1, 161))
     with pytest.raises(SpecError, match="block"):
         small({**BIG, "block": 24})
+    with pytest.raises(SpecError, match="num_window 2 is even"):
+        small({**BIG, "encoder": True})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", [BIG, WIDE, {**BIG, "num_window": 3, "num_global": 2, "encoder": True}])
+def test_flops_are_those_of_the_pairs_kept(spec):
+    model = small({**spec, "max_seq_len": 640}, max_seq_len=640)
+    mixer, seq_len = model.layers[0].mixer, 640
+    pairs = mixer.mask(seq_len, torch.device("cpu")).dense(seq_len, seq_len, "cpu").sum().item()
+    predicted = mixer.spec.mixing_flops(seq_len) * seq_len / (4 * mixer.spec.head_dim)
+    assert predicted == pytest.approx(pairs, rel=0.1)

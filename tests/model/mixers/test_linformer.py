@@ -55,3 +55,9 @@ def test_what_an_encoder_cannot_do_is_said():
         model(prompt(1, 4), Packed(torch.tensor([[0, 0, 1, 1]])))
     with pytest.raises(SpecError, match="20 tokens"):
         model(prompt(1, 21))
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_kv_heads", 3), ("head_dim", 5)])
+def test_sizes_that_do_not_fit_are_named(field, value):
+    with pytest.raises(SpecError, match=field):
+        small({**LOW, field: value})
