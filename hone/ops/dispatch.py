@@ -291,9 +291,17 @@ def _sample(where: Where, *, dtype: torch.dtype) -> Choice:
 
 
 def _linear(
-    where: Where, *, dtype: torch.dtype | None, rows: int, out_features: int, in_features: int, plain: bool
+    where: Where,
+    *,
+    dtype: torch.dtype | None,
+    rows: int,
+    out_features: int,
+    in_features: int,
+    in_rows: bool,
+    plain: bool,
 ) -> Choice:
-    """`dtype` None: the tensors' dtypes differ. `plain`: neither gradients nor autocast."""
+    """`dtype` None: the tensors' dtypes differ. `in_rows`: the weight's rows have no gaps. `plain`: neither gradients nor
+    autocast."""
     if where.kind != "cuda":
         return Choice("reference", "torch's product is the CPU's path")
     if not plain:
@@ -302,8 +310,10 @@ def _linear(
         return Choice("cublas", f"the kernel takes bfloat16 and float16, not {dtype}")
     if rows > 64:
         return Choice("cublas", f"{rows} rows keep the tensor cores busy: the library is at its best")
-    if in_features % 8:
+    if in_features % 8 or not in_features:
         return Choice("cublas", f"rows of {in_features} numbers are not 16-byte aligned")
+    if not in_rows:
+        return Choice("cublas", "the weight is a transposed view, which the library takes as it lies")
     return Choice("triton", f"{rows} rows: the weight is streamed once, split over the whole GPU")
 
 

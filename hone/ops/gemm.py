@@ -37,6 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         "rows": x.numel() // max(1, x.shape[-1]),
         "out_features": weight.shape[0],
         "in_features": weight.shape[1],
+        "in_rows": weight.stride(1) == 1,
         "plain": not (wants_grad or torch.is_autocast_enabled(x.device.type)),
     }
     if backend_of("linear", x.device, backend, **facts) == "triton":
@@ -91,7 +92,9 @@ def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tu
     A scale is the largest magnitude over 448, and 1 where all is zero. The blockwise recipe is DeepSeek-V3's
     (arXiv:2412.19437): x in 1x128, weights in 128x128 (scales [ceil(M/128), K/128]).
     """
-    if x.dim() != 2 or (kind != "row" and x.shape[1] % FP8_BLOCK):
+    if kind not in ("row", "1x128", "128x128"):
+        raise ValueError(f"kind is {kind!r}; it may be 'row', '1x128' or '128x128'")
+    if x.dim() != 2 or x.shape[1] == 0 or (kind != "row" and x.shape[1] % FP8_BLOCK):
         raise ValueError(f"x has shape {tuple(x.shape)}; {kind} wants two axes and columns by the {FP8_BLOCK}")
     rows, columns = x.shape
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -150,7 +153,7 @@ def compress_24(weight: Tensor) -> Tensor:
     """
     if weight.dim() != 2 or weight.shape[1] % 4:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; 2:4 wants two axes and columns by the four")
-    crowded = (weight.view(len(weight), -1, 4) != 0).sum(-1) > 2
+    crowded = (weight.unflatten(1, (-1, 4)) != 0).sum(-1) > 2
     if bool(crowded.any()):
         row, four = (int(i) for i in crowded.nonzero()[0])
         raise ValueError(f"weight is not 2:4: row {row} keeps more than two of columns {4 * four} to {4 * four + 3}")
@@ -176,7 +179,7 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def _skinny_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from hone.ops.triton.skinny import skinny_product
 
-    rows = _rows(x)
+    rows, weight, bias = _rows(x), _in_rows(weight), None if bias is None else bias.contiguous()
     shape = skinny_shape(max(1, len(rows)), *weight.shape)
     return skinny_product(rows, weight, bias, shape).view(*x.shape[:-1], len(weight))
 
@@ -192,7 +195,8 @@ def _quantized_op(
 ) -> Tensor:
     from hone.ops.gluon.w4 import quantized_product
 
-    rows = _rows(x)
+    rows, bias = _rows(x), None if bias is None else bias.contiguous()
+    codes, scales = codes.contiguous(), scales.contiguous()
     group_size = 0 if len(scales) == 1 else x.shape[-1] // len(scales)
     shape = quantized_shape(max(1, len(rows)), out_features, x.shape[-1], bits, group_size)
     out = quantized_product(rows, codes, scales, bias, bits, out_features, shape)
@@ -211,7 +215,8 @@ def _fp8_op(
     from hone.ops.triton.fp8 import fp8_rows_product
 
     shape = fp8_shape(max(1, len(x)), *weight.shape, blockwise=x_scales.dim() == 2)
-    return fp8_rows_product(_rows(x), x_scales, weight, weight_scales, bias, dtype, shape)
+    bias = None if bias is None else bias.contiguous()
+    return fp8_rows_product(_rows(x), x_scales, _in_rows(weight), weight_scales, bias, dtype, shape)
 
 
 @_fp8_op.register_fake
@@ -228,6 +233,11 @@ def _rows(x: Tensor) -> Tensor:
     if rows.stride(1) != 1 or (len(rows) > 1 and rows.stride(0) % wide) or rows.data_ptr() % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows
+
+
+def _in_rows(weight: Tensor) -> Tensor:
+    """weight [N, K], copied only if its rows have gaps: kernels take one stride."""
+    return weight if weight.stride(1) == 1 else weight.contiguous()
 
 
 def _check_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -254,7 +264,7 @@ def _check_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int, num_rows: 
         columns, groups = codes.shape[1], scales.shape[-1]
         if scales.dim() != 2 or len(scales) != num_rows:
             raise ValueError(f"scales {tuple(scales.shape)} do not belong to codes {tuple(codes.shape)}")
-    if x.shape[-1] != columns or columns % groups:
+    if x.shape[-1] != columns or not groups or columns % groups:
         raise ValueError(f"x {tuple(x.shape)} meets codes of {columns} columns with {groups} scales a row")
 
 

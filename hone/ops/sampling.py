@@ -192,7 +192,7 @@ def _sample_op(
 ) -> Tensor:
     from hone.ops.triton import sample as kernels
 
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits, keys = logits if logits.stride(-1) == 1 else logits.contiguous(), keys.contiguous()
     num_rows, vocab_size = logits.shape
     block = min(4096, 1 << (vocab_size - 1).bit_length())
     parts = -(-vocab_size // block)

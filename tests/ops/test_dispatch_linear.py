@@ -10,7 +10,14 @@ from hone.ops.dispatch import Where, choose
 HOPPER = Where("cuda", (9, 0), 132, (3, 6))
 AMPERE = Where("cuda", (8, 0), 108, (3, 6))
 CPU = Where()
-LINEAR = {"dtype": torch.bfloat16, "rows": 16, "out_features": 4096, "in_features": 4096, "plain": True}
+LINEAR = {
+    "dtype": torch.bfloat16,
+    "rows": 16,
+    "out_features": 4096,
+    "in_features": 4096,
+    "in_rows": True,
+    "plain": True,
+}
 CODES = {
     "dtype": torch.bfloat16,
     "rows": 16,
@@ -33,6 +40,8 @@ FP8 = {"dtype": torch.bfloat16, "rows": 16, "out_features": 4096, "in_features":
         (HOPPER, {"dtype": torch.float32}, "cublas", "float32"),
         (HOPPER, {"dtype": None}, "cublas", "None"),
         (HOPPER, {"in_features": 4100}, "cublas", "16-byte"),
+        (HOPPER, {"in_features": 0}, "cublas", "16-byte"),
+        (HOPPER, {"in_rows": False}, "cublas", "transposed"),
         (CPU, {}, "reference", "CPU"),
         (Where("cuda", (9, 0), 132, (0, 0)), {}, "reference", "not installed"),
     ],

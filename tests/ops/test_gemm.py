@@ -148,9 +148,13 @@ def wrong_calls():
     yield "both must be", lambda: fp8_linear(x, ones, fp8, ones)
     yield "columns", lambda: fp8_codes(x, "1x128")
     yield "by the four", lambda: compress_24(weight[:, :62])
+    yield "kind is 'col'", lambda: fp8_codes(x, "col")
+    yield "columns", lambda: fp8_codes(x[:, :0])
+    yield "0 scales", lambda: quantized_linear(x, codes, scales[:, :0])
+    yield "row 0 keeps", lambda: compress_24(torch.ones(64, 8).T)
 
 
-@pytest.mark.parametrize("case", range(15))
+@pytest.mark.parametrize("case", range(19))
 def test_a_wrong_call_is_named(case: int) -> None:
     match, call = list(wrong_calls())[case]
     with pytest.raises(ValueError, match=match):

@@ -158,6 +158,7 @@ def launch_forward(
 ) -> None:
     """Fills y and summed; `rows`, unless it is empty, with 1 / rms of each row, or where `largest` is not 0 the codes' scales."""
     source, before = _alike(x, x if residual is None else residual)
+    weight = weight.contiguous()
     width = x.shape[-1]
     num_rows = x.numel() // width
     if not num_rows:
@@ -175,6 +176,7 @@ def launch_backward(
 ) -> Tensor | None:
     """Fills grad_x; returns the weight's gradient in float32 when `wants`."""
     source, flow = _alike(x, upstream)
+    weight = weight.contiguous()
     num_rows, width = rstd.numel(), x.shape[-1]
     per, block, warps = tile(width)
     programs, stages = backward_plan(x.device, width, x.element_size())

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops.gemm import fp8_codes, fp8_values
+from hone.ops.gemm import fp8_codes, fp8_linear, fp8_values, linear
 from hone.ops.gemm_shapes import Fp8Shape, SkinnyShape
 from hone.ops.triton.fp8 import fp8_rows_product
 from hone.ops.triton.skinny import skinny_product, sum_parts
@@ -24,6 +24,18 @@ def test_skinny(rows: int, features: int, columns: int, parts: int) -> None:
     halves = skinny_product(x.half(), weight.half(), None, shape)
     expected = F.linear(x.half().double(), weight.half().double())
     torch.testing.assert_close(halves.double(), expected, rtol=2e-3, atol=2e-2)
+
+
+def test_strided_inputs_are_read_as_what_they_are() -> None:
+    x, weight, bias = torch.randn(64, 3).T, torch.randn(64, 40).T, torch.randn(80)[::2]
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(linear(x, weight, bias, backend="triton").double(), expected, rtol=0, atol=1e-4)
+    (x, x_scales), (weight, weight_scales) = fp8_codes(torch.randn(3, 256)), fp8_codes(torch.randn(40, 256))
+    lying, own = weight.T.contiguous().T, torch.stack((weight_scales, weight_scales), 1)[:, 0]
+    given = (x, x_scales, weight, weight_scales, bias.contiguous())
+    expected = fp8_linear(*given, dtype=torch.float32, backend="triton")
+    found = fp8_linear(x, x_scales, lying, own, bias, dtype=torch.float32, backend="triton")
+    assert torch.equal(found, expected)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
