@@ -16,7 +16,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from hone.ops import lean, reference
 from hone.ops.dispatch import backend_of
-from hone.ops.paged import write_kv
+from hone.ops.paged import check_write, write_kv
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """The largest code of each kind."""
@@ -40,12 +40,13 @@ def rms_norm(
     With `residual` (x's shape and dtype) x + residual is normed and returned too: (y, x + residual).
     With `quantize` y comes as codes, float8_e4m3fn or int8, and one float32 scale a row [..., 1] (the row's largest
     magnitude over 448 or 127): (codes, scales) or (codes, scales, x + residual); no gradient flows through codes.
+    y has x's dtype, sums are float32 inside; differentiable once. Raises ValueError naming what does not fit.
     """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight has {weight.numel()} values, x rows have {x.shape[-1]}")
     plain = _plain(x) if backend is None else None
     if plain is not None and residual is None and quantize is None:
         return plain.rms_norm(x, weight, eps)
-    if x.shape[-1] != weight.numel():
-        raise ValueError(f"weight has {weight.numel()} values, x rows have {x.shape[-1]}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x {tuple(x.shape)} {x.dtype}")
     if quantize not in (None, "fp8", "int8"):
@@ -100,8 +101,11 @@ def row_codes(x: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
 def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     """silu(gate) * up of the halves of the last axis: [..., 2F] -> [..., F]. arXiv:2002.05202.
 
-    Only its input is kept for the backward pass, which computes the gate again.
+    Only its input is kept for the backward pass, which computes the gate again. Differentiable once. Raises ValueError
+    for an axis that has no halves.
     """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} has no halves: its last axis is odd")
     plain = _plain(gate_up) if backend is None else None
     if plain is None:
         chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
@@ -114,8 +118,10 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend: str | None = None) -> Tensor:
     """Turns the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]; arXiv:2104.09864.
 
-    `in_place` overwrites x and returns it (serving: no gradient).
+    `in_place` overwrites x and returns it (serving: no gradient). Differentiable in x. Raises ValueError for an odd Dh.
     """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x {tuple(x.shape)} has no pairs to turn: its last axis is odd")
     plain = _plain(x) if backend is None and not in_place else None
     if plain is None:
         chosen = backend_of("rope", x.device, backend, dtype=x.dtype)
@@ -147,8 +153,10 @@ def rope_write(
     """Turns q [T, H, Dh] where it lies, and files turned k [T, KV, Dh] and v [T, KV, Dv] in the pages, in one pass.
 
     cos, sin [T, 1, Dh/2]. Pages, `pages`, `offsets` and the scales of 8-bit pages are those of `hone.ops.write_kv`:
-    token t goes to slot offsets[t] of page pages[t], and no place may come twice. No gradient.
+    token t goes to slot offsets[t] of page pages[t], and no place may come twice. No gradient. Raises SpecError as
+    `write_kv` does.
     """
+    check_write(k, v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
     chosen = backend_of("rope", q.device, backend or (None if q.is_cuda else "lean"), dtype=q.dtype)
     per_token = k_scale is None or (k_scale.dim() == 3 and v_scale is not None and v_scale.dim() == 3)
     if chosen == "triton" and per_token:
@@ -368,6 +376,11 @@ def _turn_write(
 ) -> None:
     from hone.ops.triton.pointwise import launch_turn_write
 
+    for name, one in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if one.stride(-1) != 1:
+            raise ValueError(f"{name} with strides {one.stride()} cannot be written in place: its last axis has gaps")
+    k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (k, v))
+    pages, offsets = pages.contiguous(), offsets.contiguous()
     angles = angle_rows(q, cos.expand(len(q), 1, -1), sin.expand(len(q), 1, -1))
     largest = LARGEST["int8" if k_pages.dtype == torch.int8 else "fp8"]
     launch_turn_write(q, k, v, *angles, k_pages, v_pages, pages, offsets, k_scale, v_scale, largest)

@@ -49,6 +49,13 @@ def test_wrong_arguments_are_named() -> None:
         fused.rms_norm(x, weight, 1e-5, torch.randn(3, 8))
     with pytest.raises(ValueError, match="weight has 7"):
         fused.rms_norm(x, weight[:7], 1e-5, x)
+    for wrong in (weight[:1], torch.rand(2, 8)):  # would be spread over the rows
+        with pytest.raises(ValueError, match="x rows have 8"):
+            fused.rms_norm(x, wrong, 1e-5)
+    with pytest.raises(ValueError, match="odd"):
+        fused.swiglu(x[:, :7])
+    with pytest.raises(ValueError, match="odd"):
+        fused.rope(x[:, None, :7], torch.zeros(2, 1, 3), torch.zeros(2, 1, 3))
     with pytest.raises(ValueError, match="quantize is 'int4'"):
         fused.rms_norm(x, weight, 1e-5, quantize="int4")
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
 from hone.ops import masks
+from hone.ops.fused import rope_write
 from hone.ops.library import paged_rows
 from hone.ops.paged import attend_latent, attend_paged, attend_planned, plan_rows, quantize_kv, write_kv
 from hone.ops.reference import attend
@@ -202,7 +203,51 @@ def test_misuse_names_the_argument():
     ):
         with pytest.raises(SpecError, match=word):
             attend_paged(*arguments, scale=1.0, **options)
+    for options, word in (
+        ({"window": 0}, "window of 0"),
+        ({"window": -3}, "window of -3"),
+        ({"sink_tokens": -1}, "sink_tokens"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"query_lens": torch.tensor([1, 2])}, "add up to 3"),  # outputs that nobody would write
+        ({"query_lens": torch.tensor([2, 0])}, None),
+        ({"query_lens": torch.tensor([-1, 3])}, "row 0 has -1"),
+        ({"seq_lens": torch.tensor([9, 300])}, "row 1 has 1 new tokens of 300"),
+        ({"seq_lens": torch.tensor([9, 0])}, "row 1 has 1 new tokens of 0"),
+        ({"page_table": table[:, :0]}, "row 0"),
+        ({"page_table": table[0]}, "unlike rows"),
+    ):
+        given = {"page_table": table, "seq_lens": lens, "scale": 1.0, **options}
+        if word is None:
+            assert attend_paged(q, k.nan_to_num(), v.nan_to_num(), **given).isfinite().all()
+            continue
+        with pytest.raises(SpecError, match=word):
+            attend_paged(q, k, v, **given)
+    with pytest.raises(SpecError, match="without heads"):
+        attend_paged(q, k[:, :0], v[:, :0], table, lens, scale=1.0)
+    with pytest.raises(SpecError, match="unlike rows"):
+        attend_latent(q, k[:, 0], table[:1], lens, value_dim=8, scale=1.0)
     with pytest.raises(SpecError, match="scale"):
         attend_paged(q, k, v, table, lens, scale=0.0)
     with pytest.raises(SpecError, match="value_dim"):
         attend_latent(q, k[:, 0], table, lens, value_dim=16, scale=1.0)
+
+
+def test_a_misused_write_names_the_argument():
+    k, pages, places = torch.randn(3, 2, 8), torch.zeros(4, 2, 16, 8), torch.tensor([0, 1, 2])
+    for arguments, word in (
+        (
+            (k, k, pages.to(torch.int8), pages.to(torch.int8), places, places),
+            "without k_scale",
+        ),  # would be cut to integers
+        ((k, k, pages, pages, places, places, torch.ones(2), torch.ones(2)), "with k_scale"),
+        ((k[..., :4], k, pages, pages, places, places), "k .* do not go together"),
+        ((k, k[:, :1], pages, pages, places, places), "v .* do not go together"),
+        ((k, k, pages, pages, places[:1], places[:1]), "1 pages"),  # would be spread over all tokens
+    ):
+        with pytest.raises(SpecError, match=word):
+            write_kv(*arguments)
+        turned = arguments[0][..., :4].mean(1, keepdim=True)
+        with pytest.raises(SpecError, match=word):
+            rope_write(k.clone(), arguments[0], arguments[1], turned, turned, *arguments[2:])
+    with pytest.raises(SpecError, match=r"quantized to torch\.float32"):
+        quantize_kv(k, torch.float32)

@@ -173,7 +173,10 @@ def attend_pages(
 ) -> Tensor:
     """`hone.ops.attend_paged`; scales are [num_pages, KV, page_size] of any strides."""
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])
-    page_table = page_table.to(torch.int32)
+    page_table, seq_lens = page_table.to(torch.int32).contiguous(), seq_lens.contiguous()
+    query_lens = None if query_lens is None else query_lens.contiguous()
+    k_pages, v_pages = (pages if pages.stride(-1) == 1 else pages.contiguous() for pages in (k_pages, v_pages))
+    sinks = None if sinks is None else sinks.contiguous()
     options = Options(scale, window, sink_tokens, sinks, k_scale, v_scale)
     tensors = (out, q, k_pages, v_pages, page_table, seq_lens, query_lens)
     num_sms = locate(q.device).num_sms
@@ -202,7 +205,8 @@ def attend_latents(
     hopper: bool,
 ) -> Tensor:
     """`hone.ops.attend_latent` on pages [num_pages, 1, page_size, D]; `hopper`: by `hone.ops.gluon.latent`."""
-    page_table = page_table.to(torch.int32)
+    page_table, seq_lens = page_table.to(torch.int32).contiguous(), seq_lens.contiguous()
+    pages = pages if pages.stride(-1) == 1 else pages.contiguous()
     if query_lens is not None:
         # Every new token becomes a row of one: the last sees seq_lens tokens, the one before it one less.
         ends = query_lens.cumsum(0)

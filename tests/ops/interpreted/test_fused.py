@@ -176,6 +176,29 @@ def test_graphs_hold_torch_ops() -> None:
         assert torch.equal(compiled(x, weight), run(x, weight))
 
 
+def test_strided_inputs_are_read_as_what_they_are() -> None:
+    x, weight = torch.randn(6, 8), torch.rand(16)[::2]
+    agree(lambda backend: [fused.rms_norm(x, weight, 1e-5, backend=backend)], "lean")
+    labels, head = torch.randint(0, 9, (6, 2)), torch.randn(9, 8)
+    agree(lambda backend: [linear_cross_entropy(x, head, labels[:, 1], backend=backend)])
+    keys = torch.stack((sampling.noise_keys(range(6), range(6)),) * 2, 1)[:, 1]
+    agree(lambda backend: [sampling.sample(x, 1.0, keys=keys, backend=backend)])
+    cos, sin, places = *torch.randn(2, 6, 1, 4), torch.tensor([[4, 0], [5, 1], [3, 2], [0, 3], [1, 0], [2, 1]])
+
+    def write(backend: str) -> list[torch.Tensor]:
+        q, (k, v) = x.view(6, 1, 8).clone(), torch.randn(2, 6, 8, 2, generator=torch.Generator().manual_seed(1)).mT
+        made = torch.zeros(2, 6, 2, 4, 8)
+        fused.rope_write(q, k, v, cos, sin, *made, places[:, 0], places[:, 1], backend=backend)
+        return [q, made]
+
+    agree(write)
+    with pytest.raises(ValueError, match="q with strides"):
+        fused.rope_write(
+            torch.randn(6, 8, 2).mT, *torch.randn(2, 6, 2, 8), cos, sin, *torch.zeros(2, 6, 2, 4, 8), *places.T,
+            backend="triton",
+        )  # fmt: skip
+
+
 def test_loss_in_a_graph() -> None:
     x, weight = torch.randn(13, 24, requires_grad=True), torch.randn(77, 24, requires_grad=True)
     targets = torch.randint(0, 77, (13,))
