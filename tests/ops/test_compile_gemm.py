@@ -84,6 +84,13 @@ def test_four_bits(rows: int, group: int) -> None:
     assert shape.fold or 1 in record.waits(), "no product is under way while weights are made"
 
 
+def test_outputs_beyond_two_to_the_31_have_their_places() -> None:
+    """16384 rows of a head's 150 000 outputs: no place is a product of 32 bits, where it would be negative."""
+    record = compiled(quantized_shape(16384, *SIZE, 4, 128), 4, 128)
+    placed = [line for line in record.ttgir.splitlines() if "muli" in line and "tensor<" in line]
+    assert placed and all("xi64" in line for line in placed), placed
+
+
 @pytest.mark.parametrize(("dtype", "group"), [("bf16", 128), ("fp16", 32)])
 def test_eight_bits(dtype: str, group: int) -> None:
     shape = quantized_shape(16, *SIZE, 8, group)

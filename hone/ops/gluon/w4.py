@@ -44,7 +44,7 @@ def _give(
         acc = acc * gl.load(scales + tiled, mask=inside, other=0.0).to(gl.float32)[:, None]
     if HAS_BIAS:
         acc = acc + gl.load(bias + rows, mask=inside, other=0.0).to(gl.float32)[:, None]
-    places = out + part.to(gl.int64) * stride_part + columns[None, :] * stride_out + rows[:, None]
+    places = out + part.to(gl.int64) * stride_part + columns.to(gl.int64)[None, :] * stride_out + rows[:, None]
     gl.store(places, acc.to(out.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < M))
 
 
