@@ -17,9 +17,16 @@ from hone.ops.dispatch import backend_of
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | None = None) -> Tensor:
     """x [T, K], rows sorted by expert, times the transpose of their expert's weight [E, N, K]: [T, N], differentiable.
 
-    ends int32 [E]: where each expert's rows end (`permute` gives it); ends[-1] is T. Sums are float32 inside.
+    ends int32 [E]: where each expert's rows end (`permute` gives it), never falling; ends[-1] is T, which a GPU does not
+    look at. x and weight are of one dtype; sums are float32 inside. Raises ValueError for shapes that do not fit.
     """
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or ends.shape != weight.shape[:1]:
+    if (
+        x.dim() != 2
+        or weight.dim() != 3
+        or x.shape[1] != weight.shape[2]
+        or ends.shape != weight.shape[:1]
+        or not len(weight)
+    ):
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, ends {tuple(ends.shape)} do not fit")
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chosen = backend_of(
@@ -42,15 +49,22 @@ def permute(
     """(rows [T * k, D] of x [T, D] sorted by expert, ends int32 [E], place int32 [T, k]); differentiable in x.
 
     expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order.
-    ends[e] is where expert e's rows end; place[t, j] is where token t's row for its j-th expert went.
+    ends[e] is where expert e's rows end; place[t, j] is where token t's row for its j-th expert went. Raises ValueError
+    for shapes that do not fit, and in plain torch for ids that are no expert's (a kernel does not look).
     """
-    if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids):
-        raise ValueError(f"x {tuple(x.shape)} must be [T, D] and expert_ids {tuple(expert_ids.shape)} [T, k]")
+    if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids) or expert_ids.is_floating_point():
+        raise ValueError(
+            f"x {tuple(x.shape)} must be [T, D] and expert_ids {expert_ids.dtype} {tuple(expert_ids.shape)} integer [T, k]"
+        )
     top_k = expert_ids.shape[1]
     if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
         place, order, ends = _order_op(expert_ids, num_experts)
         return _take_rows_op(x, order, place), ends, place
     flat = expert_ids.flatten()
+    if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
+        raise ValueError(
+            f"expert_ids lie in {int(flat.min())} ... {int(flat.max())}, experts in 0 ... {num_experts - 1}"
+        )
     order = flat.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     ends = torch.bincount(flat, minlength=num_experts).cumsum(0).to(torch.int32)
@@ -58,8 +72,16 @@ def permute(
 
 
 def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """[T, D]: each token's k rows of y [T * k, D] summed, times weights [T, k] where given; differentiable in both."""
-    if y.dim() != 2 or place.numel() != len(y) or (weights is not None and weights.shape != place.shape):
+    """[T, D]: each token's k rows of y [T * k, D] summed, times weights [T, k] where given; differentiable in both.
+
+    place integer [T, k] as `permute` gives it; sums are float32 inside. Raises ValueError for shapes that do not fit.
+    """
+    if (
+        y.dim() != 2
+        or place.dim() != 2
+        or place.numel() != len(y)
+        or (weights is not None and weights.shape != place.shape)
+    ):
         given = None if weights is None else tuple(weights.shape)
         raise ValueError(f"y {tuple(y.shape)}, place {tuple(place.shape)}, weights {given} do not fit")
     if backend_of("permute", y.device, backend, dtype=y.dtype) == "triton":

@@ -37,9 +37,16 @@ def sample(
     min_p keeps those of at least that share of the largest's probability, then top_k that many, then top_p the most
     likely ones up to that mass (None, or top_k 0 or V, top_p 1, min_p 0: everything). `keys` int64 [E] come from
     `noise_keys`: entry e's noise depends on keys[e] and the token alone. Of equal scores the first token wins.
+    Raises ValueError naming what does not fit; options in tensors are not looked at, since a GPU would have to wait.
     """
-    if logits.dim() != 2 or keys.shape != logits.shape[:1]:
+    if logits.dim() != 2 or keys.shape != logits.shape[:1] or not logits.shape[1]:
         raise ValueError(f"logits {tuple(logits.shape)} and keys {tuple(keys.shape)} must be [E, V] and [E]")
+    if not logits.is_floating_point() or keys.dtype != torch.int64:
+        raise ValueError(f"logits are {logits.dtype} and keys {keys.dtype}, not floating and int64")
+    _check_option("temperature", temperature, len(logits), math.inf)
+    _check_option("top_k", top_k, len(logits), math.inf)
+    _check_option("top_p", top_p, len(logits), math.inf)
+    _check_option("min_p", min_p, len(logits), 1)
     vocab_size = logits.shape[1]
     heat = _column(temperature, logits, torch.float32)
     filtered = top_k is not None or top_p is not None or min_p is not None
@@ -56,6 +63,16 @@ def sample(
         scaled = _filtered(scaled, counts, shares, cuts)
     tokens = torch.arange(vocab_size, device=logits.device)
     return torch.where(drawing, (scaled + gumbel(keys, token_hashes(tokens))).argmax(-1), logits.argmax(-1))
+
+
+def _check_option(name: str, values: Tensor | Sequence[float] | float | None, num_entries: int, highest: float) -> None:
+    if values is None or isinstance(values, Tensor):
+        return
+    values = [values] if isinstance(values, int | float) else values
+    if len(values) not in (1, num_entries):
+        raise ValueError(f"{name} has {len(values)} numbers for {num_entries} entries")
+    if not all(0 <= value <= highest for value in values):
+        raise ValueError(f"{name} is {list(values)}: each number lies in 0 ... {highest}")
 
 
 def filter_logits(

@@ -52,6 +52,13 @@ def test_wrong_arguments_are_named() -> None:
     x, ids = torch.randn(4, 6), torch.zeros(4, 2, dtype=torch.long)
     with pytest.raises(ValueError, match="expert_ids"):
         permute(x, ids[:3], 2)
+    with pytest.raises(ValueError, match=r"expert_ids torch\.float32"):
+        permute(x, ids.float(), 2)
+    for wrong in (2, -1):  # more ends than experts, or an error of torch's
+        with pytest.raises(ValueError, match=r"experts in 0 \.\.\. 1"):
+            permute(x, ids.index_fill(0, torch.tensor([1]), wrong), 2)
+    with pytest.raises(ValueError, match="weight"):
+        grouped_linear(x[:0], torch.randn(0, 3, 6), torch.zeros(0, dtype=torch.int32))
     with pytest.raises(ValueError, match="place"):
         unpermute(x, ids[:1])
     with pytest.raises(ValueError, match="ends"):
