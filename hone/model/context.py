@@ -36,7 +36,7 @@ class Context:
         """What layers alike share in this pass, made by the first of them (a mixer's masks, say)."""
         self._rotary: dict[Any, tuple[Tensor, Tensor]] = {}
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}
-        self._losses: list[Tensor] = []
+        self._loss: Tensor | None = None
 
     @property
     def seq_len(self) -> int:
@@ -86,13 +86,15 @@ class Context:
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds a mean a token (a scalar) to what training minimises beside its objective; see `extra_loss`."""
-        if torch.is_grad_enabled():
-            self._losses.append(loss)
+        if (
+            torch.is_grad_enabled()
+        ):  # one sum, not a list: what a compiled layer sees of it must not change from layer to layer
+            self._loss = loss if self._loss is None else self._loss + loss
 
     @property
     def extra_loss(self) -> Tensor | None:
         """The sum of what `add_loss` got in this pass, None when it got nothing."""
-        return torch.stack(self._losses).sum() if self._losses else None
+        return self._loss
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of this context's positions under `rope`, made once for all layers.

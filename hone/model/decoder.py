@@ -69,6 +69,9 @@ class Decoder(nn.Module):
         """What layers share in a pass over x [..., D], made before the first of them runs."""
         for layer in self.config.layers:
             layer.mixer.prepare(context, x)
+        for layer in self.layers:
+            if hasattr(layer.mixer, "draw"):
+                layer.mixer.draw(context, x)
 
     def hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """Embedding and layers, before the final norm: [...] -> [..., D]."""

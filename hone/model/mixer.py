@@ -5,6 +5,8 @@ A mixer's module is an `nn.Module` with `forward(x [B, S, D], context) -> [B, S,
 - `residual`: the linear that writes to the residual stream, whose initialisation is scaled down;
 - `initial` (optional): how parameters outside those linears begin, by their name in the module: (mean, std) of a normal,
   or a function of (shape, generator). Without an entry: normal of std 0.02; norms are ones and biases zeros.
+- `draw` (optional): draw(context, x) makes what the layer derives from its spec at random and keeps, before the first layer
+  of a pass runs: torch.compile can trace no draws. The layer calls it, too, for whoever runs it alone.
 Parameters and registered buffers are saved and loaded; what is derived from the spec is no buffer.
 """
 

@@ -122,6 +122,9 @@ class BigBirdLayer(nn.Module):
             mask = replace(apart, table=mask.table, block=mask.block)
         return self.out(attend(q, k, v, mask, scale=self.scale).flatten(-2))
 
+    def draw(self, context: Context, x: Tensor) -> None:
+        self.mask(x.shape[1] if context.carry is None else self.spec.max_seq_len, x.device)
+
     def mask(self, seq_len: int, device: torch.device) -> Mask:
         """The mask of rows of `seq_len` tokens, kept for the next pass of that length."""
         spec = self.spec
@@ -129,9 +132,10 @@ class BigBirdLayer(nn.Module):
         key = (seq_len, device)
         if key not in self._masks:
             whole = seq_len if spec.encoder else spec.max_seq_len
-            made = self._masks.get((whole, device)) or self._drawn(whole, device)
-            count = -(-seq_len // spec.block)
-            self._masks = {(whole, device): made, key: made if whole == seq_len else _first(made, count)}
+            with torch.inference_mode(False):  # scored first, a model may be trained later
+                made = self._masks.get((whole, device)) or self._drawn(whole, device)
+                count = -(-seq_len // spec.block)
+                self._masks = {(whole, device): made, key: made if whole == seq_len else _first(made, count)}
         return self._masks[key]
 
     def _drawn(self, seq_len: int, device: torch.device) -> Mask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +77,17 @@ class PerformerLayer(RecurrentLayer):
         self.rows = {"qkv": [width] * 3, "out": [hidden_size]}
         self.qkv = make(f"{name}.qkv", hidden_size, 3 * width, False)
         self.out = make(f"{name}.out", width, hidden_size, False)
+        self._directions: Tensor | None = None
+
+    def draw(self, context: Context, x: Tensor) -> Tensor:
+        """The features' directions [m, Dh] on x's device, kept for the next pass."""
+        spec, kept = self.spec, self._directions
+        wide = torch.promote_types(x.dtype, torch.float32)  # exponents need more digits than 16-bit floats have
+        if kept is None or kept.device != x.device or kept.dtype != wide:
+            with torch.inference_mode(False):  # scored first, a model may be trained later
+                made = orthogonal_features(spec.features, spec.head_dim, spec.seed + 1_000_003 * self.layer)
+                kept = self._directions = made.to(x.device, wide)
+        return kept
 
     def mix(
         self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Any
@@ -86,10 +96,8 @@ class PerformerLayer(RecurrentLayer):
         state, highest = (None, None) if known is None else known
         q, k, v = self.qkv(x).unflatten(-1, (3, spec.num_heads, -1)).unbind(-3)
         cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
-        wide = torch.promote_types(x.dtype, torch.float32)  # exponents need more digits than 16-bit floats have
-        directions = orthogonal_features(spec.features, spec.head_dim, spec.seed + 1_000_003 * self.layer)
-        directions = directions.to(x.device, wide)
-        q, k = (rope(part, cos, sin).to(wide) * spec.head_dim**-0.25 for part in (q, k))
+        directions = self.draw(context, x)
+        q, k = (rope(part, cos, sin).to(directions.dtype) * spec.head_dim**-0.25 for part in (q, k))
         # exp(q . k) = mean over w of exp(w . q - q^2/2) exp(w . k - k^2/2); a factor of the query's own cancels out.
         of_q = q @ directions.T
         of_k = k @ directions.T - k.square().sum(-1, keepdim=True) / 2
@@ -104,7 +112,6 @@ class PerformerLayer(RecurrentLayer):
         return self.out(mixed.flatten(-2)), (state, maxima[:, -1])
 
 
-@cache
 def orthogonal_features(num_features: int, head_dim: int, seed: int) -> Tensor:
     """Directions [m, Dh] float64: orthogonal in blocks of Dh, as long as rows of normals are, from `seed` alone."""
     generator = torch.Generator().manual_seed(seed)

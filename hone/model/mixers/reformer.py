@@ -5,7 +5,6 @@ Legend: B batch, R rounds of hashing, S sequence, H heads, Dh head width, N buck
 
 from __future__ import annotations
 
-from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -102,6 +101,19 @@ class ReformerLayer(nn.Module):
         self.qk_v = make(f"{name}.qk_v", hidden_size, 2 * inner, False)
         self.out = make(f"{name}.out", inner, hidden_size, False)
         self.scale = spec.head_dim**-0.5
+        self._turns: Tensor | None = None
+
+    def draw(self, context: Context | None, x: Tensor) -> Tensor:
+        """The rotations [R, H, Dh, N / 2] on x's device, kept for the next pass."""
+        spec, kept = self.spec, self._turns
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if kept is None or kept.device != x.device or kept.dtype != wide:
+            with torch.inference_mode(False):  # scored first, a model may be trained later
+                made = rotations(
+                    spec.num_rounds, spec.num_heads, spec.head_dim, spec.num_buckets, spec.seed, self.layer
+                )
+                kept = self._turns = made.to(x.device, wide)
+        return kept
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
@@ -120,11 +132,9 @@ class ReformerLayer(nn.Module):
 
     def _hash(self, x: Tensor) -> Tensor:
         """The bucket of every token in every round and head: x [B, S, H, Dh] -> int64 [B, R, H, S]. No gradient."""
-        spec = self.spec
         with torch.no_grad():
-            turns = rotations(spec.num_rounds, spec.num_heads, spec.head_dim, spec.num_buckets, spec.seed, self.layer)
-            wide = torch.promote_types(x.dtype, torch.float32)
-            turned = torch.einsum("bshd,rhdn->brhsn", x.to(wide), turns.to(x.device, wide))
+            turns = self.draw(None, x)
+            turned = torch.einsum("bshd,rhdn->brhsn", x.to(turns.dtype), turns)
             return torch.cat((turned, -turned), -1).argmax(-1)
 
     def _whole(
@@ -206,7 +216,6 @@ class ReformerLayer(nn.Module):
         return torch.stack(rows, 1)
 
 
-@cache
 def rotations(num_rounds: int, num_heads: int, head_dim: int, num_buckets: int, seed: int, layer: int) -> Tensor:
     """Random directions [R, H, Dh, N / 2] float32, from `seed` and `layer` alone."""
     generator = torch.Generator().manual_seed(seed + 1_000_003 * layer)
