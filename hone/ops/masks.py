@@ -96,23 +96,15 @@ class Mask:
         """
         analytic = self.is_full or self.is_causal
         lists: list[Tensor] = []
+        data: tuple[Tensor | None, Tensor | None] = (None, None)
         if not analytic:
             self.check_sizes(seq_q, seq_k, block_m, block_n)
             key = (seq_q, seq_k, block_m, block_n, device, transposed)
             make = self._lists_maker(*key)
             lists = make() if torch.compiler.is_compiling() else self._keep(key, make)
+            data = _whole_length(self.q_data, seq_q), _whole_length(self.k_data, seq_k)
         return Tiles(
-            self.name,
-            self.params,
-            None if analytic else _whole_length(self.q_data, seq_q),
-            None if analytic else _whole_length(self.k_data, seq_k),
-            self.is_causal,
-            self.is_full,
-            seq_q,
-            seq_k,
-            block_m,
-            block_n,
-            *lists,
+            self.name, self.params, *data, self.is_causal, self.is_full, seq_q, seq_k, block_m, block_n, *lists
         )
 
     def check_sizes(self, seq_q: int, seq_k: int, block_m: int = 16, block_n: int = 16) -> None:
@@ -330,12 +322,14 @@ def window(size: int) -> Mask:
 @cache
 def band(before: int, after: int) -> Mask:
     """A window to both sides: `before` keys before the query's place, its own, and `after` after it."""
+    _not_negative("band", before, after)
     return Mask(_band, (before, after))
 
 
 @cache
 def window_with_sinks(size: int, num_sinks: int) -> Mask:
     """Causal, `size` tokens including its own and the first `num_sinks` of all. Xiao et al. 2023, arXiv:2309.17453."""
+    _not_negative("number of sinks", num_sinks)
     return Mask(_window_with_sinks, (_positive("window", size), num_sinks))
 
 
@@ -349,6 +343,10 @@ def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> M
 
     ids: integer [B, S]; a document is a run of equal ids. (Not causal: all equal ids, rising along a row where it shall be fast.)
     """
+    if ids.dim() != 2:
+        raise SpecError(
+            f"documents' ids are of shape {list(ids.shape)}", fix="give ids [B, S]: ids[None] for one sequence"
+        )
     if not causal:
         data = ids[:, None, :].int()
         return Mask(_same_document, (), data, data)
@@ -369,6 +367,7 @@ def documents_at(cu_seqlens: Tensor, seq_len: int, size: int | None = None, *, c
 
 def longformer(is_global: Tensor, before: int, after: int = 0, *, causal: bool = False) -> Mask:
     """A band, and tokens that see all and are seen by all: is_global bool [B or 1, S]. Beltagy et al. 2020, arXiv:2004.05150."""
+    _not_negative("band", before, after)
     data = is_global[:, None, :].int()
     return Mask(_longformer_causal if causal else _longformer, (before, after), data, data)
 
@@ -378,6 +377,10 @@ def block_sparse(table: Tensor, block: int, *, causal: bool = False) -> Mask:
 
     Kernels are fastest with blocks of 128 or more: a tile never crosses a block.
     """
+    if not 2 <= table.dim() <= 4:
+        raise SpecError(
+            f"a mask's table is of shape {list(table.shape)}", fix="give [nq, nk], [H, nq, nk] or [B, H, nq, nk]"
+        )
     table = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
     return Mask(_causal if causal else _all, (), None, None, table, block)
 
@@ -426,12 +429,17 @@ def lsh(positions: Tensor, chunk: int, *, buckets: Tensor | None = None, causal:
     positions int [B, H, S]: where each sorted token stood; with `causal` none sees a later one. buckets int [B, H, S]: tokens
     of other buckets are not seen (num_buckets * S must stay below 2^31).
     """
-    seq_len = positions.shape[-1]
+    seq_len, chunk = positions.shape[-1], _positive("chunk", chunk)
     if buckets is not None:
         data = (buckets.long() * seq_len + positions).int()
         return Mask(_lsh_causal if causal else _lsh, (chunk, seq_len), data, data)
     data = positions.int()
     return Mask(_lsh_any_bucket_causal if causal else _sorted_chunks, (chunk,), data, data)
+
+
+def _not_negative(what: str, *values: int) -> None:
+    if min(values) < 0:
+        raise SpecError(f"a {what} of {min(values)} tokens", fix="count tokens from 0")
 
 
 def _positive(what: str, value: int) -> int:

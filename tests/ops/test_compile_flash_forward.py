@@ -19,7 +19,7 @@ CAUSAL = {"KIND": "causal", "RULE": None, "PARAMS": (), "DATA": (False, False)}
 
 
 def compiled(head_dim: int, *, softcap: bool = False, dtype: str = "bf16", **mask) -> Compiled:
-    config = flash.tile_config(head_dim, head_dim)
+    config = flash.tile_config(head_dim)
     rows, keys = (descriptor(dtype, [1, length, 1, head_dim]) for length in (64, config.block_n))
     numbers = ["counter", "order", "kv_index", "q_data", "k_data"]
     signature = {

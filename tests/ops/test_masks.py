@@ -215,6 +215,19 @@ def test_intervals_hold_every_value() -> None:
 
 
 def test_wrong_masks_say_so() -> None:
+    for wrong in (
+        lambda: masks.band(-3, 1),
+        lambda: masks.window_with_sinks(4, -1),
+        lambda: masks.longformer(torch.zeros(1, 5, dtype=torch.bool), 2, -1),
+    ):
+        with pytest.raises(SpecError, match="count tokens from 0"):
+            wrong()
+    with pytest.raises(SpecError, match="chunk of 0"):
+        masks.lsh(torch.zeros(1, 1, 4, dtype=torch.int64), 0)
+    with pytest.raises(SpecError, match=r"ids are of shape \[5\]"):
+        masks.documents(torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(SpecError, match=r"table is of shape \[4\]"):
+        masks.block_sparse(torch.ones(4, dtype=torch.bool), 16)
     with pytest.raises(ValueError, match="q_data is int32"):
         Mask(odd_rule, (3, 8), torch.zeros(1, 1, 4))
     with pytest.raises(ValueError, match="k_data is for 4 places, not for 5"):

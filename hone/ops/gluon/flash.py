@@ -262,8 +262,8 @@ class Config:
         return 64 * _PARTS
 
 
-def tile_config(head_dim: int, v_dim: int, limit: int = 0) -> Config:
-    """How attention with heads of these widths is cut; `limit` bounds both sides of a tile (a mask's table), 0 for none."""
+def tile_config(head_dim: int) -> Config:
+    """How attention with heads of this width is cut."""
     if head_dim == 64:  # exponentials take longer than products here: turns only hold a warpgroup up
         return Config(128, 4, True, turns=False)
     if head_dim == 128:
@@ -272,8 +272,8 @@ def tile_config(head_dim: int, v_dim: int, limit: int = 0) -> Config:
 
 
 def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
-    """(block_m, block_n) of the lists that `forward` takes."""
-    config = tile_config(head_dim, v_dim, limit)
+    """(block_m, block_n) of the lists that `forward` takes: one size, which a mask's block (`limit`) must be a multiple of."""
+    config = tile_config(head_dim)
     return config.block_m, config.block_n
 
 
@@ -284,7 +284,7 @@ def forward(
 
     bfloat16 or float16; the last axis contiguous, other strides multiples of 16 bytes. scale > 0.
     """
-    return launch(q, k, v, tiles, scale, softcap, tile_config(q.shape[3], v.shape[3]))
+    return launch(q, k, v, tiles, scale, softcap, tile_config(q.shape[3]))
 
 
 def launch(

@@ -261,11 +261,6 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, fina
         gl.store(into, state, mask=inside & last)
 
 
-def takes(dtype: torch.dtype, dim_k: int, seq_len: int) -> bool:
-    """Whether these kernels take a scan."""
-    return dtype == torch.bfloat16 and 32 < dim_k <= 128 and seq_len > 16
-
-
 def outputs(
     q: Tensor,
     k: Tensor,
