@@ -321,8 +321,15 @@ def _generate(words: list[str], options: dict[str, str]) -> int:
     changes = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
     params = SamplingParams.from_overrides({"max_tokens": "64", "temperature": "0", **changes})
     run = _circumstances(options)
+    from hone.model.hf import Checkpoint
     from hone.serve.engine import Engine
 
+    alone = [one.mixer.kind for one in Checkpoint(words[1]).config.layers if one.mixer.paged_shape() is None]
+    if alone:
+        from hone.model.incremental import write
+
+        print(words[2] + write(words[1], words[2], device=run.device, **params.without_engine(alone[0])))
+        return 0
     engine = Engine(words[1], device=run.device)
     for completion in engine.generate([words[2]], params):
         print(words[2] + completion.text)

@@ -6,6 +6,8 @@ mathematics need (keys, a window of them, a running sum), so that any stack that
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +93,11 @@ def generate(
     min_p: float | None = None,
     seed: int = 0,
     chunk: int | None = None,
+    stop_tokens: Collection[int] = (),
 ) -> Tensor:
     """Continues every row of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens].
+
+    Fewer when every row has drawn one of `stop_tokens` before, which stay in it with what followed.
 
     Temperature 0 takes the most likely token; above it draws by the engine's rules (`hone.ops.sample`), row r from the seed
     `seed` + r, each draw depending on (seed, position, token) alone. The prompt is read `chunk` tokens at a time (default: at
@@ -104,6 +109,7 @@ def generate(
     carry: dict[int, Any] = {}
     done, step = 0, chunk or tokens.shape[1]
     seeds = [seed + row for row in range(len(tokens))]
+    open_rows = set(range(len(tokens)))
     while num_tokens > 0:
         part = tokens[:, done : done + step]
         x = model.hidden(part, Incremental(part, done, carry))
@@ -118,4 +124,34 @@ def generate(
             chosen = logits.argmax(-1)
         tokens = torch.cat((tokens, chosen[:, None]), 1)
         num_tokens -= 1
+        if stop_tokens:
+            open_rows -= {row for row, token in enumerate(chosen.tolist()) if token in stop_tokens}
+            if not open_rows:
+                break
     return tokens
+
+
+def write(
+    folder: Path | str,
+    prompt: str,
+    num_tokens: int,
+    *,
+    device: str = "cpu",
+    stop_tokens: Collection[int] = (),
+    ignore_eos: bool = False,
+    **how: Any,
+) -> str:
+    """What `generate` continues a text with, by the model and tokenizer of a folder.
+
+    It ends before one of `stop_tokens` and, unless `ignore_eos`, of the end-of-text tokens. `how`: options of `generate`.
+    """
+    from hone.model.hf import load
+    from hone.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    model = load(folder, device=device).eval()
+    stops = {*stop_tokens, *(() if ignore_eos else (*model.config.eos_token_ids, *tokenizer.eos_ids))}
+    known = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64, device=device)
+    written = generate(model, known, num_tokens, stop_tokens=stops, **how)[0, known.shape[1] :].tolist()
+    end = next((place for place, token in enumerate(written) if token in stops), len(written))
+    return tokenizer.decode(written[:end])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hone.base.errors import HoneError
+from hone.base.errors import HoneError, SpecError
 from hone.base.spec import Spec
 
 Finish = Literal["stop", "length", "abort", "error"]
@@ -49,6 +50,26 @@ class SamplingParams(Spec):
     def greedy(self) -> bool:
         """True when the most likely token is always taken."""
         return self.temperature == 0
+
+    def without_engine(self, kind: str) -> dict[str, Any]:
+        """These as options of `hone.model.incremental.write`, for a model that the engine cannot serve for its mixer `kind`.
+
+        Raises SpecError for one that only the engine knows.
+        """
+        shared = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
+        known = {*shared, "max_tokens", "seed", "stop_token_ids"}
+        for name, value in SamplingParams():
+            if name not in known and getattr(self, name) != value:
+                raise SpecError(
+                    f"{name} needs the engine, which serves no layers of mixer '{kind}'",
+                    fix=f"leave {name} out, or take a model of attention layers",
+                )
+        return {
+            "num_tokens": self.max_tokens,
+            "seed": secrets.randbits(62) if self.seed is None else self.seed,
+            "stop_tokens": self.stop_token_ids,
+            **{name: getattr(self, name) for name in shared},
+        }
 
 
 @dataclass

@@ -25,7 +25,7 @@ def kv_shapes(config: ModelConfig) -> list[tuple[int, int]]:
         if shape is None:
             raise SpecError(
                 f"layer {index}: mixer '{layer.mixer.kind}' keeps no keys and values in pages, which the engine serves from",
-                fix="write with hone.model.incremental.generate, or serve a model of attention layers",
+                fix="write with `hone generate` or hone.model.incremental.generate, or serve a model of attention layers",
             )
         shapes.append(shape)
     return shapes

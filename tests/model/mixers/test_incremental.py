@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hone
 from hone.base.errors import SpecError
+from hone.cli import main
+from hone.model.decoder import build
+from hone.model.families import Shape
 from hone.model.incremental import generate
+from hone.model.tokenizer import load_tokenizer
 from hone.serve.engine import Engine
 from hone.serve.request import SamplingParams
 from tests.model.mixers.small import check_apart, check_causal, check_incremental, check_saved, prompt, small
@@ -55,3 +60,29 @@ def test_the_engine_says_which_layer_it_cannot_serve():
     assert "generate" in error.value.fix
     with pytest.raises(SpecError, match="shape"):
         generate(model, torch.zeros(0, 3, dtype=torch.long), 2)
+
+
+def test_it_ends_when_every_row_has_a_stop_token():
+    model, tokens = small("retnet").float(), prompt(2, 6)
+    whole = generate(model, tokens, 20)[:, 6:]
+    stops = {int(whole[0, 2]), int(whole[1, 7])}
+    last = max(next(place for place, token in enumerate(row) if token in stops) for row in whole.tolist())
+    assert torch.equal(generate(model, tokens, 20, stop_tokens=stops)[:, 6:], whole[:, : last + 1])
+
+
+def test_folders_that_the_engine_cannot_serve_write_too(tmp_path, tiny_llama, capsys):
+    """By the tokens that the engine would draw, were the layers its own."""
+    model = build(Shape(num_layers=2, mixers=({"kind": "longformer", "window": 600},)).config(320), seed=4)
+    with pytest.warns(RuntimeWarning, match="longformer"):
+        hone.save(model, tmp_path / "made", tokenizer_from=tiny_llama)
+    command = ["generate", str(tmp_path / "made"), "the quick", "--max_tokens=9"]
+    assert main([*command, "--temperature=1.5", "--seed=3", "--ignore_eos=true"]) == 0
+    known = torch.tensor([load_tokenizer(tiny_llama).encode("the quick")])
+    tokens = generate(model, known, 9, temperature=1.5, seed=3)[0, known.shape[1] :].tolist()
+    assert capsys.readouterr().out == f"the quick{load_tokenizer(tiny_llama).decode(tokens)}\n"
+    rest = tokens[: tokens.index(tokens[5])]
+    stopped = [f"--stop_token_ids=[{tokens[5]}]", "--temperature=1.5", "--seed=3", "--ignore_eos=true"]
+    assert main([*command, *stopped]) == 0
+    assert capsys.readouterr().out == f"the quick{load_tokenizer(tiny_llama).decode(rest)}\n"
+    assert main([*command, "--stop=['x']"]) == 2
+    assert "stop needs the engine, which serves no layers of mixer 'longformer'" in capsys.readouterr().err
