@@ -66,6 +66,11 @@ class Shape(Spec):
                 f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
                 fix="change one of them, or set head_dim",
             )
+        if len(self.mixers) > self.num_layers:
+            raise SpecError(
+                f"mixers names {len(self.mixers)} layers, num_layers is {self.num_layers}",
+                fix="leave some out, or raise num_layers",
+            )
         feed_forward = {"kind": "swiglu", "intermediate_size": self.intermediate_size}
         layers = [LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward}) for mixer in self._layer_mixers()]
         config = ModelConfig.read(

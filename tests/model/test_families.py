@@ -150,3 +150,9 @@ def test_absurd_sizes_are_refused_before_anything_is_built(name):
     values |= {"num_hidden_layers": 1, "num_attention_heads": 4, name: 10**9 if "layers" in name else 2**60}
     with pytest.raises(SpecError, match=name):
         from_hf(values)
+
+
+def test_a_pattern_longer_than_the_stack_is_refused():
+    """The last mixers would be left out without a word."""
+    with pytest.raises(SpecError, match="mixers names 3 layers, num_layers is 2"):
+        Shape(num_layers=2, mixers=("attention", "retnet", "mla")).config(64)
