@@ -138,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss, slope = _lesson_chunk(
                     logits, teacher, chosen, ignore_index, z_loss, lesson.alpha, lesson.temperature, wants_slope
                 )
-            total += loss
+            total = total + loss  # not in place: torch 2.11, compiling, would take the sum for one without gradients
             if slope is None:
                 continue
             slope = slope.mul_(ctx.lift).to(x.dtype)

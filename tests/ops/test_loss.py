@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hone.ops import choose
 from hone.ops.dispatch import Where
@@ -66,6 +67,19 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(
         lambda a, b: linear_cross_entropy(a, b, targets, z_loss=0.01, label_smoothing=0.1, rows=2), (x, weight)
     )
+
+
+def test_a_compiled_loss_has_its_gradients() -> None:
+    x, weight, targets = inputs()
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, z_loss=0.01, rows=5)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for ours, plain in zip(*(torch.autograd.grad(way(x, weight), (x, weight)) for way in (compiled, run)), strict=True):
+        assert plain.any()
+        torch.testing.assert_close(ours, plain)
 
 
 def test_wrong_arguments_are_named() -> None:
