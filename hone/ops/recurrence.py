@@ -196,15 +196,21 @@ def scan_forward(
     plan, heads = _plan(q, k, v, decay)
     q, k, v = (_addressable(x) for x in (q, k, v))
     fall = Fall(_addressable(decay) if decay is not None and decay.dim() == 4 else decay, reset)
-    segment_states, outputs = _passes(backend, fall, q, heads)
     final = q.new_empty((q.shape[0], heads, q.shape[-1], v.shape[-1]), dtype=torch.float32)
+    nothing = final.new_empty((q.shape[0], heads, 0, *final.shape[2:]))
+    if fall.channels is not None:
+        from hone.ops.triton import scan_channel
+
+        out, starts = scan_channel.forward(q, k, v, heads, scale, plan, state, fall, final)
+        return out, final, starts if plan.segments > 1 else nothing
+    segment_states, outputs = _passes(backend, fall, q, heads)
     if plan.segments > 1:
         starts = segment_states(k, v, heads, plan, state, fall=fall)
         out, _ = outputs(q, k, v, heads, scale, plan, starts, final=final)
         return out, final, starts
     begin = None if state is None else state[:, :, None]
     out, _ = outputs(q, k, v, heads, scale, plan, begin, final=final)
-    return out, final, final.new_empty((q.shape[0], heads, 0, *final.shape[2:]))
+    return out, final, nothing
 
 
 @scan_forward.register_fake
@@ -252,37 +258,22 @@ def scan_backward(
         starts = None if state is None else state[:, :, None]
     # Every kernel multiplies by `scale`, but what comes from the final state must not be: divided beforehand.
     d_final = d_final.contiguous()
+    if fall.channels is not None:
+        from hone.ops.triton import scan_channel
+
+        return scan_channel.backward(q, k, v, heads, scale, plan, starts, fall, final, d_out, d_final, decays)
     segment_states, outputs = _passes(backend, fall, q, heads)
     ends = segment_states(q, d_out, heads, plan, d_final / scale, fall=fall, reverse=True)
     d_state = torch.empty_like(final)
     turned = None if starts is None else starts.transpose(-1, -2)
-    scalar = decays and decay.dim() != 4
-    dq, of_q = outputs(d_out, v, k, heads, scale, plan, turned, turned=True, dots_with=q if scalar else None)
+    dq, of_q = outputs(d_out, v, k, heads, scale, plan, turned, dots_with=q if decays else None)
     dv, _ = outputs(k, q, d_out, heads, scale, plan, ends, reverse=True, final=d_state)
-    dk, of_k = outputs(
-        v,
-        d_out,
-        q,
-        heads,
-        scale,
-        plan,
-        ends.transpose(-1, -2),
-        turned=True,
-        reverse=True,
-        dots_with=k if scalar else None,
-    )
+    back = ends.transpose(-1, -2)
+    dk, of_k = outputs(v, d_out, q, heads, scale, plan, back, reverse=True, dots_with=k if decays else None)
     d_state *= scale
     if not decays:
         return dq, dk, dv, d_state, d_state.new_empty(0)
-    if scalar:
-        return dq, dk, dv, d_state, decay_gradient(of_q, of_k, starts, ends, final, d_final, reset, scale, plan)
-    wide_q, wide_k = (x.repeat_interleave(heads // x.shape[2], 2).float() for x in (q, k))
-    changes = (wide_q * dq).addcmul_(wide_k, dk.float(), value=-1)
-    later = torch.zeros_like(ends[..., 0])
-    if plan.segments > 1:
-        later[:, :, :-1] = (starts[:, :, 1:] * ends[:, :, :-1]).sum(-1) * scale
-    later[:, :, -1] = (final * d_final).sum(-1)
-    return dq, dk, dv, d_state, _channel_gradient(changes, later, plan.segment_tokens(q.shape[1]), reset)
+    return dq, dk, dv, d_state, decay_gradient(of_q, of_k, starts, ends, final, d_final, reset, scale, plan)
 
 
 @scan_backward.register_fake
@@ -292,15 +283,6 @@ def _(q, k, v, decay, state, reset, scale, backend, starts, final, d_out, d_fina
     channels = decay.shape[3:] if decays else ()
     d_decay = final.new_empty((*q.shape[:2], heads, *channels) if decays else (0,))
     return dq, dk, dv, torch.empty_like(final), d_decay
-
-
-def _channel_gradient(changes: Tensor, later: Tensor, tokens: int, reset: Tensor | None) -> Tensor:
-    """As `hone.ops.triton.scan.decay_gradient` with a decay a channel: changes [B, S, H, Dk], later [B, H, segments, Dk]."""
-    seq_len, segments = changes.shape[1], later.shape[2]
-    parts = F.pad(changes, (0, 0, 0, 0, 0, segments * tokens - seq_len)).unflatten(1, (segments, tokens))
-    sums = parts.flip(2).cumsum(2).flip(2) + later.transpose(1, 2).unsqueeze(2)
-    sums = sums.flatten(1, 2)[:, :seq_len]
-    return sums.contiguous() if reset is None else torch.where(reset[:, :, None, None], 0.0, sums)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -329,16 +311,9 @@ scan_forward.register_autograd(_pull, setup_context=_keep)
 
 
 def _passes(backend: str, fall: Any, q: Tensor, heads: int) -> tuple[Any, Any]:
-    """The kernels' `segment_states` and `outputs`, the latter told what decays.
-
-    `turned` among its options: its keys and values are the values and keys of the recurrence.
-    """
+    """The kernels' `segment_states` and `outputs`, the latter told what decays."""
     from hone.ops.triton import scan as portable
 
-    if fall.channels is not None:
-        from hone.ops.triton import scan_channel
-
-        return scan_channel.segment_states, lambda *given, **options: scan_channel.outputs(*given, fall=fall, **options)
     known: dict[str, Any] = {"fall": fall}
     outputs = portable.outputs
     if backend == "gluon":
@@ -346,7 +321,7 @@ def _passes(backend: str, fall: Any, q: Tensor, heads: int) -> tuple[Any, Any]:
 
         known = {"known": hopper.facts(fall, q.shape[0], heads, q.shape[1], q.device)}
         outputs = hopper.outputs
-    return portable.segment_states, lambda *given, turned=False, **options: outputs(*given, **known, **options)
+    return portable.segment_states, lambda *given, **options: outputs(*given, **known, **options)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Any, int]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from hone.ops.compat import INTERPRETED
 from hone.ops.gluon import scan as hopper
 from hone.ops.triton import scan as kernels
-from hone.ops.triton import scan_channel
+from hone.ops.triton.scan_channel import chunks, passes
 from tests.ops.compiled import SHARED_LIMIT, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -125,33 +125,65 @@ def test_outputs_on_hopper(falls, reverse):
     assert record.count("HGMMA") == 8 + 8 + 4 + 8, record.line()
 
 
-@pytest.mark.parametrize(("on_values", "dim_k", "block_v"), [(False, 128, 64), (True, 128, 32), (False, 256, 32)])
-def test_outputs_with_a_decay_a_channel(on_values, dim_k, block_v):
-    rows = scan_channel.CHUNK
-    wide, narrow, few = box(rows, dim_k), box(rows, block_v), box(rows, 32)
-    signature = {
-        **dict.fromkeys(["q_desc", "k_desc"], wide),
-        **dict.fromkeys(["v_desc", "out_desc"], narrow),
-        "g_desc": f"tensordesc<fp32[1,1,{rows},{block_v if on_values else dim_k}]>",
-        **dict.fromkeys(["q_few", "k_few"], few),
-        "g_few": f"tensordesc<fp32[1,1,{rows},32]>",
-        "starts": "*fp32",
-        "final": "*fp32",
-        "reset": "*i1",
-        "scale": "fp32",
-        **numbers("seq_len seg_chunks num_segs heads dim_k dim_v start_place start_k tiles_v reset_b"),
+def wide_box(columns):
+    return f"tensordesc<fp32[1,1,64,{columns}]>"
+
+
+def of_channels(kernel, signature, fixed, **options):
+    """The record of a kernel with a decay a channel that reads resets and shares no head."""
+    fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+    shared = {name: 1 for name in kernel.arg_names if name.startswith("share_")}
+    plain = {
+        name: "fp32" if name == "scale" else "*i1" if name == "reset" else "i32"
+        for name in kernel.arg_names
+        if name not in {*signature, *fixed, *shared}
     }
-    fixed = {
-        **dict.fromkeys(["share_q", "share_k", "share_v", "start_v"], 1),
-        "CHUNK": rows,
-        "BLOCK_K": dim_k,
-        "BLOCK_V": block_v,
-        "FEW": 32,
-        "LEVELS": 4,
-        "ON_VALUES": on_values,
-        **dict.fromkeys(["RESET", "REVERSE", "STARTS", "FINAL"], True),
-        "STATE_DTYPE": tl.bfloat16,
-    }
-    record = compile_triton(scan_channel._outputs, signature, fixed, divisible=["dim_k", "dim_v"], num_stages=1)
+    record = compile_triton(
+        kernel, {**signature, **plain}, {**shared, **fixed}, divisible=["dim_k", "dim_v"], **options
+    )
     assert record.clean, record.line()
-    assert record.count("HMMA") + record.count("HGMMA") > 0, record.line()
+    assert record.count("HGMMA") > 0, record.line()
+    return record
+
+
+def test_chunks_with_a_decay_a_channel():
+    few = box(64, chunks.FEW)
+    fixed = {"CHUNK": 64, "BLOCK_K": 128, "BLOCK_V": 128, "FEW": chunks.FEW, "WIDE": 64, "LEVELS": 6}
+    fixed |= {"RESET": True, "CHANGES": True}
+    signature = dict.fromkeys(["q_desc", "k_desc", "queries_desc", "keys_desc"], few)
+    signature |= {"pairs_desc": box(64, 64), "fallen_desc": wide_box(chunks.FEW), "fallen": "*fp32"}
+    record = of_channels(chunks._weigh, signature, fixed, num_warps=8, num_stages=1)
+    assert record.registers <= 128, record.line()  # two programs of 8 warps
+    signature = {**dict.fromkeys(["q_desc", "k_desc"], few), **dict.fromkeys(["v_desc", "d_out_desc"], box(64, 64))}
+    signature |= dict.fromkeys(["fallen_desc", "dq_desc", "dk_desc", "change_desc"], wide_box(chunks.FEW))
+    of_channels(chunks._within, {**signature, "fallen": "*fp32"}, fixed, num_warps=8, num_stages=1)
+
+
+@pytest.mark.parametrize(("dim", "block_v", "stages"), [(128, 64, 2), (256, 32, 1)])
+def test_outputs_with_a_decay_a_channel(dim, block_v, stages):
+    signature = {**dict.fromkeys(["q_desc", "k_desc"], box(64, dim)), "v_desc": box(64, block_v)}
+    signature |= {"pairs_desc": box(64, 64), "mixed": "*bf16", **dict.fromkeys(["starts", "final", "through"], "*fp32")}
+    fixed = {"CHUNK": 64, "BLOCK_K": dim, "BLOCK_V": block_v, "REVERSE": True, "STARTS": True, "start_v": 1}
+    fixed |= {"STATE_DTYPE": tl.bfloat16, "STAGES": stages}
+    record = of_channels(passes._outputs, signature, fixed)
+    assert 2 * (record.shared + 1024) <= 228 << 10, record.line()
+
+
+@pytest.mark.parametrize(("dim", "reverse", "warps"), [(128, False, 4), (128, True, 4), (256, True, 8)])
+def test_gradients_with_a_decay_a_channel(dim, reverse, warps):
+    few, wide = box(64, chunks.FEW), wide_box(chunks.FEW)
+    signature = {**dict.fromkeys(["rows_desc", "columns_desc"], box(64, dim))}
+    signature |= dict.fromkeys(["weighed_desc", "with_desc", "out_desc"], few)
+    signature |= dict.fromkeys(["fallen_desc", "within_desc", "change_desc"], wide)
+    signature |= dict.fromkeys(["starts", "fallen", "through", "later"], "*fp32")
+    fixed = {"CHUNK": 64, "BLOCK_V": dim, "BLOCK_K": chunks.FEW, "RESET": True, "REVERSE": reverse, "STARTS": True}
+    fixed |= {"CHANGES": True, "STATE_DTYPE": tl.bfloat16, "STAGES": 1, "start_v": 1}
+    record = of_channels(passes._gradients, signature, fixed, num_warps=warps)
+    assert 2 * (record.shared + 1024) <= 228 << 10, record.line()
+
+
+def test_part_states_with_a_decay_a_channel():
+    signature = {**dict.fromkeys(["k_desc", "v_desc"], box(64, 128))}
+    signature |= dict.fromkeys(["states", "passes", "through"], "*fp32")
+    fixed = {"CHUNK": 64, "BLOCK_K": 128, "BLOCK_V": 128, "REVERSE": False, "STAGES": 3}
+    of_channels(passes._part_states, signature, fixed, num_warps=8)

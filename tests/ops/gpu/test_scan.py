@@ -45,13 +45,14 @@ def agrees_twice_alike(shape, form, resets, backend=None, **options):
         got = scan(*given[:4], state=given[4], reset=reset, scale=0.7, return_state=True, backend=backend)
         gradients = torch.autograd.grad([*got], taking, [w.to(x.dtype) for w, x in zip(weights, got, strict=True)])
         runs.append([*got, *gradients])
-    for first, second, oracle in zip(*runs, [*wanted, *oracles], strict=True):
-        assert torch.equal(first, second)
+    names = ["out", "final", "dq", "dk", "dv", *(["d_decay"] if decay is not None else []), "d_state"]
+    for name, first, second, oracle in zip(names, *runs, [*wanted, *oracles], strict=True):
+        assert torch.equal(first, second), name
         # A decay's gradient is the difference of large sums that were rounded to bfloat16 on the way, a head's the sum of
-        # thousands of such differences.
-        of_decay = decay is not None and oracle.shape == decay.shape
-        bound = (6e-2 if form == "head" else 2e-2) if of_decay else 5e-3
-        assert distance(first, oracle) < bound
+        # thousands of such differences. A channel's is made of pairs whose roundings cancel: the same arithmetic on a CPU
+        # gave 0.006 (0.013 where decays are strong), and at most 0.0035 for all else.
+        bound = (6e-2 if form == "head" else 2e-2) if name == "d_decay" else 5e-3
+        assert distance(first, oracle) < bound, (name, distance(first, oracle))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +141,8 @@ def test_seventy_thousand_tokens():
         ((2, 7, 2, 40, 24), True, {}),
         ((1, 1100, 2, 128, 256), True, {"strength": 30.0}),
         ((1, 1700, 1, 256, 256), True, {}),
+        ((1, 1500, 4, 128, 128), True, {"share": 2}),
+        ((1, 2048, 2, 128, 64), False, {"dtype": torch.float16}),
     ],
 )
 def test_a_decay_a_channel(shape, resets, options):

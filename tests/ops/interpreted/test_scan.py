@@ -60,6 +60,49 @@ def test_agrees_with_the_recurrence(monkeypatch, seq_len, segments, dim_k, dim_v
         torch.testing.assert_close(mine.double(), oracle, rtol=3e-4, atol=1e-4 * max(1.0, oracle.abs().max().item()))
 
 
+def channels(monkeypatch, dtype, strength, chunk, segments, parts, shape, share):
+    """Relative errors of a scan with a decay a channel and resets: out, state, then gradients of q, k, v, decay, state."""
+    plan = kernels.Tiling(chunk, 16, segments, 4, 2, parts)
+    monkeypatch.setattr(kernels, "tiling", lambda *_: plan)
+    batch, seq_len, heads, dim_k, dim_v = shape
+    q = torch.randn(batch, seq_len, heads, dim_k).to(dtype)
+    k = (torch.randn(batch, seq_len, heads // share, dim_k) * dim_k**-0.5).to(dtype)
+    v = torch.randn(batch, seq_len, heads // share, dim_v).to(dtype)
+    given = [q, k, v, -strength * torch.rand(batch, seq_len, heads, dim_k), torch.randn(batch, heads, dim_k, dim_v)]
+    reset = torch.rand(batch, seq_len) < 4 / seq_len
+    wide = [x.double().requires_grad_() for x in given]
+    wanted = scan_steps(*wide[:4], state=wide[4], reset=reset, scale=0.7)
+    weights = [torch.randn_like(x) for x in wanted]
+    taking = [x.requires_grad_() for x in given]
+    got = scan(*given[:4], state=given[4], reset=reset, scale=0.7, return_state=True, backend="triton")
+    gradients = torch.autograd.grad([*got], taking, [w.to(x.dtype) for w, x in zip(weights, got, strict=True)])
+    oracles = [*wanted, *torch.autograd.grad([*wanted], wide, weights)]
+    pairs = zip([*got, *gradients], oracles, strict=True)
+    return [((mine.double() - x).norm() / (x.norm() if x.any() else 1)).item() for mine, x in pairs]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "segments", "parts", "shape", "share"),
+    [
+        (64, 3, 2, (1, 330, 2, 40, 24), 2),
+        (64, 2, 3, (1, 300, 1, 72, 80), 1),
+        (32, 4, 3, (1, 430, 2, 24, 48), 2),
+        (16, 5, 4, (2, 250, 1, 16, 16), 1),
+    ],
+)
+def test_a_decay_a_channel_however_it_is_cut(monkeypatch, chunk, segments, parts, shape, share):
+    errors = channels(monkeypatch, torch.float32, 0.3, chunk, segments, parts, shape, share)
+    assert max(errors) < 2e-6, errors
+
+
+@pytest.mark.parametrize(("strength", "bound"), [(0.3, 1e-3), (30.0, 4e-3)])
+def test_rounded_pairs_cancel_in_the_gradient_of_decays(monkeypatch, strength, bound):
+    """Made of rounded dq and dk it would be off by 2e-3 and, decays being strong, 2e-2: errors add up over a segment."""
+    *others, of_decay, _ = channels(monkeypatch, torch.float16, strength, 64, 2, 2, (1, 300, 2, 40, 24), 1)
+    assert max(others) < 6e-4
+    assert of_decay < bound
+
+
 @pytest.mark.parametrize("segments", [1, 2])
 def test_without_a_state_to_begin_with(monkeypatch, segments):
     monkeypatch.setattr(kernels, "tiling", lambda *_: kernels.Tiling(segments=segments, **CUT))
