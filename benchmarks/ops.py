@@ -87,13 +87,14 @@ def main() -> None:
         {"figure": "ceiling read", "value": limits.read / 1e12, "unit": "TB/s"},
         {"figure": "ceiling bf16 GEMM 8192", "value": limits.gemm / 1e12, "unit": "TFLOP/s"},
     ]
+    failed = []
     for area in chosen.areas or AREAS:
         begin = time.monotonic()
         try:
             made = importlib.import_module(f"benchmarks.kernels.{area}").rows(limits)
         except Exception:  # one area's failure must not lose the others' figures
             traceback.print_exc()
-            print(f"-- {area} FAILED", flush=True)
+            failed.append(area)
             continue
         rows += made
         print(f"-- {area}, {time.monotonic() - begin:.0f} s\n{ledger.table(made)}", flush=True)
@@ -106,6 +107,8 @@ def main() -> None:
     print(f"{len(missed)} of {len(rows)} rows miss their target: " + "; ".join(row["figure"] for row in missed))
     if not chosen.no_ledger:
         ledger.append("ops", rows, device="cuda")
+    if failed:
+        raise SystemExit(f"error: no figures of {', '.join(failed)}: see the tracebacks above")
 
 
 if __name__ == "__main__":

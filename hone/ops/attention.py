@@ -86,11 +86,16 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys from attention over each: [(out, lse), ...] -> (out, lse).
 
     out [B, S, H, Dv], lse float32 [B, H, S] (-inf where a part sees nothing). Exact: ring attention (arXiv:2310.01889),
-    split keys, shared prefixes and rounds of hashing all end in it. Differentiable in every out and lse.
+    split keys, shared prefixes and rounds of hashing all end in it. Differentiable in every out and lse. Raises ValueError
+    for no parts, or parts of unlike shapes.
     """
     if not parts:
         raise ValueError("merge needs at least one part")
     outs, lses = zip(*parts)
+    if any(made.shape != outs[0].shape for made in outs) or any(made.shape != lses[0].shape for made in lses):
+        raise ValueError(
+            f"merge's parts are of unlike shapes: {[(list(out.shape), list(lse.shape)) for out, lse in parts]}"
+        )
     stacked = torch.stack(tuple(lses))
     highest = stacked.detach().amax(0)
     highest = highest.masked_fill(highest == float("-inf"), 0.0)

@@ -28,7 +28,8 @@ FP8_BLOCK = 128
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]; float sums in every dtype.
 
-    Few rows without gradients go to a kernel that streams the weight; everything else is torch's own product.
+    Few rows without gradients go to a kernel that streams the weight; everything else is torch's own product. All are of
+    one floating dtype unless autocast is on. Raises ValueError for shapes that do not fit.
     """
     _check_features(x, weight, bias)
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
@@ -60,6 +61,7 @@ def quantized_linear(
     Either plain codes int8 [N, K] with scales [N, G] (the reference), or what `formats.tile_codes` and `tile_scales`
     made of them for `bits` 4 or 8 (the kernels'; `out_features` is N, for tiles are padded). The weight is code times
     scale, rounded to x's dtype as `formats.dequantize` does; with one scale a row the outputs are scaled instead.
+    Differentiable in x, in plain torch. Raises ValueError naming what does not fit.
     """
     tiled = codes.dim() == 4
     num_rows = codes.shape[0] if out_features is None else out_features
@@ -128,7 +130,8 @@ def fp8_linear(
     """x e4m3 [M, K] times weight e4m3 [N, K] transposed, both with their scales, plus bias [N]: [M, N] in `dtype`.
 
     Row-wise: x_scales [M], weight_scales [N]. Block-wise: x_scales [M, K/128], weight_scales [ceil(N/128), K/128].
-    Sums are taken in float32 over every 128 columns and then added in float32. No gradient.
+    Sums are taken in float32 over every 128 columns and then added in float32. No gradient. Raises ValueError naming
+    what does not fit.
     """
     blockwise = x_scales.dim() == 2
     _check_fp8(x, x_scales, weight, weight_scales, bias, blockwise)

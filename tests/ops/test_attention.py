@@ -216,6 +216,8 @@ def test_wrong_calls_say_so() -> None:
         attend(q, k, v, masks.block_sparse(torch.ones(3, 1, 1, dtype=torch.bool), 16))
     with pytest.raises(ValueError, match="at least one part"):
         merge([])
+    with pytest.raises(ValueError, match="unlike shapes"):
+        merge([(q, torch.zeros(2, 4, 11)), (q[:, 1:], torch.zeros(2, 4, 10))])
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)])
