@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from hone.base.artifact import difference
 from hone.base.errors import SpecError
@@ -54,6 +54,12 @@ class Shape(Spec):
             if kind not in MIXERS.rows:
                 raise ValueError(f"there is no mixer {kind!r}; the mixers are: {', '.join(MIXERS.rows)}")
         return mixers
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Shape:
+        """Here and not only in `config`: a recipe's last stage is read before its first one runs."""
+        self.config(vocab_size=1)
+        return self
 
     def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
         """The model of this shape over `vocab_size` tokens.

@@ -156,3 +156,11 @@ def test_a_pattern_longer_than_the_stack_is_refused():
     """The last mixers would be left out without a word."""
     with pytest.raises(SpecError, match="mixers names 3 layers, num_layers is 2"):
         Shape(num_layers=2, mixers=("attention", "retnet", "mla")).config(64)
+
+
+def test_layers_that_cannot_be_are_refused_when_the_shape_is_read():
+    """Not when the stage runs, hours later."""
+    with pytest.raises(SpecError, match="no dilation is 1"):
+        Shape.read({"mixers": [{"kind": "longnet", "segments": [8], "dilations": [2]}]})
+    with pytest.raises(SpecError, match=r"layer 0 .'shared_kv'. has no layer before it"):
+        Shape.read({"mixers": ["shared_kv"]})
