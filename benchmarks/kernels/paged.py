@@ -87,7 +87,7 @@ def decode_rows(limit: Ceilings, count: int, length: int, of_target: float) -> l
     for dtype in ("float8_e4m3fn", "int8"):
         found.append(
             row(f"{name} {dtype}", seconds[dtype], amount=numbers, peer="bf16 pages", peer_seconds=seconds["bfloat16"],
-                target=1.7 if dtype == "float8_e4m3fn" and numbers >= 1 << 27 else None, **common)
+                target=1.7 if dtype == "float8_e4m3fn" else None, **common)
         )  # fmt: skip
     return found
 

@@ -84,7 +84,9 @@ class Mask:
         return keep.expand(torch.broadcast_shapes(keep.shape, (1, 1, seq_q, seq_k)))
 
     def kept_dense(self, seq_q: int, seq_k: int, device: torch.device) -> Tensor:
-        """`dense`, kept for the next layer that asks."""
+        """`dense`, kept for the next layer that asks; of other sizes only the last: it is large, and a mask may live long."""
+        for old in [key for key in self._kept if key[0] == "dense"][:-1]:
+            del self._kept[old]
         return self._keep(("dense", seq_q, seq_k, device), lambda: self.dense(seq_q, seq_k, device))
 
     def tiles(
