@@ -57,8 +57,12 @@ class Shape(Spec):
 
     @model_validator(mode="after")
     def _layers_fit(self) -> Shape:
-        """Here and not only in `config`: a recipe's last stage is read before its first one runs."""
-        self.config(vocab_size=1)
+        """Here and not only in `config`: a recipe's last stage is read before its first one runs.
+
+        A pattern of mixers only: theirs are the options that may not fit, and to read them takes torch, a second.
+        """
+        if self.mixers:
+            self.config(vocab_size=1)
         return self
 
     def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
