@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,16 +38,16 @@ def scan(
     linear attention, arXiv:2312.06635). `state` [B, H, Dk, Dv] float32 is S before the first token (zero if None).
     `reset` bool [B, S]: a document starts at this token and sees nothing before it, the state included.
     Returns out [B, S, H, Dv] in v's dtype, with `return_state` also the state after the last token. Differentiable in
-    q, k, v, decay and state.
+    q, k, v, decay and state. Raises ValueError naming the argument whose shape, dtype, device or value does not fit.
     """
     _checked(q, k, v, decay, state, reset)
-    if scale == 0:
-        raise ValueError("scan: scale is 0")
+    if not 0 < abs(scale) < math.inf:
+        raise ValueError(f"scan: scale is {scale}; it must be finite and not 0")
     form = "none" if decay is None else {1: "head", 3: "token", 4: "channel"}[decay.dim()]
     chosen = backend_of(
         "scan", q.device, backend, dtype=q.dtype, dim_k=q.shape[-1], dim_v=v.shape[-1], seq_len=q.shape[1], decay=form
     )
-    if chosen == "reference":
+    if chosen == "reference" or not len(q):
         out, final = scan_chunks(q, k, v, decay, state=state, reset=reset, scale=scale)
     else:
         out, final = _on_gpu(q, k, v, decay, state, reset, scale, chosen)
@@ -175,6 +176,7 @@ def _on_gpu(
         state = None if state is None else F.pad(state, (0, more_v, 0, more_k))
         decay = F.pad(decay, (0, more_k)) if decay is not None and decay.dim() == 4 else decay
     state = None if state is None else state.float().contiguous()
+    reset = None if reset is None else reset.contiguous()
     out, final, _ = scan_forward(q, k, v, decay, state, reset, scale, backend)
     return out[..., :dim_v], final[..., :dim_k, :dim_v]
 
@@ -399,6 +401,13 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tenso
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[:2] != q.shape[:2]:
             raise ValueError(f"scan: {name} must be [B, S, H, D] like q {tuple(q.shape)}, is {tuple(x.shape)}")
+        if not min(x.shape[2:]):
+            raise ValueError(f"scan: {name} {tuple(x.shape)} has no heads or heads without width")
+        if x.dtype != q.dtype or not x.is_floating_point():
+            raise ValueError(f"scan: {name} is {x.dtype}; q, k and v must be of one floating dtype, q is {q.dtype}")
+    for name, x in (("k", k), ("v", v), ("decay", decay), ("state", state), ("reset", reset)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"scan: {name} is on {x.device}, q on {q.device}")
     batch, seq_len, _, dim_k = q.shape
     heads = max(q.shape[2], k.shape[2], v.shape[2])
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -208,3 +208,27 @@ def test_where_it_runs():
     assert choose("scan", Where("cuda", (7, 5), 40, (3, 6)), **facts).backend == "reference"
     assert "float32" in choose("scan", hopper, **{**facts, "dtype": torch.float32}).reason
     assert "256" in choose("scan", hopper, **{**facts, "dim_v": 512}).reason
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"k": torch.zeros(2, 5, 0, 4)}, "k .* no heads"),
+        ({"v": torch.zeros(2, 5, 2, 0)}, "v .* no heads or heads without width"),
+        ({"k": torch.zeros(2, 5, 2, 4, dtype=torch.float64)}, "k is torch.float64"),
+        ({"q": torch.zeros(2, 5, 2, 4, dtype=torch.int64)}, "q is torch.int64"),
+        ({"decay": torch.zeros(2, device="meta")}, "decay is on meta"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": 0.0}, "scale is 0.0"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, said):
+    given = {name: torch.zeros(2, 5, 2, 4) for name in "qkv"} | change
+    with pytest.raises(ValueError, match=said):
+        scan(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def test_an_empty_batch_is_empty():
+    q = torch.zeros(0, 5, 2, 4)
+    out, state = scan(q, q, q, return_state=True)
+    assert out.shape == (0, 5, 2, 4) and state.shape == (0, 2, 4, 4)
