@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-L2_BYTES = 64 << 20
-"""More than an H200's L2 cache: what a benchmark must touch between two reads of the same bytes."""
-
 CLOCK_HZ = 2e9
 """Cycles a second that no H200 exceeds: a sleep of so many is at least a second."""
 

@@ -125,8 +125,9 @@ def decode_step_starts(facts: ModelFacts) -> float:
 def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool) -> float:
     """Cross entropy over logits that are there already; with `train` their gradient too, made in their place.
 
-    One exponential and 4 float32 values moved a logit; the gradient takes another exponential and 8 more. Logits come
-    in chunks: 4 MiB that stay in a CPU's cache, 512 MiB on a GPU (as in hone.ops.reference.linear_cross_entropy).
+    One exponential and 4 float32 values moved a logit; the gradient takes another exponential and 8 more. That is the
+    plain form's work, a bound for the GPU's kernel, which moves 3 values of the logits' own width. Logits come in chunks:
+    4 MiB that stay in a CPU's cache, more than a GPU's cache holds.
     """
     count = float(tokens) * vocab_size
     if not count:

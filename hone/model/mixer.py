@@ -45,8 +45,8 @@ class Mixer(Technique):
         raise NotImplementedError
 
     def num_params(self, hidden_size: int) -> int:
-        """Every stored number of the module."""
-        raise NotImplementedError
+        """Every stored number of the module; by default those of `matmuls`."""
+        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
 
     def mixing_flops(self, seq_len: int) -> float:
         """FLOPs a token of a sequence of `seq_len` needs on average besides `matmuls`; a multiply-add is 2."""

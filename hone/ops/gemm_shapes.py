@@ -25,7 +25,7 @@ class SkinnyShape(NamedTuple):
 
 def skinny_shape(rows: int, out_features: int, in_features: int) -> SkinnyShape:
     """For `rows` (1 ... 64) rows of x."""
-    block_m = max(16, _power(rows))
+    block_m = max(16, power_of_2(rows))
     wide, narrow = -(-out_features // 128), -(-out_features // 64)
     if wide >= 96:
         return SkinnyShape(128, block_m, 128, 8, 4, 1, early=True)
@@ -52,7 +52,7 @@ class QuantizedShape(NamedTuple):
 
 def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> QuantizedShape:
     """For any number of `rows` of x; `group_size` 0 is one scale a row."""
-    block_m = min(256, max(8, _power(rows)))
+    block_m = min(256, max(8, power_of_2(rows)))
     columns, steps = -(-rows // block_m), in_features // 128
     if block_m >= 128:  # bound by products: large tiles, one block an SM
         stages = {(128, 4): 5, (128, 8): 4, (256, 4): 3, (256, 8): 2}[block_m, bits]
@@ -77,7 +77,7 @@ def _parts(tiles: int, steps: int, wanted: int) -> int:
     return max(1, min(-(-wanted // tiles), steps // 8, 16))
 
 
-def _power(number: int) -> int:
+def power_of_2(number: int) -> int:
     """The least power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
 
@@ -94,6 +94,6 @@ class Fp8Shape(NamedTuple):
 
 def fp8_shape(rows: int, out_features: int, in_features: int, *, blockwise: bool) -> Fp8Shape:
     """For any number of `rows` of x."""
-    block_m = min(64, max(16, _power(rows)))
+    block_m = min(64, max(16, power_of_2(rows)))
     tiles = -(-out_features // 64) * -(-rows // block_m)
     return Fp8Shape(64, block_m, 4, 6, _parts(tiles, -(-in_features // 128), 224))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.ops.dispatch import backend_of
+from hone.ops.gemm_shapes import power_of_2
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | None = None) -> Tensor:
@@ -94,10 +95,6 @@ def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backen
 # What the GPU runs: launches of hone.ops.triton.grouped as torch ops.
 
 
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
 FEW_IDS = 2048
 """So many entries are placed by comparing each with all: one kernel, and less than a microsecond of comparisons."""
 
@@ -115,11 +112,11 @@ def _order_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     if num_ids <= FEW_IDS:
         programs = -(-num_ids // 16) + -(-num_experts // 16)
         place_few[(programs,)](
-            ids, place, order, ends, num_ids, num_experts, IDS=max(16, _power(num_ids)), MINE=16, num_warps=4
+            ids, place, order, ends, num_ids, num_experts, IDS=max(16, power_of_2(num_ids)), MINE=16, num_warps=4
         )
         return place, order, ends
-    block = max(256, _power(-(-num_ids // 128)))
-    blocks, experts = -(-num_ids // block), max(16, _power(num_experts))
+    block = max(256, power_of_2(-(-num_ids // 128)))
+    blocks, experts = -(-num_ids // block), max(16, power_of_2(num_experts))
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
     count_experts[(blocks,)](ids, counts, num_ids, num_experts, EXPERTS=experts, BLOCK=block, num_warps=4)
     place_by_expert[(blocks,)](
@@ -144,7 +141,7 @@ def _take_rows_op(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
     out = _take_rows_fake(x, order, place)
     if out.numel():
         width = x.shape[1]
-        block = min(2048, _power(width))
+        block = min(2048, power_of_2(width))
         rows = max(1, 4096 // block)
         gather_rows[(-(-len(out) // rows), -(-width // block))](
             x, order, out, x.stride(0), len(out), width, place.shape[1], ROWS=rows, BLOCK=block, num_warps=4
@@ -167,10 +164,10 @@ def _combine_op(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
     out = _combine_fake(y, place, weights)
     if out.numel():
         width, top_k = y.shape[1], place.shape[1]
-        block = min(2048, _power(width))
+        block = min(2048, power_of_2(width))
         combine_rows[(len(out), -(-width // block))](
             y, place, place if weights is None else weights.contiguous(), out, y.stride(0), width, top_k,
-            WEIGHTED=weights is not None, TOP_K=_power(top_k), BLOCK=block, num_warps=4,
+            WEIGHTED=weights is not None, TOP_K=power_of_2(top_k), BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -192,7 +189,7 @@ def _combine_backward_op(upstream: Tensor, y: Tensor, place: Tensor, weights: Te
     if y.numel():
         combine_rows_backward[(len(y),)](
             upstream, y, place, weights, grad_y, grad_weights, upstream.stride(0), y.stride(0), y.shape[1],
-            place.shape[1], BLOCK=min(2048, _power(y.shape[1])), num_warps=4,
+            place.shape[1], BLOCK=min(2048, power_of_2(y.shape[1])), num_warps=4,
         )  # fmt: skip
     return grad_y, grad_weights.to(weights.dtype)
 
@@ -235,7 +232,7 @@ def _few_tokens_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def few_shape(num_out: int, num_in: int) -> tuple[int, int, int, int]:
     """(BLOCK_N, BLOCK_K, stages, warps) of the few-token product."""
-    return min(64, max(16, _power(num_out))), min(128, max(16, _power(num_in))), 3, 4
+    return min(64, max(16, power_of_2(num_out))), min(128, max(16, power_of_2(num_in))), 3, 4
 
 
 @_few_tokens_op.register_fake

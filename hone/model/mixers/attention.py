@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -57,24 +57,15 @@ class Rope(Spec):
         return (1 - keep) * plain / self.factor + keep * plain
 
 
-class Attention(Mixer):
-    """Softmax attention with rotary positions and grouped key/value heads. Ainslie et al. 2023, arXiv:2305.13245."""
-
-    paper: ClassVar[str] = "arXiv:2305.13245"
-    complexity: ClassVar[str] = "O(S^2)"
-    lends: ClassVar[bool] = True
+class GroupedHeads(Mixer):
+    """Base of the specs whose query heads, in groups, share key/value heads, and whose positions turn pairs."""
 
     num_heads: int = Field(gt=0, description="Query heads.")
     num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
     head_dim: int = Field(gt=0, description="Width of a head.")
-    rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
-    window: int | None = Field(None, gt=0, description="A token sees itself and the window - 1 tokens before it.")
-    qkv_bias: bool = Field(False, description="Biases on queries, keys and values.")
-    out_bias: bool = Field(False, description="A bias on the output projection.")
-    qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Attention:
+    def _heads_fit(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
@@ -85,6 +76,46 @@ class Attention(Mixer):
         """(n_out, k_in) of its matrix products: fused qkv, out."""
         queries = self.num_heads * self.head_dim
         return ((queries + 2 * self.num_kv_heads * self.head_dim, hidden_size), (hidden_size, queries))
+
+
+class GroupedHeadsLayer(nn.Module):
+    """Base of their modules: a fused projection in, one out."""
+
+    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
+    residual: ClassVar[str] = "out"
+
+    def __init__(self, spec: Any, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.rows = {"qkv": [queries, keys, keys], "out": [hidden_size]}
+        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, False)
+        self.out = make(f"{name}.out", queries, hidden_size, False)
+        self.scale = spec.head_dim**-0.5
+
+    def turned(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, S, H, Dh] and k [B, S, KV, Dh], rotated, and v [B, S, KV, Dh] of x [B, S, D]."""
+        spec = self.spec
+        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
+        cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
+        turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
+        q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        return q, k, v
+
+
+class Attention(GroupedHeads):
+    """Softmax attention with rotary positions and grouped key/value heads. Ainslie et al. 2023, arXiv:2305.13245."""
+
+    paper: ClassVar[str] = "arXiv:2305.13245"
+    complexity: ClassVar[str] = "O(S^2)"
+    lends: ClassVar[bool] = True
+
+    rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
+    window: int | None = Field(None, gt=0, description="A token sees itself and the window - 1 tokens before it.")
+    qkv_bias: bool = Field(False, description="Biases on queries, keys and values.")
+    out_bias: bool = Field(False, description="A bias on the output projection.")
+    qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
 
     def num_params(self, hidden_size: int) -> int:
         (qkv, _), _ = shapes = self.matmuls(hidden_size)

@@ -7,21 +7,19 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.cost.facts import Widths, attention_widths, mean_positions
 from hone.model.context import Context, sdpa
 from hone.model.incremental import KeyValues
 from hone.model.linear import MakeLinear
-from hone.model.mixer import Mixer
-from hone.model.mixers.attention import Rope
+from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend
-from hone.ops.lean import rope
 from hone.ops.masks import Mask, bigbird, documents
 
 
-class BigBird(Mixer):
+class BigBird(GroupedHeads):
     """Window, global and random blocks, the random ones drawn once a layer and head. Zaheer et al. 2020, arXiv:2007.14062.
 
     The paper's is an encoder (encoder: true): half the global blocks at each end, which see all, the window to both sides.
@@ -32,9 +30,6 @@ class BigBird(Mixer):
     paper: ClassVar[str] = "arXiv:2007.14062"
     complexity: ClassVar[str] = "O(S block (window + global + random))"
 
-    num_heads: int = Field(gt=0, description="Query heads.")
-    num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
-    head_dim: int = Field(gt=0, description="Width of a head.")
     max_seq_len: int = Field(gt=0, description="Longest input of the causal form, in tokens.")
     block: int = Field(64, ge=16, description="Tokens of a block, a power of two.")
     num_window: int = Field(3, gt=0, description="Blocks around (causal: up to) a token's own, itself among them.")
@@ -46,10 +41,6 @@ class BigBird(Mixer):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> BigBird:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
         if self.block & (self.block - 1):
             raise ValueError(f"block {self.block} is no power of two")
         if self.encoder and self.num_window % 2 == 0:
@@ -59,14 +50,6 @@ class BigBird(Mixer):
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return not self.encoder
-
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): fused qkv, out."""
-        queries = self.num_heads * self.head_dim
-        return ((queries + 2 * self.num_kv_heads * self.head_dim, hidden_size), (hidden_size, queries))
-
-    def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
 
     def mixing_flops(self, seq_len: int) -> float:
         """Of the blocks kept; of a token's own block half when causal. An encoder's global blocks see all."""
@@ -89,31 +72,18 @@ class BigBird(Mixer):
         return BigBirdLayer(self, hidden_size, layer, name, make)
 
 
-class BigBirdLayer(nn.Module):
+class BigBirdLayer(GroupedHeadsLayer):
     """The module behind `BigBird`. `forward(x [B, S, D], context) -> [B, S, D]`."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
     def __init__(self, spec: BigBird, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.rows = {"qkv": [queries, keys, keys], "out": [hidden_size]}
-        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, False)
-        self.out = make(f"{name}.out", queries, hidden_size, False)
-        self.scale = spec.head_dim**-0.5
+        super().__init__(spec, hidden_size, layer, name, make)
         self._masks: dict[
             tuple[int, torch.device], Mask
         ] = {}  # derived from the spec: the last length's, and the longest's
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
-        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
-        cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
-        turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
-        q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        q, k, v = self.turned(x, context)
         if context.carry is not None:
             return self.out(self._decode(q, k, v, context).flatten(-2))
         mask = self.mask(x.shape[1], x.device)

@@ -96,9 +96,6 @@ class LinearAttention(Recurrent):
         width = self.num_heads * self.head_dim
         return ((3 * width, hidden_size), (hidden_size, width))
 
-    def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
-
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LinearAttentionLayer:
         return LinearAttentionLayer(self, hidden_size, layer, name, make)
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from hone.cost.facts import Widths, attention_widths, mean_positions
 from hone.model.context import Context, sdpa
 from hone.model.linear import MakeLinear
-from hone.model.mixer import Mixer
-from hone.model.mixers.attention import Rope
+from hone.model.mixers.attention import GroupedHeads, Rope
 from hone.ops import attend
 from hone.ops.lean import rope
 from hone.ops.masks import FULL, Mask
 
 
-class Longformer(Mixer):
+class Longformer(GroupedHeads):
     """Sliding window plus global tokens with their own projections, in one softmax. Beltagy et al. 2020, arXiv:2004.05150.
 
     The first `num_global` tokens of a document are global. Every token sees the window around it (causal: before it) and the
@@ -29,21 +28,10 @@ class Longformer(Mixer):
     paper: ClassVar[str] = "arXiv:2004.05150"
     complexity: ClassVar[str] = "O(S (w + global))"
 
-    num_heads: int = Field(gt=0, description="Query heads.")
-    num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
-    head_dim: int = Field(gt=0, description="Width of a head.")
     window: int = Field(gt=0, description="Tokens seen to one side, the token itself among them.")
     num_global: int = Field(1, gt=0, description="Tokens at a document's beginning that are global.")
     encoder: bool = Field(False, description="Whether later tokens are seen too, as in the paper's encoder.")
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Longformer:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
-        return self
 
     @property
     def causal(self) -> bool:  # type: ignore[override]

@@ -11,19 +11,17 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.cost.facts import Widths, attention_widths
 from hone.model.context import Context
 from hone.model.linear import MakeLinear
-from hone.model.mixer import Mixer
-from hone.model.mixers.attention import Rope
+from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend, merge
-from hone.ops.lean import rope
 from hone.ops.masks import CAUSAL, FULL, Mask
 
 
-class LongNet(Mixer):
+class LongNet(GroupedHeads):
     """Dilated attention in segments, branches joined by softmax denominators. Ding et al. 2023, arXiv:2307.02486.
 
     A branch cuts the row into segments and lets each head attend, within a segment, among every r-th token, beginning at its
@@ -34,9 +32,6 @@ class LongNet(Mixer):
     paper: ClassVar[str] = "arXiv:2307.02486"
     complexity: ClassVar[str] = "O(S sum(segment / dilation))"
 
-    num_heads: int = Field(gt=0, description="Query heads.")
-    num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
-    head_dim: int = Field(gt=0, description="Width of a head.")
     segments: tuple[int, ...] = Field(
         (2048, 4096, 8192, 16384, 32768), description="Each branch's segment length, in tokens."
     )
@@ -46,10 +41,6 @@ class LongNet(Mixer):
 
     @model_validator(mode="after")
     def _branches_fit(self) -> LongNet:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
         if len(self.segments) != len(self.dilations):
             raise ValueError(f"{len(self.segments)} segments and {len(self.dilations)} dilations: give as many of each")
         for length, stride in self.branches:
@@ -67,14 +58,6 @@ class LongNet(Mixer):
     def branches(self) -> list[tuple[int, int]]:
         """(segment length, stride) of each branch."""
         return list(zip(self.segments, self.dilations))
-
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): fused qkv, out."""
-        queries = self.num_heads * self.head_dim
-        return ((queries + 2 * self.num_kv_heads * self.head_dim, hidden_size), (hidden_size, queries))
-
-    def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
 
     def mixing_flops(self, seq_len: int) -> float:
         """One token in r asks, and sees one in r of its segment."""
@@ -107,28 +90,12 @@ class Branch(NamedTuple):
     rest_v: Tensor
 
 
-class LongNetLayer(nn.Module):
+class LongNetLayer(GroupedHeadsLayer):
     """The module behind `LongNet`. `forward(x [B, S, D], context) -> [B, S, D]`."""
-
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: LongNet, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.rows = {"qkv": [queries, keys, keys], "out": [hidden_size]}
-        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, False)
-        self.out = make(f"{name}.out", queries, hidden_size, False)
-        self.scale = spec.head_dim**-0.5
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
-        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
-        cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
-        turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
-        q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        q, k, v = self.turned(x, context)
         if context.carry is None:
             parts = [self._branch(q, k, v, *branch, context.document_ids) for branch in spec.branches]
         else:

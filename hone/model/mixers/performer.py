@@ -52,9 +52,6 @@ class Performer(Recurrent):
         width = self.num_heads * self.head_dim
         return ((3 * width, hidden_size), (hidden_size, width))
 
-    def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
-
     def mixing_flops(self, seq_len: int) -> float:
         """The features of a query and a key, then the recurrence."""
         return 4.0 * self.num_heads * self.features * self.head_dim + super().mixing_flops(seq_len)

@@ -56,9 +56,6 @@ class Reformer(Mixer):
         inner = self.num_heads * self.head_dim
         return ((2 * inner, hidden_size), (hidden_size, inner))
 
-    def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
-
     def mixing_flops(self, seq_len: int) -> float:
         """Hashing, and attention to a chunk and a half (less in buckets that are not full)."""
         seen = min(1.5 * self.chunk, seq_len / self.num_buckets / 2)

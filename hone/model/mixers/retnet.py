@@ -49,9 +49,6 @@ class RetNet(Recurrent):
         keys, values = (self.num_heads * size for size in self.state_shape)
         return ((2 * keys + 2 * values, hidden_size), (hidden_size, values))
 
-    def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
-
     def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> RetNetLayer:
         return RetNetLayer(self, hidden_size, layer, name, norm_eps, make)
 
