@@ -17,25 +17,24 @@ from hone.ops.recurrence import scan_backward, scan_forward
 
 PEER = "cuDNN causal attention"
 SHAPE = (1, 16384, 16, 128)
-BACKEND = "gluon"
 
 
 def rows(limits: Ceilings) -> list[dict[str, Any]]:
     """Forward and backward at 16k tokens, 16 heads of 128; one decoding step of 64 sequences."""
     made = []
-    for form in ("none", "token"):
+    for form, name in (("none", "linear"), ("token", "decay a token (Mamba-2)"), ("channel", "decay a channel (GLA)")):
         q, k, v, decay = _drawn(form)
         bytes_once = q.numel() * q.element_size()
+        decay_bytes = 0 if form != "channel" else decay.numel() * decay.element_size()  # of the others it is a 128th
         dense = torch.no_grad()(lambda q=q, k=k, v=v: _causal(q, k, v))
         (dense_backward,) = backward_seconds([(_causal, [q, k, v, torch.randn_like(q)])], 2)
-        forward, backward = _passes(q, k, v, decay)
-        name = {"none": "linear", "token": "decay a token (Mamba-2)"}[form]
+        forward, backward = _passes(q, k, v, decay, "triton" if form == "channel" else "gluon")
         mine, peer = interleaved([forward, dense])
         made.append(
             row(
                 f"scan forward, {name}, s 16384 h 16 d 128",
                 mine,
-                amount=4 * bytes_once,
+                amount=4 * bytes_once + decay_bytes,
                 unit="TB/s",
                 ceiling=limits.copy,
                 peer=PEER,
@@ -49,7 +48,7 @@ def rows(limits: Ceilings) -> list[dict[str, Any]]:
             row(
                 f"scan backward, {name}, s 16384 h 16 d 128",
                 mine,
-                amount=7 * bytes_once,
+                amount=7 * bytes_once + 2 * decay_bytes,
                 unit="TB/s",
                 ceiling=limits.copy,
                 peer=PEER,
@@ -64,16 +63,19 @@ def rows(limits: Ceilings) -> list[dict[str, Any]]:
 def _drawn(form: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    return q, k * SHAPE[-1] ** -0.5, v, -0.3 * torch.rand(SHAPE[:3], device="cuda") if form == "token" else None
+    shape = {"none": None, "token": SHAPE[:3], "channel": SHAPE}[form]
+    return q, k * SHAPE[-1] ** -0.5, v, None if shape is None else -0.3 * torch.rand(shape, device="cuda")
 
 
-def _passes(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    out, final, starts = scan_forward(q, k, v, decay, None, None, 1.0, BACKEND)
+def _passes(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, backend: str
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    out, final, starts = scan_forward(q, k, v, decay, None, None, 1.0, backend)
     d_out, d_final = torch.randn_like(out), torch.randn_like(final)
     return (
-        lambda: scan_forward(q, k, v, decay, None, None, 1.0, BACKEND),
+        lambda: scan_forward(q, k, v, decay, None, None, 1.0, backend),
         lambda: scan_backward(
-            q, k, v, decay, None, None, 1.0, BACKEND, starts, final, d_out, d_final, decay is not None
+            q, k, v, decay, None, None, 1.0, backend, starts, final, d_out, d_final, decay is not None
         ),
     )
 

@@ -166,9 +166,7 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: 
     if max(dim_k, dim_v) > 256:
         return Choice("reference", f"a state of {dim_k} x {dim_v} does not fit: head dimensions go up to 256")
     if decay == "channel":
-        return Choice(
-            "reference", "plain torch until the kernels with a decay a channel ('triton') have passed on a GPU"
-        )
+        return Choice("triton", "chunks of pairs weighed channel by channel, the states passed on once for all chunks")
     if where.runs_gluon and dtype == torch.bfloat16 and 32 < dim_k <= 128 and 32 < dim_v <= 128 and seq_len > 16:
         return Choice("gluon", "chunked kernels, the state in registers, loads and products overlapped for Hopper")
     return Choice("triton", "chunked kernels, the state in registers")

@@ -203,7 +203,7 @@ def test_where_it_runs():
     assert choose("scan", Where("cuda", (8, 0), 108, (3, 6)), **facts).backend == "triton"
     for change in ({"dtype": torch.float16}, {"dim_k": 256}, {"dim_v": 16}, {"seq_len": 1}):
         assert choose("scan", hopper, **{**facts, **change}).backend == "triton"
-    assert choose("scan", hopper, **{**facts, "decay": "channel"}).backend == "reference"
+    assert choose("scan", hopper, **{**facts, "decay": "channel"}).backend == "triton"
     assert choose("scan", Where(), **facts).backend == "reference"
     assert choose("scan", Where("cuda", (7, 5), 40, (3, 6)), **facts).backend == "reference"
     assert "float32" in choose("scan", hopper, **{**facts, "dtype": torch.float32}).reason
