@@ -156,3 +156,10 @@ def test_yaml_is_the_exact_print():
 def test_an_entry_of_wrong_types_is_a_users_mistake(entry):
     with pytest.raises(SpecError):
         Recipe(line="x", stages=[entry]).nodes()
+
+
+def test_a_recipe_that_gives_a_field_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("line: tiny\nstages:\n- stage: train\n  name: base\n  steps: 2\n  steps: 3\n")
+    with pytest.raises(SpecError, match=r"twice\.yaml gives 'steps' twice, in lines 5 and 6"):
+        Recipe.load(path)

@@ -91,7 +91,7 @@ class Spec(BaseModel):
         return type(self).read(values)
 
     def to_yaml(self) -> str:
-        """The spec's exact print; `read(yaml.safe_load(...))` gives an equal spec."""
+        """The spec's exact print; `read` of the mapping it says gives an equal spec."""
         return dump_yaml(self.model_dump(mode="json"))
 
 
@@ -182,8 +182,10 @@ def parse_scalar(text: str) -> Any:
     """A command-line value: null, true, false, a number, a YAML list or mapping in brackets; anything else is text."""
     if text.startswith(("[", "{")):
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            return yaml.load(text, Loader=_OneValueAKey)
+        except _Twice as error:
+            raise SpecError(f"{text!r} gives '{error.key}' twice", fix="keep one of the two") from None
+        except (yaml.YAMLError, ValueError) as error:
             raise SpecError(
                 f"cannot read {text!r}: {str(error).splitlines()[0]}", fix="close its brackets and quotes"
             ) from None
@@ -195,15 +197,48 @@ def parse_scalar(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The YAML document in `path`. Raises SpecError when it is missing or not YAML."""
+    """The YAML document in `path`. Raises SpecError when it is missing, not YAML, or gives one key two values."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf8"))
+        return yaml.load(path.read_text(encoding="utf8"), Loader=_OneValueAKey)
     except FileNotFoundError:
         raise SpecError(f"no file {path}", fix="check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError, RecursionError) as error:
+    except _Twice as error:
+        first, second = error.lines
+        where = f"line {second}" if first == second else f"lines {first} and {second}"
+        raise SpecError(f"{path} gives '{error.key}' twice, in {where}", fix="keep one of the two") from None
+    except (yaml.YAMLError, ValueError, IsADirectoryError, RecursionError) as error:  # ValueError: no UTF-8, no date
         raise SpecError(
             f"{path} is not a YAML file: {str(error).splitlines()[0]}", fix="correct the file at that place"
         ) from None
+
+
+class _Twice(yaml.YAMLError):
+    """One mapping has `key` in both of `lines`, counted from 1."""
+
+    def __init__(self, key: str, lines: tuple[int, int]) -> None:
+        super().__init__(f"'{key}' is given twice")
+        self.key = key
+        self.lines = lines
+
+
+class _OneValueAKey(yaml.SafeLoader):
+    """Refuses a mapping that names a key twice: YAML forbids it, the library keeps the last value without a word.
+
+    Keys that a merge (`<<: *base`) brings may be given again beside it: that is what a merge is for.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[Any, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            value = self.construct_object(key)  # type: ignore[no-untyped-call]
+            line = key.start_mark.line + 1
+            if value in seen:
+                raise _Twice(key.value, (seen[value], line))
+            seen[value] = line
+        return node
 
 
 def dump_yaml(values: Any) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.spec import Spec, describe_fields, fingerprint, parse_scalar
+from hone.base.spec import Spec, describe_fields, fingerprint, parse_scalar, read_yaml
 from hone.base.table import Choice, Table, Technique
 
 
@@ -131,3 +131,44 @@ def test_an_option_without_its_value_is_not_one():
         with pytest.raises(SpecError, match=f"Numbers.{name} = True: this needs a number"):
             Numbers.from_overrides({name: "true"})
     assert Numbers.from_overrides({"on": "true"}).on
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("a: 1\nb: 2\n'a': 3\n", "a", "lines 1 and 3"),
+        ("list:\n- rate: 1\n- rate: 2\n  x: 0\n  rate: 3\n", "rate", "lines 3 and 5"),
+        ("{a: 1, a: 1}\n", "a", "line 1"),
+        ("yes: 1\ntrue: 2\n", "true", "lines 1 and 2"),
+    ],
+)
+def test_a_key_given_twice_is_one_error(tmp_path, text, key, lines):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        read_yaml(path)
+    assert caught.value.what == f"{path} gives '{key}' twice, in {lines}" and "keep one" in caught.value.fix
+
+
+def test_what_a_merge_brings_may_be_given_again(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {<<: *b, x: 4}\nd: {<<: *b, y: 5}\n")
+    assert read_yaml(path) == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+        "c": {"x": 4, "y": 3},
+        "d": {"x": 1, "y": 5},
+    }
+
+
+def test_a_value_of_the_command_line_gives_no_key_twice():
+    assert parse_scalar("{a: 1, b: {a: 2}}") == {"a": 1, "b": {"a": 2}}
+    with pytest.raises(SpecError, match="gives 'a' twice"):
+        parse_scalar("{b: {a: 1, a: 2}}")
+
+
+def test_a_date_that_is_none_is_no_traceback(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: 2001-99-99\n")
+    with pytest.raises(SpecError, match="is not a YAML file"):
+        read_yaml(path)
