@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -24,8 +24,6 @@ from hone.serve.scheduler import Row, Scheduler
 from hone.serve.sizing import cache_pages, check_weights, kv_shapes, step_threads
 from hone.serve.spec import EngineSpec
 from hone.serve.speculate import Drafter
-
-"""Up to here (some 50 ms of one core) a step on a CPU runs on one thread."""
 
 __all__ = ["BusyError", "Engine", "EngineSpec"]
 
@@ -82,7 +80,7 @@ class Engine:
         self._num_params = config.num_params
         self._rows: dict[str, Row] = {}
         self._arrivals = count()
-        self._outputs: list[Output] = []  # of aborts, delivered by the next step
+        self._outputs: list[Output] = []  # of aborts, and of others' steps in `generate`: delivered by the next step
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
 
     @property
@@ -158,12 +156,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Does the next piece of work; returns what is new, at most one output a request."""
-        outputs, self._outputs = self._outputs, []
+        """Does the next piece of work; returns what is new, at most one output a request.
+
+        What `generate` computed for other requests meanwhile is new too: nothing is lost, and nothing comes twice.
+        """
+        held = bool(self._outputs)
         work, fresh = self.scheduler.schedule()
         if not work:
             assert not self._rows, f"{len(self._rows)} requests wait and nothing can run"
-            return outputs
+            return self._deliver(held)
         self.runner.wipe(fresh)
         self._num_steps += 1
         with self._threads(sum(item.count for item in work)):
@@ -171,8 +172,13 @@ class Engine:
         for step in steps:
             output = self._settle(step)
             if output is not None:
-                outputs.append(output)
-        return outputs
+                self._outputs.append(output)
+        return self._deliver(held)
+
+    def _deliver(self, held: bool) -> list[Output]:
+        """Everything undelivered. `held`: some of it is older than this step, so a request may have several pieces."""
+        outputs, self._outputs = self._outputs, []
+        return _joined(outputs) if held else outputs
 
     @contextmanager
     def _threads(self, num_tokens: int) -> Iterator[None]:
@@ -300,6 +306,7 @@ class Engine:
         """Continues every prompt (text or token ids); completions in the order of the prompts.
 
         One `params` for all, or one each. With a `run`, its progress line shows tokens/s. Raises what `add` raises.
+        Requests queued by `add` before go on beside these prompts; their outputs come with the next `step`.
         """
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -310,16 +317,20 @@ class Engine:
             request = Request(f"generate-{next(self._arrivals)}-{place}", self._ids(prompt), one)
             done[request.id] = Completion(request.prompt, [], "", "abort")
             pending.append(request)
+        others: list[Output] = []
         try:
-            self._finish_all(pending, done, run or Run(quiet=True))
+            self._finish_all(pending, done, others, run or Run(quiet=True))
         finally:  # interrupted: what is unfinished must not haunt the next call
             for request in pending:
                 self.abort(request.id)
-            self._outputs = [output for output in self._outputs if output.request_id not in done]
+            self._outputs = _joined(output for output in [*others, *self._outputs] if output.request_id not in done)
         return list(done.values())
 
-    def _finish_all(self, requests: list[Request], done: dict[str, Completion], run: Run) -> None:
-        """Steps until every request of `done` is finished, never with more waiting than may wait."""
+    def _finish_all(self, requests: list[Request], done: dict[str, Completion], others: list[Output], run: Run) -> None:
+        """Steps until every request of `done` is finished, never with more waiting than may wait.
+
+        Outputs of requests that are not in `done` are added to `others`.
+        """
         coming = iter(requests)
         total = sum(request.params.max_tokens for request in requests)
         room = min(self.spec.max_waiting, self.spec.max_rows)
@@ -329,10 +340,12 @@ class Engine:
                 while self.scheduler.num_waiting < room and (request := next(coming, None)) is not None:
                     self.add(request)
                 for output in self.step():
-                    if output.request_id in done:
-                        _collect(done[output.request_id], output)
-                        unfinished -= output.finish is not None
-                        bar.advance(len(output.tokens))
+                    if output.request_id not in done:
+                        others.append(output)
+                        continue
+                    _collect(done[output.request_id], output)
+                    unfinished -= output.finish is not None
+                    bar.advance(len(output.tokens))
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -361,6 +374,23 @@ def _open_draft(
         check_weights(model, torch.device(device))
         model = hf.load(model, device=device, dtype=dtype)
     return drafter, model.eval().requires_grad_(False) if model is not None else None
+
+
+def _joined(outputs: Iterable[Output]) -> list[Output]:
+    """One output a request: what came in several pieces is put together, up to its end."""
+    joined: list[Output] = []
+    growing: dict[str, Output] = {}
+    for output in outputs:
+        first = growing.get(output.request_id)
+        if first is None:
+            joined.append(output)
+        else:
+            first.extend(output)
+        if output.finish is None:
+            growing[output.request_id] = first or output
+        else:  # a later request may have the same id
+            growing.pop(output.request_id, None)
+    return joined
 
 
 def _collect(completion: Completion, output: Output) -> None:

@@ -112,6 +112,16 @@ class Output:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
 
+    def extend(self, later: Output) -> None:
+        """Adds what a later step brought for the same request."""
+        self.tokens += later.tokens
+        self.text += later.text
+        self.logprobs += later.logprobs
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
+        self.num_output_tokens, self.num_cached_tokens = later.num_output_tokens, later.num_cached_tokens
+
 
 @dataclass
 class Completion:

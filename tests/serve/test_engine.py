@@ -363,3 +363,56 @@ def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch):
         one.generate(PROMPTS, greedy(8))
     assert_all_free(one)
     assert one.generate(PROMPTS[:1], greedy(8))[0].tokens == dense_greedy(MODEL, PROMPTS[0], 8)
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_generate_loses_nothing_of_requests_queued_before(count):
+    """One that ends while `generate` runs, and one that goes on after it: the next steps bring every token once."""
+    one = engine(MODEL)
+    one.add(request("queued", PROMPTS[2], greedy(count, logprobs=1, prompt_logprobs=1)))
+    before = one.step()
+    assert one.generate([PROMPTS[1]], greedy(8))[0].tokens == dense_greedy(MODEL, PROMPTS[1], 8)
+    assert one.has_work
+    first = one.step()
+    assert [output.request_id for output in first] == ["queued"]
+    outputs = [*before, *first, *drain(one).get("queued", [])]
+    assert tokens_of(outputs) == dense_greedy(MODEL, PROMPTS[2], count)
+    assert [row.token for output in outputs for row in output.logprobs] == tokens_of(outputs)
+    assert sum(output.prompt_logprobs is not None for output in outputs) == 1
+    assert [output.finish for output in outputs if output.finish] == ["length"]
+    assert outputs[-1].num_output_tokens == count
+    assert_all_free(one)
+
+
+def test_an_interrupted_generate_loses_nothing_of_others(monkeypatch):
+    one = engine(MODEL)
+    one.add(request("queued", PROMPTS[2], greedy(12)))
+    one.add(request("aborted", PROMPTS[0], greedy(40)))
+    real, calls = one.runner.run, []
+
+    def run(work):
+        calls.append(1)
+        if len(calls) == 6:
+            one.abort("aborted")
+            raise KeyboardInterrupt
+        return real(work)
+
+    monkeypatch.setattr(one.runner, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        one.generate(PROMPTS[:2], greedy(20))
+    first = {output.request_id: output for output in one.step()}
+    assert (
+        set(first) == {"queued", "aborted"} and first["aborted"].finish == "abort" and len(first["aborted"].tokens) == 5
+    )
+    assert tokens_of([first["queued"], *drain(one)["queued"]]) == dense_greedy(MODEL, PROMPTS[2], 12)
+    assert_all_free(one)
+
+
+def test_a_request_may_take_the_name_of_one_that_ended_undelivered():
+    one = engine(MODEL)
+    one.add(request("same", PROMPTS[0], greedy(2)))
+    one.generate([PROMPTS[1]], greedy(6))
+    one.add(request("same", PROMPTS[3], greedy(3)))
+    first, second = one.step()
+    assert first.tokens == dense_greedy(MODEL, PROMPTS[0], 2) and first.finish == "length"
+    assert tokens_of([second, *drain(one)["same"]]) == dense_greedy(MODEL, PROMPTS[3], 3)
