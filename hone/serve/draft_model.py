@@ -27,7 +27,14 @@ class DraftModel(Drafter):
     needs: ClassVar[frozenset[str]] = frozenset({"draft"})
 
     def open(
-        self, model: Decoder, draft: Decoder | None, sampler: Sampler, num_pages: int, page_size: int, device: Any
+        self,
+        model: Decoder,
+        draft: Decoder | None,
+        sampler: Sampler,
+        num_pages: int,
+        page_size: int,
+        token_budget: int,
+        device: Any,
     ) -> DraftProposer:
         assert draft is not None, "a draft model is needed"
         if draft.config.vocab_size != model.config.vocab_size:
@@ -35,20 +42,27 @@ class DraftModel(Drafter):
                 f"the draft model has {draft.config.vocab_size} tokens, the model has {model.config.vocab_size}",
                 fix="use a draft model with the same tokenizer",
             )
-        return DraftProposer(draft, sampler, num_pages, page_size, device)
+        return DraftProposer(draft, sampler, num_pages, page_size, token_budget, device)
 
 
 class DraftProposer:
-    """The draft model with its cache. A row's keys are in it for its first `drafted` tokens."""
+    """The draft model with its cache. A row's keys are in it for its first `drafted` tokens.
+
+    A pass of it takes at most `token_budget` tokens, as one of the model does. A row that decoded without guessing for
+    long (too many others did) catches up over several steps and guesses once it has.
+    """
 
     uses_pages = True
 
-    def __init__(self, draft: Decoder, sampler: Sampler, num_pages: int, page_size: int, device: Any) -> None:
+    def __init__(
+        self, draft: Decoder, sampler: Sampler, num_pages: int, page_size: int, token_budget: int, device: Any
+    ) -> None:
         from hone.serve.pages import KVCache
         from hone.serve.sizing import kv_shapes
 
         self._draft = draft
         self._sampler = sampler
+        self._token_budget = token_budget
         self._device = device
         self._cache = KVCache(kv_shapes(draft.config), num_pages, page_size, dtype=draft.embedding.dtype, device=device)
         self.cache_bytes = self._cache.num_bytes
@@ -57,20 +71,24 @@ class DraftProposer:
         self._cache.wipe(pages)
 
     def propose(self, work: Sequence[Work]) -> list[Guess]:
-        """Reads what the rows have that the draft has not seen (their prompts' next chunk too), then guesses in rounds."""
+        """Reads what the rows have that the draft has not seen (their prompts' next chunk too), then guesses in rounds.
+
+        What does not fit into the token budget is read in later steps; its rows do not guess before.
+        """
         guesses = [Guess() for _ in work]
         # A row that decodes without guessing catches up when it guesses again.
         reading = [place for place, item in enumerate(work) if item.lookahead or not item.samples or item.count > 1]
+        counts = self._shares([_unread(work[place]) for place in reading])
+        reading, counts = [place for place, count in zip(reading, counts) if count], [n for n in counts if n]
         if not reading:
             return guesses
         rows = [work[place].row for place in reading]
-        ends = [work[place].start + work[place].count for place in reading]
-        pieces = [row.tokens[row.drafted : end] for row, end in zip(rows, ends)]
+        pieces = [row.tokens[row.drafted : row.drafted + count] for row, count in zip(rows, counts)]
         x = self._read(rows, [row.drafted for row in rows], pieces)
-        for row, end in zip(rows, ends):
-            row.drafted = end
-        last = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
-        active = [(order, place) for order, place in enumerate(reading) if work[place].lookahead]
+        for row, count in zip(rows, counts):
+            row.drafted += count
+        last = torch.tensor(counts).cumsum(0) - 1
+        active = [(n, place) for n, place in enumerate(reading) if work[place].lookahead and not _unread(work[place])]
         probs: dict[int, list[Tensor]] = {place: [] for _, place in active}
         if active:
             x = x[last[[order for order, _ in active]].to(x.device)]
@@ -87,6 +105,14 @@ class DraftProposer:
             if found:
                 guesses[place].probs = torch.stack(found)
         return guesses
+
+    def _shares(self, wants: Sequence[int]) -> list[int]:
+        """How many tokens of each want the budget covers: small wants first, so that most rows guess."""
+        shares, left = [0] * len(wants), self._token_budget
+        for place in sorted(range(len(wants)), key=wants.__getitem__):
+            shares[place] = min(wants[place], left)
+            left -= shares[place]
+        return shares
 
     def _read(self, rows: Sequence[Row], starts: Sequence[int], pieces: Sequence[list[int]]) -> Tensor:
         from hone.serve.paged import Paged
@@ -122,3 +148,8 @@ class DraftProposer:
     def settle(self, row: Row, length: int, num_guessed: int, num_kept: int) -> None:
         if num_guessed:  # the last guess was never read, refused ones were read in vain
             row.drafted = length + min(num_kept, num_guessed - 1)
+
+
+def _unread(work: Work) -> int:
+    """Tokens up to the end of `work` that the draft model has not read."""
+    return work.start + work.count - work.row.drafted

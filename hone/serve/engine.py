@@ -75,7 +75,8 @@ class Engine:
         )
         cache = KVCache(kv_shapes(config), num_pages, size, dtype=dtype, device=self.device)
         sampler = Sampler(config.vocab_size, self.device)
-        proposer = drafter.open(model, draft, sampler, num_pages, size, self.device) if drafter else None
+        budget = self.spec.token_budget
+        proposer = drafter.open(model, draft, sampler, num_pages, size, budget, self.device) if drafter else None
         self.runner = Runner(model, cache, sampler, self.device, proposer)
         self._num_params = config.num_params
         self._rows: dict[str, Row] = {}

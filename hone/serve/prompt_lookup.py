@@ -25,7 +25,14 @@ class PromptLookup(Drafter):
     min_ngram: int = Field(2, ge=1, description="Shortest run of tokens that counts as a repetition.")
 
     def open(
-        self, model: Decoder, draft: Decoder | None, sampler: Sampler, num_pages: int, page_size: int, device: Any
+        self,
+        model: Decoder,
+        draft: Decoder | None,
+        sampler: Sampler,
+        num_pages: int,
+        page_size: int,
+        token_budget: int,
+        device: Any,
     ) -> LookupProposer:
         return LookupProposer(self.min_ngram, max(self.min_ngram, self.max_ngram))
 

@@ -36,9 +36,19 @@ class Drafter(Technique):
     )
 
     def open(
-        self, model: Decoder, draft: Decoder | None, sampler: Sampler, num_pages: int, page_size: int, device: Any
+        self,
+        model: Decoder,
+        draft: Decoder | None,
+        sampler: Sampler,
+        num_pages: int,
+        page_size: int,
+        token_budget: int,
+        device: Any,
     ) -> Proposer:
-        """What guesses for one engine. `draft` is the draft model, given exactly when "draft" is among `needs`."""
+        """What guesses for one engine. `draft` is the draft model, given exactly when "draft" is among `needs`.
+
+        A pass of `draft` may take `token_budget` tokens.
+        """
         raise NotImplementedError
 
     def estimates(self, *, acceptance: float = 0.7, cost: float = 0.1, **facts: Any) -> dict[str, Estimate]:

@@ -252,3 +252,31 @@ def test_drafters_are_read_without_torch():
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "False"
     )
+
+
+def test_a_draft_model_catches_up_within_the_token_budget(monkeypatch):
+    """Two rows decode long beside a third, in which time nobody guesses; then both have more to read than a step may."""
+    drafter = {"kind": "draft_model", "num_tokens": 3, "max_rows": 2}
+    one = engine(MODEL, MODEL, token_budget=12, drafter=drafter, prefix_cache=False)
+    proposer = one.runner.proposer
+    real, read, lags, found = proposer._read, [], [], {}
+
+    def counted(rows, starts, pieces):
+        read.append(sum(len(piece) for piece in pieces))
+        return real(rows, starts, pieces)
+
+    monkeypatch.setattr(proposer, "_read", counted)
+    lengths = {"a": 70, "b": 60, "c": 40}
+    for number, (name, length) in enumerate(lengths.items()):
+        one.add(request(name, PROMPTS[number], greedy(length)))
+    while one.has_work:
+        lags.append(max(len(row.tokens) - row.drafted for row in one._rows.values()))
+        for output in one.step():
+            found.setdefault(output.request_id, []).append(output)
+    assert max(lags) > 24, "nobody fell behind: the test shows nothing"
+    assert max(read) <= 12
+    for number, (name, length) in enumerate(lengths.items()):
+        assert tokens_of(found[name]) == dense_greedy(MODEL, PROMPTS[number], length)
+    counts = one.stats()
+    assert counts["accepted_tokens"] == counts["draft_tokens"] > 0, "who has caught up guesses right"
+    assert_all_free(one)
