@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops import reference
 from hone.ops.dispatch import backend_of
 from hone.ops.masks import CAUSAL, Mask, Tiles
@@ -51,21 +52,27 @@ def attend(
     natural log of the softmax's denominator, which `merge` needs; gradients flow through it. A query that sees nothing
     has out 0 and lse -inf. `scale` is Dh^-0.5 unless given. `softcap` c makes a score s into c tanh(s / c), arXiv:2408.00118.
     `sinks` [H] adds a score to each head that takes weight and gives nothing (its lse counts it), arXiv:2309.17453.
-    `deterministic` asks for bit-equal gradients run by run. Raises ValueError for shapes that do not fit together.
+    `deterministic` asks for bit-equal gradients run by run. Raises SpecError for what does not fit together.
     """
     _check(q, k, v, mask, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not scale > 0:
-        raise ValueError(f"scale is positive, not {scale}")
+        raise SpecError(
+            f"scale is positive, not {scale}", fix="leave scale out for head_dim ** -0.5, or give one above 0"
+        )
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is positive, not {softcap}")
+        raise SpecError(f"softcap is positive, not {softcap}", fix="leave softcap out for no cap, or give one above 0")
     extras = return_lse or sinks is not None or softcap is not None
     dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
     facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
     chosen = _choose(*facts, not extras, backend)
     if chosen == "torch":
         if extras:
-            raise ValueError("backend 'torch' has no lse, no sinks and no softcap")
+            raise SpecError(
+                f"backend 'torch' has no lse, no sinks and no softcap: {return_lse=}, sinks "
+                f"{'given' if sinks is not None else 'None'}, {softcap=}",
+                fix="leave backend out, or give 'reference' or 'triton'",
+            )
         return _sdpa(q, k, v, mask, scale)
     if chosen == "reference":
         out, lse = reference.attend(q, k, v, mask, scale=scale, softcap=softcap)
@@ -86,15 +93,18 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys from attention over each: [(out, lse), ...] -> (out, lse).
 
     out [B, S, H, Dv], lse float32 [B, H, S] (-inf where a part sees nothing). Exact: ring attention (arXiv:2310.01889),
-    split keys, shared prefixes and rounds of hashing all end in it. Differentiable in every out and lse. Raises ValueError
+    split keys, shared prefixes and rounds of hashing all end in it. Differentiable in every out and lse. Raises SpecError
     for no parts, or parts of unlike shapes.
     """
     if not parts:
-        raise ValueError("merge needs at least one part")
+        raise SpecError(
+            "merge got 0 parts, and needs at least one part", fix="give (out, lse) of attend(return_lse=True)"
+        )
     outs, lses = zip(*parts)
     if any(made.shape != outs[0].shape for made in outs) or any(made.shape != lses[0].shape for made in lses):
-        raise ValueError(
-            f"merge's parts are of unlike shapes: {[(list(out.shape), list(lse.shape)) for out, lse in parts]}"
+        raise SpecError(
+            f"merge's parts are of unlike shapes: {[(list(out.shape), list(lse.shape)) for out, lse in parts]}",
+            fix="give parts of the same queries: out [B, Sq, H, Dv] and lse [B, H, Sq] of equal sizes in all",
         )
     stacked = torch.stack(tuple(lses))
     highest = stacked.detach().amax(0)
@@ -113,32 +123,60 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> None:
     for name, made in (("q", q), ("k", k), ("v", v)):
         if made.dim() != 4:
-            raise ValueError(f"{name} is [batch, sequence, heads, head_dim], not of shape {list(made.shape)}")
+            raise SpecError(
+                f"{name} is [batch, sequence, heads, head_dim], not of shape {list(made.shape)}",
+                fix=f"give {name} four axes: unsqueeze(0) adds the batch, unflatten(-1, (heads, head_dim)) the heads",
+            )
         if made.dtype != q.dtype or not made.is_floating_point():
-            raise ValueError(f"q, k and v share one floating dtype: q has {q.dtype}, {name} has {made.dtype}")
+            raise SpecError(
+                f"q, k and v share one floating dtype: q has {q.dtype}, {name} has {made.dtype}",
+                fix="convert all three to one of bfloat16, float16, float32 with .to(dtype)",
+            )
         if made.device != q.device:
-            raise ValueError(f"q, k and v share one device: q is on {q.device}, {name} on {made.device}")
+            raise SpecError(
+                f"q, k and v share one device: q is on {q.device}, {name} on {made.device}",
+                fix=f"move it there: {name}.to(q.device)",
+            )
         if made.shape[2] == 0 or made.shape[3] == 0:
-            raise ValueError(f"{name} {list(made.shape)} has no heads, or heads of no width")
+            raise SpecError(
+                f"{name} {list(made.shape)} has no heads, or heads of no width",
+                fix=f"give {name} at least one head of at least one number",
+            )
     if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} differ in more than the head width")
+        raise SpecError(
+            f"k {list(k.shape)} and v {list(v.shape)} differ in more than the head width",
+            fix="give k [B, Sk, KV, Dh] and v [B, Sk, KV, Dv]: a value for every key",
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} differ in batch or head width")
+        raise SpecError(
+            f"q {list(q.shape)} and k {list(k.shape)} differ in batch or head width",
+            fix="give q [B, Sq, H, Dh] and k [B, Sk, KV, Dh] of one B and one Dh",
+        )
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q's {q.shape[2]} heads are no multiple of k's {k.shape[2]}")
+        raise SpecError(
+            f"q's {q.shape[2]} heads are no multiple of k's {k.shape[2]}",
+            fix="give k and v a number of heads that divides q's: consecutive query heads share a key head",
+        )
     if sinks is not None and sinks.shape != (q.shape[2],):
-        raise ValueError(f"sinks is one number a query head, [{q.shape[2]}], not of shape {list(sinks.shape)}")
+        raise SpecError(
+            f"sinks is one number a query head, [{q.shape[2]}], not of shape {list(sinks.shape)}",
+            fix=f"give a vector of {q.shape[2]} numbers, or None",
+        )
     mask.check_sizes(q.shape[1], k.shape[1])
     for name, made in (("q_data", mask.q_data), ("k_data", mask.k_data), ("table", mask.table)):
         if made is None:
             continue
         if made.shape[0] not in (1, q.shape[0]) or made.shape[1] not in (1, q.shape[2]):
-            raise ValueError(
+            raise SpecError(
                 f"the mask's {name} is for {made.shape[0]} sequences and {made.shape[1]} heads (1: for all), "
-                f"q has {q.shape[0]} and {q.shape[2]}"
+                f"q has {q.shape[0]} and {q.shape[2]}",
+                fix="make the mask of as many rows and heads as q has, or of 1 for all",
             )
         if made.device != q.device:
-            raise ValueError(f"the mask's {name} is on {made.device}, q on {q.device}")
+            raise SpecError(
+                f"the mask's {name} is on {made.device}, q on {q.device}",
+                fix=f"make the mask of tensors on {q.device}",
+            )
 
 
 # Branches, so that torch.compile guards on lengths and passes constants on.

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hone.base.errors import SpecError
+
 
 @dataclass(frozen=True)
 class Where:
@@ -47,8 +49,10 @@ class Choice:
 def choose(op: str, where: Where, **facts: Any) -> Choice:
     """The backend of `op` ('attend', 'linear', ...) for `facts` (shapes, dtype and options that the op's rule names).
 
-    A pure function: the same arguments give the same answer on any machine. Raises KeyError for an op without a rule.
+    A pure function: the same arguments give the same answer on any machine. Raises SpecError for an op without a rule.
     """
+    if op not in RULES:
+        raise SpecError(f"op is {op!r}, which has no rule", fix=f"give one of {', '.join(RULES)}")
     if where.kind == "cuda" and not where.runs_triton:
         return Choice("reference", _why_no_triton(where))
     return RULES[op](where, **facts)
@@ -89,11 +93,12 @@ def triton_version() -> tuple[int, int]:
 def backend_of(op: str, device: torch.device, forced: str | None = None, **facts: Any) -> str:
     """The name an op dispatches on: `forced` (tests do that), else the chosen one. Says once why a GPU runs the reference.
 
-    Raises ValueError for a forced name that the op does not have.
+    Raises SpecError for a forced name that the op does not have.
     """
     if forced is not None:
         if forced not in BACKENDS[op]:
-            raise ValueError(f"backend is {forced!r}; that of {op} may be {', '.join(BACKENDS[op])}")
+            said = f"backend is {forced!r}; that of {op} may be {', '.join(BACKENDS[op])}"
+            raise SpecError(said, fix="leave backend out, which takes the fastest one here, or give one of these")
         return forced
     where = locate(device)
     choice = choose(op, where, **facts)

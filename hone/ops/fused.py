@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from hone.base.errors import SpecError
 from hone.ops import lean, reference
 from hone.ops.dispatch import backend_of
 from hone.ops.paged import check_write, write_kv
@@ -40,17 +41,23 @@ def rms_norm(
     With `residual` (x's shape and dtype) x + residual is normed and returned too: (y, x + residual).
     With `quantize` y comes as codes, float8_e4m3fn or int8, and one float32 scale a row [..., 1] (the row's largest
     magnitude over 448 or 127): (codes, scales) or (codes, scales, x + residual); no gradient flows through codes.
-    y has x's dtype, sums are float32 inside; differentiable once. Raises ValueError naming what does not fit.
+    y has x's dtype, sums are float32 inside; differentiable once. Raises SpecError naming what does not fit.
     """
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight has {weight.numel()} values, x rows have {x.shape[-1]}")
+        raise SpecError(
+            f"weight has {weight.numel()} values in {list(weight.shape)}, x rows have {x.shape[-1]}",
+            fix=f"give weight [{x.shape[-1]}]",
+        )
     plain = _plain(x) if backend is None else None
     if plain is not None and residual is None and quantize is None:
         return plain.rms_norm(x, weight, eps)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x {tuple(x.shape)} {x.dtype}")
+        raise SpecError(
+            f"residual {tuple(residual.shape)} {residual.dtype} is not like x {tuple(x.shape)} {x.dtype}",
+            fix="give residual x's shape and dtype: expand it, or cast it with .to(x.dtype)",
+        )
     if quantize not in (None, "fp8", "int8"):
-        raise ValueError(f"quantize is {quantize!r}; it may be None, 'fp8' or 'int8'")
+        raise SpecError(f"quantize is {quantize!r}; it may be None, 'fp8' or 'int8'", fix="leave it out for x's dtype")
     if plain is None:
         chosen = backend_of("rms_norm", x.device, backend, dtype=x.dtype, weight_dtype=weight.dtype, width=x.shape[-1])
         if chosen == "triton":
@@ -101,11 +108,14 @@ def row_codes(x: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
 def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     """silu(gate) * up of the halves of the last axis: [..., 2F] -> [..., F]. arXiv:2002.05202.
 
-    Only its input is kept for the backward pass, which computes the gate again. Differentiable once. Raises ValueError
+    Only its input is kept for the backward pass, which computes the gate again. Differentiable once. Raises SpecError
     for an axis that has no halves.
     """
     if gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up {tuple(gate_up.shape)} has no halves: its last axis is odd")
+        raise SpecError(
+            f"gate_up {tuple(gate_up.shape)} has no halves: its last axis is odd",
+            fix="give [..., 2F]: the gate's F columns, then the up projection's",
+        )
     plain = _plain(gate_up) if backend is None else None
     if plain is None:
         chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
@@ -118,10 +128,10 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend: str | None = None) -> Tensor:
     """Turns the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]; arXiv:2104.09864.
 
-    `in_place` overwrites x and returns it (serving: no gradient). Differentiable in x. Raises ValueError for an odd Dh.
+    `in_place` overwrites x and returns it (serving: no gradient). Differentiable in x. Raises SpecError for an odd Dh.
     """
     if x.shape[-1] % 2:
-        raise ValueError(f"x {tuple(x.shape)} has no pairs to turn: its last axis is odd")
+        raise SpecError(f"x {tuple(x.shape)} has no pairs to turn: its last axis is odd", fix="take an even head_dim")
     plain = _plain(x) if backend is None and not in_place else None
     if plain is None:
         chosen = backend_of("rope", x.device, backend, dtype=x.dtype)
@@ -307,7 +317,10 @@ def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin as [rows, Dh/2], where token t of x takes row t % rows; copies only if they neither match nor repeat."""
     half, lead = x.shape[-1] // 2, x.shape[:-2]
     if cos.shape[-2:] != (1, half) or sin.shape != cos.shape:
-        raise ValueError(f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} do not turn x {tuple(x.shape)}")
+        raise SpecError(
+            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} do not turn x {tuple(x.shape)}",
+            fix=f"give both as [..., 1, {half}], the axes before them like x's or 1",
+        )
     kept = list(cos.shape[:-2])
     while kept and kept[0] == 1:
         kept.pop(0)
@@ -356,7 +369,8 @@ def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     from hone.ops.triton.pointwise import launch_turn
 
     if x.stride(-1) != 1:
-        raise ValueError(f"x with strides {x.stride()} cannot be turned in place: its last axis must be contiguous")
+        said = f"x with strides {x.stride()} cannot be turned in place: its last axis must be contiguous"
+        raise SpecError(said, fix="give x.contiguous() and use what comes back, or leave in_place out")
     tokens = x.view(-1, *x.shape[-2:])
     launch_turn(tokens, tokens, *angle_rows(x, cos, sin), 1.0)
 
@@ -378,7 +392,8 @@ def _turn_write(
 
     for name, one in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         if one.stride(-1) != 1:
-            raise ValueError(f"{name} with strides {one.stride()} cannot be written in place: its last axis has gaps")
+            said = f"{name} with strides {one.stride()} cannot be written in place: its last axis has gaps"
+            raise SpecError(said, fix=f"make {name} with contiguous rows, such as {name}.contiguous()")
     k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (k, v))
     pages, offsets = pages.contiguous(), offsets.contiguous()
     angles = angle_rows(q, cos.expand(len(q), 1, -1), sin.expand(len(q), 1, -1))

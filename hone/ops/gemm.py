@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.base.errors import MachineError, SpecError
 from hone.ops import formats
 from hone.ops.dispatch import backend_of
 from hone.ops.gemm_shapes import fp8_shape, quantized_shape, skinny_shape
@@ -29,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]; float sums in every dtype.
 
     Few rows without gradients go to a kernel that streams the weight; everything else is torch's own product. All are of
-    one floating dtype unless autocast is on. Raises ValueError for shapes that do not fit.
+    one floating dtype unless autocast is on. Raises SpecError for shapes that do not fit.
     """
     _check_features(x, weight, bias)
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
@@ -61,13 +62,12 @@ def quantized_linear(
     Either plain codes int8 [N, K] with scales [N, G] (the reference), or what `formats.tile_codes` and `tile_scales`
     made of them for `bits` 4 or 8 (the kernels'; `out_features` is N, for tiles are padded). The weight is code times
     scale, rounded to x's dtype as `formats.dequantize` does; with one scale a row the outputs are scaled instead.
-    Differentiable in x, in plain torch. Raises ValueError naming what does not fit.
+    Differentiable in x, in plain torch. Raises SpecError naming what does not fit.
     """
     tiled = codes.dim() == 4
     num_rows = codes.shape[0] if out_features is None else out_features
     _check_codes(x, codes, scales, bits, num_rows, tiled)
-    if bias is not None and bias.shape != (num_rows,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, not ({num_rows},)")
+    _check_bias(bias, num_rows)
     facts = {
         "dtype": x.dtype,
         "rows": x.numel() // max(1, x.shape[-1]),
@@ -95,9 +95,13 @@ def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tu
     (arXiv:2412.19437): x in 1x128, weights in 128x128 (scales [ceil(M/128), K/128]).
     """
     if kind not in ("row", "1x128", "128x128"):
-        raise ValueError(f"kind is {kind!r}; it may be 'row', '1x128' or '128x128'")
+        raise SpecError(f"kind is {kind!r}; it may be 'row', '1x128' or '128x128'", fix="leave kind out for 'row'")
     if x.dim() != 2 or x.shape[1] == 0 or (kind != "row" and x.shape[1] % FP8_BLOCK):
-        raise ValueError(f"x has shape {tuple(x.shape)}; {kind} wants two axes and columns by the {FP8_BLOCK}")
+        by = f"columns by the {FP8_BLOCK}" if kind != "row" else "columns, one at least"
+        raise SpecError(
+            f"x has shape {tuple(x.shape)}; {kind} wants two axes and {by}",
+            fix=f"flatten x to [M, K]{'' if kind == 'row' else ', and pad K or take row, a scale a row'}",
+        )
     rows, columns = x.shape
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     high, wide_by = {"row": (1, columns), "1x128": (1, FP8_BLOCK), "128x128": (FP8_BLOCK, FP8_BLOCK)}[kind]
@@ -130,7 +134,7 @@ def fp8_linear(
     """x e4m3 [M, K] times weight e4m3 [N, K] transposed, both with their scales, plus bias [N]: [M, N] in `dtype`.
 
     Row-wise: x_scales [M], weight_scales [N]. Block-wise: x_scales [M, K/128], weight_scales [ceil(N/128), K/128].
-    Sums are taken in float32 over every 128 columns and then added in float32. No gradient. Raises ValueError naming
+    Sums are taken in float32 over every 128 columns and then added in float32. No gradient. Raises SpecError naming
     what does not fit.
     """
     blockwise = x_scales.dim() == 2
@@ -152,19 +156,26 @@ def compress_24(weight: Tensor) -> Tensor:
     """A weight [N, K] with at most two numbers in every four neighbours of a row, as `sparse_linear` takes it.
 
     On a GPU: torch's semi-structured form (half the bytes and two bits a kept number); elsewhere the weight itself.
-    Raises ValueError naming the first row that keeps more than two of four.
+    Raises SpecError naming the first row that keeps more than two of four, MachineError where a GPU has no such form.
     """
     if weight.dim() != 2 or weight.shape[1] % 4:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; 2:4 wants two axes and columns by the four")
+        raise SpecError(
+            f"weight has shape {tuple(weight.shape)}; 2:4 wants two axes and columns by the four",
+            fix="give [N, K], K a multiple of 4",
+        )
     crowded = (weight.unflatten(1, (-1, 4)) != 0).sum(-1) > 2
     if bool(crowded.any()):
         row, four = (int(i) for i in crowded.nonzero()[0])
-        raise ValueError(f"weight is not 2:4: row {row} keeps more than two of columns {4 * four} to {4 * four + 3}")
+        raise SpecError(
+            f"weight is not 2:4: row {row} keeps more than two of columns {4 * four} to {4 * four + 3}",
+            fix="prune it to two of every four columns first, the largest magnitudes for instance",
+        )
     if not weight.is_cuda:
         return weight
     if weight.dtype not in (torch.bfloat16, torch.float16) or len(weight) % 32 or weight.shape[1] % 64:
-        raise ValueError(
-            f"weight is {weight.dtype} {tuple(weight.shape)}; a GPU's 2:4 form wants 16 bits, rows by 32, columns by 64"
+        raise MachineError(
+            f"weight is {weight.dtype} {tuple(weight.shape)}; a GPU's 2:4 form wants 16 bits, rows by 32, columns by 64",
+            fix="cast it to bfloat16 or float16 and pad its axes, or keep it dense and call linear",
         )
     return torch.sparse.to_sparse_semi_structured(weight)
 
@@ -245,51 +256,83 @@ def _in_rows(weight: Tensor) -> Tensor:
 
 def _check_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} has not the columns of weight {tuple(weight.shape)}")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, not ({weight.shape[0]},)")
+        raise SpecError(
+            f"x {tuple(x.shape)} has not the columns of weight {tuple(weight.shape)}",
+            fix="give x [..., K] and weight [N, K], output features first",
+        )
+    _check_bias(bias, weight.shape[0])
+
+
+def _check_bias(bias: Tensor | None, out_features: int) -> None:
+    if bias is not None and bias.shape != (out_features,):
+        raise SpecError(
+            f"bias has shape {tuple(bias.shape)}, not ({out_features},)",
+            fix=f"give a number an output feature, {out_features} in all, or None",
+        )
 
 
 def _check_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int, num_rows: int, tiled: bool) -> None:
     if tiled:
         if codes.dtype != torch.int32 or bits not in (4, 8):
-            raise ValueError(f"codes are {codes.dtype} of {bits} bits; tiles are int32 words of 4 or 8 bits")
+            raise SpecError(
+                f"codes are {codes.dtype} of {bits} bits; tiles are int32 words of 4 or 8 bits",
+                fix="give what formats.tile_codes made, and the bits it was made for",
+            )
         columns, groups, rows = codes.shape[1] * 256 // bits, scales.shape[0], codes.shape[0] * 64
         if scales.dim() != 4 or scales.shape[1] * 16 != rows or not 0 <= rows - num_rows < formats.TILE_ROWS:
-            raise ValueError(
-                f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} are not tiles of {num_rows} rows"
+            raise SpecError(
+                f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} are not tiles of {num_rows} rows",
+                fix="give what formats.tile_codes and tile_scales made of one weight, and its rows as out_features",
             )
     else:
         if codes.dtype != torch.int8 or codes.dim() != 2 or len(codes) != num_rows:
-            raise ValueError(
-                f"codes are {codes.dtype} {tuple(codes.shape)}; plain codes are int8 [N, K], N = {num_rows}"
+            raise SpecError(
+                f"codes are {codes.dtype} {tuple(codes.shape)}; plain codes are int8 [N, K], N = {num_rows}",
+                fix="give int8 [N, K], one code a byte, and leave out_features out",
             )
         columns, groups = codes.shape[1], scales.shape[-1]
         if scales.dim() != 2 or len(scales) != num_rows:
-            raise ValueError(f"scales {tuple(scales.shape)} do not belong to codes {tuple(codes.shape)}")
+            raise SpecError(
+                f"scales {tuple(scales.shape)} do not belong to codes {tuple(codes.shape)}",
+                fix=f"give scales [{num_rows}, G], G groups of columns a row",
+            )
     if x.shape[-1] != columns or not groups or columns % groups:
-        raise ValueError(f"x {tuple(x.shape)} meets codes of {columns} columns with {groups} scales a row")
+        raise SpecError(
+            f"x {tuple(x.shape)} meets codes of {columns} columns with {groups} scales a row",
+            fix="give x as many columns as codes have, and a number of scales a row that divides them",
+        )
 
 
 def _check_fp8(
     x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, blockwise: bool
 ) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [M, K] and [N, K]")
+        raise SpecError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [M, K] and [N, K]",
+            fix="flatten x to rows, and give weight output features first",
+        )
     if x.dtype != FP8 or weight.dtype != FP8:
-        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; both must be {FP8}")
+        raise SpecError(
+            f"x is {x.dtype} and weight {weight.dtype}; both must be {FP8}",
+            fix="give the codes that fp8_codes makes of them",
+        )
     (rows, columns), features = x.shape, len(weight)
     if blockwise and columns % FP8_BLOCK:
-        raise ValueError(f"{columns} columns do not divide into blocks of {FP8_BLOCK}")
+        raise SpecError(
+            f"x_scales {tuple(x_scales.shape)} are block-wise, and {columns} columns do not divide into blocks of {FP8_BLOCK}",
+            fix=f"pad the columns to a multiple of {FP8_BLOCK}, or give a scale a row: x_scales [M], weight_scales [N]",
+        )
     wanted: dict[str, Any] = {"x_scales": (rows,), "weight_scales": (features,)}
     if blockwise:
         blocks = columns // FP8_BLOCK
         wanted = {"x_scales": (rows, blocks), "weight_scales": (-(-features // FP8_BLOCK), blocks)}
     for name, scales in (("x_scales", x_scales), ("weight_scales", weight_scales)):
         if scales.shape != wanted[name] or scales.dtype != torch.float32:
-            raise ValueError(f"{name} are {scales.dtype} {tuple(scales.shape)}, not float32 {wanted[name]}")
-    if bias is not None and bias.shape != (features,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, not ({features},)")
+            raise SpecError(
+                f"{name} are {scales.dtype} {tuple(scales.shape)}, not float32 {wanted[name]}",
+                fix="give both scales as fp8_codes makes them: 'row' for both, or '1x128' for x and '128x128' for weight",
+            )
+    _check_bias(bias, features)
 
 
 def _product_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
 from hone.ops.gemm_shapes import power_of_2
 
@@ -19,7 +20,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
     """x [T, K], rows sorted by expert, times the transpose of their expert's weight [E, N, K]: [T, N], differentiable.
 
     ends int32 [E]: where each expert's rows end (`permute` gives it), never falling; ends[-1] is T, which a GPU does not
-    look at. x and weight are of one dtype; sums are float32 inside. Raises ValueError for shapes that do not fit.
+    look at. x and weight are of one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
     """
     if (
         x.dim() != 2
@@ -28,7 +29,10 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
         or ends.shape != weight.shape[:1]
         or not len(weight)
     ):
-        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, ends {tuple(ends.shape)} do not fit")
+        raise SpecError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, ends {tuple(ends.shape)} do not fit",
+            fix="give x [T, K], weight [E, N, K] of at least one expert, and the ends [E] of permute",
+        )
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chosen = backend_of(
         "grouped_linear", x.device, backend, dtype=x.dtype, num_rows=len(x), num_experts=len(weight),
@@ -36,7 +40,10 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
     )  # fmt: skip
     if chosen == "triton":
         if grad:
-            raise ValueError("backend 'triton' has no gradient here; 'torch' has")
+            raise SpecError(
+                f"backend 'triton' has no gradient here: x wants one: {x.requires_grad}, weight: {weight.requires_grad}",
+                fix="leave backend out, give 'torch', or call it under torch.no_grad()",
+            )
         return _few_tokens_op(x, weight, ends)
     if chosen == "torch":
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -50,12 +57,13 @@ def permute(
     """(rows [T * k, D] of x [T, D] sorted by expert, ends int32 [E], place int32 [T, k]); differentiable in x.
 
     expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order.
-    ends[e] is where expert e's rows end; place[t, j] is where token t's row for its j-th expert went. Raises ValueError
+    ends[e] is where expert e's rows end; place[t, j] is where token t's row for its j-th expert went. Raises SpecError
     for shapes that do not fit, and in plain torch for ids that are no expert's (a kernel does not look).
     """
     if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids) or expert_ids.is_floating_point():
-        raise ValueError(
-            f"x {tuple(x.shape)} must be [T, D] and expert_ids {expert_ids.dtype} {tuple(expert_ids.shape)} integer [T, k]"
+        raise SpecError(
+            f"x {tuple(x.shape)} must be [T, D] and expert_ids {expert_ids.dtype} {tuple(expert_ids.shape)} integer [T, k]",
+            fix="flatten batch and sequence to T rows in both, and give the indices of topk, not its values",
         )
     top_k = expert_ids.shape[1]
     if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
@@ -63,8 +71,9 @@ def permute(
         return _take_rows_op(x, order, place), ends, place
     flat = expert_ids.flatten()
     if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
-        raise ValueError(
-            f"expert_ids lie in {int(flat.min())} ... {int(flat.max())}, experts in 0 ... {num_experts - 1}"
+        raise SpecError(
+            f"expert_ids lie in {int(flat.min())} ... {int(flat.max())}, experts in 0 ... {num_experts - 1}",
+            fix="give num_experts as the router has outputs, or ids below it",
         )
     order = flat.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
@@ -75,7 +84,7 @@ def permute(
 def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """[T, D]: each token's k rows of y [T * k, D] summed, times weights [T, k] where given; differentiable in both.
 
-    place integer [T, k] as `permute` gives it; sums are float32 inside. Raises ValueError for shapes that do not fit.
+    place integer [T, k] as `permute` gives it; sums are float32 inside. Raises SpecError for shapes that do not fit.
     """
     if (
         y.dim() != 2
@@ -84,7 +93,10 @@ def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backen
         or (weights is not None and weights.shape != place.shape)
     ):
         given = None if weights is None else tuple(weights.shape)
-        raise ValueError(f"y {tuple(y.shape)}, place {tuple(place.shape)}, weights {given} do not fit")
+        raise SpecError(
+            f"y {tuple(y.shape)}, place {tuple(place.shape)}, weights {given} do not fit",
+            fix="give y [T * k, D], the place [T, k] of permute, and weights [T, k] or None",
+        )
     if backend_of("permute", y.device, backend, dtype=y.dtype) == "triton":
         return _combine_op(y, place, weights)
     rows = y[place.flatten().long()].view(*place.shape, y.shape[1])

@@ -127,7 +127,10 @@ def _interval(value: Interval | int) -> Interval:
 
 def _check_divisor(value: Any) -> None:
     if not isinstance(value, int) or value <= 0:
-        raise TypeError(f"a mask's rule may divide by positive constants only (entries of `params`), not by {value!r}")
+        raise SpecError(
+            f"a mask's rule may divide by positive constants only, not by {value!r}",
+            fix="give the divisor as an entry of the mask's `params`, an int of at least 1",
+        )
 
 
 def tile_places(length: int, block: int, shift: int, device: torch.device) -> Interval:

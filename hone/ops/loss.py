@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hone.base.errors import SpecError
 from hone.ops import reference
 from hone.ops.dispatch import backend_of
 from hone.ops.reference import Lesson
@@ -38,16 +39,23 @@ def linear_cross_entropy(
     `lesson` mixes in the divergence from a teacher (see `Lesson`). 'mean' divides by the valid targets (NaN when there
     is none). `rows` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
     float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only: its gradients are handed
-    over. A target must lie in [0, V) or be `ignore_index`: a GPU does not look. Raises ValueError for what does not fit.
+    over. A target must lie in [0, V) or be `ignore_index`: a GPU does not look. Raises SpecError for what does not fit.
     """
     if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1] or targets.is_floating_point():
-        raise ValueError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {targets.dtype} {tuple(targets.shape)} do not fit"
+        raise SpecError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {targets.dtype} {tuple(targets.shape)} do not fit",
+            fix="give x [..., D], weight [V, D] and targets int64 [...]",
         )
     if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction is {reduction!r}; it may be 'sum' or 'mean': no loss a token is kept")
+        raise SpecError(
+            f"reduction is {reduction!r}; it may be 'sum' or 'mean': no loss a token is kept",
+            fix="give 'sum' or 'mean'; for a loss a token make the logits and take torch's cross_entropy",
+        )
     if rows is not None and rows < 1:
-        raise ValueError(f"rows is {rows}: at least 1 token's logits are held at once")
+        raise SpecError(
+            f"rows is {rows}: at least 1 token's logits are held at once",
+            fix="leave rows out for what suits the device, or give 1 or more",
+        )
     if lesson is not None:
         _check_lesson(lesson, targets.numel(), len(weight), label_smoothing)
     chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype)
@@ -78,16 +86,26 @@ def linear_cross_entropy(
 
 def _check_lesson(lesson: Lesson, num_tokens: int, vocab_size: int, label_smoothing: float) -> None:
     if label_smoothing:
-        raise ValueError("label_smoothing and a lesson are two soft targets; give one")
+        raise SpecError(
+            f"label_smoothing and a lesson are two soft targets: {label_smoothing=} came with a lesson",
+            fix="give one of them: label_smoothing=0.0 or lesson=None",
+        )
     hidden, weight = tuple(lesson.hidden.shape), tuple(lesson.weight.shape)
     if len(weight) != 2 or hidden[-1] != weight[1] or lesson.hidden.numel() != num_tokens * weight[1]:
-        raise ValueError(
-            f"the lesson's hidden {hidden} and weight {weight} are not [..., E] of {num_tokens} tokens and [V, E]"
+        raise SpecError(
+            f"the lesson's hidden {hidden} and weight {weight} are not [..., E] of {num_tokens} tokens and [V, E]",
+            fix="give the teacher's last hidden states of the same tokens, and its head's weight",
         )
     if weight[0] != vocab_size:
-        raise ValueError(f"the lesson's weight {weight} has not the {vocab_size} tokens of the student's")
+        raise SpecError(
+            f"the lesson's weight {weight} has not the {vocab_size} tokens of the student's",
+            fix=f"take a teacher of the student's tokenizer, its weight cut or padded to {vocab_size} rows",
+        )
     if not lesson.temperature > 0:
-        raise ValueError(f"the lesson's temperature is positive, not {lesson.temperature}")
+        raise SpecError(
+            f"the lesson's temperature is positive, not {lesson.temperature}",
+            fix="give a temperature above 0; 1 takes the teacher's probabilities as they are",
+        )
 
 
 class _Loss(torch.autograd.Function):
@@ -104,7 +122,10 @@ class _Loss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         if ctx.grads is None:
-            raise RuntimeError("the loss gave its gradients away on the first backward pass: compute the loss again")
+            raise SpecError(
+                "the loss gave its gradients away on the first backward pass: there is no second one",
+                fix="compute the loss again before each backward pass, or add up what you want the gradient of first",
+            )
         # Nothing else may hold them: autograd then makes them the parameters' .grad as they are.
         (grad_x, grad_weight), ctx.grads = ctx.grads, None
         scale = (upstream / ctx.lift).reshape(1).float()

@@ -51,14 +51,15 @@ class Mask:
         object.__setattr__(self, "name", _name_of(self.rule))
         for label, data in (("q_data", self.q_data), ("k_data", self.k_data)):
             if data is not None and (data.dim() != 3 or data.dtype != torch.int32):
-                raise ValueError(
-                    f"a mask's {label} is int32 [B, H, S], not {str(data.dtype)[6:]} of shape {list(data.shape)}"
-                )
+                said = f"a mask's {label} is int32 [B, H, S], not {str(data.dtype)[6:]} of shape {list(data.shape)}"
+                raise SpecError(said, fix="give [B or 1, H or 1, S or 1] with .int(), None for no data")
         if self.table is not None:
             if self.table.dim() != 4 or self.table.dtype != torch.bool:
-                raise ValueError(f"a mask's table is bool [B, H, nq, nk], not {list(self.table.shape)}")
+                said = f"a mask's table is bool [B, H, nq, nk], not {self.table.dtype} {list(self.table.shape)}"
+                raise SpecError(said, fix="make the table with .bool() and the mask with block_sparse")
             if self.block < 16 or self.block & (self.block - 1):
-                raise ValueError(f"a table's block is a power of two from 16, not {self.block}")
+                said = f"a table's block is a power of two from 16, not {self.block}"
+                raise SpecError(said, fix="give block=64, or 128 for the fastest kernels, and a table of such blocks")
 
     @property
     def is_full(self) -> bool:
@@ -110,21 +111,22 @@ class Mask:
         )
 
     def check_sizes(self, seq_q: int, seq_k: int, block_m: int = 16, block_n: int = 16) -> None:
-        """Says what does not fit the data's or the table's sizes."""
+        """SpecError for what does not fit the data's or the table's sizes."""
         for label, data, length in (("q_data", self.q_data, seq_q), ("k_data", self.k_data, seq_k)):
             if data is not None and data.shape[-1] not in (1, length):
-                raise ValueError(f"the mask's {label} is for {data.shape[-1]} places, not for {length}")
+                said = f"the mask's {label} is for {data.shape[-1]} places, not for {length}"
+                raise SpecError(said, fix=f"make the mask of tensors of {length} places")
         if self.rule is _since and seq_q != seq_k:
-            raise ValueError(f"documents lie in one sequence, not in {seq_q} queries over {seq_k} keys")
+            said = f"documents lie in one sequence, not in {seq_q} queries over {seq_k} keys"
+            raise SpecError(said, fix="give as many queries as keys, or a causal mask over one document's keys")
         if self.table is not None:
             want = (-(-seq_q // self.block), -(-seq_k // self.block))
             if tuple(self.table.shape[-2:]) != want:
-                raise ValueError(
-                    f"the mask's table has {list(self.table.shape[-2:])} blocks, {seq_q} x {seq_k} pairs in blocks of "
-                    f"{self.block} are {list(want)}"
-                )
+                said = f"the mask's table has {list(self.table.shape[-2:])} blocks, not {list(want)}"
+                raise SpecError(said, fix=f"make it for {seq_q} x {seq_k} pairs in blocks of {self.block}")
             if self.block % block_m or self.block % block_n:
-                raise ValueError(f"tiles of {block_m} x {block_n} do not divide the table's blocks of {self.block}")
+                said = f"tiles of {block_m} x {block_n} do not divide the table's blocks of {self.block}"
+                raise SpecError(said, fix="leave backend out, or make the table of larger blocks")
 
     def _lists_maker(
         self, seq_q: int, seq_k: int, block_m: int, block_n: int, device: torch.device, transposed: bool
@@ -346,9 +348,8 @@ def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> M
     ids: integer [B, S]; a document is a run of equal ids. (Not causal: all equal ids, rising along a row where it shall be fast.)
     """
     if ids.dim() != 2:
-        raise SpecError(
-            f"documents' ids are of shape {list(ids.shape)}", fix="give ids [B, S]: ids[None] for one sequence"
-        )
+        said = f"documents' ids are of shape {list(ids.shape)}"
+        raise SpecError(said, fix="give ids [B, S]: ids[None] for one sequence")
     if not causal:
         data = ids[:, None, :].int()
         return Mask(_same_document, (), data, data)
@@ -380,9 +381,8 @@ def block_sparse(table: Tensor, block: int, *, causal: bool = False) -> Mask:
     Kernels are fastest with blocks of 128 or more: a tile never crosses a block.
     """
     if not 2 <= table.dim() <= 4:
-        raise SpecError(
-            f"a mask's table is of shape {list(table.shape)}", fix="give [nq, nk], [H, nq, nk] or [B, H, nq, nk]"
-        )
+        said = f"a mask's table is of shape {list(table.shape)}"
+        raise SpecError(said, fix="give [nq, nk], [H, nq, nk] or [B, H, nq, nk]")
     table = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
     return Mask(_causal if causal else _all, (), None, None, table, block)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of, locate
 
 CHUNK = 64
@@ -38,11 +39,11 @@ def scan(
     linear attention, arXiv:2312.06635). `state` [B, H, Dk, Dv] float32 is S before the first token (zero if None).
     `reset` bool [B, S]: a document starts at this token and sees nothing before it, the state included.
     Returns out [B, S, H, Dv] in v's dtype, with `return_state` also the state after the last token. Differentiable in
-    q, k, v, decay and state. Raises ValueError naming the argument whose shape, dtype, device or value does not fit.
+    q, k, v, decay and state. Raises SpecError naming the argument whose shape, dtype, device or value does not fit.
     """
     _checked(q, k, v, decay, state, reset)
     if not 0 < abs(scale) < math.inf:
-        raise ValueError(f"scan: scale is {scale}; it must be finite and not 0")
+        raise SpecError(f"scan: scale is {scale}; it must be finite and not 0", fix="leave scale out for 1")
     form = "none" if decay is None else {1: "head", 3: "token", 4: "channel"}[decay.dim()]
     chosen = backend_of(
         "scan", q.device, backend, dtype=q.dtype, dim_k=q.shape[-1], dim_v=v.shape[-1], seq_len=q.shape[1], decay=form
@@ -135,9 +136,12 @@ def scan_delta(
     """
     heads = _checked(q, k, v, decay, state, reset)
     if beta.shape != (*q.shape[:2], heads):
-        raise ValueError(f"scan_delta: beta {tuple(beta.shape)} is not {(*q.shape[:2], heads)}")
+        raise SpecError(
+            f"scan_delta: beta {tuple(beta.shape)} is not {(*q.shape[:2], heads)}", fix="give beta [B, S, H]"
+        )
     if decay is not None and decay.dim() == 4:
-        raise ValueError("scan_delta: decay is a number a head or a token, not a channel")
+        said = f"scan_delta: decay is a number a head or a token, not a channel as in {tuple(decay.shape)}"
+        raise SpecError(said, fix="give decay [H] or [B, S, H], or call scan, which takes [B, S, H, Dk]")
     dtype = v.dtype
     q, k, v, now = _wide(q, k, v, state, heads)
     beta = beta.to(q.dtype)[..., None]
@@ -397,31 +401,40 @@ def _wide(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, heads: int) -> 
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, reset: Tensor | None) -> int:
-    """The number of heads; raises ValueError naming the argument that does not fit."""
+    """The number of heads; raises SpecError naming the argument that does not fit."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[:2] != q.shape[:2]:
-            raise ValueError(f"scan: {name} must be [B, S, H, D] like q {tuple(q.shape)}, is {tuple(x.shape)}")
+            said = f"scan: {name} must be [B, S, H, D] like q {tuple(q.shape)}, is {tuple(x.shape)}"
+            raise SpecError(said, fix="give q, k and v of one B and one S, heads in axis 2")
         if not min(x.shape[2:]):
-            raise ValueError(f"scan: {name} {tuple(x.shape)} has no heads or heads without width")
+            said = f"scan: {name} {tuple(x.shape)} has no heads or heads without width"
+            raise SpecError(said, fix=f"give {name} at least one head of at least one number")
         if x.dtype != q.dtype or not x.is_floating_point():
-            raise ValueError(f"scan: {name} is {x.dtype}; q, k and v must be of one floating dtype, q is {q.dtype}")
+            said = f"scan: {name} is {x.dtype}; q, k and v must be of one floating dtype, q is {q.dtype}"
+            raise SpecError(said, fix="convert all three to one of bfloat16, float16, float32 with .to(dtype)")
     for name, x in (("k", k), ("v", v), ("decay", decay), ("state", state), ("reset", reset)):
         if x is not None and x.device != q.device:
-            raise ValueError(f"scan: {name} is on {x.device}, q on {q.device}")
+            raise SpecError(
+                f"scan: {name} is on {x.device}, q on {q.device}", fix=f"move it there: {name}.to(q.device)"
+            )
     batch, seq_len, _, dim_k = q.shape
     heads = max(q.shape[2], k.shape[2], v.shape[2])
     for name, x in (("q", q), ("k", k), ("v", v)):
         if heads % x.shape[2]:
-            raise ValueError(f"scan: {name} has {x.shape[2]} heads, which do not divide {heads}")
+            said = f"scan: {name} has {x.shape[2]} heads, which do not divide {heads}"
+            raise SpecError(said, fix=f"give {name} {heads} heads, or a divisor of {heads} to share them")
     if seq_len == 0:
-        raise ValueError("scan: no tokens")
+        raise SpecError(f"scan: q {tuple(q.shape)} has no tokens", fix="give at least one token, or skip the call")
     if k.shape[-1] != dim_k:
-        raise ValueError(f"scan: k has head dimension {k.shape[-1]}, q {dim_k}")
+        raise SpecError(f"scan: k has head dimension {k.shape[-1]}, q {dim_k}", fix="give q and k heads of one width")
     shapes = {1: (heads,), 3: (batch, seq_len, heads), 4: (batch, seq_len, heads, dim_k)}
     if decay is not None and decay.shape != shapes.get(decay.dim()):
-        raise ValueError(f"scan: decay {tuple(decay.shape)} is none of {', '.join(map(str, shapes.values()))}")
+        said = f"scan: decay {tuple(decay.shape)} is none of {', '.join(map(str, shapes.values()))}"
+        raise SpecError(said, fix="give a logarithm a head, a token or a channel in one of these shapes, or None")
     if state is not None and state.shape != (batch, heads, dim_k, v.shape[-1]):
-        raise ValueError(f"scan: state {tuple(state.shape)} is not {(batch, heads, dim_k, v.shape[-1])}")
+        said = f"scan: state {tuple(state.shape)} is not {(batch, heads, dim_k, v.shape[-1])}"
+        raise SpecError(said, fix="give the state of a call with return_state=True and these sizes, or None")
     if reset is not None and (reset.shape != (batch, seq_len) or reset.dtype != torch.bool):
-        raise ValueError(f"scan: reset must be bool {(batch, seq_len)}, is {reset.dtype} {tuple(reset.shape)}")
+        said = f"scan: reset must be bool {(batch, seq_len)}, is {reset.dtype} {tuple(reset.shape)}"
+        raise SpecError(said, fix="give True where a document starts: reset.bool(), one entry a token")
     return heads

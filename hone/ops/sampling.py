@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
 
 _MASK = (1 << 64) - 1
@@ -37,12 +38,18 @@ def sample(
     min_p keeps those of at least that share of the largest's probability, then top_k that many, then top_p the most
     likely ones up to that mass (None, or top_k 0 or V, top_p 1, min_p 0: everything). `keys` int64 [E] come from
     `noise_keys`: entry e's noise depends on keys[e] and the token alone. Of equal scores the first token wins.
-    Raises ValueError naming what does not fit; options in tensors are not looked at, since a GPU would have to wait.
+    Raises SpecError naming what does not fit; options in tensors are not looked at, since a GPU would have to wait.
     """
     if logits.dim() != 2 or keys.shape != logits.shape[:1] or not logits.shape[1]:
-        raise ValueError(f"logits {tuple(logits.shape)} and keys {tuple(keys.shape)} must be [E, V] and [E]")
+        raise SpecError(
+            f"logits {tuple(logits.shape)} and keys {tuple(keys.shape)} must be [E, V] and [E]",
+            fix="give a row of at least one logit for each token to draw, and a key a row (noise_keys makes them)",
+        )
     if not logits.is_floating_point() or keys.dtype != torch.int64:
-        raise ValueError(f"logits are {logits.dtype} and keys {keys.dtype}, not floating and int64")
+        raise SpecError(
+            f"logits are {logits.dtype} and keys {keys.dtype}, not floating and int64",
+            fix="give logits as the model makes them, and keys as noise_keys makes them",
+        )
     _check_option("temperature", temperature, len(logits), math.inf)
     _check_option("top_k", top_k, len(logits), math.inf)
     _check_option("top_p", top_p, len(logits), math.inf)
@@ -70,9 +77,15 @@ def _check_option(name: str, values: Tensor | Sequence[float] | float | None, nu
         return
     values = [values] if isinstance(values, int | float) else values
     if len(values) not in (1, num_entries):
-        raise ValueError(f"{name} has {len(values)} numbers for {num_entries} entries")
+        raise SpecError(
+            f"{name} has {len(values)} numbers for {num_entries} entries",
+            fix=f"give one number, or {num_entries}: one for each row of logits",
+        )
     if not all(0 <= value <= highest for value in values):
-        raise ValueError(f"{name} is {list(values)}: each number lies in 0 ... {highest}")
+        raise SpecError(
+            f"{name} is {list(values)}: each number lies in 0 ... {highest}",
+            fix=f"give {name} from 0 {'up' if highest == math.inf else f'to {highest}'}, 0 where it shall not cut",
+        )
 
 
 def filter_logits(

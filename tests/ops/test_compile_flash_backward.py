@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
+from hone.base.errors import SpecError
 from hone.ops.compat import INTERPRETED
 from hone.ops.gluon.flash_backward import BLOCK_N, config, tile_shape
 from hone.ops.gluon.flash_gradients import flash_backward
@@ -105,11 +106,11 @@ def test_passes(dtype):
 def test_tiles():
     assert tile_shape(128, 128) == (64, BLOCK_N)
     assert tile_shape(64, 64, 256) == (128, BLOCK_N)
-    with pytest.raises(ValueError, match="not 96"):
+    with pytest.raises(SpecError, match="not 96"):
         config(96)
-    with pytest.raises(ValueError, match="blocks of 64"):
+    with pytest.raises(SpecError, match="blocks of 64"):
         tile_shape(128, 128, 64)
-    with pytest.raises(ValueError, match="128/64"):
+    with pytest.raises(SpecError, match="128/64"):
         tile_shape(128, 64)
     for head_dim in (64, 128):
         plan = config(head_dim)

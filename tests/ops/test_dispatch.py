@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hone.base.errors import SpecError
 from hone.ops import linear, rms_norm, sample
 from hone.ops.dispatch import BACKENDS, RULES, backend_of
 
@@ -20,17 +21,17 @@ def test_every_op_names_its_backends() -> None:
 
 @pytest.mark.parametrize("op", RULES)
 def test_a_backend_that_an_op_has_not_is_an_error(op: str) -> None:
-    with pytest.raises(ValueError, match=f"backend is 'tritno'; that of {op} may be"):
+    with pytest.raises(SpecError, match=f"backend is 'tritno'; that of {op} may be"):
         backend_of(op, torch.device("cpu"), "tritno")
 
 
 def test_a_misspelt_backend_never_runs_something_else() -> None:
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
-    with pytest.raises(ValueError, match="that of linear may be reference, cublas, triton"):
+    with pytest.raises(SpecError, match="that of linear may be reference, cublas, triton"):
         linear(x, weight, backend="torch")
-    with pytest.raises(ValueError, match="that of rms_norm"):
+    with pytest.raises(SpecError, match="that of rms_norm"):
         rms_norm(x, weight[0], 1e-5, backend="gluon")
-    with pytest.raises(ValueError, match="that of sample"):
+    with pytest.raises(SpecError, match="that of sample"):
         sample(x, 1.0, keys=torch.zeros(2, dtype=torch.int64), backend="cpu")
 
 

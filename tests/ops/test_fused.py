@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops import choose, dispatch, fused, reference
 from hone.ops.dispatch import Where
 from hone.ops.paged import write_kv
@@ -45,18 +46,18 @@ def test_codes_times_scales_are_the_norm(kind: str, largest: float, step: float)
 
 def test_wrong_arguments_are_named() -> None:
     x, weight = torch.randn(2, 8), torch.rand(8)
-    with pytest.raises(ValueError, match="residual"):
+    with pytest.raises(SpecError, match="residual"):
         fused.rms_norm(x, weight, 1e-5, torch.randn(3, 8))
-    with pytest.raises(ValueError, match="weight has 7"):
+    with pytest.raises(SpecError, match="weight has 7"):
         fused.rms_norm(x, weight[:7], 1e-5, x)
     for wrong in (weight[:1], torch.rand(2, 8)):  # would be spread over the rows
-        with pytest.raises(ValueError, match="x rows have 8"):
+        with pytest.raises(SpecError, match="x rows have 8"):
             fused.rms_norm(x, wrong, 1e-5)
-    with pytest.raises(ValueError, match="odd"):
+    with pytest.raises(SpecError, match="odd"):
         fused.swiglu(x[:, :7])
-    with pytest.raises(ValueError, match="odd"):
+    with pytest.raises(SpecError, match="odd"):
         fused.rope(x[:, None, :7], torch.zeros(2, 1, 3), torch.zeros(2, 1, 3))
-    with pytest.raises(ValueError, match="quantize is 'int4'"):
+    with pytest.raises(SpecError, match="quantize is 'int4'"):
         fused.rms_norm(x, weight, 1e-5, quantize="int4")
 
 
@@ -105,7 +106,7 @@ def test_pages_of_eight_bits_get_their_scales() -> None:
 
 
 def test_angles_that_do_not_fit_are_an_error() -> None:
-    with pytest.raises(ValueError, match="do not turn"):
+    with pytest.raises(SpecError, match="do not turn"):
         fused.angle_rows(torch.randn(5, 3, 8), torch.randn(5, 1, 3), torch.randn(5, 1, 3))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hone.base.errors import SpecError
 from hone.ops import formats
 from hone.ops.gemm import (
     compress_24,
@@ -124,7 +125,7 @@ def test_sparse_linear_takes_two_of_four() -> None:
     x, bias = torch.randn(3, 64), torch.randn(32)
     assert torch.equal(sparse_linear(x, compress_24(weight), bias), F.linear(x, weight, bias))
     weight[7, 40:43] = 1
-    with pytest.raises(ValueError, match="row 7 keeps more than two of columns 40 to 43"):
+    with pytest.raises(SpecError, match="row 7 keeps more than two of columns 40 to 43"):
         compress_24(weight)
 
 
@@ -157,7 +158,7 @@ def wrong_calls():
 @pytest.mark.parametrize("case", range(19))
 def test_a_wrong_call_is_named(case: int) -> None:
     match, call = list(wrong_calls())[case]
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(SpecError, match=match):
         call()
 
 

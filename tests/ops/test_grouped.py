@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.base.errors import SpecError
 from hone.ops import choose, grouped_linear, permute, unpermute
 from hone.ops.dispatch import Where
 
@@ -50,20 +51,20 @@ def test_a_layer_of_experts_is_a_loop_over_tokens() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     x, ids = torch.randn(4, 6), torch.zeros(4, 2, dtype=torch.long)
-    with pytest.raises(ValueError, match="expert_ids"):
+    with pytest.raises(SpecError, match="expert_ids"):
         permute(x, ids[:3], 2)
-    with pytest.raises(ValueError, match=r"expert_ids torch\.float32"):
+    with pytest.raises(SpecError, match=r"expert_ids torch\.float32"):
         permute(x, ids.float(), 2)
     for wrong in (2, -1):  # more ends than experts, or an error of torch's
-        with pytest.raises(ValueError, match=r"experts in 0 \.\.\. 1"):
+        with pytest.raises(SpecError, match=r"experts in 0 \.\.\. 1"):
             permute(x, ids.index_fill(0, torch.tensor([1]), wrong), 2)
-    with pytest.raises(ValueError, match="weight"):
+    with pytest.raises(SpecError, match="weight"):
         grouped_linear(x[:0], torch.randn(0, 3, 6), torch.zeros(0, dtype=torch.int32))
-    with pytest.raises(ValueError, match="place"):
+    with pytest.raises(SpecError, match="place"):
         unpermute(x, ids[:1])
-    with pytest.raises(ValueError, match="ends"):
+    with pytest.raises(SpecError, match="ends"):
         grouped_linear(x, torch.randn(2, 3, 6), torch.tensor([1, 2, 4], dtype=torch.int32))
-    with pytest.raises(ValueError, match="no gradient"):
+    with pytest.raises(SpecError, match="no gradient"):
         grouped_linear(
             x.requires_grad_(), torch.randn(2, 3, 6), torch.tensor([1, 4], dtype=torch.int32), backend="triton"
         )

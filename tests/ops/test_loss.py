@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops import choose
 from hone.ops.dispatch import Where
 from hone.ops.loss import kernel_rows, linear_cross_entropy
@@ -84,18 +85,18 @@ def test_a_compiled_loss_has_its_gradients() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     x, weight, targets = inputs()
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(SpecError, match="do not fit"):
         linear_cross_entropy(x, weight, targets[:-1])
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(SpecError, match="do not fit"):
         linear_cross_entropy(x, weight[:, :-1], targets)
-    with pytest.raises(ValueError, match="label_smoothing and a lesson"):
+    with pytest.raises(SpecError, match="label_smoothing and a lesson"):
         linear_cross_entropy(x, weight, targets, label_smoothing=0.1, lesson=Lesson(x, weight, 0.5))
-    with pytest.raises(ValueError, match="reduction is 'none'"):
+    with pytest.raises(SpecError, match="reduction is 'none'"):
         linear_cross_entropy(x, weight, targets, reduction="none")
     for rows in (0, -4):  # a negative step walks over no token: a loss of 0 and gradients that nobody wrote
-        with pytest.raises(ValueError, match=f"rows is {rows}"):
+        with pytest.raises(SpecError, match=f"rows is {rows}"):
             linear_cross_entropy(x, weight, targets, rows=rows)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(SpecError, match="do not fit"):
         linear_cross_entropy(x, weight, targets.float())
     for lesson, says in (
         (Lesson(x[:-1], weight, 0.5), "hidden"),
@@ -103,7 +104,7 @@ def test_wrong_arguments_are_named() -> None:
         (Lesson(x, weight[:-1], 0.5), "tokens of the student"),
         (Lesson(x, weight, 0.5, 0.0), "temperature is positive"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(SpecError, match=says):
             linear_cross_entropy(x, weight, targets, lesson=lesson)
 
 

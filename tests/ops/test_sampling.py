@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from hone.base.errors import SpecError
 from hone.ops import choose, sample
 from hone.ops.dispatch import Where
 from hone.ops.sampling import GUMBEL, RESIDUAL, filter_logits, gumbel, noise_keys, token_hashes, uniform
@@ -99,18 +100,18 @@ def test_tensors_and_numbers_filter_alike(
 
 
 def test_wrong_arguments_and_where_it_runs() -> None:
-    with pytest.raises(ValueError, match="keys"):
+    with pytest.raises(SpecError, match="keys"):
         sample(torch.zeros(2, 5), 1.0, keys=torch.zeros(3, dtype=torch.int64))
     keys = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="int64"):  # other noise than the key's
+    with pytest.raises(SpecError, match="int64"):  # other noise than the key's
         sample(torch.zeros(2, 5), 1.0, keys=keys.int())
-    with pytest.raises(ValueError, match=r"logits \(2, 0\)"):
+    with pytest.raises(SpecError, match=r"logits \(2, 0\)"):
         sample(torch.zeros(2, 0), 1.0, keys=keys)
     for name, wrong in (
         ("temperature", -1.0), ("temperature", [1.0, float("nan")]), ("temperature", [1.0] * 3), ("top_k", -1), ("top_p", -0.5),
         ("min_p", 1.5), ("min_p", [0.1, 2.0]),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"{name} (is|has)"):
+        with pytest.raises(SpecError, match=f"{name} (is|has)"):
             sample(torch.zeros(2, 5), **{"temperature": 1.0, "keys": keys, name: wrong})
     h200 = Where("cuda", (9, 0), 132, (3, 6))
     assert choose("sample", h200, dtype=torch.float32).backend == "triton"

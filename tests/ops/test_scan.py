@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hone.base.errors import SpecError
 from hone.ops import scan, scan_delta
 from hone.ops.dispatch import Where, choose
 from hone.ops.recurrence import scan_chunks, scan_steps
@@ -152,9 +153,9 @@ def test_the_delta_rule_of_shared_heads_and_its_refusals():
     beta = torch.rand(1, 9, 4)
     repeated = scan_delta(q, k.repeat_interleave(2, 2), v.expand(-1, -1, 4, -1), beta)
     torch.testing.assert_close(scan_delta(q, k, v, beta), repeated)
-    with pytest.raises(ValueError, match="beta"):
+    with pytest.raises(SpecError, match="beta"):
         scan_delta(q, k, v, beta[..., :2])
-    with pytest.raises(ValueError, match="decay"):
+    with pytest.raises(SpecError, match="decay"):
         scan_delta(q, k, v, beta, -torch.rand(1, 9, 4, 5))
 
 
@@ -192,7 +193,7 @@ def test_halves_are_summed_in_float32():
 )
 def test_refusals_name_the_argument(name, change):
     given = {"q": torch.zeros(2, 4, 2, 5), "k": torch.zeros(2, 4, 2, 5), "v": torch.zeros(2, 4, 2, 3), **change}
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(SpecError, match=name):
         scan(**given)
 
 
@@ -224,7 +225,7 @@ def test_where_it_runs():
 )
 def test_what_does_not_fit_is_named(change, said):
     given = {name: torch.zeros(2, 5, 2, 4) for name in "qkv"} | change
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(SpecError, match=said):
         scan(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 

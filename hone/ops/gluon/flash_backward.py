@@ -14,12 +14,15 @@ from torch import Tensor
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hone.base.errors import SpecError
 from hone.ops.gluon.flash_gradients import flash_backward
 from hone.ops.gluon.flash_passes import finish, prepare
 from hone.ops.masks import Tiles, outer_strides
 
 BLOCK_N = 128
 """Keys a tile: 64 in each of the two softmax warpgroups."""
+
+_OTHERS = "leave `backend` out, or give 'triton', which takes heads up to 256 and blocks from 16"
 
 _SHARE = 16
 """A tile of keys is long, and comes early, if it takes more than 1 / _SHARE of what a multiprocessor has to do."""
@@ -44,7 +47,7 @@ class Config:
 def config(head_dim: int) -> Config:
     """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile, and tiles under way, as there is room for."""
     if head_dim not in (64, 128):
-        raise ValueError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}")
+        raise SpecError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}", fix=_OTHERS)
     if head_dim == 128:
         return Config(block_m=64, stages=3, ds_stages=1, dynamic=True)
     return Config(block_m=128, dynamic=True)
@@ -53,7 +56,8 @@ def config(head_dim: int) -> Config:
 def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
     """(block_m, block_n) for heads of these widths; `limit` is a mask's block, which tiles must divide, or 0."""
     if v_dim != head_dim or (limit and limit < BLOCK_N):
-        raise ValueError(f"the Hopper backward pass has no tiles for heads {head_dim}/{v_dim} and blocks of {limit}")
+        said = f"the Hopper backward pass has no tiles for heads {head_dim}/{v_dim} and blocks of {limit}"
+        raise SpecError(said, fix=_OTHERS)
     return config(head_dim).block_m, BLOCK_N
 
 

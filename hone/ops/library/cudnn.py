@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops.masks import Tiles
 
 _ops = torch.ops.aten
@@ -44,8 +45,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the layouts of q, k, v (contiguous); see `ops.attention`. d_lse must be None."""
     _check(tiles, softcap)
-    if d_lse is not None:
-        raise ValueError("cuDNN's attention takes no gradient of lse")
+    assert d_lse is None, "cuDNN's attention takes no gradient of lse: `ops.attention` sends such a call elsewhere"
     q, k, v, out, d_out = (made.transpose(1, 2) for made in (q, k, v, out, d_out))
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
     grads = _ops._scaled_dot_product_cudnn_attention_backward(
@@ -74,4 +74,9 @@ def _check(tiles: Tiles, softcap: float | None) -> None:
     # cuDNN's causal mask begins at the first key, ours ends at the last: they agree for equal lengths.
     square = tiles.causal and tiles.seq_q == tiles.seq_k
     if not (square or tiles.full) or softcap is not None:
-        raise ValueError("backend 'cudnn' has the full mask and, for equal lengths, the causal one, without softcap")
+        mask = "full" if tiles.full else "causal" if tiles.causal else tiles.rule
+        raise SpecError(
+            f"backend 'cudnn' has the full mask and, for equal lengths, the causal one, without softcap: mask {mask}, "
+            f"{tiles.seq_q} queries, {tiles.seq_k} keys, {softcap=}",
+            fix="leave backend out, or give 'triton'",
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from hone.base.errors import SpecError
 from hone.ops import fused, grouped, sampling
 from hone.ops.loss import linear_cross_entropy
 from hone.ops.reference import Lesson
@@ -192,7 +193,7 @@ def test_strided_inputs_are_read_as_what_they_are() -> None:
         return [q, made]
 
     agree(write)
-    with pytest.raises(ValueError, match="q with strides"):
+    with pytest.raises(SpecError, match="q with strides"):
         fused.rope_write(
             torch.randn(6, 8, 2).mT, *torch.randn(2, 6, 2, 8), cos, sin, *torch.zeros(2, 6, 2, 4, 8), *places.T,
             backend="triton",
