@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hone.ops.compat import aggregate, tma_load, warpgroup_barrier
+from hone.ops.gluon.descriptors import boxes
 from hone.ops.triton.paged import combine
 
 HEADS = gl.constexpr(64)
@@ -275,8 +275,8 @@ def launch(out: Tensor, q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tenso
         seq_lens, ends, rows, TILES=tiles, ROWS=max(16, triton.next_power_of_2(rows)), BLOCK_N=64, num_warps=4
     )
     decode_latents[(programs,)](
-        _boxes(q, 256), _boxes(q, 64), _boxes(pages, 256), _boxes(pages, 64), table, seq_lens, ends, out, part, part_lse,
-        note, table.stride(0), rows, heads, *out.stride()[:2], scale * _LOG2E,
+        boxes(q, 1, 64, 256), boxes(q, 1, 64, 64), boxes(pages, 1, 64, 256), boxes(pages, 1, 64, 64),
+        table, seq_lens, ends, out, part, part_lse, note, table.stride(0), rows, heads, *out.stride()[:2], scale * _LOG2E,
         TILES=tiles, PAGE_SIZE=pages.shape[1], num_warps=4, maxnreg=168,
     )  # fmt: skip
     combine[(programs, min(heads, 64))](
@@ -284,9 +284,3 @@ def launch(out: Tensor, q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tenso
         GROUP=min(heads, 64), DIM_V=512, BLOCK_DV=512, BLOCK_M=64, ROWS=16, SPLITS=32, MANY=False, SINKS=False,
         EARLY=False, num_warps=4,
     )  # fmt: skip
-
-
-def _boxes(made: Tensor, width: int) -> TensorDescriptor:
-    """A TMA descriptor that moves 64 rows of `width` columns; rows past the end read as zeros."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(made, list(made.shape), list(made.stride()), [1, 64, width], layout)

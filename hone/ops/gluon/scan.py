@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hone.ops.compat import tma_load, tma_store, warpgroup_barrier
+from hone.ops.gluon.descriptors import boxes
 from hone.ops.triton.scan import Fall, Tiling, _decays, _edges
 
 CHUNK = 64
@@ -303,7 +304,5 @@ def outputs(
 
 
 def _rows(x: Tensor, columns: int) -> TensorDescriptor:
-    """x [B, S, H, D] as boxes of a chunk's tokens and `columns` numbers of one head; what lies outside reads as zero."""
-    by_head = x.transpose(1, 2)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), [1, 1, CHUNK, columns], layout)
+    """x [B, S, H, D] as boxes of a chunk's tokens and `columns` numbers of one head."""
+    return boxes(x.transpose(1, 2), 1, 1, CHUNK, columns)
