@@ -320,7 +320,7 @@ def _attend_op(
     # `lists` and `blocks` hold those of the forward pass, then, if there is a `reverse`, those of the backward pass.
     if q.numel() == 0 or k.shape[1] == 0:
         return _empty_out(q, v).zero_(), _empty_lse(q).fill_(float("-inf"))
-    tiles = _unpack(q, k, q_data, k_data, lists[:3], blocks[:2], rule, params, kind)
+    tiles = _unpack(q, k, q_data, k_data, lists[:4], blocks[:2], rule, params, kind)
     return importlib.import_module(_FORWARD[backend]).forward(_rows(q), _rows(k), _rows(v), tiles, scale, softcap)
 
 
@@ -377,7 +377,7 @@ def _like(made: Tensor) -> Tensor:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, q_data, k_data, lists, blocks, *rest = inputs
     out, lse = output
-    lists = list(lists)[3:]
+    lists = list(lists)[4:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, q_data, k_data, *lists)
     ctx.num_lists = len(inputs[5])

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 
+FAR_LONGER = 3
+"""How many times the average a row of a list must be to be begun before its turn."""
+
 
 @dataclass(frozen=True, eq=False)
 class Truth:
@@ -177,7 +180,7 @@ def tile_lists(
     transposed: bool,
     device: torch.device,
 ) -> list[Tensor]:
-    """The lists of `Tiles`: kv_count, kv_index, kv_partial and, if `transposed`, q_count, q_index, q_partial."""
+    """The lists of `Tiles`: kv_count, kv_index, kv_partial, kv_turns and, if `transposed`, q_count, q_index, q_partial."""
     can, must = classify(
         q_data, k_data, table, resolve_rule(rule), tuple(params), block, seq_q, seq_k, block_m, block_n, device
     )
@@ -185,6 +188,7 @@ def tile_lists(
     if seq_k % block_n:
         must = must & (torch.arange(num_n, device=device) < num_n - 1)
     lists = _listed(can, must)
+    lists.append(_turns(*lists))
     if transposed:
         if seq_q % block_m:
             must = must & (torch.arange(num_m, device=device) < num_m - 1)[:, None]
@@ -197,11 +201,10 @@ def _(q_data, k_data, table, rule, params, block, seq_q, seq_k, block_m, block_n
     num_m, num_n = -(-seq_q // block_m), -(-seq_k // block_n)
     shapes = [made.shape[:2] for made in (q_data, k_data, table) if made is not None]
     outer = torch.broadcast_shapes((1, 1), *shapes)
-    made = []
-    for rows, columns in ((num_m, num_n), (num_n, num_m))[: 2 if transposed else 1]:
-        for shape in ((rows,), (rows, columns), (rows,)):
-            made.append(torch.empty((*outer, *shape), dtype=torch.int32, device=device))
-    return made
+    shapes = [(num_m,), (num_m, num_n), (num_m,), (num_m, 4)]
+    if transposed:
+        shapes += [(num_n,), (num_n, num_m), (num_n,)]
+    return [torch.empty((*outer, *shape), dtype=torch.int32, device=device) for shape in shapes]
 
 
 def classify(
@@ -263,3 +266,19 @@ def _listed(can: Tensor, must: Tensor) -> list[Tensor]:
     index.scatter_(-1, place, numbers)
     count = can.sum(-1, dtype=torch.int32)
     return [count, index[..., :columns].contiguous(), num_partial]
+
+
+def _turns(count: Tensor, index: Tensor, partial: Tensor) -> Tensor:
+    """Of every row, in the order in which they are best begun: (number, count, partial, first column); [B', H', rows, 4].
+
+    Far longer rows than the average come first, the longest before all, or a launch would end with a program alone at one.
+    Then from the last to the first: neighbours share keys in L2, and under a causal mask the first are the shortest.
+    """
+    rows = count.shape[-1]
+    numbers = torch.arange(rows, dtype=torch.int32, device=count.device)
+    length = count * rows
+    far = length > FAR_LONGER * count.sum(-1, keepdim=True)
+    turn = (torch.where(far, length, 0) + numbers).argsort(-1, descending=True)
+    first = index[..., 0] if index.shape[-1] else torch.zeros_like(count)
+    records = torch.stack((numbers.expand_as(count), count, partial, first), -1)
+    return records.gather(-2, turn[..., None].expand(records.shape))

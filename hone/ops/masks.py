@@ -157,7 +157,8 @@ class Tiles:
 
     `causal` and `full` masks have no lists: their tiles are plain arithmetic. Else kv_index [B', H', nM, nN] begins with the
     tiles that are partly kept (rule and bounds are asked for every pair), kv_partial [B', H', nM] of them, then those wholly
-    kept; kv_count is both together, what follows is meaningless. q_* are the same for each tile of keys: q_index
+    kept; kv_count is both together, what follows is meaningless. kv_turns [B', H', nM, 4] are (tile, count, partial, first of
+    its index) in the order in which tiles are best begun. q_* are the same as kv_* for each tile of keys: q_index
     [B', H', nN, nM]. B', H' are B, H or 1. int32, contiguous. Query i stands at place i + `offset`, which is what a rule gets
     as q. A tile that reaches past the last key is never "wholly kept", nor, in the q_* lists, one past the last query.
     """
@@ -175,6 +176,7 @@ class Tiles:
     kv_count: Tensor | None = None
     kv_index: Tensor | None = None
     kv_partial: Tensor | None = None
+    kv_turns: Tensor | None = None
     q_count: Tensor | None = None
     q_index: Tensor | None = None
     q_partial: Tensor | None = None
@@ -187,8 +189,8 @@ class Tiles:
     @property
     def lists(self) -> list[Tensor]:
         """The lists there are, in the order of the fields."""
-        found = (self.kv_count, self.kv_index, self.kv_partial, self.q_count, self.q_index, self.q_partial)
-        return [made for made in found if made is not None]
+        ahead = (self.kv_count, self.kv_index, self.kv_partial, self.kv_turns)
+        return [made for made in (*ahead, self.q_count, self.q_index, self.q_partial) if made is not None]
 
     def triton_rule(self) -> Any:
         """The rule as a Triton function: a constexpr argument of a kernel, called as rule(q, k, q_data, k_data, params)."""
@@ -196,7 +198,7 @@ class Tiles:
 
     def gluon_rule(self) -> Any:
         """The rule as a Gluon function."""
-        return _gluon_rule(self.rule)
+        return gluon_function(self.rule)
 
 
 @torch.compiler.assume_constant_result
@@ -222,7 +224,8 @@ def _triton_rule(name: str) -> Any:
 
 
 @cache
-def _gluon_rule(name: str) -> Any:
+def gluon_function(name: str) -> Any:
+    """The function that 'module:name' names, compiled by Gluon."""
     from triton.experimental import gluon
 
     return gluon.jit(resolve_rule(name))
@@ -289,25 +292,6 @@ def _longformer(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
 
 def _longformer_causal(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
     return (q >= k) & ((q - k <= params[0]) | (q_data == 1) | (k_data == 1))
-
-
-def _sorted_chunks(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
-    return (q // params[0] - k // params[0] <= 1) & (q // params[0] >= k // params[0])
-
-
-def _lsh(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
-    near = (q // params[0] - k // params[0] <= 1) & (q // params[0] >= k // params[0])
-    return near & (q_data // params[1] == k_data // params[1])
-
-
-def _lsh_causal(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
-    near = (q // params[0] - k // params[0] <= 1) & (q // params[0] >= k // params[0])
-    return near & (q_data // params[1] == k_data // params[1]) & (q_data % params[1] >= k_data % params[1])
-
-
-def _lsh_any_bucket_causal(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
-    near = (q // params[0] - k // params[0] <= 1) & (q // params[0] >= k // params[0])
-    return near & (q_data >= k_data)
 
 
 FULL = Mask(_all)
@@ -423,20 +407,6 @@ def bigbird(
     best, chosen = draws.topk(min(num_random, count), dim=-1)
     table = kept.clone().scatter_(-1, chosen, kept.gather(-1, chosen) | (best >= 0))
     return block_sparse(table.to(device), block, causal=causal)
-
-
-def lsh(positions: Tensor, chunk: int, *, buckets: Tensor | None = None, causal: bool = True) -> Mask:
-    """Sorted tokens see their own chunk and the one before it. Kitaev et al. 2020, arXiv:2001.04451.
-
-    positions int [B, H, S]: where each sorted token stood; with `causal` none sees a later one. buckets int [B, H, S]: tokens
-    of other buckets are not seen (num_buckets * S must stay below 2^31).
-    """
-    seq_len, chunk = positions.shape[-1], _positive("chunk", chunk)
-    if buckets is not None:
-        data = (buckets.long() * seq_len + positions).int()
-        return Mask(_lsh_causal if causal else _lsh, (chunk, seq_len), data, data)
-    data = positions.int()
-    return Mask(_lsh_any_bucket_causal if causal else _sorted_chunks, (chunk,), data, data)
 
 
 def _not_negative(what: str, *values: int) -> None:

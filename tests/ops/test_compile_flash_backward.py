@@ -13,12 +13,13 @@ from hone.ops.compat import INTERPRETED
 from hone.ops.gluon.flash_backward import BLOCK_N, config, tile_shape
 from hone.ops.gluon.flash_gradients import flash_backward
 from hone.ops.gluon.flash_passes import finish, prepare
-from hone.ops.masks import _gluon_rule
+from hone.ops.gluon.flash_ranges import QUERIES
+from hone.ops.masks import gluon_function
 from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
-ANALYTIC = {"RULE": None, "PARAMS": (), "HAS_DATA": (False, False)}
+ANALYTIC = {"RULE": None, "QUERIES": None, "PARAMS": (), "HAS_DATA": (False, False)}
 
 
 def compiled(head_dim: int, dtype: str = "bf16", softcap: float | None = None, group: int = 1, **mask) -> Compiled:
@@ -75,11 +76,19 @@ def test_full_half_precision():
 
 
 def test_lists_with_a_rule_and_shared_heads():
-    rule = _gluon_rule("hone.ops.masks:_since")
-    mask = {"MASK": "lists", "RULE": rule, "PARAMS": (), "HAS_DATA": (True, False)}
+    rule = gluon_function("hone.ops.masks:_since")
+    mask = {"MASK": "lists", "RULE": rule, "QUERIES": None, "PARAMS": (), "HAS_DATA": (True, False)}
     record = compiled(128, group=4, **mask)
     steps(record, 128)
     assert record.spill_bytes <= 1600, record.line()
+
+
+def test_lists_with_a_range_of_queries_for_each_key():
+    name = "hone.ops.masks:_band"
+    mask = {"MASK": "lists", "RULE": gluon_function(name), "QUERIES": gluon_function(QUERIES[name])}
+    record = compiled(128, PARAMS=(1023, 0), HAS_DATA=(False, False), **mask)
+    steps(record, 128)
+    assert record.spill_bytes <= 600, record.line()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

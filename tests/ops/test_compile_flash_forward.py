@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from hone.ops.compat import INTERPRETED
-from hone.ops.gluon import flash, flash_order
-from hone.ops.masks import _gluon_rule
-from tests.ops.compiled import Compiled, compile_gluon, compile_triton, descriptor
+from hone.ops.gluon import flash
+from hone.ops.gluon.descriptors import boxes
+from hone.ops.gluon.flash_ranges import KEYS
+from hone.ops.masks import gluon_function
+from tests.ops.compiled import Compiled, compile_gluon, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
 SINCE = {"KIND": "lists", "RULE": "hone.ops.masks:_since", "PARAMS": (), "DATA": (True, False)}
-CHUNKS = {"KIND": "lists", "RULE": "hone.ops.masks:_lsh", "PARAMS": (64, 4096), "DATA": (True, True)}
+BAND = {"KIND": "lists", "RULE": "hone.ops.masks:_band", "PARAMS": (1023, 0), "DATA": (False, False)}
+SAME = {"KIND": "lists", "RULE": "hone.ops.masks:_same_document", "PARAMS": (), "DATA": (True, True)}
 CAUSAL = {"KIND": "causal", "RULE": None, "PARAMS": (), "DATA": (False, False)}
 
 
@@ -41,15 +45,16 @@ def compiled(head_dim: int, *, softcap: bool = False, dtype: str = "bf16", **mas
         "REGS": flash._REGISTERS,
         "TURNS": config.turns,
         **mask,
-        "RULE": mask["RULE"] and _gluon_rule(mask["RULE"]),
+        "RULE": mask["RULE"] and gluon_function(mask["RULE"]),
+        "RANGE": gluon_function(KEYS[mask["RULE"]]) if mask["RULE"] in KEYS else None,
     }
     return compile_gluon(flash.flash_forward, signature, constants, maxnreg=flash._MAX_REGISTERS)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "mask"),
-    [(128, CAUSAL), (64, CAUSAL), (128, SINCE), (128, CHUNKS)],
-    ids=["128", "64", "since", "chunks"],
+    [(128, CAUSAL), (64, CAUSAL), (128, SINCE), (128, BAND), (128, SAME)],
+    ids=["128", "64", "since", "band", "same"],
 )
 def test_forward(head_dim: int, mask: dict) -> None:
     record = compiled(head_dim, **mask)
@@ -59,7 +64,9 @@ def test_forward(head_dim: int, mask: dict) -> None:
     assert record.waits().count(1) >= 2 * 2, record.line()
 
 
-def test_order_of_tiles() -> None:
-    signature = dict.fromkeys(["kv_count", "kv_index", "kv_partial", "made"], "*i32") | {"num_m": "i32", "num_n": "i32"}
-    record = compile_triton(flash_order.order_tiles, signature, {"BLOCK": flash_order._BLOCK}, num_warps=4)
-    assert record.clean, record.line()
+def test_boxes_have_legal_strides() -> None:
+    line = torch.empty(7 * 72, dtype=torch.bfloat16)
+    found = boxes(line.as_strided((1, 7, 1, 68), (3, 72, 5, 1)), 1, 64, 1, 64)
+    assert found.shape == [1, 7, 1, 68] and found.strides == [72, 72, 72, 1] and found.block_shape == [1, 64, 1, 64]
+    assert found.layout.element_bitwidth == 16 and found.layout.rank == 4
+    assert boxes(line.float().view(7, 72), 64, 64).layout.element_bitwidth == 32

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops import masks
-from hone.ops.intervals import Interval, resolve_rule
-from hone.ops.masks import CAUSAL, FULL, Mask, as_flex
+from hone.ops.gluon import flash_ranges as ranges
+from hone.ops.intervals import FAR_LONGER, Interval, resolve_rule
+from hone.ops.masks import CAUSAL, FULL, Mask, Tiles, as_flex
 
 CPU = torch.device("cpu")
 
@@ -29,9 +30,8 @@ def every_mask(seq_len: int, batch: int, heads: int, seed: int) -> list[Mask]:
         return torch.randint(0, high, shape, generator=generator)
 
     ids = draw(4, batch, seq_len).sort(-1).values
-    positions = torch.stack([torch.randperm(seq_len, generator=generator) for _ in range(batch * heads)])
-    positions = positions.view(batch, heads, seq_len)
     data = draw(4, batch, 1, seq_len).int()
+    own = draw(4, batch, heads, seq_len).sort(-1).values.int()
     return [
         FULL,
         CAUSAL,
@@ -46,11 +46,8 @@ def every_mask(seq_len: int, batch: int, heads: int, seed: int) -> list[Mask]:
         masks.longformer(draw(9, batch, seq_len) == 0, 6, causal=True),
         masks.bigbird(seq_len, block=16, num_heads=heads, seed=seed),
         masks.bigbird(seq_len, block=16, seed=seed, causal=True),
-        masks.lsh(positions, 16),
-        masks.lsh(positions, 16, causal=False),
-        masks.lsh(positions, 16, buckets=draw(3, batch, heads, seq_len).sort(-1).values),
-        masks.lsh(positions, 16, buckets=draw(3, batch, heads, seq_len).sort(-1).values, causal=False),
         Mask(odd_rule, (3, 8), data, data),
+        Mask(odd_rule, (3, 8), own, own),
     ]
 
 
@@ -72,6 +69,19 @@ def check_lists(lists: list[Tensor], kept: Tensor, block_rows: int, block_column
                     assert here[:, column * block_columns : (column + 1) * block_columns].all()
 
 
+def check_turns(tiles: Tiles) -> None:
+    """Every tile of queries once: far longer ones first, the longest before all, then from the last to the first."""
+    for b in range(tiles.kv_count.shape[0]):
+        for h in range(tiles.kv_count.shape[1]):
+            counts, partial = tiles.kv_count[b, h].tolist(), tiles.kv_partial[b, h].tolist()
+            limit = FAR_LONGER * sum(counts) / len(counts)
+            turns = sorted(range(len(counts)), key=lambda m: (-counts[m] if counts[m] > limit else 0, -m))
+            first = [int(tiles.kv_index[b, h, m, 0]) if counts[m] else 0 for m in turns]
+            assert tiles.kv_turns[b, h].tolist() == [
+                [m, counts[m], partial[m], at] for m, at in zip(turns, first, strict=True)
+            ]
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     seq_len=st.sampled_from([1, 16, 50, 97, 128]),
@@ -88,7 +98,8 @@ def test_tile_lists_of_every_mask(seq_len, batch, heads, blocks, seed) -> None:
             continue
         kept = mask.dense(seq_len, seq_len, CPU)
         check_lists(tiles.lists[:3], kept, *blocks)
-        check_lists(tiles.lists[3:], kept.mT, *blocks[::-1])
+        check_lists(tiles.lists[4:], kept.mT, *blocks[::-1])
+        check_turns(tiles)
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(30, 90), (90, 30)])
@@ -97,7 +108,8 @@ def test_tile_lists_when_lengths_differ(seq_q: int, seq_k: int) -> None:
         tiles = mask.tiles(seq_q, seq_k, 16, 8, CPU, transposed=True)
         kept = mask.dense(seq_q, seq_k, CPU)
         check_lists(tiles.lists[:3], kept, 16, 8)
-        check_lists(tiles.lists[3:], kept.mT, 8, 16)
+        check_lists(tiles.lists[4:], kept.mT, 8, 16)
+        check_turns(tiles)
 
 
 def test_lists_are_tight_where_it_matters() -> None:
@@ -118,6 +130,19 @@ def test_lists_are_tight_where_it_matters() -> None:
     tiles = masks.block_sparse(table, 128).tiles(1024, 1024, 128, 128, CPU)
     assert tiles.kv_count[0, 0].tolist() == table.sum(1).tolist()
     assert not tiles.kv_partial.any()
+
+
+def test_far_longer_rows_of_tiles_come_first() -> None:
+    table = torch.rand(2, 150, 40, generator=torch.Generator().manual_seed(0)) < 0.1
+    table[:, ::50] = True
+    table[0, 50, 7] = False
+    table[1, -1] = False  # sees nothing at all
+    tiles = masks.block_sparse(table, 16).tiles(150 * 16, 40 * 16, 16, 16, CPU)
+    check_turns(tiles)
+    assert tiles.kv_turns[0, :, :4, 0].tolist() == [[100, 0, 50, 149], [100, 50, 0, 149]]
+    assert tiles.kv_turns[0, 1, 3].tolist() == [149, 0, 0, 0]
+    none = masks.window(3).tiles(5, 0, 16, 16, CPU)
+    assert none.kv_turns.tolist() == [[[[0, 0, 0, 0]]]]
 
 
 def test_rules_say_what_they_mean() -> None:
@@ -163,13 +188,36 @@ def test_bigbird_is_a_window_the_ends_and_chance() -> None:
     assert not causal.triu(1).any() and causal.diagonal(dim1=-2, dim2=-1).all()
 
 
-def test_lsh_sees_its_chunk_and_the_one_before() -> None:
-    positions = torch.randperm(64)[None, None]
-    kept = masks.lsh(positions, 16).dense(64, 64, CPU)[0, 0]
-    for i in range(64):
-        for j in range(64):
-            near = i // 16 - j // 16 in (0, 1)
-            assert kept[i, j] == (near and positions[0, 0, j] <= positions[0, 0, i])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), edge=st.sampled_from([0, 9, 300, ranges._FAR - 1]))
+def test_ranges_say_what_their_rules_say(data, edge) -> None:
+    """In int32, as kernels count."""
+    params = tuple(data.draw(st.lists(st.integers(-edge, edge), min_size=2, max_size=2)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    q, k = torch.arange(-90, 200, dtype=torch.int32)[:, None], torch.arange(150, dtype=torch.int32)[None, :]
+    q_data = torch.randint(-1 - edge, 160 + edge, q.shape, generator=generator, dtype=torch.int32)
+    for rule, name in ranges.KEYS.items():
+        first, last = resolve_rule(name)(q, q_data, params)
+        assert torch.equal(resolve_rule(rule)(q, k, q_data, 0, params), (first <= k) & (k <= last))
+    for rule, name in ranges.QUERIES.items():
+        first, last = resolve_rule(name)(k, params)
+        assert torch.equal(resolve_rule(rule)(q, k, q_data, 0, params), (first <= q) & (q <= last))
+
+
+def test_which_masks_are_ranges() -> None:
+    pytest.importorskip("triton")
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    found = {
+        mask.name.partition(":")[2]: [
+            what(mask.tiles(64, 64, 16, 16, CPU)) for what in (ranges.keys_of, ranges.queries_of)
+        ]
+        for mask in (masks.window(9), masks.documents(ids), masks.documents(ids, causal=False), Mask(odd_rule, (3, 8)))
+    }
+    assert [made is not None for made in found["_band"]] == [True, True]
+    assert [made is not None for made in found["_since"]] == [True, False]
+    assert found["_same_document"] == found["odd_rule"] == [None, None]
+    far = masks.band(1 << 30, 0).tiles(64, 64, 16, 16, CPU)  # as far as an int32 does not go
+    assert ranges.keys_of(far) is None and ranges.queries_of(far) is None
 
 
 def test_flex_sees_the_same() -> None:
@@ -184,7 +232,8 @@ def test_flex_sees_the_same() -> None:
 def test_lists_are_kept_and_let_go() -> None:
     mask = Mask(odd_rule, (3, 8))
     first = mask.tiles(64, 64, 16, 16, CPU)
-    assert mask.tiles(64, 64, 16, 16, CPU).kv_index is first.kv_index
+    again = mask.tiles(64, 64, 16, 16, CPU)
+    assert again.kv_index is first.kv_index and again.kv_turns is first.kv_turns
     assert mask.tiles(65, 65, 16, 16, CPU).kv_index is not first.kv_index
     for length in range(1, 40):
         mask.tiles(length, length, 16, 16, CPU)
@@ -222,8 +271,6 @@ def test_wrong_masks_say_so() -> None:
     ):
         with pytest.raises(SpecError, match="count tokens from 0"):
             wrong()
-    with pytest.raises(SpecError, match="chunk of 0"):
-        masks.lsh(torch.zeros(1, 1, 4, dtype=torch.int64), 0)
     with pytest.raises(SpecError, match=r"ids are of shape \[5\]"):
         masks.documents(torch.zeros(5, dtype=torch.int64))
     with pytest.raises(SpecError, match=r"table is of shape \[4\]"):

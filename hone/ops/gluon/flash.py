@@ -17,11 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hone.ops.dispatch import locate
+from hone.ops.gluon.descriptors import boxes
 from hone.ops.gluon.flash_loads import Buffers, barriers, produce, published
-from hone.ops.gluon.flash_order import ordered
+from hone.ops.gluon.flash_ranges import keys_of
 from hone.ops.gluon.flash_tiles import (
     Plan,
     any_above,
@@ -208,8 +208,9 @@ def flash_forward(
     q_desc, k_desc, v_desc, o_desc, lse, counter, order, kv_index, q_data, k_data,
     seq_q, seq_k, heads, num_m, num_n, num_tiles, span, list_batch, list_head, q_batch, q_head, k_batch, k_head,
     scale_log2, cap, cap_log2,
-    KIND: gl.constexpr, RULE: gl.constexpr, PARAMS: gl.constexpr, DATA: gl.constexpr, GROUP: gl.constexpr,
-    CAP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, Q_REG: gl.constexpr, REGS: gl.constexpr, TURNS: gl.constexpr,
+    KIND: gl.constexpr, RULE: gl.constexpr, RANGE: gl.constexpr, PARAMS: gl.constexpr, DATA: gl.constexpr,
+    GROUP: gl.constexpr, CAP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, Q_REG: gl.constexpr,
+    REGS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; see the module. out by TMA in o_desc's tensor, lse float32 [B, H, Sq]."""
     BN: gl.constexpr = k_desc.block_shape[1]
@@ -218,8 +219,8 @@ def flash_forward(
     Q_SLOTS: gl.constexpr = PARTS if Q_REG else 2 * PARTS
     plan = Plan(
         seq_q, seq_k, heads, num_m, num_n, num_tiles, span, order, kv_index, list_batch, list_head,
-        q_data, q_batch, q_head, k_data, k_batch, k_head, scale_log2, cap, cap_log2, KIND, RULE, PARAMS, DATA, GROUP,
-        64 * PARTS, BN, CAP,
+        q_data, q_batch, q_head, k_data, k_batch, k_head, scale_log2, cap, cap_log2, KIND, RULE, RANGE, PARAMS, DATA,
+        GROUP, 64 * PARTS, BN, CAP,
     )  # fmt: skip
     mem = Buffers(
         gl.allocate_shared_memory(q_desc.dtype, [Q_SLOTS, 1, 64, 1, D], q_desc.layout),
@@ -298,7 +299,7 @@ def launch(
     span: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`forward` cut as `config` says, `span` heads at once."""
-    batch, seq_q, heads, _ = q.shape
+    batch, seq_q, heads, head_dim = q.shape
     seq_k, kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
     out = q.new_empty(batch, seq_q, heads, v_dim)
     lse = q.new_empty((batch, heads, seq_q), dtype=torch.float32)
@@ -306,27 +307,20 @@ def launch(
     num_tiles = num_m * heads * batch
     kind = "causal" if tiles.causal else "full" if tiles.full else "lists"
     listed = kind == "lists"
-    counter, order = ordered(tiles) if listed else (torch.zeros(1, dtype=torch.int32, device=q.device), lse)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     log2_scale = scale * _LOG2E
     flash_forward[(min(num_tiles, locate(q.device).num_sms),)](
-        _boxes(q, 64), _boxes(k, config.block_n), _boxes(v, config.block_n), _boxes(out, 64), lse, counter, order,
-        tiles.kv_index if listed else lse,
+        boxes(q, 1, 64, 1, head_dim), boxes(k, 1, config.block_n, 1, head_dim),
+        boxes(v, 1, config.block_n, 1, v_dim), boxes(out, 1, 64, 1, v_dim), lse, counter,
+        tiles.kv_turns if listed else lse, tiles.kv_index if listed else lse,
         lse if tiles.q_data is None else tiles.q_data, lse if tiles.k_data is None else tiles.k_data,
         seq_q, seq_k, heads, num_m, num_n, num_tiles, min(span or _SPANS[kind], batch * heads),
         *outer_strides(tiles.kv_count), *outer_strides(tiles.q_data), *outer_strides(tiles.k_data),
         log2_scale if softcap is None else _LOG2E, softcap or 1.0, 2.0 * log2_scale / (softcap or 1.0),
-        KIND=kind, RULE=tiles.gluon_rule() if listed else None, PARAMS=tiles.params if listed else (),
+        KIND=kind, RULE=tiles.gluon_rule() if listed else None, RANGE=keys_of(tiles) if listed else None,
+        PARAMS=tiles.params if listed else (),
         DATA=(tiles.q_data is not None, tiles.k_data is not None), GROUP=heads // kv_heads, CAP=softcap is not None,
         PARTS=_PARTS, STAGES=config.stages, Q_REG=config.q_in_registers, REGS=_REGISTERS, TURNS=config.turns,
         num_warps=4, maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
     return out, lse
-
-
-def _boxes(made: Tensor, rows: int) -> TensorDescriptor:
-    """A TMA descriptor that moves `rows` rows of one head at a time; rows past the end of a sequence read as zeros."""
-    width = made.shape[3]
-    grain = 16 // made.element_size()
-    strides = [s if n > 1 else -(-width // grain) * grain for s, n in zip(made.stride()[:3], made.shape[:3])]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(made, list(made.shape), [*strides, 1], [1, rows, 1, width], layout)

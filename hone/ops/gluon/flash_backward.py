@@ -15,8 +15,10 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hone.base.errors import SpecError
+from hone.ops.gluon.descriptors import boxes
 from hone.ops.gluon.flash_gradients import flash_backward
 from hone.ops.gluon.flash_passes import finish, prepare
+from hone.ops.gluon.flash_ranges import queries_of
 from hone.ops.masks import Tiles, outer_strides
 
 BLOCK_N = 128
@@ -117,14 +119,13 @@ def launch(
         has_lists, has_data, d_lse is not None, head_dim, rows,
     )  # fmt: skip
     flat = NVMMASharedLayout(0, 32, rank=1)
-    halves = NVMMASharedLayout(128, 32, rank=2)
+    half = (1, 64, 1, head_dim)
     num_tiles = num_n * batch * num_kv_heads
     programs = min(num_sms(q.device), num_tiles) if plan.dynamic else num_tiles
     flash_backward[(programs,)](
-        _boxed(q, rows), _boxed(k, 64), _boxed(v, 64), _boxed(d_out, rows),
-        TensorDescriptor(stats, [stats.numel()], [1], [rows], flat),
-        TensorDescriptor(dq_sum, list(dq_sum.shape), [head_dim, 1], [64, 64], halves),
-        _boxed(dk, 64), _boxed(dv, 64), *lists,
+        boxes(q, 1, rows, 1, head_dim), boxes(k, *half), boxes(v, *half), boxes(d_out, 1, rows, 1, head_dim),
+        TensorDescriptor(stats, [stats.numel()], [1], [rows], flat), boxes(dq_sum, 64, 64),
+        boxes(dk, *half), boxes(dv, *half), *lists,
         counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
         GROUP=num_heads // num_kv_heads, SOFTCAP=softcap, **kind,
         BM=rows, D=head_dim, STAGES=plan.stages, DS_STAGES=plan.ds_stages,
@@ -138,13 +139,13 @@ def launch(
 def _mask(tiles: Tiles, none: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # The kernel's run-time and compile-time arguments that say who sees whom; `none` stands for what there is not.
     if tiles.full or tiles.causal:
-        kind = {"MASK": "full" if tiles.full else "causal", "RULE": None, "PARAMS": (), "HAS_DATA": (False, False)}
-        return (none, none, none, none, 0, 0, none, 0, 0), kind
+        kind = {"RULE": None, "QUERIES": None, "PARAMS": (), "HAS_DATA": (False, False)}
+        return (none, none, none, none, 0, 0, none, 0, 0), kind | {"MASK": "full" if tiles.full else "causal"}
     has_data = (tiles.q_data is not None, tiles.k_data is not None)
-    kind = {"MASK": "lists", "RULE": tiles.gluon_rule(), "PARAMS": tiles.params, "HAS_DATA": has_data}
+    kind = {"RULE": tiles.gluon_rule(), "QUERIES": queries_of(tiles), "PARAMS": tiles.params, "HAS_DATA": has_data}
     q_order = torch.empty_like(tiles.q_count)
     lists = (tiles.q_count, tiles.q_index, tiles.q_partial, q_order, *outer_strides(tiles.q_count))
-    return (*lists, tiles.k_data if has_data[1] else none, *outer_strides(tiles.k_data)), kind
+    return (*lists, tiles.k_data if has_data[1] else none, *outer_strides(tiles.k_data)), kind | {"MASK": "lists"}
 
 
 def _for_tma(tensor: Tensor) -> Tensor:
@@ -153,16 +154,6 @@ def _for_tma(tensor: Tensor) -> Tensor:
     unit = 16 // tensor.element_size()
     fits = tensor.stride(-1) == 1 and all(stride > 0 and stride % unit == 0 for stride in strides[:-1])
     return tensor if fits and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
-
-
-def _boxed(tensor: Tensor, rows: int) -> TensorDescriptor:
-    # [B, S, H, D] in boxes of `rows` tokens of one head. An axis of size 1 may have any stride: give it a legal one.
-    head_dim = tensor.shape[-1]
-    strides = [stride if size > 1 else head_dim for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    strides[-1] = 1
-    return TensorDescriptor(
-        tensor, list(tensor.shape), strides, [1, rows, 1, head_dim], NVMMASharedLayout(128, 16, rank=4)
-    )
 
 
 @cache

@@ -350,9 +350,9 @@ def flash_backward(
     q_count, q_index, q_partial, q_order, list_b, list_h,
     k_data, k_data_b, k_data_h,
     counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
-    GROUP: gl.constexpr, MASK: gl.constexpr, RULE: gl.constexpr, PARAMS: gl.constexpr, HAS_DATA: gl.constexpr,
-    SOFTCAP: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
-    SOFTMAX_REGS: gl.constexpr, DQ_REGS: gl.constexpr, DYNAMIC: gl.constexpr,
+    GROUP: gl.constexpr, MASK: gl.constexpr, RULE: gl.constexpr, QUERIES: gl.constexpr, PARAMS: gl.constexpr,
+    HAS_DATA: gl.constexpr, SOFTCAP: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    DS_STAGES: gl.constexpr, SOFTMAX_REGS: gl.constexpr, DQ_REGS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, Sk, KV, D] and dq, the sum [B * H * tiles of queries * BM, D] in float32, which must be 0 at the start.
 
@@ -383,7 +383,8 @@ def flash_backward(
     p = Problem(
         q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, q_order, list_b, list_h,
         k_data, k_data_b, k_data_h,
-        counter, scale, num_tiles, num_kv_heads, seq_q, seq_k, GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP, DYNAMIC,
+        counter, scale, num_tiles, num_kv_heads, seq_q, seq_k, GROUP, MASK, RULE, QUERIES, PARAMS, HAS_DATA, SOFTCAP,
+        DYNAMIC,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

@@ -40,6 +40,7 @@ class Problem:
     GROUP: gl.constexpr
     MASK: gl.constexpr
     RULE: gl.constexpr
+    QUERIES: gl.constexpr
     PARAMS: gl.constexpr
     HAS_DATA: gl.constexpr
     SOFTCAP: gl.constexpr
@@ -49,7 +50,7 @@ class Problem:
     def __init__(
         self, q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, q_order, list_b, list_h,
         k_data, k_data_b, k_data_h, counter, scale, num_tiles, num_kv_heads, seq_q, seq_k,
-        GROUP, MASK, RULE, PARAMS, HAS_DATA, SOFTCAP, DYNAMIC,
+        GROUP, MASK, RULE, QUERIES, PARAMS, HAS_DATA, SOFTCAP, DYNAMIC,
     ):  # fmt: skip
         self.q, self.k, self.v, self.d_out = q, k, v, d_out
         self.stats, self.dq, self.dk, self.dv = stats, dq, dk, dv
@@ -59,7 +60,8 @@ class Problem:
         self.counter, self.scale, self.num_tiles, self.num_kv_heads = counter, scale, num_tiles, num_kv_heads
         self.seq_q, self.seq_k = seq_q, seq_k
         self.GROUP, self.MASK = gl.constexpr(GROUP), gl.constexpr(MASK)
-        self.RULE, self.PARAMS, self.HAS_DATA = gl.constexpr(RULE), gl.constexpr(PARAMS), gl.constexpr(HAS_DATA)
+        self.RULE, self.QUERIES = gl.constexpr(RULE), gl.constexpr(QUERIES)
+        self.PARAMS, self.HAS_DATA = gl.constexpr(PARAMS), gl.constexpr(HAS_DATA)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
 
@@ -240,9 +242,14 @@ def keep(p, b, h, q_at, k_at, q_data):
     cols = (q_at + (p.seq_k - p.seq_q))[None, :]
     if p.MASK == "causal":
         kept = rows <= cols
+    elif p.QUERIES is not None:
+        # One comparison for both ends of a key's range.
+        first, last = p.QUERIES(rows, p.PARAMS)
+        length = gl.where(rows < p.seq_k, gl.maximum(last + 1 - first, 0), 0)
+        kept = (cols - first).to(gl.uint32, bitcast=True) < length.to(gl.uint32, bitcast=True)
     else:
         kept = rows < p.seq_k
-    if p.MASK == "lists":
+    if p.MASK == "lists" and p.QUERIES is None:
         if p.HAS_DATA[1]:
             k_data = gl.load(p.k_data + b * p.k_data_b + h * p.k_data_h + k_at, mask=k_at < p.seq_k, other=0)
         else:

@@ -41,6 +41,7 @@ class Plan:
     cap_log2: gl.tensor
     KIND: gl.constexpr
     RULE: gl.constexpr
+    RANGE: gl.constexpr
     PARAMS: gl.constexpr
     DATA: gl.constexpr
     GROUP: gl.constexpr
@@ -51,8 +52,8 @@ class Plan:
     @gluon.constexpr_function
     def __init__(
         self, seq_q, seq_k, heads, num_m, num_n, num_tiles, span, order, kv_index, list_batch, list_head,
-        q_data, q_batch, q_head, k_data, k_batch, k_head, scale_log2, cap, cap_log2, KIND, RULE, PARAMS, DATA, GROUP,
-        BM, BN, CAP,
+        q_data, q_batch, q_head, k_data, k_batch, k_head, scale_log2, cap, cap_log2, KIND, RULE, RANGE, PARAMS, DATA,
+        GROUP, BM, BN, CAP,
     ):  # fmt: skip
         self.seq_q = seq_q
         self.seq_k = seq_k
@@ -76,6 +77,7 @@ class Plan:
         self.cap_log2 = cap_log2
         self.KIND = gl.constexpr(KIND)
         self.RULE = gl.constexpr(RULE)
+        self.RANGE = gl.constexpr(RANGE)
         self.PARAMS = gl.constexpr(PARAMS)
         self.DATA = gl.constexpr(DATA)
         self.GROUP = gl.constexpr(GROUP)
@@ -115,8 +117,8 @@ class Tile:
 def tile_at(plan, t):
     """The t-th tile of this launch.
 
-    Tiles of unequal lengths go through `span` heads at once, the longest first under a causal mask and as flash_order says
-    where there are lists: the programs end together, and what runs at one time shares keys and values in L2.
+    Tiles of unequal lengths go through `span` heads at once, the longest first under a causal mask and in the lists' order
+    of turns: the programs end together, and what runs at one time shares keys and values in L2.
     """
     live = t < plan.num_tiles
     t = gl.minimum(t, plan.num_tiles - 1)
@@ -134,7 +136,7 @@ def tile_at(plan, t):
     head = row % plan.heads
     if plan.KIND == "lists":
         start = batch * plan.list_batch + head * plan.list_head
-        # flash_order.order_tiles wrote these four.
+        # `Tiles.kv_turns`.
         record = plan.order + 4 * (start + plan.num_m - 1 - m)
         m = gl.load(record)
         count = gl.load(record + 1)
@@ -221,21 +223,28 @@ def masked(s, plan, tile, n, numbers, PART: gl.constexpr):
     elif plan.KIND == "full":
         keep = eights < plan.seq_k - mine
     else:
-        columns = eights + mine
-        inside = columns < gl.where(tile.at >= 0, plan.seq_k, 0)
+        limit = gl.where(tile.at >= 0, plan.seq_k, 0)
         q_data = 0
         k_data = 0
         if plan.DATA[0]:
             q_data = gl.convert_layout(numbers, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
             q_data = q_data[:, None, None, None]
-        if plan.DATA[1]:
+        if plan.RANGE is None and plan.DATA[1]:
             data = plan.k_data + tile.batch * plan.k_batch + tile.head * plan.k_head
             # One load a thread, spread through shared memory: as many loads as columns would take as many registers.
             line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
             at = n * BN + gl.arange(0, BN, line)
             k_data = gl.load(data + at, mask=at < plan.seq_k, other=0).reshape([1, BN // 8, 4, 2])
             k_data = gl.convert_layout(k_data, layout)
-        keep = plan.RULE(places, columns, q_data, k_data, plan.PARAMS) & inside
+        if plan.RANGE is None:
+            columns = eights + mine
+            keep = plan.RULE(places, columns, q_data, k_data, plan.PARAMS) & (columns < limit)
+        else:
+            # One comparison for both ends of a row's range, and nothing but a column's number changes from pair to pair.
+            first, last = plan.RANGE(places, q_data, plan.PARAMS)
+            first = gl.maximum(first, 0)
+            length = gl.maximum(gl.minimum(last + 1, limit) - first, 0)
+            keep = (eights + (mine - first)).to(gl.uint32, bitcast=True) < length.to(gl.uint32, bitcast=True)
     return gl.convert_layout(gl.where(keep, wide, float("-inf")).reshape([64, BN]), s.type.layout)
 
 

@@ -43,6 +43,12 @@ def both_passes(
     return [out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)]
 
 
+def groups_of_every_head(batch: int, heads: int, seq_len: int) -> Mask:
+    """Tokens of a run see each other, and every head cuts the row into runs of its own."""
+    data = torch.randint(0, 9, (batch, heads, seq_len), device="cuda", dtype=torch.int32).sort(-1).values
+    return Mask(masks._same_document, (), data, data)
+
+
 def check(
     shape: tuple[int, int, int, int, int],
     widths: tuple[int, int],

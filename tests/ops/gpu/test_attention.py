@@ -80,9 +80,15 @@ def test_global_tokens_three_heads_to_a_key_head() -> None:
     check((3, 1003, 1003, 6, 2), (64, 64), mask, "gluon", loose=True)
 
 
-def test_sorted_chunks_see_by_original_place() -> None:
-    positions = torch.stack([torch.randperm(1024, device="cuda") for _ in range(8)]).view(2, 4, 1024)
-    check((2, 1024, 1024, 4, 4), (64, 64), masks.lsh(positions, 128), "gluon", FP16, loose=True)
+def test_data_of_every_head() -> None:
+    check((2, 1024, 1024, 4, 4), (64, 64), case.groups_of_every_head(2, 4, 1024), "gluon", FP16, loose=True)
+
+
+def test_a_band_as_a_range_and_as_a_rule() -> None:
+    # More queries than keys, so that some see nothing; the second is too wide to be taken as a range.
+    for lengths in ((700, 700), (333, 1400), (1025, 77)):
+        for mask in (masks.band(30, 200), masks.band(100, 1 << 30)):
+            check((2, *lengths, 4, 2), (128, 128), mask, "gluon", loose=True)
 
 
 def test_softcap() -> None:

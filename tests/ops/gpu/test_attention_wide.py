@@ -105,8 +105,7 @@ def test_full_and_softcap_in_float16() -> None:
 
 def test_global_tokens_and_data_of_every_head() -> None:
     check((2, 700, 700, 3, 1), (64, 64), masks.longformer(torch.rand(2, 700, device="cuda") < 0.01, 50, 50), "triton")
-    positions = torch.stack([torch.randperm(512, device="cuda") for _ in range(8)]).view(2, 4, 512)
-    check((2, 512, 512, 4, 4), (64, 64), masks.lsh(positions, 128), "triton")
+    check((2, 512, 512, 4, 4), (64, 64), case.groups_of_every_head(2, 4, 512), "triton")
 
 
 def test_a_union_of_masks_is_the_merge_of_its_parts() -> None:
