@@ -128,7 +128,8 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend: str | None = None) -> Tensor:
     """Turns the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]; arXiv:2104.09864.
 
-    `in_place` overwrites x and returns it (serving: no gradient). Differentiable in x. Raises SpecError for an odd Dh.
+    `in_place` overwrites x and returns it (serving: no gradient). Differentiable in x. Raises SpecError for an odd Dh and for
+    angles of another width.
     """
     if x.shape[-1] % 2:
         raise SpecError(f"x {tuple(x.shape)} has no pairs to turn: its last axis is odd", fix="take an even head_dim")
@@ -141,6 +142,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend
                 return x
             return _way(_rope_op, _rotated, _Rotated, x)(x, cos, sin, 1.0)
         plain = reference if chosen == "reference" else lean
+    _check_angles(x, cos, sin)
     turned = plain.rope(x, cos, sin)
     return x.copy_(turned) if in_place else turned
 
@@ -173,6 +175,7 @@ def rope_write(
         write = _rope_write_op if torch.compiler.is_compiling() else _turn_write
         write(q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale)
         return
+    _check_angles(q, cos, sin)
     turn = (reference if chosen == "reference" else lean).rope
     q.copy_(turn(q, cos, sin))
     write_kv(turn(k, cos, sin), v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
@@ -313,14 +316,19 @@ class _Gate(Function):
     backward = staticmethod(once_differentiable(partial(_gate_grad, _gate_backward)))
 
 
-def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as [rows, Dh/2], where token t of x takes row t % rows; copies only if they neither match nor repeat."""
-    half, lead = x.shape[-1] // 2, x.shape[:-2]
+def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    half = x.shape[-1] // 2
     if cos.shape[-2:] != (1, half) or sin.shape != cos.shape:
         raise SpecError(
             f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} do not turn x {tuple(x.shape)}",
             fix=f"give both as [..., 1, {half}], the axes before them like x's or 1",
         )
+
+
+def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as [rows, Dh/2], where token t of x takes row t % rows; copies only if they neither match nor repeat."""
+    _check_angles(x, cos, sin)
+    half, lead = x.shape[-1] // 2, x.shape[:-2]
     kept = list(cos.shape[:-2])
     while kept and kept[0] == 1:
         kept.pop(0)

@@ -1,0 +1,251 @@
+"""Every mistake in a call of hone.ops is a HoneError that names the argument and the way out, and no other error is raised."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hone.ops as ops
+from hone.base import errors
+from hone.base.errors import HoneError
+from hone.ops.dispatch import BACKENDS, Where
+from hone.ops.formats import tile_codes, tile_scales
+
+SOURCES = sorted(Path(ops.__file__).parent.rglob("*.py"))
+OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, HoneError)}
+
+Q, K = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+X, W = torch.randn(3, 64), torch.randn(8, 64)
+CODES, SCALES = torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 2)
+TILES, TILE_SCALES = tile_codes(CODES, 4), tile_scales(SCALES)
+FP8, ONES = torch.zeros(8, 64, dtype=torch.float8_e4m3fn), torch.ones(8)
+PAGES, LATENTS = torch.zeros(3, 2, 4, 8), torch.zeros(3, 4, 8)
+TABLE, LENS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([3, 4])
+PLACES, ANGLES = torch.arange(3), torch.zeros(3, 1, 4)
+BETA, KEYS = torch.rand(1, 5, 4), torch.zeros(3, dtype=torch.int64)
+EXPERTS, ENDS, IDS = (
+    torch.randn(2, 6, 64),
+    torch.tensor([1, 3], dtype=torch.int32),
+    torch.zeros(3, 2, dtype=torch.int64),
+)
+
+
+def paged(**change: Any) -> dict[str, Any]:
+    """A call of attend_paged that fits: two rows of one new token each."""
+    right = {
+        "q": torch.zeros(2, 4, 8),
+        "k_pages": PAGES,
+        "v_pages": PAGES,
+        "page_table": TABLE,
+        "seq_lens": LENS,
+        "scale": 1.0,
+    }
+    return right | change
+
+
+def latent(**change: Any) -> dict[str, Any]:
+    """A call of attend_latent that fits."""
+    right = {
+        "q": torch.zeros(2, 4, 8),
+        "pages": LATENTS,
+        "page_table": TABLE,
+        "seq_lens": LENS,
+        "value_dim": 6,
+        "scale": 1.0,
+    }
+    return right | change
+
+
+def written(**change: Any) -> dict[str, Any]:
+    """A call of write_kv that fits."""
+    rows = torch.zeros(3, 2, 8)
+    return {"k": rows, "v": rows, "k_pages": PAGES, "v_pages": PAGES, "pages": PLACES, "offsets": PLACES} | change
+
+
+def turned(**change: Any) -> dict[str, Any]:
+    """A call of rope_write that fits."""
+    return written(q=torch.zeros(3, 4, 8), cos=ANGLES, sin=ANGLES) | change
+
+
+# Public function: (a word that the error says, the wrong call).
+MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
+    "attend": [
+        ("4 heads .* 3", lambda: ops.attend(Q, Q[:, :, :3], Q[:, :, :3])),
+        ("k has torch.float64", lambda: ops.attend(Q, K.double(), K)),
+        ("k on meta", lambda: ops.attend(Q, K.to("meta"), K)),
+        ("head width", lambda: ops.attend(Q, K[..., :6], K)),
+        (r"q is .* \[5, 4, 8\]", lambda: ops.attend(Q[0], K, K)),
+        ("scale .* -1.0", lambda: ops.attend(Q, K, K, scale=-1.0)),
+        ("softcap .* 0", lambda: ops.attend(Q, K, K, softcap=0.0)),
+        (r"sinks .*\[3\]", lambda: ops.attend(Q, K, K, sinks=torch.zeros(3))),
+        ("return_lse=True", lambda: ops.attend(Q, K, K, return_lse=True, backend="torch")),
+    ],
+    "merge": [
+        ("0 parts", lambda: ops.merge([])),
+        ("unlike", lambda: ops.merge([(Q, torch.zeros(1, 4, 5)), (Q[:, 1:], torch.zeros(1, 4, 4))])),
+    ],
+    "attend_paged": [
+        ("no multiple", lambda: ops.attend_paged(**paged(q=torch.zeros(2, 3, 8)))),
+        ("unlike rows", lambda: ops.attend_paged(**paged(page_table=TABLE[:1]))),
+        ("row 1 has 1 new tokens of 9", lambda: ops.attend_paged(**paged(seq_lens=torch.tensor([3, 9])))),
+        ("int8 came without", lambda: ops.attend_paged(**paged(k_pages=PAGES.to(torch.int8)))),
+        ("window of 0", lambda: ops.attend_paged(**paged(window=0))),
+        ("scales", lambda: ops.attend_paged(**paged(k_scale=torch.ones(7), v_scale=torch.ones(7)))),
+    ],
+    "attend_latent": [
+        ("value_dim 9", lambda: ops.attend_latent(**latent(value_dim=9))),
+        ("unlike rows", lambda: ops.attend_latent(**latent(seq_lens=LENS[:1]))),
+        ("scale", lambda: ops.attend_latent(**latent(scale=0.0))),
+    ],
+    "quantize_kv": [("float32", lambda: ops.quantize_kv(Q, torch.float32))],
+    "write_kv": [
+        ("k .* do not go", lambda: ops.write_kv(**written(k=torch.zeros(3, 4, 8)))),
+        ("2 offsets", lambda: ops.write_kv(**written(offsets=PLACES[:2]))),
+        ("without k_scale", lambda: ops.write_kv(**written(k_pages=PAGES.to(torch.int8)))),
+    ],
+    "scan": [
+        ("v has 3 heads", lambda: ops.scan(Q, K, torch.randn(1, 5, 3, 8))),
+        ("k is torch.float16", lambda: ops.scan(Q, K.half(), K)),
+        ("v is on meta", lambda: ops.scan(Q, K, K.to("meta"))),
+        (r"decay \(3,\)", lambda: ops.scan(Q, K, K, torch.zeros(3))),
+        ("state", lambda: ops.scan(Q, K, K, state=torch.zeros(1, 4, 8, 7))),
+        ("reset .*float32", lambda: ops.scan(Q, K, K, reset=torch.zeros(1, 5))),
+        ("scale is 0", lambda: ops.scan(Q, K, K, scale=0.0)),
+    ],
+    "scan_delta": [
+        ("beta", lambda: ops.scan_delta(Q, K, K, BETA[..., :2])),
+        ("not a channel", lambda: ops.scan_delta(Q, K, K, BETA, torch.zeros(1, 5, 4, 8))),
+        ("k is torch.int64", lambda: ops.scan_delta(Q, K.long(), K, BETA)),
+    ],
+    "linear": [
+        (r"x \(3, 32\)", lambda: ops.linear(X[:, :32], W)),
+        (r"bias .* \(7,\)", lambda: ops.linear(X, W, torch.ones(7))),
+    ],
+    "quantized_linear": [
+        ("float32", lambda: ops.quantized_linear(X, W, SCALES)),
+        (r"scales \(7, 2\)", lambda: ops.quantized_linear(X, CODES, SCALES[:7])),
+        ("3 scales", lambda: ops.quantized_linear(X, CODES, torch.ones(8, 3))),
+        ("of 2 bits", lambda: ops.quantized_linear(X, TILES, TILE_SCALES, bits=2, out_features=8)),
+        ("500 rows", lambda: ops.quantized_linear(X, TILES, TILE_SCALES, out_features=500)),
+        ("bias", lambda: ops.quantized_linear(X, CODES, SCALES, torch.ones(3))),
+    ],
+    "fp8_linear": [
+        ("x is torch.float32", lambda: ops.fp8_linear(X, ONES, FP8, ONES)),
+        (r"x_scales .* \(3,\)", lambda: ops.fp8_linear(FP8, ONES[:3], FP8, ONES)),
+        ("float64", lambda: ops.fp8_linear(FP8, ONES, FP8, ONES.double())),
+        ("64 columns", lambda: ops.fp8_linear(FP8, torch.ones(8, 1), FP8, ONES)),
+        (r"\(8, 32\)", lambda: ops.fp8_linear(FP8[:, :32], ONES, FP8, ONES)),
+        ("bias", lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, torch.ones(3))),
+    ],
+    "sparse_linear": [(r"weight \(8, 64\)", lambda: ops.sparse_linear(X[:, :60], W))],
+    "choose": [("op is 'atend'", lambda: ops.choose("atend", Where()))],
+    "grouped_linear": [
+        (r"ends \(1,\)", lambda: ops.grouped_linear(X, EXPERTS, ENDS[:1])),
+        (r"x \(3, 32\)", lambda: ops.grouped_linear(X[:, :32], EXPERTS, ENDS)),
+        ("no gradient", lambda: ops.grouped_linear(X.clone().requires_grad_(), EXPERTS, ENDS, backend="triton")),
+    ],
+    "linear_cross_entropy": [
+        (r"targets torch.int64 \(2,\)", lambda: ops.linear_cross_entropy(X, W, KEYS[:2])),
+        ("targets torch.float32", lambda: ops.linear_cross_entropy(X, W, KEYS.float())),
+        ("'none'", lambda: ops.linear_cross_entropy(X, W, KEYS, reduction="none")),  # type: ignore[arg-type]
+        ("rows is 0", lambda: ops.linear_cross_entropy(X, W, KEYS, rows=0)),
+    ],
+    "permute": [
+        ("expert_ids torch.float32", lambda: ops.permute(X, IDS.float(), 2)),
+        ("expert_ids lie in 5", lambda: ops.permute(X, IDS + 5, 2)),
+    ],
+    "unpermute": [(r"place \(2, 2\)", lambda: ops.unpermute(torch.zeros(6, 64), IDS[:2]))],
+    "rms_norm": [
+        ("weight has 7", lambda: ops.rms_norm(X, torch.ones(7), 1e-5)),
+        ("residual .*float64", lambda: ops.rms_norm(X, torch.ones(64), 1e-5, X.double())),
+        ("'int4'", lambda: ops.rms_norm(X, torch.ones(64), 1e-5, quantize="int4")),  # type: ignore[arg-type]
+    ],
+    "rope": [
+        ("odd", lambda: ops.rope(torch.zeros(3, 2, 7), ANGLES, ANGLES)),
+        (r"cos \(3, 1, 3\)", lambda: ops.rope(torch.zeros(3, 2, 8), ANGLES[..., :3], ANGLES[..., :3])),
+    ],
+    "rope_write": [
+        ("v .* do not go", lambda: ops.rope_write(**turned(v=torch.zeros(3, 2, 6)))),
+        (r"sin \(3, 1, 3\)", lambda: ops.rope_write(**turned(sin=ANGLES[..., :3]))),
+    ],
+    "sample": [
+        (r"keys \(2,\)", lambda: ops.sample(X, 1.0, keys=KEYS[:2])),
+        ("keys torch.int32", lambda: ops.sample(X, 1.0, keys=KEYS.int())),
+        ("temperature is .*-1.0", lambda: ops.sample(X, -1.0, keys=KEYS)),
+        ("top_p has 2 numbers for 3", lambda: ops.sample(X, 1.0, top_p=[0.5, 0.5], keys=KEYS)),
+    ],
+    "swiglu": [(r"gate_up \(3, 7\)", lambda: ops.swiglu(X[:, :7]))],
+}
+CASES = [(name, word, call) for name, cases in MISTAKES.items() for word, call in cases]
+
+
+def test_every_public_function_has_its_mistakes() -> None:
+    assert set(MISTAKES) == set(ops.__all__)
+    assert ops.attend_paged(**paged()).shape == (2, 4, 8) and ops.attend_latent(**latent()).shape == (2, 4, 6)
+    ops.write_kv(**{name: one.clone() for name, one in written().items()})  # what the mistakes change fits by itself
+    ops.rope_write(**{name: one.clone() for name, one in turned().items()})
+
+
+@pytest.mark.parametrize(("name", "word", "call"), CASES, ids=[f"{name}-{word}" for name, word, _ in CASES])
+def test_a_mistake_is_named_with_a_way_out(name: str, word: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(HoneError, match=word) as caught:
+        call()
+    assert caught.value.fix.strip() and caught.value.fix not in caught.value.what
+    assert "\n" not in caught.value.what + caught.value.fix
+
+
+@pytest.mark.parametrize("name", sorted(set(BACKENDS) & set(ops.__all__)))
+def test_a_backend_that_an_op_has_not(name: str) -> None:
+    right: dict[str, Callable[[], Any]] = {
+        "attend": lambda: ops.attend(Q, K, K, backend="tritno"),
+        "attend_paged": lambda: ops.attend_paged(**paged(backend="tritno")),
+        "attend_latent": lambda: ops.attend_latent(**latent(backend="tritno")),
+        "scan": lambda: ops.scan(Q, K, K, backend="tritno"),
+        "linear": lambda: ops.linear(X, W, backend="tritno"),
+        "quantized_linear": lambda: ops.quantized_linear(X, CODES, SCALES, backend="tritno"),
+        "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),
+        "rms_norm": lambda: ops.rms_norm(X, torch.ones(64), 1e-5, backend="tritno"),
+        "rope": lambda: ops.rope(torch.zeros(3, 2, 8), ANGLES, ANGLES, backend="tritno"),
+        "swiglu": lambda: ops.swiglu(X, backend="tritno"),
+        "linear_cross_entropy": lambda: ops.linear_cross_entropy(X, W, KEYS, backend="tritno"),
+        "grouped_linear": lambda: ops.grouped_linear(X, EXPERTS, ENDS, backend="tritno"),
+        "permute": lambda: ops.permute(X, IDS, 2, backend="tritno"),
+        "sample": lambda: ops.sample(X, 1.0, keys=KEYS, backend="tritno"),
+    }
+    with pytest.raises(HoneError, match="backend is 'tritno'") as caught:
+        right[name]()
+    assert caught.value.fix
+
+
+def raised(source: str) -> list[tuple[int, str, bool]]:
+    """(line, name, whether `fix` is given) of every `raise` of a new error."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            call = node.exc
+            kind = call.func if isinstance(call, ast.Call) else call
+            fixed = isinstance(call, ast.Call) and any(word.arg == "fix" for word in call.keywords)
+            found.append((node.lineno, ast.unparse(kind), fixed))
+    return found
+
+
+def test_the_walk_sees_plain_errors() -> None:
+    source = "if x:\n    raise ValueError('no')\nraise TypeError\nraise SpecError('a', fix='b')\n"
+    assert sorted(raised(source)) == [(2, "ValueError", False), (3, "TypeError", False), (4, "SpecError", True)]
+    assert {"SpecError", "MachineError"} <= OURS and "ValueError" not in OURS
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=[str(path.relative_to(SOURCES[0].parent)) for path in SOURCES])
+def test_ops_raise_errors_with_a_way_out_only(path: Path) -> None:
+    allowed = {"AttributeError"} if path == Path(ops.__file__) else set()  # what Python asks of a module's __getattr__
+    wrong = [
+        f"{path.name}:{line}: raise {name}"
+        for line, name, fixed in raised(path.read_text(encoding="utf8"))
+        if name not in allowed and not (name in OURS and fixed)
+    ]
+    assert not wrong, "\n".join(wrong)
