@@ -218,6 +218,7 @@ def test_other_mistakes(arguments, words):
 def test_calibrate_measures_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("hone.measure.calibrate.BUDGET_S", 0.01)
+    monkeypatch.setattr("hone.measure.calibrate.disturbance", lambda *_: "")  # whatever else this machine does now
     assert main(["calibrate"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out and list(tmp_path.rglob("calibration-*.json"))
 

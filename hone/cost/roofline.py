@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.figure import Estimate
-from hone.measure.calibration import Calibration, Layout
+from hone.measure.calibration import Calibration, Layout, MatmulRate
 from hone.measure.machine import Machine
 
 NEAREST = 3
@@ -70,11 +70,41 @@ def matmul_rate(
     assert rates, f"calibration has no {dtype}"
     if shape is None:
         return max(rate.flops_per_s for rate in rates)
-    near = []
+    return _weighted([(gap, rate.flops_per_s) for rate, gap in _gaps(calibration, dtype, shape, layout)])
+
+
+def _gaps(
+    calibration: Calibration, dtype: str, shape: tuple[int, int, int], layout: Layout
+) -> list[tuple[MatmulRate, float]]:
+    """The calibrated products of `layout` (of any when it has none) and how far `shape` is from each, in doublings."""
+    rates = [rate for rate in calibration.matmuls if rate.dtype == dtype]
+    found = []
     for rate in [rate for rate in rates if rate.layout == layout] or rates:
         gaps = [math.log2(max(one, 1) / other) for one, other in zip(shape, (rate.m, rate.n, rate.k), strict=True)]
-        near.append((math.sqrt(sum(gap * gap for gap in gaps)), rate.flops_per_s))
-    return _weighted(near)
+        found.append((rate, math.sqrt(sum(gap * gap for gap in gaps))))
+    return found
+
+
+def matmul_seconds(
+    machine: Machine, shape: tuple[int, int, int], layout: Layout, num_bytes: float, dtype: str
+) -> float:
+    """Seconds of an [m, k] by [k, n] product that moves `num_bytes`: arithmetic or traffic, whichever is more.
+
+    Between the shapes calibrated on a GPU the part of the roofline that was reached is interpolated, not the rate: with
+    few rows a product streams its weight, and its rate is in proportion to the rows.
+    """
+    calibration = machine.calibration
+    if calibration is None or dtype not in calibration.dtypes or not machine.device.startswith("cuda"):
+        return seconds(machine, matmul=shape, layout=layout, num_bytes=num_bytes, dtype=dtype).value
+    peak, read = matmul_rate(calibration, dtype, None), calibration.read_bytes_per_s
+    flops = 2.0 * math.prod(shape)
+    width = num_bytes / (shape[0] * shape[1] + shape[0] * shape[2] + shape[1] * shape[2])
+    near = []
+    for rate, gap in _gaps(calibration, dtype, shape, layout):
+        moved = width * (rate.m * rate.n + rate.m * rate.k + rate.n * rate.k)
+        roof_s = max(2.0 * rate.m * rate.n * rate.k / peak, moved / read)
+        near.append((gap, roof_s * rate.flops_per_s / (2.0 * rate.m * rate.n * rate.k)))
+    return max(flops / peak, num_bytes / read) / _weighted(near)
 
 
 def copy_rate(calibration: Calibration, num_bytes: float) -> float:

@@ -1,4 +1,4 @@
-"""Seconds of a forward pass, a training step and a decoding step: matmuls, attention, element-wise traffic, operation starts."""
+"""Seconds of a forward pass and a training step: matmuls, attention, element-wise traffic, operation starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hone.base.figure import Estimate
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES
-from hone.cost.roofline import attention_seconds, seconds
+from hone.cost.roofline import attention_seconds, matmul_seconds, seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 
@@ -39,12 +39,12 @@ def forward_seconds(
     products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
     flops = sum(layer.mixing.mixing_flops(seq_len) * tokens for layer in facts.layers)
     parts = {
-        f"{len(products)} matmuls": _products(machine, products, dtype),
+        f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         "attention": attention_seconds(machine, flops, dtype),
-        "element-wise": _traffic(machine, facts, tokens, dtype, backward=False),
+        "element-wise": traffic_seconds(machine, facts, tokens, dtype, backward=False),
     }
     starts = len(products) + FORWARD_OPS * facts.num_layers + AROUND_OPS
-    return _sum_up(machine, parts, starts, dtype)
+    return sum_up(machine, parts, starts, dtype)
 
 
 def train_step_seconds(
@@ -70,56 +70,24 @@ def train_step_seconds(
         attention += attention_seconds(machine, flops, dtype) if again else 0.0
     products += _three(batch_tokens, vocab, hidden, forwards=1)
     repeated = recomputed_layers / max(facts.num_layers, 1)
-    forward_traffic = _traffic(machine, facts, batch_tokens, dtype, backward=False)
+    forward_traffic = traffic_seconds(machine, facts, batch_tokens, dtype, backward=False)
     parts = {
-        f"{len(products)} matmuls": _products(machine, products, dtype),
+        f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         "attention": attention,
-        "element-wise": forward_traffic * (1 + repeated) + _traffic(machine, facts, batch_tokens, dtype, backward=True),
+        "element-wise": forward_traffic * (1 + repeated)
+        + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True)
         # The head's gradient is summed, scaled, and joined with the embedding's.
         + seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value,
     }
     starts = len(products) + (FORWARD_OPS * (1 + repeated) + BACKWARD_OPS) * facts.num_layers + 4 * AROUND_OPS
-    once = _sum_up(machine, parts, starts, dtype)
+    once = sum_up(machine, parts, starts, dtype)
     # Norm, clipping, and the fused AdamW: each weight, gradient and moment read and written; half precision is widened.
     update_bytes = facts.num_params * (4 * 10 + (12 if width < 4 else 0))
     update = seconds(machine, num_bytes=update_bytes, num_ops=40, op_bytes=4 * facts.num_params, dtype=dtype)
     value = micro_batches * once.value + update.value
     formula = f"{micro_batches} x ({once.formula}) + update {update.value:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
-
-
-def decode_step_seconds(
-    facts: ModelFacts,
-    machine: Machine,
-    *,
-    rows: int,
-    context: int,
-    dtype: str = "float32",
-    weights_bytes: float | None = None,
-) -> Estimate:
-    """One decoding step of `rows` sequences that each see `context` cached positions.
-
-    `weights_bytes` is what is read of the weights (default: all of them in `dtype`; less when they are quantized).
-    """
-    width = BYTES[dtype]
-    products: list[Product] = [((rows, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
-    products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
-    # Gathered from the pages (read, written) and read by the attention, keys and values alike.
-    cached = sum(layer.mixing.state_values(context) for layer in facts.layers)
-    gathered = 3.0 * width * rows * cached
-    weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
-    parts = {
-        f"{len(products)} matmuls": max(_products(machine, products, dtype), weights_s),
-        "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered / max(facts.num_layers, 1)).value,
-        "element-wise": _traffic(machine, facts, rows, dtype, backward=False),
-    }
-    return _sum_up(machine, parts, decode_step_starts(facts), dtype)
-
-
-def decode_step_starts(facts: ModelFacts) -> float:
-    """Starts of operations in one decoding step."""
-    return sum(len(layer.matmuls) for layer in facts.layers) + 1 + FORWARD_OPS * facts.num_layers + AROUND_OPS
 
 
 def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool) -> float:
@@ -147,7 +115,7 @@ def _three(rows: int, out_features: int, in_features: int, *, forwards: int) -> 
     ]
 
 
-def _products(machine: Machine, products: Iterable[Product], dtype: str) -> float:
+def product_seconds(machine: Machine, products: Iterable[Product], dtype: str) -> float:
     """Seconds of all matmuls, each the larger of its arithmetic and its traffic; equal ones are looked up once."""
     known: dict[Product, float] = {}
     total = 0.0
@@ -155,35 +123,45 @@ def _products(machine: Machine, products: Iterable[Product], dtype: str) -> floa
         if product not in known:
             (m, n, k), layout = product
             num_bytes = BYTES[dtype] * (m * n + m * k + n * k)
-            known[product] = seconds(machine, matmul=(m, n, k), layout=layout, num_bytes=num_bytes, dtype=dtype).value
+            known[product] = matmul_seconds(machine, (m, n, k), layout, num_bytes, dtype)
         total += known[product]
     return total
 
 
-def _traffic(machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool) -> float:
-    """Seconds of norms, rotations, gate and residual sums, from the numbers that hone.ops.lean reads and writes a token.
+def traffic_seconds(machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool) -> float:
+    """Seconds of norms, rotations, gate and residual sums, from the numbers that they read and write a token."""
+    widest = 3 * max([facts.hidden_size, *(layer.intermediate_size for layer in facts.layers)])
+    num_bytes = BYTES[dtype] * tokens * moved_values(facts, backward=backward)
+    return seconds(machine, num_bytes=num_bytes, op_bytes=BYTES[dtype] * tokens * widest, dtype=dtype).value
+
+
+def moved_values(facts: ModelFacts, *, backward: bool) -> float:
+    """Numbers a token that norms, rotations, gate and residual sums read and write, as hone.ops.lean does it.
 
     Forward: 5 passes a norm, 6 a rotation, 6 the gate, 3 a sum. Backward: 10 a norm, 8 a rotation, 12 the gate, 3 a
     sum, and 3 to join the gradients of queries, keys and values.
     """
-    hidden, total, widest = facts.hidden_size, 0.0, 0.0
+    hidden, total = facts.hidden_size, 0.0
     for layer in facts.layers:
         turned, joined, inner = layer.widths.turned, layer.widths.projected, layer.intermediate_size
         if backward:
             total += 26 * hidden + 8 * turned + 12 * inner + 3 * joined
         else:
             total += 16 * hidden + 6 * turned + 6 * inner
-        widest = max(widest, 3 * hidden, 3 * inner)
-    width = BYTES[dtype]
-    return seconds(machine, num_bytes=width * tokens * total, op_bytes=width * tokens * widest, dtype=dtype).value
+    return total
 
 
-def _sum_up(machine: Machine, parts: dict[str, float], starts: float, dtype: str) -> Estimate:
-    """The parts and the starts of all operations: one after another on a CPU; a GPU works while the next are started."""
+def sum_up(machine: Machine, parts: dict[str, float], starts: float, dtype: str) -> Estimate:
+    """The parts and the starts of all operations: one after another on a CPU; a GPU works while the next are started.
+
+    No starts: something else launches the work (a CUDA graph).
+    """
     started = seconds(machine, num_ops=starts, dtype=dtype)
     work = sum(parts.values())
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items())
-    if machine.device.startswith("cuda"):
+    if not starts:
+        value = work
+    elif machine.device.startswith("cuda"):
         value, formula = max(work, started.value), f"max({formula}, {starts:,.0f} starts {started.value:.3g} s)"
     else:
         value, formula = work + started.value, f"{formula} + {starts:,.0f} starts {started.value:.3g} s"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hone.base.lazy import lazy
 from hone.measure.calibration import (
@@ -17,12 +22,23 @@ from hone.measure.calibration import (
     keep_calibration,
     read_calibration,
 )
-from hone.measure.machine import describe, identity
+from hone.measure.load import Load, processor_load
+from hone.measure.machine import Machine, describe, identity
 
 torch = lazy("torch")
 
 BUDGET_S = 4.0
 """Most seconds of measuring; a slow machine gets fewer repetitions, not fewer points."""
+
+ROUNDS = 3
+"""Times that every point is measured, the others in between: a burst of other work does not meet all of them."""
+
+_SPREAD = 1.4
+"""Slowest round over fastest, in the median of all points, from which the machine was not at rest. Alone it is below
+1.15 on two cores."""
+
+_SHARE = 0.8
+"""Part of the processors it computes on that a calibration must have for itself."""
 
 _SHAPES = [
     (m, n, k)
@@ -40,15 +56,19 @@ _GPU_GRADIENT_SHAPES = [
 ]
 _ATTENTION = (4, 8, 256, 32)
 _GPU_ATTENTION = (2, 32, 2048, 128)
-_COLD_BYTES = 1 << 24
+_COLD_BYTES, _GPU_COLD_BYTES = 1 << 24, 1 << 28
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
+_READ_BYTES, _GPU_READ_BYTES = 1 << 28, 1 << 30
+_GPU_TRY_S = 1e-3
+"""A try on a GPU is so many calls that waiting for the last of them (10 us) does not count."""
 
 
 def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = False) -> Calibration:
-    """Rates of `device` for `dtype`, measured in under 5 s on two cores, then kept in the user's cache folder.
+    """Rates of `device` for `dtype`, measured in about 5 s on two cores, then kept in the user's cache folder.
 
     `dtype` defaults to float32 on a CPU and bfloat16 on a GPU. Returns what is kept unless `fresh`; rates of other
-    formats measured earlier stay.
+    formats measured earlier stay. What was measured beside other work is returned with a warning and not kept: the
+    next call measures again.
     """
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     machine = describe(device)
@@ -56,88 +76,227 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
     kept = read_calibration(who)
     if kept is not None and dtype in kept.dtypes and not fresh:
         return kept
-    timer = _Timer(device)
-    op_s = _op_seconds(timer)
-    forward, gradients = (_GPU_SHAPES, _GPU_GRADIENT_SHAPES) if timer.cuda else (_SHAPES, _GRADIENT_SHAPES)
-    layouts: list[tuple[Layout, list]] = [
-        ("forward", forward),
-        ("input_gradient", gradients),
-        ("weight_gradient", gradients),
-    ]
-    share_s = BUDGET_S / 2 / (len(forward) + 2 * len(gradients))
-    matmuls = tuple(
-        _matmul_rate(timer, dtype, shape, layout, op_s, share_s) for layout, shapes in layouts for shape in shapes
-    )
-    attention = _attention_rate(timer, dtype)
-    kept_matmuls = tuple(rate for rate in kept.matmuls if rate.dtype != dtype) if kept is not None else ()
-    kept_attentions = tuple(rate for rate in kept.attentions if rate.dtype != dtype) if kept is not None else ()
-    calibration = Calibration(
-        device=machine.processor,
-        threads=1 if timer.cuda else torch.get_num_threads(),
-        torch=str(machine.torch),
-        read_bytes_per_s=_read_rate(timer),
-        copies=tuple(_copy_rate(timer, size, op_s) for size in _COPY_BYTES),
-        matmuls=kept_matmuls + matmuls,
-        attentions=(*kept_attentions, attention),
-        op_s=op_s,
-        exp_per_s=_softmax_rate(timer),
-    )
+    timer = Timer(device)
+    threads = 1 if timer.cuda else torch.get_num_threads()
+    before = processor_load()
+    probes = _probes(timer, dtype)
+    seconds = rounds(timer, probes)
+    after = processor_load()
+    calibration = _rates(machine, dtype, threads, kept, timer.cuda, probes, seconds)
+    disturbed = disturbance(before, after, threads, seconds)
+    if disturbed:
+        warnings.warn(
+            f"{machine.processor} was busy while it was calibrated: {disturbed}. Predicted times may be too long; these "
+            "rates are not kept, the next run measures again (`hone calibrate` on an idle machine ends this)",
+            stacklevel=2,
+        )
+        return calibration
     keep_calibration(who, calibration)
     describe.cache_clear()
     return calibration
 
 
-class _Timer:
+def disturbance(before: Load, after: Load, threads: int, seconds: Mapping[Hashable, Sequence[float]]) -> str:
+    """What else kept the machine busy between two loads, or how far apart the rounds of `seconds` are; "" when at rest."""
+    others = after.others_since(before)
+    if after.num_processors - others < _SHARE * threads:
+        return f"other work took {others:.1f} of its {after.num_processors} processors"
+    apart = statistics.median(max(each) / min(each) for each in seconds.values())
+    if apart > _SPREAD:
+        return f"the same work took up to {apart:.1f} times as long in one round as in another"
+    return ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Work to be timed for about `budget_s` in all, `inner` calls of it at a time; `amount` is what a call does."""
+
+    work: Callable[[], object]
+    amount: float
+    budget_s: float
+    inner: int = 1
+    wants_grad: bool = False
+
+
+class Timer:
     """Seconds of a call on one device, the least of several tries (others may use the machine too)."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
         self.cuda = device.startswith("cuda")
+        self.clock = clock
 
-    def least(self, work: Callable[[], object], budget_s: float, inner: int = 1) -> float:
-        """Least seconds of one `work()` among tries of `inner` calls that together take about `budget_s`."""
-        work()
-        self.wait()
-        best, begun, tries = float("inf"), time.perf_counter(), 0
-        while tries < 2 or time.perf_counter() - begun < budget_s:
-            before = time.perf_counter()
+    def least(self, probe: Probe, budget_s: float) -> float:
+        """Least seconds of one call among tries that together take about `budget_s`; one try is made in any case."""
+        inner = max(probe.inner, self._calls(probe)) if self.cuda else probe.inner
+        best, begun = math.inf, self.clock()
+        while True:
+            before = self.clock()
             for _ in range(inner):
-                work()
+                probe.work()
             self.wait()
-            best = min(best, (time.perf_counter() - before) / inner)
-            tries += 1
-            if time.perf_counter() - begun > 4 * budget_s:
-                break
-        return best
+            now = self.clock()
+            best = min(best, (now - before) / inner)
+            if now - begun >= budget_s:
+                return best
+
+    def _calls(self, probe: Probe) -> int:
+        """Calls of `work` that make a try of `_GPU_TRY_S`; sees to it that kernels are loaded."""
+        probe.work()
+        self.wait()
+        before = self.clock()
+        probe.work()
+        self.wait()
+        return min(200, math.ceil(_GPU_TRY_S / max(self.clock() - before, 1e-9)))
 
     def wait(self) -> None:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
 
-def _op_seconds(timer: _Timer) -> float:
-    tensor = torch.ones(64, device=timer.device)
-    return timer.least(lambda: tensor + 1.0, 0.1, inner=200)
+def rounds(timer: Timer, probes: Mapping[Hashable, Probe]) -> dict[Hashable, list[float]]:
+    """Seconds of every probe in each of ROUNDS rounds over all of them, after one call each to wake up.
+
+    Fewer rounds where they take more than BUDGET_S: on a machine that is busy or very slow.
+    """
+    seconds: dict[Hashable, list[float]] = {name: [] for name in probes}
+    begun = timer.clock()
+    for turn in range(ROUNDS):
+        if turn and timer.clock() - begun > BUDGET_S:
+            break
+        for name, probe in probes.items():
+            with torch.set_grad_enabled(probe.wants_grad):
+                if turn == 0:
+                    probe.work()
+                    timer.wait()
+                seconds[name].append(timer.least(probe, probe.budget_s / ROUNDS))
+    return seconds
 
 
-def _matmul_rate(
-    timer: _Timer, dtype: str, shape: tuple[int, int, int], layout: Layout, op_s: float, budget_s: float
-) -> MatmulRate:
-    """The product of a linear layer of `n` outputs and `k` inputs on `m` rows; a gradient's shape is that of its product."""
-    rows, outputs, inputs = shape
-    number = getattr(torch, dtype)
-    # A model's own products find neither weights nor activations in the nearest cache: go round several of each.
-    size = 4 * (rows * inputs + outputs * inputs + rows * outputs)
-    copies = 1 if timer.cuda else max(1, min(4, _COLD_BYTES // size))
-    # On a CPU the numbers do not matter, and drawing them would take longer than the products; a GPU that multiplies
-    # ones takes less power and is a sixth faster than it ever is on real numbers.
-    make = torch.randn if timer.cuda else torch.ones
-    sets = [
-        tuple(
-            make(one, dtype=number, device=timer.device) for one in ((rows, inputs), (outputs, inputs), (rows, outputs))
+def _rates(
+    machine: Machine,
+    dtype: str,
+    threads: int,
+    kept: Calibration | None,
+    cuda: bool,
+    probes: Mapping[Any, Probe],
+    seconds: Mapping[Any, Sequence[float]],
+) -> Calibration:
+    """The best round of every probe as rates, beside those of other formats in `kept`."""
+    best = {name: min(each) for name, each in seconds.items()}
+    op_s = best["op"]
+
+    def rate(name: Hashable, *, started: bool = False) -> float:
+        """Amount a second; `started` takes the start of the operation off where it does not hide behind the one before."""
+        took = best[name]
+        if started and not (cuda and took > 4 * op_s):
+            took = max(took - op_s, took / 4)
+        return probes[name].amount / took
+
+    matmuls = tuple(
+        MatmulRate(
+            dtype=dtype,
+            **dict(zip("mnk", _product(*name))),
+            flops_per_s=rate(name, started=not cuda),
+            layout=name[0],
         )
-        for _ in range(copies)
+        for name in best
+        if name[0] in ("forward", "input_gradient", "weight_gradient")
+    )
+    attention = AttentionRate(
+        dtype=dtype, forward_flops_per_s=rate("attention"), train_flops_per_s=rate("attention, trained")
+    )
+    copies = [name for name in best if name[0] == "copy"]
+    return Calibration(
+        device=machine.processor,
+        threads=threads,
+        torch=str(machine.torch),
+        read_bytes_per_s=rate("read"),
+        copies=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in copies),
+        matmuls=(*_others(kept.matmuls if kept else (), dtype), *matmuls),
+        attentions=(*_others(kept.attentions if kept else (), dtype), attention),
+        op_s=op_s,
+        exp_per_s=rate("softmax"),
+    )
+
+
+def _others(rates: Sequence[Any], dtype: str) -> tuple[Any, ...]:
+    return tuple(rate for rate in rates if rate.dtype != dtype)
+
+
+def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
+    """All that is measured, by name; products by (layout, rows, outputs, inputs), copies by ("copy", bytes)."""
+    forward, gradients = (_GPU_SHAPES, _GPU_GRADIENT_SHAPES) if timer.cuda else (_SHAPES, _GRADIENT_SHAPES)
+    layouts: list[tuple[Layout, list]] = [
+        ("forward", forward),
+        ("input_gradient", gradients),
+        ("weight_gradient", gradients),
     ]
+    names = [(layout, *shape) for layout, shapes in layouts for shape in shapes]
+    share_s = BUDGET_S / 2 / len(names)
+    numbers = _Numbers(timer, dtype, max(_set_size(*shape) for _, *shape in names))
+    small = torch.ones(64, device=timer.device)
+    probes: dict[Any, Probe] = {"op": Probe(lambda: small + 1.0, 1, 0.1, inner=200)}
+    for name in names:
+        probes[name] = _matmul(timer, numbers, name, share_s)
+    probes |= _attention(timer, dtype)
+    bytes_ = numbers.flat.view(torch.float32)
+    for size in _COPY_BYTES:
+        source, target = bytes_[: size // 8], bytes_[-(size // 8) :]
+        probes["copy", size] = Probe(lambda target=target, source=source: target.copy_(source), size, 0.05)
+    probes["read"] = Probe(lambda: bytes_.view(-1, 4096).sum(1), bytes_.numel() * 4, 0.1)
+    logits = torch.randn(256, 4096, device=timer.device)
+    probes["softmax"] = Probe(lambda: torch.log_softmax(logits, -1), logits.numel(), 0.1)
+    return probes
+
+
+class _Numbers:
+    """One buffer that the factors of all products are cut from, larger than the caches: making it once saves a second."""
+
+    def __init__(self, timer: Timer, dtype: str, largest: int) -> None:
+        number = getattr(torch, dtype)
+        wanted = max(largest * number.itemsize, _GPU_READ_BYTES if timer.cuda else _READ_BYTES)
+        # On a CPU the numbers do not matter, and drawing them would take longer than the products; a GPU that multiplies
+        # ones takes less power and is a sixth faster than it ever is on real numbers.
+        make = torch.randn if timer.cuda else torch.ones
+        self.flat = make(-(-wanted // 16384) * 16384 // number.itemsize, dtype=number, device=timer.device)
+
+    def cut(self, begin: int, *shape: int) -> Any:
+        return self.flat[begin : begin + math.prod(shape)].view(shape)
+
+
+def _product(layout: Layout, rows: int, outputs: int, inputs: int) -> tuple[int, int, int]:
+    """(m, n, k) of the product of a linear layer of `outputs` and `inputs` on `rows` rows."""
+    return {
+        "forward": (rows, outputs, inputs),
+        "input_gradient": (rows, inputs, outputs),
+        "weight_gradient": (outputs, inputs, rows),
+    }[layout]
+
+
+def _set_size(rows: int, outputs: int, inputs: int) -> int:
+    """Numbers of x, weight and y, each begun at a multiple of 64."""
+    return sum(-(-size // 64) * 64 for size in (rows * inputs, outputs * inputs, rows * outputs))
+
+
+def _matmul(timer: Timer, numbers: _Numbers, name: tuple[Layout, int, int, int], budget_s: float) -> Probe:
+    layout, rows, outputs, inputs = name
+    # A model's own products find neither weights nor activations in the nearest cache: go round several of each. A GPU's
+    # weights must not come from its second-level cache.
+    size, width = _set_size(rows, outputs, inputs), numbers.flat.itemsize
+    cold, most = (_GPU_COLD_BYTES, 64) if timer.cuda else (_COLD_BYTES, 4)
+    copies = max(1, min(most, cold // (size * width), numbers.flat.numel() // size))
+    sets = []
+    for begin in range(0, copies * size, size):
+        weight_at = begin + -(-rows * inputs // 64) * 64
+        y_at = weight_at + -(-outputs * inputs // 64) * 64
+        sets.append(
+            (
+                numbers.cut(begin, rows, inputs),
+                numbers.cut(weight_at, outputs, inputs),
+                numbers.cut(y_at, rows, outputs),
+            )
+        )
     turn = itertools.cycle(sets)
     products: deque = deque(maxlen=copies)
 
@@ -145,17 +304,10 @@ def _matmul_rate(
         x, weight, y = next(turn)
         products.append(x @ weight.T if layout == "forward" else y @ weight if layout == "input_gradient" else y.T @ x)
 
-    m, n, k = {
-        "forward": (rows, outputs, inputs),
-        "input_gradient": (rows, inputs, outputs),
-        "weight_gradient": (outputs, inputs, rows),
-    }[layout]
-    took = timer.least(work, budget_s, inner=copies)
-    rate = 2.0 * m * n * k / max(took - op_s, took / 4)
-    return MatmulRate(dtype=dtype, m=m, n=n, k=k, flops_per_s=rate, layout=layout)
+    return Probe(work, 2.0 * math.prod(_product(*name)), budget_s, inner=copies)
 
 
-def _attention_rate(timer: _Timer, dtype: str) -> AttentionRate:
+def _attention(timer: Timer, dtype: str) -> dict[str, Probe]:
     batch, heads, seq_len, head_dim = _GPU_ATTENTION if timer.cuda else _ATTENTION
     shape = (3, batch, seq_len, heads, head_dim)
     # As a decoder has them: heads beside each other in memory.
@@ -170,23 +322,7 @@ def _attention_rate(timer: _Timer, dtype: str) -> AttentionRate:
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.autograd.grad(mixed, (q, k, v), mixed.detach())
 
-    with torch.no_grad():
-        alone = flops / timer.least(forward, 0.1)
-    return AttentionRate(dtype=dtype, forward_flops_per_s=alone, train_flops_per_s=flops / timer.least(train, 0.15))
-
-
-def _copy_rate(timer: _Timer, num_bytes: int, op_s: float) -> Bandwidth:
-    source = torch.ones(num_bytes // 8, device=timer.device)
-    target = torch.empty_like(source)
-    took = timer.least(lambda: target.copy_(source), 0.05)
-    return Bandwidth(num_bytes=num_bytes, bytes_per_s=num_bytes / max(took - op_s, took / 4))
-
-
-def _read_rate(timer: _Timer) -> float:
-    source = torch.ones(1 << 26, device=timer.device)
-    return source.numel() * 4 / timer.least(lambda: source.sum(), 0.1)
-
-
-def _softmax_rate(timer: _Timer) -> float:
-    logits = torch.randn(256, 4096, device=timer.device)
-    return logits.numel() / timer.least(lambda: torch.log_softmax(logits, -1), 0.1)
+    return {
+        "attention": Probe(forward, flops, 0.1),
+        "attention, trained": Probe(train, flops, 0.15, wants_grad=True),
+    }

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Which way the factors of a product lie: x W^T, y W, or y^T x of a linear layer."""
 
+_METHOD = 2
+"""How rates are found; another number makes those kept on every machine void. 2: not beside other work, a GPU kept busy."""
+
 
 class MatmulRate(BaseModel):
     """Rate of an [m, k] by [k, n] product, the overhead of starting it taken off."""
@@ -118,7 +121,7 @@ def keep_calibration(identity: dict[str, str], calibration: Calibration) -> Path
 
 def _path(identity: dict[str, str]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps({**identity, "method": _METHOD}, sort_keys=True).encode()).hexdigest()[:16]
     return cache / "hone" / f"calibration-{digest}.json"
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from hone.base.figure import Estimate
 from hone.base.run import Run
+from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.facts import ModelFacts
-from hone.cost.memory import serve_bytes
+from hone.cost.memory import BYTES, serve_bytes
 from hone.cost.roofline import seconds
-from hone.cost.steps import decode_step_seconds, decode_step_starts, forward_seconds
+from hone.cost.steps import forward_seconds
 from hone.measure.machine import Machine, describe
 from hone.measure.memory import resident_bytes
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint
+from hone.ops.dispatch import Where, choose, triton_version
 from hone.serve.pages import page_bytes
+from hone.serve.runner import MOST_ROWS
 from hone.serve.sizing import cache_pages, kv_shapes, step_threads
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import Workload
@@ -26,6 +30,12 @@ _LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usuall
 _STEP_S = 3e-4  # Python around one step: scheduling, sampling, text
 _OPS_PER_ROW = 60  # Python around one row of a step: its choice, its text, its pages, in starts of an operation
 _OPS_PER_LAYER = 40  # what modules, pages and masks cost beside a layer's own operations, in starts of an operation
+
+# The same where a GPU's kernels read pages in place (benchmarks/ledger/serve.jsonl, Llama-3-8B's shape, one H200).
+_REPLAY_ROW_S = 2e-5  # Python around one row; 1e-5 was measured without text
+_LAUNCHED_PER_LAYER = (
+    200  # starts that a layer equals when its kernels are launched one by one, out of Python: 31 ms a step
+)
 
 
 def forecast(
@@ -49,21 +59,16 @@ def forecast(
         lengths = workload.output_tokens
         steps = sum(max(lengths[start : start + rows]) for start in range(0, len(lengths), rows))
     mean_context = sum(map(len, workload.prompts)) / len(workload.prompts) + tokens / len(workload.prompts) / 2
-    decode_s, bound = _decode_step(spec, facts, machine, rows, mean_context, dtype)
-    prefill = forward_seconds(
-        facts,
-        machine,
-        tokens=max(1, prompt_tokens // len(workload.prompts)),
-        seq_len=int(mean_context),
-        dtype=dtype,
-        logit_tokens=1,
-    )
-    serving_s = steps * decode_s + len(workload.prompts) * prefill.value
-    sample_tokens = 64 * len(workload.sample_prompts) + workload.output_tokens[0]
-    one, _ = _decode_step(spec, facts, machine, 1, 64, dtype)
+    in_place = reads_in_place_on(machine, kv_shapes(Checkpoint(folders[0]).config), dtype)
     weights = sum(map(weights_bytes, folders))
+    setting = _Setting(spec, facts, machine, dtype, in_place, _read_weights(facts, dtype, weights_bytes(folders[0])))
+    decode_s, bound = _decode_step(setting, rows, mean_context)
+    prefill_s = _prefill(setting, prompt_tokens // len(workload.prompts), int(mean_context))
+    serving_s = steps * decode_s + len(workload.prompts) * prefill_s
+    sample_tokens = 64 * len(workload.sample_prompts) + workload.output_tokens[0]
+    one, _ = _decode_step(setting, 1, 64)
     total_s = weights / _LOAD_BYTES_PER_S + serving_s + sample_tokens * one
-    formula = f"{steps} steps of {rows} rows x {decode_s * 1e3:.2f} ms + {len(workload.prompts)} prefills x {prefill.value * 1e3:.2f} ms"
+    formula = f"{steps} steps of {rows} rows x {decode_s * 1e3:.2f} ms + {len(workload.prompts)} prefills x {prefill_s * 1e3:.2f} ms"
     return {
         "time_s": Estimate(value=total_s, unit="s", formula=f"load + {formula} + samples", bound=bound),
         "tokens_per_s": Estimate(value=tokens / serving_s, unit="tokens/s", formula=formula, bound=bound),
@@ -71,14 +76,42 @@ def forecast(
     }
 
 
-def _decode_step(
-    spec: EngineSpec, facts: ModelFacts, machine: Machine, rows: int, context: float, dtype: str
-) -> tuple[float, bool]:
+class _Setting(NamedTuple):
+    """What all of a run's steps have in common."""
+
+    spec: EngineSpec
+    facts: ModelFacts
+    machine: Machine
+    dtype: str
+    in_place: bool
+    """Pages are read by a GPU's kernels where they lie."""
+    weights_bytes: float | None
+    """What a step reads of the weights when they are smaller than in `dtype`."""
+
+
+def _decode_step(setting: _Setting, rows: int, context: float) -> tuple[float, bool]:
     """Seconds of one engine step, and whether that is only a bound.
 
     To the model's own work come modules, pages and masks, which are Python, and Python around the step. Rates were
     calibrated on all threads; a small model's steps run on one, so what is not the start of an operation takes longer.
+    On a GPU that reads pages in place a step is the replay of a graph, unless a drafter guesses or there are too many
+    rows; then Python launches its kernels.
     """
+    spec, facts, machine, dtype = setting[:4]
+    if setting.in_place:
+        captured = spec.drafter is None and rows <= MOST_ROWS
+        work = decode_step_seconds(
+            facts,
+            machine,
+            rows=rows,
+            context=int(context),
+            dtype=dtype,
+            weights_bytes=setting.weights_bytes,
+            in_place=True,
+            captured=captured,
+        )
+        launched = 0.0 if captured else _launched_s(setting)
+        return max(work.value, launched) + rows * _REPLAY_ROW_S + _STEP_S, work.bound
     work = decode_step_seconds(facts, machine, rows=rows, context=int(context), dtype=dtype)
     around = seconds(machine, num_ops=_OPS_PER_LAYER * facts.num_layers + _OPS_PER_ROW * rows, dtype=dtype)
     value = work.value
@@ -88,6 +121,39 @@ def _decode_step(
         shared = calibration.threads / step_threads(spec, facts.num_params, rows, calibration.threads)
         value = starts + (value - starts) * shared
     return value + around.value + _STEP_S, work.bound
+
+
+def _prefill(setting: _Setting, tokens: int, seq_len: int) -> float:
+    """Seconds of a step that takes in one prompt of `tokens`."""
+    work = forward_seconds(
+        setting.facts, setting.machine, tokens=max(1, tokens), seq_len=seq_len, dtype=setting.dtype, logit_tokens=1
+    )
+    return max(work.value, _launched_s(setting)) if setting.in_place else work.value
+
+
+def _launched_s(setting: _Setting) -> float:
+    """Seconds in which Python launches a step's kernels one by one; the GPU works meanwhile."""
+    return seconds(setting.machine, num_ops=_LAUNCHED_PER_LAYER * setting.facts.num_layers, dtype=setting.dtype).value
+
+
+def _read_weights(facts: ModelFacts, dtype: str, stored: float) -> float | None:
+    """Bytes of quantized weights that a step reads, of `stored` ones; None when they are stored in `dtype`."""
+    if stored >= 0.9 * BYTES[dtype] * facts.num_params:
+        return None
+    embedding = 0 if facts.tie_embeddings else BYTES[dtype] * facts.vocab_size * facts.hidden_size
+    return stored - embedding
+
+
+def reads_in_place_on(machine: Machine, shapes: Sequence[tuple[int, int]], dtype: str) -> bool:
+    """Whether `machine` is a GPU whose kernels read pages of `dtype` where they lie; `shapes`: `kv_shapes` of the model."""
+    if not machine.device.startswith("cuda"):
+        return False
+    gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
+    major, minor = map(int, gpu.capability.split("."))
+    where = Where("cuda", (major, minor), gpu.num_multiprocessors, triton_version())
+    page = {"dtype": getattr(torch, dtype), "page_dtype": getattr(torch, dtype), "rows": 1}
+    chosen = [choose("attend_paged", where, head_dim=width, v_dim=width, **page) for _, width in shapes]
+    return all(choice.backend == "triton" for choice in chosen)
 
 
 def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Sequence[Path], run: Run) -> Estimate:

@@ -151,7 +151,7 @@ class Runner:
                 )
 
 
-_MOST_ROWS = 512
+MOST_ROWS = 512
 """Rows up to which decode steps are captured: with more, kernels run longer than launching them takes."""
 
 
@@ -187,7 +187,7 @@ class DecodeGraphs:
     def hidden(self, tokens: Sequence[int], starts: Sequence[int], pages: Sequence[Sequence[int]]) -> Tensor | None:
         """Hidden states [R, D], valid until the next call; None for a step that must run without a graph."""
         count = padded(len(tokens))
-        if self._broken or count > _MOST_ROWS or max(starts) >= self._longest:
+        if self._broken or count > MOST_ROWS or max(starts) >= self._longest:
             return None
         if count not in self._captured and not self._capture(count):
             return None

@@ -1,0 +1,110 @@
+"""Seconds of a decoding step: on a CPU operation by operation, on a GPU as hone.serve replays it, every weight and key read once."""
+
+from __future__ import annotations
+
+from hone.base.figure import Estimate
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import BYTES
+from hone.cost.roofline import matmul_rate, seconds, speed_of_light
+from hone.cost.steps import AROUND_OPS, FORWARD_OPS, Product, moved_values, product_seconds, sum_up, traffic_seconds
+from hone.measure.machine import Machine
+
+STREAMED = 0.95
+"""Part of the read rate at which the GPU's kernels stream weights (up to STREAM_ROWS rows) and pages. On an H200
+(benchmarks/ledger/ops.jsonl): weights 0.97 to 0.94 with 1 to 16 rows, 0.92 and 0.87 with 64; pages 0.77 with one row of
+32,768 tokens, 1.0 with 64 rows of 4,096."""
+
+QUANTIZED = 0.6
+"""The same of weights in 4 or 8 bits, whose codes are turned into numbers on the way: 0.51 to 0.61 and 0.60 to 0.81 there."""
+
+STREAM_ROWS = 64
+"""Rows up to which the kernel that streams weights runs (hone.ops.dispatch, `linear`); then the library's."""
+
+KERNEL_S = 1.5e-6
+"""What a kernel of a CUDA graph costs beside its traffic: starting up, and waiting for the last block of the one before.
+Small kernels of the same ledger take 3.6 to 4.0 us for 0.4 to 1.3 us of traffic, products that stream less than 2 us."""
+
+LAYER_KERNELS = 7
+"""Kernels of an attention layer beside its matmuls: two norms (one with the sum), rotation and page write, attention and
+its merge, gate, last sum."""
+
+AROUND_KERNELS = 6
+"""Embedding, angles (2), last norm, most likely token and its copy."""
+
+
+def decode_step_seconds(
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    rows: int,
+    context: int,
+    dtype: str = "float32",
+    weights_bytes: float | None = None,
+    in_place: bool = False,
+    captured: bool = False,
+) -> Estimate:
+    """One decoding step of `rows` sequences that each see `context` cached positions.
+
+    `weights_bytes` is what is read of the weights (default: all of them in `dtype`; less when they are quantized).
+    `in_place`: a GPU's kernels read the pages where they lie; else they are gathered (read, written), then read.
+    `captured`: the step is the replay of a CUDA graph, in which no kernel waits for its launch; implies `in_place`.
+    """
+    width = BYTES[dtype]
+    # Keys and values of what the rows see.
+    cached = width * rows * facts.state_values(context)
+    if in_place or captured:
+        return _in_place(facts, machine, rows, cached, dtype, weights_bytes, captured)
+    products = _products(facts, rows)
+    gathered = 3.0 * cached
+    weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
+    parts = {
+        f"{len(products)} matmuls": max(product_seconds(machine, products, dtype), weights_s),
+        "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered / max(facts.num_layers, 1)).value,
+        "element-wise": traffic_seconds(machine, facts, rows, dtype, backward=False),
+    }
+    return sum_up(machine, parts, decode_step_starts(facts), dtype)
+
+
+def decode_step_starts(facts: ModelFacts) -> float:
+    """Starts of operations in one decoding step."""
+    return sum(len(layer.matmuls) for layer in facts.layers) + 1 + FORWARD_OPS * facts.num_layers + AROUND_OPS
+
+
+def _in_place(
+    facts: ModelFacts,
+    machine: Machine,
+    rows: int,
+    cached_bytes: float,
+    dtype: str,
+    weights_bytes: float | None,
+    captured: bool,
+) -> Estimate:
+    """A step of the GPU's kernels: matmuls, then pages and activations at the read rate, and the gaps between kernels."""
+    calibration = machine.calibration
+    bound = calibration is None or dtype not in calibration.dtypes
+    rate = speed_of_light(machine, dtype)[1] if bound else STREAMED * calibration.read_bytes_per_s
+    products = _products(facts, rows)
+    weights_s = BYTES[dtype] * facts.matmul_params / rate
+    if weights_bytes is not None:
+        weights_s = weights_bytes / (rate if bound else QUANTIZED * calibration.read_bytes_per_s)
+    flops = 2.0 * rows * facts.matmul_params
+    if bound:
+        matmuls_s = max(weights_s, flops / speed_of_light(machine, dtype)[0])
+    elif rows <= STREAM_ROWS or weights_bytes is not None:
+        matmuls_s = max(weights_s, flops / matmul_rate(calibration, dtype, None))
+    else:
+        matmuls_s = max(weights_s, product_seconds(machine, products, dtype))
+    kernels = len(products) + LAYER_KERNELS * facts.num_layers + AROUND_KERNELS
+    parts = {
+        f"{len(products)} matmuls": matmuls_s,
+        "pages": cached_bytes / rate,
+        "element-wise": BYTES[dtype] * rows * moved_values(facts, backward=False) / rate,
+    }
+    if not bound:
+        parts[f"{kernels:,} kernels"] = kernels * KERNEL_S
+    return sum_up(machine, parts, 0 if captured else decode_step_starts(facts), dtype)
+
+
+def _products(facts: ModelFacts, rows: int) -> list[Product]:
+    products: list[Product] = [((rows, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
+    return [*products, ((rows, facts.vocab_size, facts.hidden_size), "forward")]

@@ -1,0 +1,153 @@
+"""A calibration is the best of rounds spread in time, and one that other work disturbed is said and not kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.measure import calibrate as micro
+from hone.measure.calibration import read_calibration
+from hone.measure.load import Load
+from hone.measure.machine import describe, identity
+
+
+class Clock:
+    """Time that passes only when work is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, *seconds: float):
+        """Work that takes these seconds, call after call; the last ones for ever."""
+        left = list(seconds)
+
+        def call() -> None:
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+
+def load(at_s: float, own_s: float, busy_s: float | None, average: float = 0.0, processors: int = 2) -> Load:
+    return Load(at_s, own_s, busy_s, average, processors)
+
+
+def test_the_least_of_several_tries():
+    clock = Clock()
+    timer = micro.Timer("cpu", clock)
+    assert timer.least(micro.Probe(clock.work(3.0, 1.0, 2.0), 1, 0), 5.0) == 1.0
+    assert clock.now == 6.0
+    assert timer.least(micro.Probe(clock.work(8.0), 1, 0), 5.0) == 8.0  # one try in any case
+    assert timer.least(micro.Probe(clock.work(1.0, 2.0, 6.0), 1, 0, inner=3), 1.0) == 3.0
+
+
+def test_on_a_gpu_a_try_is_many_calls(monkeypatch):
+    clock = Clock()
+    timer = micro.Timer("cuda", clock)
+    waits = []
+    monkeypatch.setattr(timer, "wait", lambda: waits.append(clock.now))
+    calls = []
+
+    def work() -> None:
+        calls.append(1)
+        clock.now += 1e-4
+
+    assert timer.least(micro.Probe(work, 1, 0), 0.0) == pytest.approx(1e-4)
+    assert len(calls) == 2 + 10 and len(waits) == 3
+
+
+def test_a_burst_of_other_work_does_not_meet_every_round(monkeypatch):
+    monkeypatch.setattr(micro, "BUDGET_S", 1e9)
+    clock = Clock()
+    probes = {  # a call to wake up, then one a round
+        "first": micro.Probe(clock.work(50.0, 9.0, 1.0, 1.2), 1, 0),
+        "second": micro.Probe(clock.work(50.0, 2.0, 18.0, 2.0), 1, 0),
+    }
+    seconds = micro.rounds(micro.Timer("cpu", clock), probes)
+    assert seconds == {"first": pytest.approx([9.0, 1.0, 1.2]), "second": pytest.approx([2.0, 18.0, 2.0])}
+    assert len(seconds["first"]) == micro.ROUNDS
+
+
+def test_where_one_round_takes_too_long_it_stays_the_only_one(monkeypatch):
+    monkeypatch.setattr(micro, "BUDGET_S", 4.0)
+    clock = Clock()
+    assert micro.rounds(micro.Timer("cpu", clock), {"x": micro.Probe(clock.work(3.0), 1, 0)}) == {"x": [3.0]}
+
+
+QUIET = {"a": [1.0, 1.1, 1.0], "b": [2.0, 2.0, 2.3], "c": [1.0, 5.0, 1.0]}
+
+
+def test_at_rest_there_is_nothing_to_say():
+    assert micro.disturbance(load(0, 0, 0), load(5, 9, 9.5), 2, QUIET) == ""
+    assert micro.disturbance(load(0, 0, None, 0.2), load(5, 9, None, 2.0), 2, QUIET) == ""
+    assert micro.disturbance(load(0, 0, 0), load(5, 5, 5), 2, {"a": [1.0]}) == ""
+
+
+def test_others_on_the_processors_are_said():
+    said = micro.disturbance(load(0, 0, 0), load(5, 5, 10), 2, QUIET)
+    assert said == "other work took 1.0 of its 2 processors"
+    assert "3.0 of its 2" in micro.disturbance(load(0, 0, None, 3.0), load(5, 9, None, 3.0), 2, QUIET)
+    # Half of many processors are enough for a calibration on few of them.
+    assert micro.disturbance(load(0, 0, 0, processors=16), load(5, 5, 45, processors=16), 1, QUIET) == ""
+    assert micro.disturbance(load(0, 0, 0, processors=16), load(5, 5, 45, processors=16), 16, QUIET)
+
+
+def test_rounds_that_differ_are_said():
+    shaken = {"a": [1.0, 2.0, 1.0], "b": [2.0, 3.0, 2.3], "c": [1.0, 1.0, 1.0]}
+    assert "1.5 times as long" in micro.disturbance(load(0, 0, 0), load(5, 9, 9), 2, shaken)
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in {
+        "BUDGET_S": 0.02, "_SHAPES": [(1, 64, 64), (8, 64, 64)], "_GRADIENT_SHAPES": [(8, 64, 64)],
+        "_ATTENTION": (1, 2, 32, 16), "_COPY_BYTES": (1 << 12, 1 << 16), "_READ_BYTES": 1 << 16,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(micro, name, value)
+    describe.cache_clear()
+    yield monkeypatch
+    describe.cache_clear()
+
+
+def test_what_was_measured_beside_other_work_is_not_kept(small):
+    who = identity(describe())
+    small.setattr(micro, "disturbance", lambda *_: "other work took 1.9 of its 2 processors")
+    with pytest.warns(UserWarning, match=r"busy while it was calibrated: other work took 1.9 .* not kept") as said:
+        busy = micro.calibrate()
+    assert len(said) == 1
+    assert busy.peak_flops_per_s("float32") > 0 and read_calibration(who) is None
+    small.setattr(micro, "disturbance", lambda *_: "")
+    kept = micro.calibrate()
+    assert read_calibration(who) == kept == describe().calibration
+
+    small.setattr(micro, "disturbance", lambda *_: "busy again")
+    with pytest.warns(UserWarning, match="busy again"):
+        micro.calibrate(fresh=True)
+    assert read_calibration(who) == kept
+    assert micro.calibrate() == kept  # without a word: nothing was measured
+
+
+def test_every_point_has_a_rate(small):
+    small.setattr(micro, "disturbance", lambda *_: "")
+    found = micro.calibrate()
+    assert [(rate.layout, rate.m, rate.n, rate.k) for rate in found.matmuls] == [
+        ("forward", 1, 64, 64), ("forward", 8, 64, 64), ("input_gradient", 8, 64, 64), ("weight_gradient", 64, 64, 8),
+    ]  # fmt: skip
+    assert [copy.num_bytes for copy in found.copies] == [1 << 12, 1 << 16]
+    assert found.attentions[0].forward_flops_per_s > found.attentions[0].train_flops_per_s
+
+
+def test_the_start_of_an_operation_is_taken_off_only_where_it_shows():
+    names = {"op": 1.0, ("forward", 1, 64, 64): 100.0, ("copy", 8): 8.0, "read": 10.0, "softmax": 10.0}
+    names |= {"attention": 10.0, "attention, trained": 10.0}
+    probes = {name: micro.Probe(lambda: None, amount, 0) for name, amount in names.items()}
+    seconds = {name: [3.0, 2.0] for name in names} | {"op": [1.0], ("forward", 1, 64, 64): [5.0], ("copy", 8): [8.0]}
+
+    def rates(cuda):
+        made = micro._rates(describe(), "float32", 1, None, cuda, probes, seconds)
+        return made.matmuls[0].flops_per_s, made.copies[0].bytes_per_s, made.read_bytes_per_s
+
+    assert rates(cuda=False) == (100 / 4, 8 / 7, 10 / 2)
+    assert rates(cuda=True) == (100 / 5, 8 / 8, 10 / 2)  # kernels queue up behind each other
