@@ -66,8 +66,12 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
     done = _finished_layers(draft, job, flow)
     first = draft.folder / shard_name(1, job.num_shards)
     if not first.exists():
-        tensors = {name: job.checkpoint.tensor(name) for name in job.ends()}
-        write_shard(first, {name: t.to(job.stored_rest(t.dtype, t.shape)) for name, t in tensors.items()})
+        tensors = {}
+        for name in job.ends():
+            tensor = job.checkpoint.tensor(name)
+            dtype = job.stored_rest(tensor.dtype, tensor.shape)
+            tensors[name] = job.checkpoint.converted(name, tensor, "cpu", dtype)
+        write_shard(first, tensors)
         del tensors
     if flow is not None and done < count:
         if done == 0:
@@ -163,13 +167,9 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
 
 
 def _solve(job: Job, layer: DecoderLayer, name: str, target: str, hessian: Tensor | None) -> Matrix:
-    """Runs the steps on one fused matrix. Raises ArtifactError when its weights or inputs are not finite."""
+    """Runs the steps on one fused matrix. Raises ArtifactError when its inputs are not finite."""
     weight = layer.get_submodule(target).weight.detach()
     original = weight.to(torch.float32, copy=True)
-    if not bool(torch.isfinite(original).all()):
-        raise ArtifactError(
-            f"{job.checkpoint.folder}: the weights of {name} are not all finite", fix="start from a sound checkpoint"
-        )
     if hessian is not None and not bool(torch.isfinite(hessian).all()):
         raise ArtifactError(
             f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",

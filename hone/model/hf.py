@@ -42,7 +42,8 @@ _NORMS = {
     "mixer.q_norm": "self_attn.q_norm",
     "mixer.k_norm": "self_attn.k_norm",
 }
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _AS_STORED = ("weight_scale",)
 _IGNORED = (
     "rotary_emb.inv_freq",
@@ -198,7 +199,10 @@ class Checkpoint:
         parts = []
         for name, shapes in zip(names, linear.part_shapes(list(names.values())), strict=True):
             parts.append(
-                {suffix: self._take(f"{name}.{suffix}", shape, device, dtype) for suffix, shape in shapes.items()}
+                {
+                    suffix: self._take(f"{name}.{suffix}", shape, device, dtype, integers=suffix in linear.integers)
+                    for suffix, shape in shapes.items()
+                }
             )
         linear.load(parts)
 
@@ -210,27 +214,71 @@ class Checkpoint:
         taken = self._take(name, tuple(old.shape), device, dtype)
         setattr(module, attribute, nn.Parameter(taken) if isinstance(old, nn.Parameter) else taken)
 
-    def _take(self, name: str, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    def _take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        integers: bool = False,
+    ) -> Tensor:
         """The tensor `name` in memory of its own; `dtype` is for floating ones, codes and their scales keep theirs."""
         mapped = self.tensor(name)
         if tuple(mapped.shape) != tuple(shape):
             raise self._misfit(name, tuple(mapped.shape), shape)
-        if self.quantization is None and mapped.dtype not in _WEIGHT_DTYPES:
-            raise ArtifactError(
-                f"{self._shards.file(name)}: {name} holds {str(mapped.dtype).removeprefix('torch.')}, a weight is a float",
-                fix="save the weights as float32, bfloat16 or float16",
-            )
         # Scales of quantized weights stay as stored: widening them would add up to a bit a weight.
-        cast = mapped.is_floating_point() and not name.endswith(_AS_STORED)
-        taken = mapped.to(device=device, dtype=dtype if cast else None)
+        taken = self.converted(name, mapped, device, None if name.endswith(_AS_STORED) else dtype, integers=integers)
         # What is still the mapped file would change or fault when the file is written again.
         return taken.clone() if taken.data_ptr() == mapped.data_ptr() else taken
+
+    def converted(
+        self,
+        name: str,
+        stored: Tensor,
+        device: torch.device | str,
+        dtype: torch.dtype | None,
+        *,
+        integers: bool = False,
+    ) -> Tensor:
+        """Tensor `name`, `stored` in the file, on `device`, a float one in `dtype` (None: its own).
+
+        Raises ArtifactError when it holds no floats (or, with `integers`, no integers), or floats that are not finite.
+        """
+        file, kind = self._shards.file(name), str(stored.dtype).removeprefix("torch.")
+        if integers:
+            if stored.dtype not in _INTEGERS:
+                raise ArtifactError(
+                    f"{file}: {name} holds {kind}, codes of a quantized weight are integers",
+                    fix="pair the weights with the config.json they were saved with",
+                )
+            return stored.to(device)
+        if stored.dtype not in _FLOATS:
+            raise ArtifactError(
+                f"{file}: {name} holds {kind}, a weight is a float",
+                fix="save the weights as float32, bfloat16 or float16",
+            )
+        taken = stored.to(device=device, dtype=dtype)
+        if not finite(taken):
+            if finite(stored):
+                raise ArtifactError(
+                    f"{file}: {name} has values that {str(dtype).removeprefix('torch.')} cannot hold",
+                    fix="load it as bfloat16 or float32",
+                )
+            raise ArtifactError(
+                f"{file}: {name} has values that are not finite (NaN or infinity)", fix="start from a sound checkpoint"
+            )
+        return taken
 
     def _misfit(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ArtifactError:
         return ArtifactError(
             f"{self._shards.file(name)}: {name} has shape {list(found)}, {CONFIG} asks for {list(wanted)}",
             fix="pair the weights with the config.json they were saved with",
         )
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite: one pass that keeps nothing, an order cheaper than copying the tensor."""
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:

@@ -4,7 +4,8 @@ What a linear must offer, beside `forward(x [..., in]) -> [..., out]`:
 - a constructor `(in_features, out_features, bias, **options)` that works on the meta device;
 - `load(parts)`: takes the tensors of one or more checkpoint modules, each `{suffix: tensor}` with the module's own
   prefix removed, and stacks them on output rows (q, k, v; gate, up);
-- `parts(rows)`: gives them back, split at `rows` output rows each. `load(parts(rows))` changes nothing.
+- `parts(rows)`: gives them back, split at `rows` output rows each. `load(parts(rows))` changes nothing;
+- `integers`: the suffixes that hold integers; the others hold floats.
 Loading replaces the tensors, so it decides their device and dtype; `load` on the meta device materialises the layer.
 """
 
@@ -37,6 +38,7 @@ class Dense(nn.Module):
     """y = x W^T + b with the weights as they are."""
 
     paper: ClassVar[str] = ""
+    integers: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()

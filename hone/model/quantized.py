@@ -213,6 +213,11 @@ class PackedInt(nn.Module):
         self.register_buffer("scales", torch.empty(out_features, self.scheme.num_groups(in_features)))
         self.register_buffer("bias", torch.empty(out_features) if bias else None)
 
+    @property
+    def integers(self) -> frozenset[str]:
+        """Suffixes of the checkpoint tensors that hold integers."""
+        return frozenset({"weight"} if self.scheme.layout == "int-quantized" else {"weight_packed", "weight_shape"})
+
     def load(self, parts: list[dict[str, Tensor]]) -> None:
         """Stacks checkpoint modules on output rows, each {"weight_packed" or "weight", "weight_scale", "bias"?}."""
         codes = _stack([self.scheme.read(part, self.in_features) for part in parts])

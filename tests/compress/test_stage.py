@@ -174,15 +174,44 @@ def test_weights_that_are_not_finite_are_named(value: float, tiny_llama: Path, c
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"model\.layers\.1\.feed_forward\.gate_up"):
+    with pytest.raises(ArtifactError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are not finite"):
         compress(folder, INT4)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"]
+)
+def test_tensors_that_are_only_copied_must_be_finite_floats(name: str, tiny_llama: Path, compress, tmp_path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    whole = tensors[name]
+    tensors[name] = whole.clone().index_fill_(0, torch.tensor([3]), float("nan"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArtifactError, match=f"{name} has values that are not finite"):
+        compress(folder, INT4)
+    tensors[name] = whole.to(torch.int32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArtifactError, match=f"{name} holds int32, a weight is a float"):
+        compress(folder, INT4)
+
+
+def test_an_embedding_that_its_stored_format_cannot_hold_is_named(tiny_llama: Path, compress, tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    shutil.copytree(tiny_llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 5] = 1e5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"embed_tokens\.weight has values that float16 cannot hold"):
+        compress(folder, INT4, rest_dtype="float16")
 
 
 def test_inputs_that_are_not_finite_are_named(tiny_llama: Path, compress, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(tiny_llama, folder)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"][:] = float("inf")
+    for piece in ("gate", "up"):
+        tensors[f"model.layers.0.mlp.{piece}_proj.weight"][:] = 1e30  # their product is beyond float32
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ArtifactError, match="the inputs of"):
         compress(folder, GPTQ4)

@@ -261,9 +261,8 @@ def test_quantization_of_another_kind_is_refused(folder: Path) -> None:
             hf.load(folder)
 
 
-@torch.no_grad()
-def test_a_quantized_model_is_saved_as_it_was_loaded(folder: Path, tmp_path: Path) -> None:
-    scheme = Scheme(bits=4, group_size=16)
+def quantize(folder: Path, scheme: Scheme) -> dict[str, torch.Tensor]:
+    """Writes the folder's layers as codes of 4 bits or less in groups of 16; returns its tensors."""
     tensors = load_file(folder / SINGLE)
     for index in range(3):
         for module in hf.Checkpoint(folder).layer_modules(index):
@@ -276,6 +275,12 @@ def test_a_quantized_model_is_saved_as_it_was_loaded(folder: Path, tmp_path: Pat
     values = json.loads((folder / "config.json").read_text())
     block = QuantizationConfig(((("Linear",), scheme),), ignore=("lm_head",)).to_json()
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": block}))
+    return tensors
+
+
+@torch.no_grad()
+def test_a_quantized_model_is_saved_as_it_was_loaded(folder: Path, tmp_path: Path) -> None:
+    tensors = quantize(folder, Scheme(bits=4, group_size=16))
     one = hf.load(folder)
     hf.save(one, tmp_path / "again", dtype=torch.bfloat16)
     stored = load_file(tmp_path / "again" / SINGLE)
@@ -300,4 +305,61 @@ def test_weights_that_are_no_floats_are_refused_not_cast(folder, dtype):
     tensors[name] = tensors[name].to(dtype)
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ArtifactError, match=r"q_proj\.weight holds .* a weight is a float"):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.v_proj.weight", "model.norm.weight"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_named(folder, name, value, dtype):
+    path = folder / SINGLE
+    tensors = load_file(path)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=rf"{name} has values that are not finite .*\nfix: start from a sound"):
+        hf.load(folder, dtype=dtype)
+
+
+def test_weights_beyond_the_format_asked_for_are_named(folder):
+    path = folder / SINGLE
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] = 1e5
+    save_file(tensors, path, metadata={"format": "pt"})
+    hf.load(folder, dtype=torch.bfloat16)
+    with pytest.raises(ArtifactError, match=r"norm\.weight has values that float16 cannot hold"):
+        hf.load(folder, dtype=torch.float16)
+
+
+def test_finite_sees_every_place_of_any_layout():
+    for count in (1, 7, 33, 5000):
+        whole = torch.randn(count, 3)
+        assert hf.finite(whole) and hf.finite(whole.T) and hf.finite(whole[:0])
+        for value in (float("nan"), float("inf"), -float("inf")):
+            broken = whole.clone()
+            broken[count // 2, 1] = value
+            assert not hf.finite(broken) and not hf.finite(broken.T) and not hf.finite(broken.half())
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 16), Scheme(8, 16, "int-quantized")])
+def test_a_quantized_folder_holds_integers_where_codes_are_and_floats_elsewhere(folder, scheme):
+    tensors = quantize(folder, scheme)
+    hf.load(folder)
+    layer = "model.layers.0"
+    codes = f"{layer}.mlp.down_proj.{'weight' if scheme.bits == 8 else 'weight_packed'}"
+    wrong = {
+        codes: (torch.float32, "codes of a quantized weight are integers"),
+        f"{layer}.mlp.down_proj.weight_scale": (torch.int8, "a weight is a float"),
+        f"{layer}.input_layernorm.weight": (torch.int32, "a weight is a float"),
+        "model.embed_tokens.weight": (torch.int8, "a weight is a float"),
+    }
+    for name, (dtype, words) in wrong.items():
+        save_file({**tensors, name: tensors[name].to(dtype)}, folder / SINGLE)
+        kind = str(dtype).removeprefix("torch.")
+        with pytest.raises(ArtifactError, match=rf"{name} holds {kind}, {words}"):
+            hf.load(folder)
+    scales = f"{layer}.self_attn.q_proj.weight_scale"
+    save_file({**tensors, scales: tensors[scales] * float("inf")}, folder / SINGLE)
+    with pytest.raises(ArtifactError, match=f"{scales} has values that are not finite"):
         hf.load(folder)
