@@ -12,6 +12,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -191,7 +192,10 @@ class Draft:
         self._estimates.update(estimates)
 
     def record(self, name: str, value: float | None, unit: str, **more: Any) -> None:
-        """Adds figure `name` (see `Figure` for `more`)."""
+        """Adds figure `name` (see `Figure` for `more`). NaN and infinity are no figures: it is absent, and its note says so."""
+        if value is not None and not math.isfinite(value):
+            note = more.get("note")
+            value, more["note"] = None, f"{value}, which is no figure" + (f"; {note}" if note else "")
         self._figures[name] = Figure(name=name, value=value, unit=unit, **more)
 
     def record_window(self, window: _Window) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.base.errors import HoneError
 from hone.eval.compare import agreement, divergence
 from hone.eval.windows import Join, Piece, batches, cut
 from hone.model.context import Causal
@@ -42,7 +43,8 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        return float(np.exp(self.mean_loss))
+        with np.errstate(over="ignore"):  # infinite above a loss of 709
+            return float(np.exp(self.mean_loss))
 
     @property
     def mean_kl(self) -> float | None:
@@ -79,6 +81,7 @@ def score(
     """Scores `tokens` (int [N]; documents begin at `starts`, default: one document) in windows, see `windows.cut`.
 
     Logits are taken in float32 whatever the model computes in. `watch` is told the tokens of each finished batch.
+    Raises HoneError when a loss or a divergence is NaN or infinite.
     """
     starts = np.array([0, len(tokens)]) if starts is None else starts
     device = decoder.embedding.device
@@ -106,7 +109,19 @@ def score(
         scored[where] = True
         if watch is not None:
             watch(sum(piece.stop - piece.start for piece in group))
+    for name, values in (("loss", loss), ("divergence from the reference", kl)):
+        if values is not None and not np.isfinite(values).all():
+            raise _not_finite(name, values, int(scored.sum()), decoder.embedding.dtype)
     return Scores(scored, loss, kl, agree)
+
+
+def _not_finite(name: str, values: np.ndarray, num_scored: int, dtype: torch.dtype) -> HoneError:
+    kind = str(dtype).removeprefix("torch.")
+    return HoneError(
+        f"the model's {name} is not finite at {int((~np.isfinite(values)).sum())} of {num_scored} tokens in {kind}",
+        fix="the model's weights or what it computes from them overflow: "
+        + ("make it again" if dtype == torch.float32 else "score it in float32, or make it again"),
+    )
 
 
 def _stack(tokens: np.ndarray, group: list[Piece]) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:

@@ -244,3 +244,13 @@ def test_a_manifest_of_wrong_types_is_corrupt(tmp_path):
         path.write_text(text)
         with pytest.raises(ArtifactError, match="corrupt"):
             Artifact.read(path.parent)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_no_figure_and_said(tmp_path, value):
+    draft = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    draft.record("loss", value, "nats", note="window 8")
+    draft.record("other", value, "nats")
+    made = Artifact.read(draft.commit().folder)
+    assert made.figures["loss"].value is None and made.figures["loss"].note == f"{value}, which is no figure; window 8"
+    assert made.figures["other"].note == f"{value}, which is no figure"

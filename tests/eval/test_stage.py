@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hone
-from hone.base.errors import SpecError
+from hone.base.errors import ArtifactError, HoneError, SpecError
 from hone.eval.score import score
 from hone.eval.stage import Eval, evaluate
 from hone.model.decoder import build
@@ -133,3 +133,35 @@ def test_a_model_that_sees_later_tokens_is_refused(tiny_llama, data, tmp_path):
         evaluate(tmp_path / "eval-encoder", tmp_path / "encoder", data)
     with pytest.raises(SpecError, match="'longformer'"):
         evaluate(tmp_path / "eval-against", tiny_llama, data, reference=tmp_path / "encoder")
+
+
+def changed(folder: Path, to: Path, name: str, value: float) -> Path:
+    """A copy of model folder `folder` whose tensor `name` holds `value` everywhere."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    tensors[name].fill_(value)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("role", ["model", "reference"])
+def test_weights_that_are_not_finite_give_no_figure(role, tiny_llama, data, tmp_path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    broken = changed(tiny_llama, tmp_path / "broken", name, float("nan"))
+    with pytest.raises(ArtifactError, match=f"{name} has values that are not finite"):
+        evaluate(tmp_path / "eval", **{"model": tiny_llama, "data": data, role: broken})
+    assert not (tmp_path / "eval").exists()
+
+
+def test_a_loss_that_is_not_finite_is_no_figure(tiny_llama, data, tmp_path):
+    large = changed(tiny_llama, tmp_path / "large", "model.norm.weight", 6e4)
+    made = evaluate(tmp_path / "eval-32", large, data)
+    assert made.figures["loss"].value > 710, "so large that its perplexity is beyond a float"
+    absent = made.figures["perplexity"]
+    assert absent.value is None and absent.note.startswith("inf, which is no figure; window 512")
+    with pytest.raises(HoneError, match=r"the model's loss is not finite at \d+ of \d+ tokens in float16") as caught:
+        evaluate(tmp_path / "eval-16", large, data, dtype="float16")
+    assert "float32" in caught.value.fix
+    assert not (tmp_path / "eval-16").exists()
