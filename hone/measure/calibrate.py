@@ -34,8 +34,8 @@ ROUNDS = 3
 """Times that every point is measured, the others in between: a burst of other work does not meet all of them."""
 
 _SPREAD = 1.4
-"""Slowest round over fastest, in the median of all points, from which the machine was not at rest. Alone it is below
-1.15 on two cores."""
+"""Slowest round over fastest, in the median of all points, from which the machine was not at rest. On one core, with other
+work on the core beside it, it was 1.1."""
 
 _SHARE = 0.8
 """Part of the processors it computes on that a calibration must have for itself."""
@@ -259,6 +259,7 @@ class _Numbers:
         # On a CPU the numbers do not matter, and drawing them would take longer than the products; a GPU that multiplies
         # ones takes less power and is a sixth faster than it ever is on real numbers.
         make = torch.randn if timer.cuda else torch.ones
+        self.products: deque = deque()  # results that are still there while the next ones are made
         self.flat = make(-(-wanted // 16384) * 16384 // number.itemsize, dtype=number, device=timer.device)
 
     def cut(self, begin: int, *shape: int) -> Any:
@@ -297,11 +298,12 @@ def _matmul(timer: Timer, numbers: _Numbers, name: tuple[Layout, int, int, int],
                 numbers.cut(y_at, rows, outputs),
             )
         )
-    turn = itertools.cycle(sets)
-    products: deque = deque(maxlen=copies)
+    turn, products = itertools.cycle(sets), numbers.products
 
     def work() -> None:
         x, weight, y = next(turn)
+        while len(products) >= copies:
+            products.popleft()
         products.append(x @ weight.T if layout == "forward" else y @ weight if layout == "input_gradient" else y.T @ x)
 
     return Probe(work, 2.0 * math.prod(_product(*name)), budget_s, inner=copies)

@@ -24,3 +24,30 @@ def test_window_on_a_gpu():
             torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
     assert outer.memory_growth_bytes == 256 << 20 and inner.memory_growth_bytes == 64 << 20
     assert outer.energy_j is None or outer.energy_j >= 0
+
+
+def test_a_calibration_of_a_gpu_stays_below_its_data_sheet_and_is_not_all_launches(tmp_path, monkeypatch):
+    """Rates of kernels, not of launching and waiting for them: within a data sheet, and no less than a third of it."""
+    import torch
+
+    from hone.cost.roofline import speed_of_light
+    from hone.measure import calibrate as micro
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(micro, "disturbance", lambda *_: "")
+    describe.cache_clear()
+    found = micro.calibrate("cuda", fresh=True)
+    print("\n".join("  ".join(row) for row in found.table()))
+    peak, read, source = speed_of_light(describe("cuda"), "bfloat16")
+    describe.cache_clear()
+    if "not listed" in source:
+        pytest.skip(source)
+    assert peak / 3 < found.peak_flops_per_s("bfloat16") < peak
+    assert read / 3 < found.read_bytes_per_s < read
+    large = max(found.copies, key=lambda copy: copy.num_bytes)
+    assert read / 3 < large.bytes_per_s < read
+    for rate in found.matmuls:
+        if rate.m <= 16 and rate.n * rate.k >= 4096 * 14336:  # streams the weight
+            assert read / 3 < 2 * rate.n * rate.k / (2 * rate.m * rate.n * rate.k / rate.flops_per_s) < read
