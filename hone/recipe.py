@@ -243,6 +243,8 @@ def describe_artifact(artifact: Artifact) -> str:
             label = "limit" if figure.estimate.bound else "predicted"
             estimate = f"  ({label} {figure.estimate.value:.4g})"
         lines.append(f"  {figure.name:24} {value}{estimate}{'  ' + figure.note if figure.note else ''}")
+    if artifact.changed is not None:
+        lines.append(f"  changed after it was made: {artifact.changed}")
     lines.append("spec:")
     lines += [f"  {line}" for line in dump_yaml(artifact.manifest["spec"]).splitlines()]
     return "\n".join(lines)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from hone.base.content import changed_file, foreign_fingerprint
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError
 from hone.base.figure import Estimate, Figure
@@ -70,7 +70,7 @@ class Artifact:
                 {
                     "kind": "foreign",
                     "name": folder.name,
-                    "fingerprint": _foreign_fingerprint(folder),
+                    "fingerprint": foreign_fingerprint(folder),
                     "spec": {},
                     "figures": [],
                     "files": {},
@@ -131,6 +131,21 @@ class Artifact:
                 raise ArtifactError(
                     f"{self.folder} has no {name}", fix="point at a folder that a hone stage or transformers wrote"
                 )
+
+    @property
+    def changed(self) -> str | None:
+        """Name of the first content file that is no longer what hone.json says; None when all are (`changed_file`)."""
+        content = {name: row for name, row in self.manifest["files"].items() if not name.startswith(f"{LOG}/")}
+        return changed_file(self.folder, content, self.folder / MANIFEST) if content else None
+
+    def need_unchanged(self) -> None:
+        """Raises ArtifactError when a content file changed since the artifact was made: its fingerprint would lie."""
+        name = self.changed
+        if name is not None:
+            raise ArtifactError(
+                f"{self.folder / name} is no longer the file that {MANIFEST} describes",
+                fix=f"put it back, make all of it again with --redo={self.folder.name}, or delete {MANIFEST} to use it as it is",
+            )
 
     def verify(self) -> None:
         """Re-hashes every file. Raises ArtifactError on the first that is missing or differs."""
@@ -270,9 +285,11 @@ def start(
 
     `parents` maps a role ('data', 'model') to the artifact that fills it, `files` a field to a file it names; their
     content is part of the identity. Raises DriftError when `out` was made from another spec or other inputs (unless
-    `run.redo`), ArtifactError when another process is making it right now.
+    `run.redo`), ArtifactError when another process is making it right now, or a file of it or of a parent was changed.
     """
     out, run = Path(out), run or Run()
+    for parent in (parents or {}).values():
+        parent.need_unchanged()
     identity = _identity(out, kind, spec, parents or {}, files or {}, run)
     finished = _finished(out, identity, run)
     if finished is not None:
@@ -377,6 +394,7 @@ def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
         return None
     if there.fingerprint == identity["fingerprint"]:
         _sweep(out)  # its maker may have been killed right after the rename
+        there.need_unchanged()
         return there
     before, now = (
         {
@@ -430,20 +448,3 @@ def _nearest(folder: Path) -> str:
         if near
         else f"{folder.parent} holds: {', '.join(sorted(beside)[:8]) or 'no folders'}"
     )
-
-
-def _foreign_fingerprint(folder: Path) -> str:
-    """Identity of a folder hone did not make: names and sizes of all files, content of the small ones, ends of the large."""
-    rows = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = path.stat().st_size
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            digest.update(file.read(1 << 20))
-            if size > 2 << 20:
-                file.seek(-(1 << 20), os.SEEK_END)
-                digest.update(file.read())
-            elif size > 1 << 20:
-                digest.update(file.read())
-        rows[path.relative_to(folder).as_posix()] = [size, digest.hexdigest()]
-    return fingerprint(rows)

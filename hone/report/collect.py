@@ -161,6 +161,11 @@ def _read(path: Path, problems: list[tuple[str, str]]) -> Row:
         Parent(str(parent["role"]), str(parent["name"]), "", str(parent["fingerprint"]))
         for parent in manifest["parents"]
     ]
+    changed = artifact.changed
+    if changed is not None:
+        problems.append(
+            (f"{path.name}/{changed}", "changed after the artifact was made: its figures are of what was before")
+        )
     for name in CONTENT.get(row.kind, ()):
         if (path / name).exists():
             try:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from hone.base.artifact import Artifact, Draft, difference, start
-from hone.base.durable import write_jsonl
+from hone.base.durable import sha256, write_jsonl
 from hone.base.errors import ArtifactError, DriftError, HoneError
 from hone.base.figure import Estimate
 from hone.base.run import Run
@@ -254,3 +254,53 @@ def test_what_is_no_number_is_no_figure_and_said(tmp_path, value):
     made = Artifact.read(draft.commit().folder)
     assert made.figures["loss"].value is None and made.figures["loss"].note == f"{value}, which is no figure; window 8"
     assert made.figures["other"].note == f"{value}, which is no figure"
+
+
+def date_after(path, manifest):
+    """Gives `path` a time behind the manifest's: a test is faster than a file system's clock ticks."""
+    later = manifest.stat().st_mtime_ns + 10**9
+    os.utime(path, ns=(later, later))
+
+
+def test_an_edited_file_is_noticed(tmp_path):
+    made = finish(tmp_path / "data-a")
+    assert Artifact.read(made.folder).changed is None
+    for text in ("y", "longer"):  # of the same size, and of another
+        (made.folder / "x.txt").write_text(text)
+        date_after(made.folder / "x.txt", made.folder / "hone.json")
+        for use in (
+            lambda: start(tmp_path / "train-b", kind="train", spec=Knobs(), parents={"data": made}, run=QUIET),
+            lambda: start(made.folder, kind="data", spec=Knobs(), run=QUIET),
+        ):
+            with pytest.raises(ArtifactError, match=r"x\.txt is no longer the file") as caught:
+                use()
+            assert "--redo=data-a" in caught.value.fix
+    (made.folder / "x.txt").unlink()
+    assert Artifact.read(made.folder).changed == "x.txt"
+    assert isinstance(start(made.folder, kind="data", spec=Knobs(), run=Run(quiet=True, redo=True)), Draft)
+
+
+def test_an_untouched_artifact_costs_no_reading_and_a_copied_one_only_once(tmp_path, monkeypatch):
+    made = finish(tmp_path / "data-a")
+    read = []
+    monkeypatch.setattr("hone.base.content.sha256", lambda path: read.append(path.name) or sha256(path))
+    assert made.changed is None and read == []
+    date_after(made.folder / "x.txt", made.folder / "hone.json")
+    assert made.changed is None and read == ["x.txt"]
+    assert made.changed is None and read == ["x.txt"]
+    (made.folder / "x.txt").write_text("y")
+    date_after(made.folder / "x.txt", made.folder / "hone.json")
+    assert made.changed == "x.txt"
+
+
+def test_what_the_log_says_may_change(tmp_path):
+    made = finish(tmp_path / "data-a")
+    (made.folder / "log" / "t.txt").write_text("more than before")
+    assert made.changed is None
+
+
+def test_a_row_of_a_broken_manifest_is_a_change(tmp_path):
+    made = finish(tmp_path / "data-a")
+    for row in (None, {}, {"bytes": "1"}):
+        made.manifest["files"]["x.txt"] = row
+        assert made.changed == "x.txt"
