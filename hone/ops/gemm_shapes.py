@@ -37,6 +37,7 @@ class QuantizedShape(NamedTuple):
     """Tile and pipeline of `gluon.w4`: x rows, 64-column chunks a stage, stages, 64-row tiles, parts of K, blocks an SM.
 
     `early`: a block may start before the kernel in front has ended, and loads its first codes and scales meanwhile.
+    `soon`: the kernel behind may start when all blocks of this one have, not when they have asked for their last weights.
     `fold`: a group's scale multiplies the group's sum, not the weights.
     """
 
@@ -48,6 +49,7 @@ class QuantizedShape(NamedTuple):
     blocks: int
     early: bool
     fold: bool
+    soon: bool = False
 
 
 def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, group_size: int) -> QuantizedShape:
@@ -66,10 +68,8 @@ def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, g
     if block_m == 64:
         chunks, stages = (4, 2) if bits == 4 else (2, 3)
         return QuantizedShape(block_m, chunks, stages, 1, parts, 2, early=True, fold=True)
-    if parts > 1 and block_m <= 16 and bits == 4:
-        return QuantizedShape(block_m, 2, 4, 1, parts, 4, early=True, fold=True)
-    stages = 4 if bits == 4 or block_m <= 16 else 3
-    return QuantizedShape(block_m, 4, stages, 1, parts, 2, early=True, fold=True)
+    stages = 3 if (bits, block_m) in ((4, 16), (8, 32)) else 4
+    return QuantizedShape(block_m, 4, stages, 1, parts, 2, early=True, fold=True, soon=parts == 1)
 
 
 def _parts(tiles: int, steps: int, wanted: int) -> int:

@@ -1,8 +1,8 @@
 """Products of x with a weight of 4-bit or 8-bit codes: dequantized in registers, straight into Hopper's tensor cores.
 
-out^T = W x^T: a warpgroup multiplies 64 rows of the weight (wgmma's A operand, from registers) with the rows of x (its B
-operand, from shared memory). One warp brings codes, scales and x through the tensor memory accelerator, several stages
-ahead; the tensor cores multiply while the next weights are made. Frantar et al. 2024 (Marlin, arXiv:2408.11743).
+out^T = W x^T: a warpgroup multiplies 64 rows of the weight (the A operand, from registers) with the rows of x (the B
+operand): by wgmma, x from shared memory, or, where x has few rows, by mma.sync. One warp brings codes, scales and x through
+the tensor memory accelerator, several stages ahead. Frantar et al. 2024 (Marlin, arXiv:2408.11743).
 
 Shapes: x [M, K], codes int32 [N/64, K * bits/256, 128, 4], scales [G, N/16, 8, 2] (rows r and r + 8 of 16 side by side).
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
@@ -71,7 +72,8 @@ def _produce(
     STAGES: gl.constexpr = full.type.shape[0]
     WEIGHTS: gl.constexpr = TILES * codes_desc.block_type.nbytes
     SCALES: gl.constexpr = scales_desc.block_type.nbytes if GROUP > 0 else 0
-    BYTES: gl.constexpr = CHUNKS * x_desc.block_type.nbytes + WEIGHTS + SCALES
+    BYTES: gl.constexpr = x_desc.block_type.nbytes + WEIGHTS + SCALES
+    x_stages = x_s._reinterpret(x_desc.dtype, [STAGES, CHUNKS, x_s.type.shape[1], 64], x_desc.layout)
     if EARLY:
         for s in gl.static_range(STAGES):
             if first + s * CHUNKS < last:
@@ -91,8 +93,7 @@ def _produce(
                 codes_desc, scales_desc, codes_s, scales_s, bar, slot, tile, chunk, num_chunks, BYTES, BITS, CHUNKS,
                 GROUP, TILES,
             )  # fmt: skip
-        for i in gl.static_range(CHUNKS):
-            tma_load(x_desc, [column, (chunk + i) * 64], bar, x_s.index(slot * CHUNKS + i))
+        tma_load(x_desc, [chunk, column, 0], bar, x_stages.index(slot))
         step += 1  # noqa: SIM113
     if EARLY:
         start_next_kernel()
@@ -221,6 +222,43 @@ def _sum_scaled(
 
 
 @gluon.jit
+def _sum_synced(
+    acc, x_s, codes_s, scales_s, full, empty, steps, BITS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr,
+    TILES: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """The sums of `_sum_folded` or `_sum_scaled` by mma.sync, `acc` in its layout.
+
+    A product of 8 or 16 rows of x takes no time worth hiding, but waiting for an asynchronous one does; these products and
+    the making of weights are in one stream of instructions, in which ptxas mixes them.
+    """
+    STAGES: gl.constexpr = full.type.shape[0]
+    DTYPE: gl.constexpr = x_s.dtype
+    L_ACC: gl.constexpr = acc.type.layout
+    L_A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L_ACC, k_width=2)
+    L_B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=L_ACC, k_width=2)
+    L_ROWS: gl.constexpr = gl.SliceLayout(1, L_ACC)
+    PER: gl.constexpr = CHUNKS if not FOLD or GROUP >= 64 * CHUNKS else GROUP // 64  # chunks of a stage summed together
+    sums = acc
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        for i in gl.static_range(CHUNKS):
+            xs = x_s.index(slot * CHUNKS + i).permute((1, 0)).load(L_B)
+            weight = _weight(codes_s, scales_s, slot, i, DTYPE, BITS, CHUNKS, GROUP, TILES, FOLD, L_A)
+            # A chunk's sum begins at 0: chains of dependent products stay short.
+            product = mma_v2(weight, xs, gl.zeros_like(acc))
+            sums = product if i % PER == 0 else sums + product
+            if (i + 1) % PER == 0:
+                if FOLD:
+                    acc += sums * _row_scales(scales_s, slot, i, DTYPE, CHUNKS, TILES, L_ROWS)[:, None]
+                else:
+                    acc += sums
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(slot))
+    return acc
+
+
+@gluon.jit
 def _consume(
     x_s, codes_s, scales_s, full, empty, scales, bias, out, tile, column, part, first, last, M, N, stride_out, stride_part,
     BITS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr, FOLD: gl.constexpr,
@@ -228,13 +266,17 @@ def _consume(
 ):  # fmt: skip
     """Multiplies stage by stage and stores the sums."""
     BM: gl.constexpr = x_s.type.shape[1]
+    SYNCED: gl.constexpr = BM <= 16
     L_ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4 * TILES, 1], instr_shape=[16, BM, 16]
-    )
+        version=[2, 0] if SYNCED else [3, 0], warps_per_cta=[4 * TILES, 1],
+        instr_shape=[16, 8] if SYNCED else [16, BM, 16],
+    )  # fmt: skip
     L_A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L_ACC, k_width=2)
     acc = gl.zeros([64 * TILES, BM], gl.float32, L_ACC)
     steps = gl.cdiv(last - first, CHUNKS)
-    if FOLD:
+    if SYNCED:
+        acc = _sum_synced(acc, x_s, codes_s, scales_s, full, empty, steps, BITS, CHUNKS, GROUP, TILES, FOLD)
+    elif FOLD:
         acc = _sum_folded(acc, x_s, codes_s, scales_s, full, empty, steps, L_A, BITS, CHUNKS, GROUP, TILES)
     else:
         acc = _sum_scaled(acc, x_s, codes_s, scales_s, full, empty, steps, L_A, BITS, CHUNKS, GROUP, TILES)
@@ -247,13 +289,15 @@ def _consume(
 def w4_stream(
     x_desc, codes_desc, scales_desc, scales, bias, out, M, N, K, stride_out, stride_part,
     BITS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr,
-    FOLD: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
+    FOLD: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, SOON: gl.constexpr,
 ):  # fmt: skip
     """One tile of out^T, 64 TILES rows of the weight by all of x, over one part of K; N is padded to whole tiles.
 
     With GROUP 0 a row has one scale, which multiplies the sum. With parts of K, `out` is float32 [S, M, N].
     """
-    BM: gl.constexpr = x_desc.block_type.shape[0]
+    if SOON:
+        start_next_kernel()
+    BM: gl.constexpr = x_desc.block_type.shape[1]
     tile = gl.program_id(0)
     part = gl.program_id(1)
     column = gl.program_id(2) * BM
@@ -261,7 +305,8 @@ def w4_stream(
     share = gl.cdiv(num_chunks, gl.num_programs(1) * CHUNKS) * CHUNKS
     first = part * share
     last = gl.minimum(first + share, num_chunks)
-    x_s = gl.allocate_shared_memory(x_desc.dtype, [STAGES * CHUNKS, BM, 64], x_desc.layout)
+    L_X: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [STAGES * CHUNKS, BM, 64], L_X)
     codes_s = gl.allocate_shared_memory(gl.int32, [STAGES, TILES * BITS // 2 * CHUNKS, 256], codes_desc.layout)
     if GROUP > 0:
         box: gl.constexpr = scales_desc.block_type.shape
@@ -311,9 +356,10 @@ def quantized_product(
     assert shape.stages > 1, "a stage is given back after the first product of the next"
     chunks, tiles, split = shape.chunks, shape.tiles, shape.parts > 1
     group = 0 if len(scales) == 1 else columns // len(scales)
-    wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     plain = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    x_desc = TensorDescriptor(x, [rows, columns], [x.stride(0), 1], [shape.block_m, 64], wide)
+    # Chunks first: one load brings a stage's, each a tile of its own.
+    x_desc = TensorDescriptor(x, [columns // 64, rows, 64], [64, x.stride(0), 1], [chunks, shape.block_m, 64], wide)
     codes_desc = TensorDescriptor.from_tensor(codes.view(-1, 256), [bits // 2 * chunks, 256], plain)
     scales_desc = scales
     if group:
@@ -323,6 +369,6 @@ def quantized_product(
     w4_stream[(triton.cdiv(features, 64 * tiles), shape.parts, triton.cdiv(rows, shape.block_m))](
         x_desc, codes_desc, scales_desc, scales, bias, parts, rows, features, columns, features, rows * features,
         BITS=bits, CHUNKS=chunks, STAGES=shape.stages, GROUP=group, TILES=tiles, FOLD=shape.fold,
-        HAS_BIAS=bias is not None and not split, EARLY=shape.early, num_warps=4 * tiles, maxnreg=max_registers(shape), launch_pdl=shape.early,
+        HAS_BIAS=bias is not None and not split, EARLY=shape.early, SOON=shape.soon, num_warps=4 * tiles, maxnreg=max_registers(shape), launch_pdl=shape.early,
     )  # fmt: skip
     return sum_parts(parts, bias, out) if split else out
