@@ -1,0 +1,1 @@
+"""Text as bytes: batches of documents in one buffer, and the kernels that go over them."""
