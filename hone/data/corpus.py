@@ -15,8 +15,8 @@ from hone.base.durable import write_atomic
 from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.language import NO_LANGUAGE, Identifier
-from hone.data.listing import File
-from hone.data.read import Broken, Document, Options, poisoned, read_file
+from hone.data.readers.listing import File
+from hone.data.readers.read import Broken, Document, Options, poisoned, read_file
 from hone.data.signals import SIGNALS, signals
 
 pa = lazy("pyarrow")

@@ -20,10 +20,10 @@ from hone.data import tokenizer as tokenizers
 from hone.data.corpus import Corpus, annotate, need_parquet, tasks
 from hone.data.forecast import forecast
 from hone.data.language import Identifier
-from hone.data.listing import Listing, list_source
 from hone.data.load import PackedTokens
 from hone.data.pack import pack
-from hone.data.read import Options
+from hone.data.readers.listing import Listing, list_source
+from hone.data.readers.read import Options
 from hone.data.results import count_by, step_row, write_documents, write_samples, write_stats
 from hone.data.settings import Settings
 from hone.measure.window import Window

@@ -17,8 +17,8 @@ from hone.base.figure import Estimate, human_bytes
 from hone.data import tokenizer as tokenizers
 from hone.data.corpus import GROUP_BYTES, Corpus, annotate
 from hone.data.language import Identifier
-from hone.data.listing import File, Listing
-from hone.data.read import Options, head
+from hone.data.readers.listing import File, Listing
+from hone.data.readers.read import Options, head
 from hone.data.settings import Settings
 from hone.data.tokenizer import Encoder
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from hone.base.artifact import Artifact, Draft
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.data.listing import PYTHON, list_source
+from hone.data.readers.listing import PYTHON, list_source
 from hone.data.settings import Settings
 
 

@@ -15,7 +15,7 @@ from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
 from hone.base.spec import Spec
-from hone.data.read import END_OF_TEXT
+from hone.data.readers.read import END_OF_TEXT
 
 np = lazy("numpy")
 tokenizers = lazy("tokenizers")

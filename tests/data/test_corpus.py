@@ -12,9 +12,9 @@ import hone.data.corpus as corpus_module
 from hone.base.run import Run
 from hone.data.corpus import Corpus, annotate, tasks
 from hone.data.language import Identifier
-from hone.data.listing import File, list_source
 from hone.data.load import PackedTokens
-from hone.data.read import Options
+from hone.data.readers.listing import File, list_source
+from hone.data.readers.read import Options
 from hone.data.signals import SIGNALS, signals
 from hone.data.stage import Data
 

@@ -14,8 +14,8 @@ from hone.data import DEDUPS
 from hone.data.corpus import Corpus, annotate
 from hone.data.dedup.minhash import MinHash
 from hone.data.language import Identifier
-from hone.data.listing import list_source
-from hone.data.read import Options
+from hone.data.readers.listing import list_source
+from hone.data.readers.read import Options
 
 
 def shingles(text: str, n: int = 5) -> set[tuple[str, ...]]:

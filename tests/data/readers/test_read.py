@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hone.base.errors import SpecError
-from hone.data.listing import File, list_source
-from hone.data.read import Broken, Document, Options, read_file
+from hone.data.readers.listing import File, list_source
+from hone.data.readers.read import Broken, Document, Options, read_file
 
 TEXT = "Once upon a time there was a reader.\nIt read."
 
@@ -180,7 +180,7 @@ def test_a_poison_page_is_set_aside_alone(tmp_path, monkeypatch, error, reason):
 
     for name in ("a", "poison", "z"):
         put(tmp_path / f"{name}.html", name.encode())
-    monkeypatch.setattr("hone.data.read.html_to_text", extract)
+    monkeypatch.setattr("hone.data.readers.read.html_to_text", extract)
     assert texts(tmp_path) == ["a", "z"] and reasons(tmp_path) == [reason]
 
 
@@ -189,7 +189,7 @@ def test_an_interrupt_is_no_poison(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     put(tmp_path / "a.html", b"x")
-    monkeypatch.setattr("hone.data.read.html_to_text", extract)
+    monkeypatch.setattr("hone.data.readers.read.html_to_text", extract)
     with pytest.raises(KeyboardInterrupt):
         texts(tmp_path)
 

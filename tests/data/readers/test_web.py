@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hone.data.listing import File
-from hone.data.read import Broken, Document, Options, read_file
-from hone.data.web import html_to_text
+from hone.data.readers.listing import File
+from hone.data.readers.read import Broken, Document, Options, read_file
+from hone.data.readers.web import html_to_text
 
 
 def read(path: Path) -> tuple[list[str], list[str]]:

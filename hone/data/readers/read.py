@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 from hone.base.errors import HoneError, MissingExtra
-from hone.data.docstrings import prose_of
-from hone.data.listing import File
+from hone.data.readers.docstrings import prose_of
+from hone.data.readers.listing import File
+from hone.data.readers.web import html_to_text, read_warc
 from hone.data.signals import normalize
-from hone.data.web import html_to_text, read_warc
 
 END_OF_TEXT = "<|endoftext|>"
 """Parts documents in text files (a common dump format) and closes each one in the packed tokens."""
