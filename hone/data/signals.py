@@ -10,6 +10,10 @@ from collections import Counter
 
 import numpy as np
 
+from hone.data.text.batch import Texts
+
+Lexicon = tuple[str, ...]
+
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 POLICY_PHRASES = (
     "terms of use",
@@ -73,6 +77,15 @@ def normalize(text: str) -> str:
     """Text as hone keeps it: NFC, line ends as '\\n', no trailing space at line ends, nothing around it."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     return "\n".join([line.rstrip(" \t") for line in text.split("\n")]).strip("\n").rstrip()
+
+
+def signals_of(texts: Texts, lexicon: Lexicon | None = None) -> dict[str, np.ndarray]:
+    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type that SIGNALS names.
+
+    `lexicon` names the words and phrases that `toxic_words` counts; without one that column is not a number.
+    """
+    rows = [signals(text) for text in texts.strings()]
+    return {name: np.array([row[name] for row in rows], kind) for name, kind in SIGNALS.items()}
 
 
 def signals(text: str) -> dict[str, float | int]:
