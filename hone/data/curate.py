@@ -16,12 +16,12 @@ from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
-from hone.data import tokenizer as tokenizers
+from hone.data.tokens import tokenizer as tokenizers
 from hone.data.corpus import Corpus, annotate, need_parquet, tasks
 from hone.data.forecast import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
-from hone.data.pack import pack
+from hone.data.tokens.pack import pack
 from hone.data.readers.listing import Listing, list_source
 from hone.data.readers.read import Options
 from hone.data.results import count_by, step_row, write_documents, write_samples, write_stats

@@ -14,13 +14,13 @@ import psutil
 
 from hone.base.errors import HoneError
 from hone.base.figure import Estimate, human_bytes
-from hone.data import tokenizer as tokenizers
+from hone.data.tokens import tokenizer as tokenizers
 from hone.data.corpus import GROUP_BYTES, Corpus, annotate
 from hone.data.language import Identifier
 from hone.data.readers.listing import File, Listing
 from hone.data.readers.read import Options, head
 from hone.data.settings import Settings
-from hone.data.tokenizer import Encoder
+from hone.data.tokens.tokenizer import Encoder
 
 SAMPLE_BYTES = 600_000
 _SAMPLE_FILES = 64

@@ -9,7 +9,7 @@ from pydantic import Field
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.data import DEDUPS, FILTERS
-from hone.data.tokenizer import Tokenizer
+from hone.data.tokens.tokenizer import Tokenizer
 
 
 class Settings(Stage):

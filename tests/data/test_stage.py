@@ -20,7 +20,7 @@ from hone.base.errors import ArtifactError, FitError, MissingExtra, SpecError
 from hone.base.run import Run
 from hone.data.load import PackedTokens
 from hone.data.stage import Data
-from hone.data.tokenizer import load
+from hone.data.tokens.tokenizer import load
 
 QUIET = Run(quiet=True)
 WORDS = [

@@ -12,7 +12,7 @@ import numpy as np
 
 from hone.base.durable import write_atomic
 from hone.data.corpus import Corpus, publish
-from hone.data.tokenizer import Encoder
+from hone.data.tokens.tokenizer import Encoder
 
 SPLITS = ("train", "val")
 _BATCH_CHARS = 1 << 18

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.data.tokenizer import Tokenizer, load, take, train
+from hone.data.tokens.tokenizer import Tokenizer, load, take, train
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # the sum of x and {i}, naïve\n" * 3 for i in range(60)]
 
@@ -52,7 +52,7 @@ def test_training_twice_gives_the_same_bytes(folder, tmp_path):
 def test_long_texts_are_encoded_in_pieces(folder, monkeypatch):
     encoder = load(folder)
     text = "".join(TEXTS)
-    monkeypatch.setattr("hone.data.tokenizer._PIECE_CHARS", 700)
+    monkeypatch.setattr("hone.data.tokens.tokenizer._PIECE_CHARS", 700)
     (ids,) = encoder.encode([text])
     assert encoder.core.decode(ids[:-1].tolist()) == text
 
