@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hone.base.durable import write_atomic
 from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
-from hone.data.language import NO_LANGUAGE, Identifier
-from hone.data.readers.listing import File
-from hone.data.readers.read import Broken, Document, Options, poisoned, read_file
-from hone.data.signals import SIGNALS, signals
+from hone.data.signals import SIGNALS
+from hone.data.text.batch import Texts
 
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
-TASK_BYTES = 4 << 20
-"""Input bytes a task gathers: the unit that a kill can cost. A larger file is a task of its own."""
-GROUP_BYTES = 16 << 20
-"""Text held in memory before it is written."""
-_GROUP_ROWS = 2000
-_SAMPLES = 3
-_TEXTS = ("id", "source", "group", "kind", "language")
+BATCH_BYTES = 16 << 20
+"""Text that is held in memory and looked at at once: a row group of a shard."""
 
 
 def need_parquet() -> None:
@@ -39,70 +29,6 @@ def need_parquet() -> None:
         raise MissingExtra.of("the data stage", "pyarrow", "data") from None
 
 
-def tasks(files: Sequence[File]) -> list[list[File]]:
-    """`files` in order, cut into groups of about TASK_BYTES."""
-    groups: list[list[File]] = []
-    size = TASK_BYTES
-    for file in files:
-        if size >= TASK_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(file)
-        size += file.size
-    return groups
-
-
-def annotate(
-    files: Sequence[File],
-    out: Path,
-    *,
-    options: Options,
-    identifier: Identifier,
-    max_bytes: int | None = None,
-    progress: Callable[[int], None] = lambda num_bytes: None,
-) -> dict[str, Any]:
-    """Reads `files` into the Parquet shard `out` with all signal columns; returns (and writes beside it) what was broken.
-
-    Stops before the document that would bring the text above `max_bytes`. Both files appear whole or not at all, the
-    shard last. The returned summary: documents, bytes, full, broken {reason: {documents, bytes}}, samples of the broken.
-    """
-    broken: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
-    summary: dict[str, Any] = {"documents": 0, "bytes": 0, "full": False, "broken": broken, "samples": []}
-    temporary = out.with_name(out.name + ".tmp")
-    with parquet.ParquetWriter(temporary, schema(), compression="zstd") as writer:
-        rows: list[dict[str, Any]] = []
-        waiting = 0
-        for item in _documents(files, options, progress):
-            if isinstance(item, Document):
-                try:
-                    row = _row(item, identifier)
-                except BaseException as error:  # a poison document is set aside alone
-                    if not poisoned(error):
-                        raise
-                    item = Broken(f"failed_{type(error).__name__}", item.source, item.text[:400], len(item.text))
-            if isinstance(item, Broken):
-                count = broken[item.reason]
-                count["documents"] += 1
-                count["bytes"] += item.num_bytes
-                if count["documents"] <= _SAMPLES:
-                    summary["samples"].append({"reason": item.reason, "source": item.source, "text": item.text})
-                continue
-            if max_bytes is not None and summary["bytes"] + row["bytes"] > max_bytes:
-                summary["full"] = True
-                break
-            rows.append(row)
-            waiting += row["bytes"]
-            summary["documents"] += 1
-            summary["bytes"] += row["bytes"]
-            if waiting > GROUP_BYTES or len(rows) >= _GROUP_ROWS:
-                writer.write_table(pa.Table.from_pylist(rows, schema()))
-                rows, waiting = [], 0
-        writer.write_table(pa.Table.from_pylist(rows, schema()))
-    write_atomic(out.with_suffix(".json"), json.dumps(summary, sort_keys=True).encode())
-    publish(temporary, out)
-    return summary
-
-
 def publish(temporary: Path, final: Path) -> None:
     """Makes a finished file visible under its name: synced, then renamed."""
     with open(temporary, "rb") as file:
@@ -110,8 +36,8 @@ def publish(temporary: Path, final: Path) -> None:
     os.replace(temporary, final)
 
 
-def schema() -> Any:
-    """The Arrow schema of a shard."""
+def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
+    """The Arrow schema of a shard; `more` are the (name, type) of columns after those that every shard has."""
     return pa.schema(
         [
             ("id", pa.string()),
@@ -123,19 +49,60 @@ def schema() -> Any:
             ("language", pa.string()),
             ("language_score", pa.float64()),
             *((name, getattr(pa, kind)()) for name, kind in SIGNALS.items()),
+            *more,
         ]
     )
 
 
-def _documents(files: Sequence[File], options: Options, progress: Callable[[int], None]) -> Iterator[Document | Broken]:
-    for file in files:
-        yield from read_file(file, options)
-        progress(file.size)
+class Columns(Mapping[str, np.ndarray]):
+    """Columns of all shards by name, each [num_documents], read when it is first asked for and then kept.
+
+    Short texts (id, group, kind, language) are numpy strings; `source` is an object array that holds each name once.
+    """
+
+    def __init__(self, shards: Sequence[Path], names: Sequence[str]) -> None:
+        self._shards, self._names = list(shards), list(names)
+        self._read: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._read:
+            if name not in self._names:
+                raise KeyError(name)
+            parts = [parquet.read_table(shard, columns=[name]).column(0) for shard in self._shards]
+            column = pa.chunked_array(
+                [chunk for part in parts for chunk in part.chunks],
+                schema().field(name).type if not parts else parts[0].type,
+            )
+            self._read[name] = _as_numpy(column, name)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def replace(self, name: str, values: np.ndarray) -> None:
+        """Makes `values` [num_documents] the column `name`."""
+        self._read[name] = values
+        if name not in self._names:
+            self._names.append(name)
 
 
-def _row(document: Document, identifier: Identifier) -> dict[str, Any]:
-    language, score = (NO_LANGUAGE, 1.0) if document.kind == "code" else identifier.identify(document.text)
-    return {**document._asdict(), "language": language, "language_score": score, **signals(document.text)}
+def _as_numpy(column: Any, name: str) -> np.ndarray:
+    """An Arrow column as numpy; equal strings are one object."""
+    if not pa.types.is_string(column.type):
+        return column.to_numpy()
+    encoded = column.combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.unify_dictionaries().combine_chunks()
+    distinct = encoded.dictionary.to_pylist()
+    kinds = (
+        np.array(distinct, object if name == "source" else str)
+        if distinct
+        else np.empty(0, object if name == "source" else "U1")
+    )
+    return kinds[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
 class Corpus:
@@ -143,16 +110,9 @@ class Corpus:
 
     def __init__(self, shards: Sequence[Path]) -> None:
         self.shards = list(shards)
-        names = [name for name in schema().names if name != "text"]
-        tables = [parquet.read_table(shard, columns=names) for shard in self.shards]
-        self.sizes = [len(table) for table in tables]
-        table = pa.concat_tables(tables) if tables else schema().empty_table().select(names)
-        self.columns: dict[str, np.ndarray] = {
-            name: np.array(table.column(name).to_pylist(), dtype=str)
-            if name in _TEXTS
-            else table.column(name).to_numpy()
-            for name in names
-        }
+        schemas = [parquet.read_schema(shard) for shard in self.shards[:1]] or [schema()]
+        self.sizes = [parquet.read_metadata(shard).num_rows for shard in self.shards]
+        self.columns = Columns(self.shards, [name for name in schemas[0].names if name != "text"])
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -169,12 +129,25 @@ class Corpus:
             yield number, shard, first, first + size
             first += size
 
-    def texts(self, shard: Path, first: int, chosen: np.ndarray) -> Iterator[tuple[int, str]]:
-        """(index, text) of the documents of `shard`, whose first is number `first`, where `chosen` (bool [num_documents])."""
-        index = first
+    def batches(self, shard: Path, first: int, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, Texts]]:
+        """(indices int64 [k], their Texts) of the documents of `shard`, whose first is number `first`, where `chosen` (bool [num_documents]).
+
+        A batch is a row group: about BATCH_BYTES, or one longer document. When all of it is chosen no text is copied.
+        """
         with parquet.ParquetFile(shard) as file:
-            for batch in file.iter_batches(batch_size=64, columns=["text"]):
-                for text in batch.column(0):
-                    if chosen[index]:
-                        yield index, text.as_py()
-                    index += 1
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                wanted = np.flatnonzero(chosen[first : first + rows])
+                if len(wanted):
+                    column = file.read_row_group(group, columns=["text"]).column(0).combine_chunks()
+                    array = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+                    yield (
+                        wanted + first,
+                        Texts.from_arrow(array if len(wanted) == rows else array.take(pa.array(wanted))),
+                    )
+                first += rows
+
+    def texts(self, shard: Path, first: int, chosen: np.ndarray) -> Iterator[tuple[int, str]]:
+        """(index, text) of the same documents one by one."""
+        for indices, texts in self.batches(shard, first, chosen):
+            yield from zip(indices.tolist(), texts.strings())

@@ -17,7 +17,8 @@ from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
 from hone.data.tokens import tokenizer as tokenizers
-from hone.data.corpus import Corpus, annotate, need_parquet, tasks
+from hone.data.annotate import annotate, tasks
+from hone.data.corpus import Corpus, need_parquet
 from hone.data.forecast import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens

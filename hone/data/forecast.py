@@ -15,7 +15,8 @@ import psutil
 from hone.base.errors import HoneError
 from hone.base.figure import Estimate, human_bytes
 from hone.data.tokens import tokenizer as tokenizers
-from hone.data.corpus import GROUP_BYTES, Corpus, annotate
+from hone.data.annotate import annotate
+from hone.data.corpus import BATCH_BYTES, Corpus
 from hone.data.language import Identifier
 from hone.data.readers.listing import File, Listing
 from hone.data.readers.read import Options, head
@@ -68,7 +69,7 @@ def forecast(
     rest += seconds["train"] * min(grow, spec.tokenizer.max_train_bytes / sample.kept_bytes) ** _TRAIN_POWER
     documents = len(sample.corpus) * grow
     growth = psutil.Process().memory_info().rss - start_memory_bytes
-    growth += _LATER_BYTES + min(text, GROUP_BYTES) * _COPIES_OF_A_GROUP + documents * _BYTES_A_DOCUMENT
+    growth += _LATER_BYTES + min(text, BATCH_BYTES) * _COPIES_OF_A_GROUP + documents * _BYTES_A_DOCUMENT
     rates = ", ".join(f"{name} {second / sample.file_bytes * 1e9:.0f}" for name, second in seconds.items())
     said = f"sample of {human_bytes(sample.file_bytes)} of {human_bytes(listing.num_bytes)}"
     tokens = kept * (1 - spec.validation_fraction) / sample.bytes_per_token
@@ -82,7 +83,7 @@ def forecast(
             value=start_memory_bytes + growth,
             unit="B",
             formula=f"memory at start + growth over the {said} + {human_bytes(_LATER_BYTES)} for the later steps + {_COPIES_OF_A_GROUP} copies of a row group of at most "
-            f"{human_bytes(GROUP_BYTES)} + {_BYTES_A_DOCUMENT} B a document for {documents:.0f} documents",
+            f"{human_bytes(BATCH_BYTES)} + {_BYTES_A_DOCUMENT} B a document for {documents:.0f} documents",
         ),
         "train_tokens": Estimate(
             value=tokens,

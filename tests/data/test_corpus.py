@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import hone.data.corpus as corpus_module
+import hone.data.annotate as annotate_module
 from hone.base.run import Run
-from hone.data.corpus import Corpus, annotate, tasks
+from hone.data.annotate import annotate, tasks
+from hone.data.corpus import Corpus
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
 from hone.data.readers.listing import File, list_source
@@ -31,7 +32,8 @@ def shard_of(tmp_path: Path, texts: list[str], **options) -> tuple[Path, dict]:
     return out, annotate(files, out, options=Options(), identifier=Identifier(), **options)
 
 
-def test_columns_and_texts_come_back(tmp_path):
+def test_columns_and_texts_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(annotate_module, "BATCH_BYTES", 40_000)
     texts = [f"document number {number}, which says little" for number in range(5000)]  # several row groups
     out, summary = shard_of(tmp_path, texts)
     corpus = Corpus([out])
@@ -40,6 +42,11 @@ def test_columns_and_texts_come_back(tmp_path):
     (_, shard, first, end) = next(corpus.spans())
     assert (first, end) == (0, 5000)
     assert dict(corpus.texts(shard, first, chosen)) == {int(i): texts[i] for i in np.flatnonzero(chosen)}
+    for wanted in (chosen, np.ones(5000, bool)):
+        batches = list(corpus.batches(shard, first, wanted))
+        assert np.array_equal(np.concatenate([indices for indices, _ in batches]), np.flatnonzero(wanted))
+        assert [text for _, batch in batches for text in batch.strings()] == [texts[i] for i in np.flatnonzero(wanted)]
+        assert len(batches) > 1
     expected = signals(texts[42])
     assert {name: corpus.columns[name][42].item() for name in SIGNALS} == pytest.approx(expected)
     assert len(set(corpus.columns["id"])) == 5000
@@ -51,7 +58,7 @@ def test_a_document_that_breaks_the_signals_is_set_aside(tmp_path, monkeypatch):
             raise ValueError("cannot count this")
         return signals(text)
 
-    monkeypatch.setattr(corpus_module, "signals", refuse)
+    monkeypatch.setattr(annotate_module, "signals", refuse)
     _, summary = shard_of(tmp_path, ["fine", "poison", "also fine"])
     assert summary["documents"] == 2
     assert summary["broken"] == {"failed_ValueError": {"documents": 1, "bytes": 6}}

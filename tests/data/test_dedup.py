@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hone.data import DEDUPS
-from hone.data.corpus import Corpus, annotate
+from hone.data.annotate import annotate
+from hone.data.corpus import Corpus
 from hone.data.dedup.minhash import MinHash
 from hone.data.language import Identifier
 from hone.data.readers.listing import list_source
