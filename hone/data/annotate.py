@@ -16,7 +16,7 @@ from hone.data.corpus import BATCH_BYTES, publish, schema
 from hone.data.language import NO_LANGUAGE, Identifier
 from hone.data.readers.listing import File
 from hone.data.readers.read import Broken, Document, Options, poisoned, read_file
-from hone.data.signals import SIGNALS, signals
+from hone.data.signals import signals_of
 from hone.data.text.batch import Texts
 
 pa = lazy("pyarrow")
@@ -175,8 +175,8 @@ def _arrays(
     sure = np.ones(len(documents))
     if is_prose.any():
         prose = texts if is_prose.all() else _joined([text for text, wanted in zip(raw, is_prose) if wanted])
-        codes[is_prose], sure[is_prose] = _identify_all(identifier, prose)
-    columns: dict[str, np.ndarray] = dict(_signals_of(texts))
+        codes[is_prose], sure[is_prose] = identifier.identify_all(prose)
+    columns: dict[str, np.ndarray] = dict(signals_of(texts))
     for scorer in scorers:
         columns |= scorer.columns(texts)
     arrays = {
@@ -198,13 +198,3 @@ def _joined(raw: Sequence[bytes]) -> Texts:
     offsets = np.zeros(len(raw) + 1, np.int64)
     np.cumsum([len(text) for text in raw], out=offsets[1:])
     return Texts(np.frombuffer(b"".join(raw), np.uint8), offsets)
-
-
-def _signals_of(texts: Texts) -> dict[str, np.ndarray]:
-    rows = [signals(text) for text in texts.strings()]
-    return {name: np.array([row[name] for row in rows], kind) for name, kind in SIGNALS.items()}
-
-
-def _identify_all(identifier: Identifier, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-    found = [identifier.identify(text) for text in texts.strings()]
-    return np.array([code for code, _ in found], object), np.array([score for _, score in found])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from hone.base.errors import MissingExtra, SpecError
+from hone.data.text.batch import Texts
 
 NO_LANGUAGE = "code"
 """What stands in the language column of program text."""
@@ -38,3 +41,8 @@ class Identifier:
             text = text[:_SAMPLE_CHARS] + " " + text[middle : middle + _SAMPLE_CHARS]
         code, score = self._model.classify(text)
         return str(code), float(score)
+
+    def identify_all(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
+        """(codes object [n], probabilities float64 [n]) of a batch."""
+        found = [self.identify(text) for text in texts.strings()]
+        return np.array([code for code, _ in found], object), np.array([score for _, score in found], np.float64)

@@ -16,8 +16,9 @@ from hone.data.language import Identifier
 from hone.data.load import PackedTokens
 from hone.data.readers.listing import File, list_source
 from hone.data.readers.read import Options
-from hone.data.signals import SIGNALS, signals
+from hone.data.signals import SIGNALS, signals, signals_of
 from hone.data.stage import Data
+from hone.data.text.batch import Texts
 
 
 def rows_file(folder: Path, texts: list[str]) -> Path:
@@ -53,12 +54,12 @@ def test_columns_and_texts_come_back(tmp_path, monkeypatch):
 
 
 def test_a_document_that_breaks_the_signals_is_set_aside(tmp_path, monkeypatch):
-    def refuse(text: str) -> dict:
-        if "poison" in text:
+    def refuse(texts: Texts) -> dict:
+        if any("poison" in text for text in texts.strings()):
             raise ValueError("cannot count this")
-        return signals(text)
+        return signals_of(texts)
 
-    monkeypatch.setattr(annotate_module, "signals", refuse)
+    monkeypatch.setattr(annotate_module, "signals_of", refuse)
     _, summary = shard_of(tmp_path, ["fine", "poison", "also fine"])
     assert summary["documents"] == 2
     assert summary["broken"] == {"failed_ValueError": {"documents": 1, "bytes": 6}}
