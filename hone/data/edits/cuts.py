@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -84,7 +85,7 @@ def apply_cuts(texts: Texts, documents: np.ndarray, cuts: Cuts) -> Texts:
     low, high = np.searchsorted(cuts.document, [documents[0], documents[-1] + 1]) if len(documents) else (0, 0)
     if low == high:
         return texts
-    data, offsets = kernels().without(texts.data, texts.offsets, documents, *(part[low:high] for part in cuts))
+    data, offsets = compiled("spans").without(texts.data, texts.offsets, documents, *(part[low:high] for part in cuts))
     return Texts(data, offsets)
 
 
@@ -111,12 +112,11 @@ def figures(cuts: Sequence[Cuts]) -> dict[str, int]:
     }
 
 
-def kernels() -> ModuleType:
-    """The module of compiled kernels. Raises MissingExtra without numba."""
+def compiled(module: str) -> ModuleType:
+    """The module of this folder that holds compiled kernels. Raises MissingExtra without numba."""
     try:
-        from hone.data.edits import spans
+        return importlib.import_module(f"hone.data.edits.{module}")
     except ImportError as error:
         if error.name != "numba":
             raise
         raise MissingExtra.of("cutting repeats out of documents", "numba", "data") from None
-    return spans

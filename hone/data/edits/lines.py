@@ -1,0 +1,115 @@
+"""Lines, paragraphs or sentences that the corpus holds already are cut out of the documents that repeat them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from hone.data.corpus import Corpus
+from hone.data.edits.base import Edit
+from hone.data.edits.cuts import Cuts, compiled, cut_whole
+from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted
+from hone.data.expression import evaluate
+
+_UNITS = ("line", "paragraph", "sentence")
+_ROW = np.dtype([("key", np.uint64), ("document", np.int32), ("unit", np.int32)])
+_UNIT = np.dtype([("document", np.int32), ("start", np.int64), ("end", np.int64)])
+
+
+class Lines(Edit):
+    """Cuts lines that other documents hold too: navigation, notices, licences. Wenzek et al. 2019 (CCNet), arXiv:1911.00359.
+
+    Two lines are the same when their letters (ASCII without case) and digits (any digit as any other) are. Of each line the
+    copy in the document with the lowest id stays, the later ones go. `unit: sentence, window: 3, min_documents: 1` is what C4
+    did (Raffel et al. 2020, arXiv:1910.10683). FineWeb (arXiv:2406.17557) found no gain over MinHash alone in cutting every
+    repeated line of the web: raise `min_documents` to cut boilerplate only. A document that is left too short goes whole,
+    also when it held the one copy that would have stayed.
+    """
+
+    paper: ClassVar[str] = "arXiv:1911.00359"
+    unit: Literal["line", "paragraph", "sentence"] = Field(
+        "line", description="What is compared and cut: lines, paragraphs (between blank lines) or sentences."
+    )
+    window: int = Field(1, ge=1, description="How many units in a row must repeat together.")
+    min_documents: int = Field(
+        2, ge=1, description="Least documents that hold it; 1 also cuts what one document alone repeats."
+    )
+    keep: int = Field(1, ge=0, description="Copies that stay, in order of document ids.")
+    min_chars: int = Field(20, ge=1, description="Letters and digits below which a window is never cut.")
+    min_left_bytes: int = Field(100, ge=0, description="A document cut below so many bytes is dropped.")
+    when: str = Field(
+        "kind != 'code'", description="Expression that picks the documents that take part; 'True' for all."
+    )
+
+    def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
+        chosen = alive & evaluate(self.when, corpus.columns)
+        spans = list(corpus.spans())
+        for span in spans:
+            self._hash(corpus, span, chosen, state)
+        rank = ranks(corpus.columns["id"])
+        firsts = np.array([first for _, _, first, _ in spans], np.int64)
+        gone: list[list[np.ndarray]] = [[] for _ in spans]
+        for group in repeated([state / f"lines-{number:05d}.npy" for number, *_ in spans], gathered_rows):
+            rows, place = group.rows, rank[firsts[group.shard] + group.rows["document"]]
+            order = np.lexsort((rows["unit"], place, rows["key"]))
+            rows, place, shard = rows[order], place[order], group.shard[order]
+            later = compiled("units").later_copies(
+                rows["key"].copy(), place, rows["unit"].copy(), self.window, self.min_documents, self.keep
+            )
+            units, shard = rows["unit"][later], shard[later]
+            for number in np.unique(shard):
+                gone[number].append(units[shard == number])
+        return [self._shard_cuts(span, gone[span[0]], state) for span in spans]
+
+    def _hash(self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path) -> None:
+        """The units of a shard with their places, and the windows of them sorted by hash, unless they are in `state`."""
+        number, shard, first, _ = span
+        path = state / f"lines-{number:05d}.npy"
+        if path.exists():
+            return
+        kernels = compiled("units")
+        units: list[np.ndarray] = [np.empty(0, _UNIT)]
+        rows: list[np.ndarray] = [np.empty(0, _ROW)]
+        sizes: list[np.ndarray] = [np.empty((0, 2), np.int64)]
+        done = 0
+        for indices, texts in corpus.batches(shard, first, chosen):
+            text, start, end, hashes, chars = kernels.units_of(texts.data, texts.offsets, _UNITS.index(self.unit))
+            here = np.empty(len(text), _UNIT)
+            here["document"], here["start"], here["end"] = indices[text] - first, start, end
+            place, keys = kernels.windows_of(text, hashes, chars, self.window, self.min_chars)
+            part = np.empty(len(place), _ROW)
+            part["key"], part["document"], part["unit"] = keys, here["document"][place], place + done
+            done += len(text)
+            units.append(here)
+            rows.append(part)
+            sizes.append(np.stack([indices, np.diff(texts.offsets)], 1))
+        save(state / f"units-{number:05d}.npy", np.concatenate(units))
+        save(state / f"sizes-{number:05d}.npy", np.concatenate(sizes))
+        save_sorted(path, np.concatenate(rows))
+
+    def _shard_cuts(self, span: tuple[int, Path, int, int], gone: list[np.ndarray], state: Path) -> Cuts:
+        """The windows that begin at the units `gone` as byte spans, each with the space between it and what follows."""
+        number, _, first, _ = span
+        if not gone:
+            return Cuts.none()
+        units = np.load(state / f"units-{number:05d}.npy")
+        documents, sizes = np.load(state / f"sizes-{number:05d}.npy").T
+        marks = np.zeros(len(units), bool)
+        for offset in range(self.window):
+            marks[np.concatenate(gone) + offset] = True
+        fresh = np.concatenate([[True], np.diff(units["document"]) != 0])
+        last = np.concatenate([fresh[1:], [True]])
+        size = sizes[np.searchsorted(documents, units["document"] + first)]
+        start, end = units["start"].copy(), np.concatenate([units["start"][1:], [0]])
+        end[last] = size[last]
+        # What goes up to the end of its document takes the space before it along; of a run, its first unit does.
+        tail = marks & last
+        for unit in np.flatnonzero(tail):
+            while not fresh[unit] and marks[unit - 1]:
+                unit -= 1
+            start[unit] = 0 if fresh[unit] else units["end"][unit - 1]
+        found = Cuts.of(units["document"][marks].astype(np.int64) + first, start[marks], end[marks])
+        return cut_whole(found, documents, sizes, self.min_left_bytes)

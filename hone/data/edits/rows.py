@@ -1,0 +1,79 @@
+"""Rows of hashes on disk: each shard's sorted by hash, gathered over all shards one range of hashes at a time."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hone.data.corpus import publish
+
+GATHERED_ROWS = 1 << 22
+"""About how many rows of all shards are looked at together; a hash that stands in more rows than that is still one group."""
+
+
+class Group(NamedTuple):
+    """Rows that share their hash with another row. `shard` int64 and `row` int64 say where each stands; sorted by hash."""
+
+    rows: np.ndarray
+    shard: np.ndarray
+    row: np.ndarray
+
+
+def save(path: Path, array: np.ndarray) -> None:
+    """Writes `array` to `path`, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        np.save(file, array)
+    publish(temporary, path)
+
+
+def save_sorted(path: Path, rows: np.ndarray) -> None:
+    """Writes a structured array sorted by its field `key` (uint64); equal keys stay in their order."""
+    save(path, rows[np.argsort(rows["key"], kind="stable")])
+
+
+def repeated(paths: list[Path], gathered_rows: int = GATHERED_ROWS) -> Iterator[Group]:
+    """The rows of all `paths`, of keys that stand more than once, one range of keys after the other.
+
+    Memory is bounded by `gathered_rows` unless single keys are more frequent than that.
+    """
+    shards = [np.load(path, mmap_mode="r") for path in paths]
+    parts = max(1, -(-sum(map(len, shards)) // gathered_rows))
+    borders = [part * 2**64 // parts for part in range(parts)] + [2**64]
+    places = [
+        [0, *(bisect.bisect_left(rows["key"], border) for border in borders[1:-1]), len(rows)] if len(rows) else None
+        for rows in shards
+    ]
+    for part in range(parts):
+        here = [(number, places[number]) for number in range(len(shards)) if places[number] is not None]
+        slices = [shards[number][at[part] : at[part + 1]] for number, at in here]  # type: ignore[index]
+        if not slices:
+            continue
+        keys = np.concatenate([rows["key"] for rows in slices])
+        order = np.argsort(keys)
+        keys = keys[order]
+        same = keys[1:] == keys[:-1]
+        twice = np.zeros(len(keys), bool)
+        twice[1:] |= same
+        twice[:-1] |= same
+        picked = order[twice]
+        if not len(picked):
+            continue
+        sizes = np.array([len(rows) for rows in slices])
+        firsts = np.cumsum(sizes) - sizes
+        owner = np.searchsorted(firsts, picked, side="right") - 1
+        # Empty slices share their first place with the next one; the last of them is the one that has rows.
+        starts = np.array([at[part] for _, at in here])  # type: ignore[index]
+        numbers = np.array([number for number, _ in here])
+        yield Group(np.concatenate(slices)[picked], numbers[owner], picked - firsts[owner] + starts[owner])
+
+
+def ranks(ids: np.ndarray) -> np.ndarray:
+    """int64 [n]: each document's place when all are sorted by id; what 'first' means wherever copies are compared."""
+    result = np.empty(len(ids), np.int64)
+    result[np.argsort(ids, kind="stable")] = np.arange(len(ids))
+    return result
