@@ -16,6 +16,7 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
 from hone.base.spec import Spec
 from hone.data.readers.read import END_OF_TEXT
+from hone.data.tokens.fast import FastBPE, build
 
 np = lazy("numpy")
 tokenizers = lazy("tokenizers")
@@ -40,19 +41,32 @@ class Tokenizer(Spec):
 
 
 class Encoder(NamedTuple):
-    """A loaded tokenizer with what packing needs to know."""
+    """A loaded tokenizer with what packing needs to know. `fast` runs it by tiktoken; `why_slow` says why it cannot."""
 
     core: Any
     eos_token_id: int
     vocab_size: int
+    fast: FastBPE | None = None
+    why_slow: str = ""
 
     @property
     def dtype(self) -> np.dtype:
         """Little-endian uint16 when every id fits, else uint32."""
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        return _dtype(self.vocab_size)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, closed by the end of text. Words such as '<|endoftext|>' inside a text are plain text."""
+        if self.fast is None:
+            return self._encode_by_merges(texts)
+        closing = np.array([self.eos_token_id], self.dtype)
+        results = []
+        for text in texts:
+            parts = [self.fast.encode(piece) for piece in _pieces(text, _PIECE_CHARS)]
+            done = all(part is not None for part in parts)
+            results.append(np.concatenate([*parts, closing]) if done else self._encode_by_merges([text])[0])
+        return results
+
+    def _encode_by_merges(self, texts: list[str]) -> list[np.ndarray]:
         pieces = [list(_pieces(text, _PIECE_CHARS)) for text in texts]
         flat = self.core.encode_batch_fast([part for parts in pieces for part in parts], add_special_tokens=False)
         ids = iter([encoding.ids for encoding in flat])
@@ -119,8 +133,13 @@ def load(folder: Path | str) -> Encoder:
     core.encode_special_tokens = True
     core.no_truncation()
     core.no_padding()
-    ids = core.get_vocab(with_added_tokens=True).values()
-    return Encoder(core, eos, max(ids) + 1)
+    vocab_size = max(core.get_vocab(with_added_tokens=True).values()) + 1
+    fast, why_slow = build(core, _dtype(vocab_size))
+    return Encoder(core, eos, vocab_size, fast, why_slow)
+
+
+def _dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def _eos_text(folder: Path) -> str:
