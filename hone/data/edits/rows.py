@@ -77,3 +77,24 @@ def ranks(ids: np.ndarray) -> np.ndarray:
     result = np.empty(len(ids), np.int64)
     result[np.argsort(ids, kind="stable")] = np.arange(len(ids))
     return result
+
+
+_SPAN = np.dtype([("shard", np.int32), ("document", np.int32), ("start", np.int64), ("end", np.int64)])
+
+
+def save_spans(path: Path, shard: np.ndarray, document: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+    """Writes byte spans of many shards' documents, those of a shard together."""
+    spans = np.empty(len(shard), _SPAN)
+    spans["shard"], spans["document"], spans["start"], spans["end"] = shard, document, start, end
+    save(path, spans[np.argsort(shard, kind="stable")])
+
+
+def spans_of(paths: list[Path], shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(document, start, end), each int64, of the spans of `shard` in all `paths`."""
+    found = [np.empty(0, _SPAN)]
+    for path in paths:
+        spans = np.load(path, mmap_mode="r")
+        numbers = spans["shard"]
+        found.append(spans[bisect.bisect_left(numbers, shard) : bisect.bisect_right(numbers, shard)])
+    spans = np.concatenate(found)
+    return spans["document"].astype(np.int64), spans["start"].copy(), spans["end"].copy()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from hone.data.edits.characters import before, joined, size_at
+
 
 @njit(cache=True, nogil=True)
 def without(
@@ -39,3 +41,45 @@ def without(
             here += 1
         places[i + 1] = here
     return out[:here].copy(), places
+
+
+@njit(cache=True, nogil=True)
+def at_borders(
+    data: np.ndarray,
+    offsets: np.ndarray,
+    documents: np.ndarray,
+    cut: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(document, start, end) of the spans, made narrower until they begin and end between words (and so between characters).
+
+    Nothing of a word goes unless all of it does, and what is left on both sides does not grow into one word. A span of which
+    less than half would go is left out. Spaces that would end a line or the text go too.
+    """
+    size = len(cut)
+    out_document, out_start, out_end = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    count = 0
+    i = 0
+    for j in range(size):
+        while documents[i] != cut[j]:
+            i += 1
+        base, stop = offsets[i], offsets[i + 1]
+        left, right = base + start[j], base + end[j]
+        while left < right and (data[left] & 0xC0 == 0x80 or (left > base and joined(data, left, left))):
+            left += 1
+        while right > left and right < stop and (data[right] & 0xC0 == 0x80 or joined(data, right, right)):
+            right = before(data, right)
+        if left < right and left > base and right < stop and joined(data, left, right):
+            left += size_at(data, left)
+        if (right - left) * 2 < end[j] - start[j] or left >= right:
+            continue
+        if right == stop:
+            while left > base and (data[left - 1] == 32 or 9 <= data[left - 1] <= 13):
+                left -= 1
+        elif data[right] == 10:
+            while left > base and (data[left - 1] == 32 or data[left - 1] == 9):
+                left -= 1
+        out_document[count], out_start[count], out_end[count] = cut[j], left - base, right - base
+        count += 1
+    return out_document[:count], out_start[:count], out_end[:count]

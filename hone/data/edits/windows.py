@@ -1,0 +1,173 @@
+"""Kernels of substring deduplication: windows of text are hashed as they roll, and sampled by what they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_BASE = np.uint64(0x9FB21C651E98DF25)
+_FINAL = np.uint64(0xD6E8FEB86659FD93)
+_SHIFT = np.uint64(32)
+
+
+@njit(cache=True, nogil=True)
+def _leaving(length: int) -> np.ndarray:
+    """uint64 [256]: what a byte has become in the hash by the time it leaves a window of `length` bytes."""
+    power = np.uint64(1)
+    for _ in range(length):
+        power *= _BASE
+    table = np.empty(256, np.uint64)
+    for byte in range(256):
+        table[byte] = np.uint64(byte + 1) * power
+    return table
+
+
+@njit(cache=True, nogil=True)
+def _mixed(value: np.uint64) -> np.uint64:
+    """A bijection that spreads every bit."""
+    value = (value ^ (value >> _SHIFT)) * _FINAL
+    return value ^ (value >> _SHIFT)
+
+
+@njit(cache=True, nogil=True)
+def runs_of(
+    data: np.ndarray, offsets: np.ndarray, length: int, gram: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(text, start, count, key, whole): every window of `length` bytes of every text, in runs that share their sample.
+
+    The sample of a window is the least hash of its substrings of `gram` bytes, so equal windows have equal samples wherever
+    they stand (winnowing). Run r holds the windows that begin at start[r] .. start[r] + count[r] - 1; `key` is their sample;
+    two runs of equal `whole` hold the same windows in the same order.
+    """
+    num_grams = length - gram + 1
+    most = 0
+    for number in range(len(offsets) - 1):
+        most += max(offsets[number + 1] - offsets[number] - length + 1, 0)
+    # On average a run is half of num_grams long; a text that defeats the sampling is met by growing.
+    room = 4 * most // num_grams + 16
+    text, start, count = np.empty(room, np.int32), np.empty(room, np.uint32), np.empty(room, np.uint16)
+    key, whole = np.empty(room, np.uint64), np.empty(room, np.uint64)
+    size = 1
+    while size < num_grams:
+        size *= 2
+    ring = np.empty(size, np.uint64)
+    mask = size - 1
+    out_gram, out_window = _leaving(gram), _leaving(length)
+    total = 0
+    for number in range(len(offsets) - 1):
+        base, end = offsets[number], offsets[number + 1]
+        if end - base < length:
+            continue
+        of_gram = of_window = of_first = np.uint64(0)
+        best = ~np.uint64(0)
+        best_at = run_at = run = -1
+        for at in range(end - base):
+            byte = np.uint64(data[base + at]) + np.uint64(1)
+            before = of_window
+            of_gram = of_gram * _BASE + byte
+            of_window = of_window * _BASE + byte
+            if at >= gram:
+                of_gram -= out_gram[data[base + at - gram]]
+            if at >= length:
+                of_window -= out_window[data[base + at - length]]
+            place = at - gram + 1
+            if place < 0:
+                continue
+            value = _mixed(of_gram)
+            ring[place & mask] = value
+            if value < best:
+                best, best_at = value, place
+            window = at - length + 1
+            if window < 0:
+                continue
+            if best_at < window:
+                best, best_at = value, place
+                for back in range(place - 1, window - 1, -1):
+                    if ring[back & mask] < best:
+                        best, best_at = ring[back & mask], back
+            if best_at != run_at:
+                if run >= 0:
+                    count[total] = window - run
+                    whole[total] = _mixed(of_first + np.uint64(window - run)) ^ before
+                    total += 1
+                    if total == room:
+                        room *= 2
+                        text, start, count = _grown(text, room), _grown(start, room), _grown(count, room)
+                        key, whole = _grown(key, room), _grown(whole, room)
+                run, run_at, of_first = window, best_at, of_window
+                text[total], start[total], key[total] = number, window, best
+        count[total] = end - base - length + 1 - run
+        whole[total] = _mixed(of_first + np.uint64(count[total])) ^ of_window
+        total += 1
+        if total == room:
+            room *= 2
+            text, start, count = _grown(text, room), _grown(start, room), _grown(count, room)
+            key, whole = _grown(key, room), _grown(whole, room)
+    return text[:total], start[:total], count[:total], key[:total], whole[:total]
+
+
+@njit(cache=True, nogil=True)
+def _grown(array: np.ndarray, room: int) -> np.ndarray:
+    wider = np.empty(room, array.dtype)
+    wider[: len(array)] = array
+    return wider
+
+
+@njit(cache=True, nogil=True)
+def judge_runs(
+    key: np.ndarray, whole: np.ndarray, rank: np.ndarray, start: np.ndarray, count: np.ndarray, length: int
+) -> np.ndarray:
+    """uint8 [k], for runs sorted by (key, rank, start): 0 stays, 1 all windows of it stand earlier, 2 look at each window.
+
+    When all runs of a key are the same and lie apart, the later ones repeat the first. Else the windows decide.
+    """
+    verdict = np.zeros(len(key), np.uint8)
+    first = 0
+    while first < len(key):
+        last = first + 1
+        same = True
+        while last < len(key) and key[last] == key[first]:
+            near = rank[last] == rank[last - 1] and start[last] - start[last - 1] < length + count[first]
+            if near or whole[last] != whole[first] or count[last] != count[first]:
+                same = False
+            last += 1
+        if last - first > 1:
+            verdict[first:last] = 1 if same else 2
+            if same:
+                verdict[first] = 0
+        first = last
+    return verdict
+
+
+@njit(cache=True, nogil=True)
+def hashes_of(
+    data: np.ndarray, offsets: np.ndarray, text: np.ndarray, start: np.ndarray, end: np.ndarray, length: int
+) -> np.ndarray:
+    """uint64: the hash of each window that begins at start[i] .. end[i] - 1 of text[i], one range after the other."""
+    out = np.empty((end - start).sum(), np.uint64)
+    leaving = _leaving(length)
+    total = 0
+    for number in range(len(text)):
+        base = offsets[text[number]] + start[number]
+        value = np.uint64(0)
+        for at in range(end[number] - start[number] + length - 1):
+            value = value * _BASE + np.uint64(data[base + at]) + np.uint64(1)
+            if at >= length:
+                value -= leaving[data[base + at - length]]
+            if at >= length - 1:
+                out[total] = _mixed(value)
+                total += 1
+    return out
+
+
+@njit(cache=True, nogil=True)
+def later_windows(key: np.ndarray, rank: np.ndarray, start: np.ndarray, length: int) -> np.ndarray:
+    """bool [k], for windows sorted by (key, rank, start): whether the same window stands earlier, not overlapping this one."""
+    gone = np.zeros(len(key), np.bool_)
+    first = 0
+    for place in range(1, len(key)):
+        if key[place] != key[first]:
+            first = place
+        elif rank[place] != rank[first] or start[place] >= start[first] + length:
+            gone[place] = True
+    return gone
