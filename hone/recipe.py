@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ class Recipe(Spec):
             there = (line / node.folder / MANIFEST).exists()
             wanted = "all" in redo or node.folder in redo
             command = f"hone run {recipe_file} --work={work} --redo={node.folder}"
-            here = Run(device=run.device, redo=wanted, quiet=run.quiet, machine=run.machine, command=command)
+            here = replace(run, redo=wanted, command=command)
             try:
                 artifact = node.read().make(line / node.folder, parents, here)
             except DriftError as drift:

@@ -16,7 +16,8 @@ class Run:
 
     `device` is a torch device string. `redo` throws a finished artifact away and makes it again. `machine` is the
     description that goes into hone.json (`measure.machine.describe().model_dump()`); rooms that estimate read the
-    calibration in it. `quiet` silences progress and remarks.
+    calibration in it. `quiet` silences progress and remarks. `executor` says where the tasks of a data stage run
+    ('kind' and options of a technique of that slot).
     """
 
     device: str = "cpu"
@@ -24,6 +25,7 @@ class Run:
     quiet: bool = False
     machine: dict[str, Any] = field(default_factory=dict)
     command: str | None = None
+    executor: dict[str, Any] = field(default_factory=lambda: {"kind": "serial"})
 
     def say(self, text: str) -> None:
         """One remark on standard error, above any progress bar."""

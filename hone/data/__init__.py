@@ -2,6 +2,14 @@
 
 from hone.base.table import Table
 
+EXTRACTORS = Table(
+    "extractor",
+    {
+        "fast": "hone.data.readers.fast:Fast",
+        "careful": "hone.data.readers.careful:Careful",
+    },
+)
+
 FILTERS = Table(
     "filter",
     {
@@ -20,5 +28,39 @@ DEDUPS = Table(
     {
         "exact": "hone.data.dedup.exact:Exact",
         "minhash": "hone.data.dedup.minhash:MinHash",
+        "simhash": "hone.data.dedup.simhash:SimHash",
+    },
+)
+
+EXECUTORS = Table(
+    "executor",
+    {
+        "serial": "hone.data.executors.serial:Serial",
+        "processes": "hone.data.executors.processes:Processes",
+        "ray": "hone.data.executors.ray:Ray",
+    },
+)
+
+MIXTURES = Table(
+    "mixture",
+    {
+        "proportional": "hone.data.mix.proportional:Proportional",
+        "temperature": "hone.data.mix.temperature:Temperature",
+        "unimax": "hone.data.mix.unimax:UniMax",
+        "utilimax": "hone.data.mix.utilimax:UtiliMax",
+        "regmix": "hone.data.mix.regmix:RegMix",
+        "medu": "hone.data.mix.medu:Medu",
+        "fixed": "hone.data.mix.fixed:Fixed",
+    },
+)
+
+CURRICULA = Table(
+    "curriculum",
+    {
+        "random": "hone.data.order.random:Random",
+        "staged": "hone.data.order.staged:Staged",
+        "competence": "hone.data.order.competence:Competence",
+        "warmup_then_random": "hone.data.order.warmup_then_random:WarmupThenRandom",
+        "multi_task": "hone.data.order.multi_task:MultiTask",
     },
 )

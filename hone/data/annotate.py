@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hone.base.durable import write_atomic
 from hone.base.lazy import lazy
-from hone.data.corpus import BATCH_BYTES, publish, schema
+from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.language import NO_LANGUAGE, Identifier
 from hone.data.readers.listing import File
 from hone.data.readers.read import Broken, Document, Options, poisoned, read_file
@@ -32,6 +31,24 @@ class Scorer(Protocol):
     """What annotation needs of a scorer: more columns of a batch, of the same names and types for every batch, an empty one too."""
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]: ...
+
+
+class Care(NamedTuple):
+    """How to go through documents of which one killed the process: each is noted in `note` before it is touched.
+
+    Those in `killers`, as notes say them, are set aside instead.
+    """
+
+    note: Path
+    killers: tuple[str, ...] = ()
+
+    def deadly(self, step: str, which: str) -> bool:
+        """Whether document `which` is known to kill in `step`; if not, notes that it comes next."""
+        line = f"{step} {which}"
+        if line in self.killers:
+            return True
+        self.note.write_text(line, encoding="utf8")
+        return False
 
 
 def tasks(files: Sequence[File]) -> list[list[File]]:
@@ -55,16 +72,15 @@ def annotate(
     identifier: Identifier,
     scorers: Sequence[Scorer] = (),
     max_bytes: int | None = None,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    care: Care | None = None,
 ) -> dict[str, Any]:
-    """Reads `files` into the Parquet shard `out` with all columns; returns (and writes beside it) what was broken.
+    """Reads `files` into the Parquet shard `out` with all columns; returns what it holds and what was broken.
 
-    Stops before the document that would bring the text above `max_bytes`. Both files appear whole or not at all, the
-    shard last. The returned summary: documents, bytes, full, broken {reason: {documents, bytes}}, samples of the broken.
+    Stops before the document that would bring the text above `max_bytes`. With `care` documents are gone through one by
+    one. The summary: rows, bytes, full, broken {reason: {documents, bytes}}, samples of the broken.
     """
     broken: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
-    summary: dict[str, Any] = {"documents": 0, "bytes": 0, "full": False, "broken": broken, "samples": []}
-    temporary = out.with_name(out.name + ".tmp")
+    summary: dict[str, Any] = {"rows": 0, "bytes": 0, "full": False, "broken": broken, "samples": []}
     whole = schema(extra_fields(scorers))
 
     def set_aside(item: Broken) -> None:
@@ -74,19 +90,19 @@ def annotate(
         if count["documents"] <= _SAMPLES:
             summary["samples"].append({"reason": item.reason, "source": item.source, "text": item.text})
 
-    with parquet.ParquetWriter(temporary, whole, compression="zstd") as writer:
+    with parquet.ParquetWriter(out, whole, compression="zstd") as writer:
         waiting = _Waiting()
 
         def flush() -> None:
-            for part in _annotated(waiting, identifier, scorers, set_aside):
-                summary["documents"] += part["documents"]
+            for part in _annotated(waiting, identifier, scorers, set_aside, care):
+                summary["rows"] += part["rows"]
                 summary["bytes"] += part["bytes"]
                 writer.write_batch(
                     pa.RecordBatch.from_arrays([part["arrays"][name] for name in whole.names], schema=whole)
                 )
             waiting.clear()
 
-        for item in _documents(files, options, progress):
+        for item in _documents(files, options, care):
             if isinstance(item, Broken):
                 set_aside(item)
                 continue
@@ -100,8 +116,6 @@ def annotate(
             if waiting.num_bytes >= BATCH_BYTES or len(waiting.documents) >= _BATCH_DOCUMENTS:
                 flush()
         flush()
-    write_atomic(out.with_suffix(".json"), json.dumps(summary, sort_keys=True).encode())
-    publish(temporary, out)
     return summary
 
 
@@ -132,26 +146,44 @@ class _Waiting:
         self.num_bytes += len(raw)
 
 
-def _documents(files: Sequence[File], options: Options, progress: Callable[[int], None]) -> Iterator[Document | Broken]:
+def _documents(files: Sequence[File], options: Options, care: Care | None) -> Iterator[Document | Broken]:
     for file in files:
-        yield from read_file(file, options)
-        progress(file.size)
+        items = read_file(file, options)
+        if care is None:
+            yield from items
+            continue
+        for number in itertools.count():
+            if care.deadly("read", f"{file.name}#{number}"):  # the reader cannot step over it: what follows is lost too
+                yield Broken("killed_the_reader", file.name, "", file.size if number == 0 else 0)
+                break
+            item = next(items, None)
+            if item is None:
+                break
+            yield item
 
 
 def _annotated(
-    waiting: _Waiting, identifier: Identifier, scorers: Sequence[Scorer], set_aside: Callable[[Broken], None]
+    waiting: _Waiting,
+    identifier: Identifier,
+    scorers: Sequence[Scorer],
+    set_aside: Callable[[Broken], None],
+    care: Care | None,
 ) -> Iterator[dict[str, Any]]:
-    """The batch as {documents, bytes, arrays}; of one that raises, what is left once each poison document is set aside."""
+    """The batch as {rows, bytes, arrays}; of one that raises, what is left once each poison document is set aside."""
     if not waiting.documents:
         return
-    try:
-        yield _arrays(waiting.documents, waiting.raw, identifier, scorers)
-        return
-    except BaseException as error:
-        if not poisoned(error):
-            raise
+    if care is None:
+        try:
+            yield _arrays(waiting.documents, waiting.raw, identifier, scorers)
+            return
+        except BaseException as error:
+            if not poisoned(error):
+                raise
     good_documents, good_raw = [], []
     for document, raw in zip(waiting.documents, waiting.raw):
+        if care is not None and care.deadly("annotate", document.id):
+            set_aside(Broken("killed_the_worker", document.source, raw.decode()[:400], len(raw)))
+            continue
         try:
             _arrays([document], [raw], identifier, scorers)
         except BaseException as error:
@@ -191,7 +223,7 @@ def _arrays(
         },
         **{name: pa.array(values, pa.from_numpy_dtype(values.dtype)) for name, values in columns.items()},
     }
-    return {"documents": len(documents), "bytes": texts.num_bytes, "arrays": arrays}
+    return {"rows": len(documents), "bytes": texts.num_bytes, "arrays": arrays}
 
 
 def _joined(raw: Sequence[bytes]) -> Texts:

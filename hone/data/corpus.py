@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
+from hone.data.edits.cuts import Cuts, apply_cuts, join
 from hone.data.signals import SIGNALS
 from hone.data.text.batch import Texts
 
@@ -105,14 +106,49 @@ def _as_numpy(column: Any, name: str) -> np.ndarray:
     return kinds[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
+class Part(NamedTuple):
+    """One shard of a corpus and its place there, small enough to be sent to another process."""
+
+    number: int
+    shard: Path
+    first: int
+    cuts: Cuts
+
+
 class Corpus:
-    """All documents of `shards` in order. `columns` maps each column but the text to a numpy array [num_documents]."""
+    """All documents of `shards` in order. `columns` maps each column but the text to a numpy array [num_documents].
+
+    `cuts` (one a shard) are left out of the texts; the shards stay as they are.
+    """
 
     def __init__(self, shards: Sequence[Path]) -> None:
         self.shards = list(shards)
         schemas = [parquet.read_schema(shard) for shard in self.shards[:1]] or [schema()]
         self.sizes = [parquet.read_metadata(shard).num_rows for shard in self.shards]
         self.columns = Columns(self.shards, [name for name in schemas[0].names if name != "text"])
+        self.cuts = [Cuts.none() for _ in self.shards]
+        self._numbers = {shard: number for number, shard in enumerate(self.shards)}
+        self._from = (0, 0)
+
+    @classmethod
+    def of(cls, part: Part) -> Corpus:
+        """The part alone: its shard's number and its documents' indices are those of the whole; `columns` holds its own rows."""
+        corpus = cls([part.shard])
+        corpus.cuts = [part.cuts]
+        corpus._from = (part.number, part.first)
+        return corpus
+
+    def parts(self) -> list[Part]:
+        """All shards, each to be worked on anywhere."""
+        return [Part(number, shard, first, cuts) for (number, shard, first, _), cuts in zip(self.spans(), self.cuts)]
+
+    def cut(self, cuts: Sequence[Cuts]) -> None:
+        """Leaves `cuts` (one a shard, counted in the texts as they are now) out of the texts from here on; 'bytes' shrinks."""
+        sizes = self.columns["bytes"].copy()
+        for one in cuts:
+            np.subtract.at(sizes, one.document, one.end - one.start)
+        self.columns.replace("bytes", sizes)
+        self.cuts = [join(before, one) for before, one in zip(self.cuts, cuts)]
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -124,8 +160,8 @@ class Corpus:
 
     def spans(self) -> Iterator[tuple[int, Path, int, int]]:
         """(number, path, first, end) of each shard: documents `first`..`end` of the corpus lie in it."""
-        first = 0
-        for number, (shard, size) in enumerate(zip(self.shards, self.sizes)):
+        start, first = self._from
+        for number, (shard, size) in enumerate(zip(self.shards, self.sizes), start):
             yield number, shard, first, first + size
             first += size
 
@@ -134,6 +170,7 @@ class Corpus:
 
         A batch is a row group: about BATCH_BYTES, or one longer document. When all of it is chosen no text is copied.
         """
+        cuts = self.cuts[self._numbers[shard]]
         with parquet.ParquetFile(shard) as file:
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -141,10 +178,8 @@ class Corpus:
                 if len(wanted):
                     column = file.read_row_group(group, columns=["text"]).column(0).combine_chunks()
                     array = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
-                    yield (
-                        wanted + first,
-                        Texts.from_arrow(array if len(wanted) == rows else array.take(pa.array(wanted))),
-                    )
+                    texts = Texts.from_arrow(array if len(wanted) == rows else array.take(pa.array(wanted)))
+                    yield wanted + first, apply_cuts(texts, wanted + first, cuts)
                 first += rows
 
     def texts(self, shard: Path, first: int, chosen: np.ndarray) -> Iterator[tuple[int, str]]:

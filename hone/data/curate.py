@@ -6,6 +6,7 @@ import codecs
 import json
 import shutil
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +17,38 @@ from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
-from hone.data.tokens import tokenizer as tokenizers
-from hone.data.annotate import annotate, tasks
+from hone.base.table import Technique
+from hone.data import EXECUTORS
+from hone.data.annotate import tasks
 from hone.data.corpus import Corpus, need_parquet
+from hone.data.executors.base import Pool
+from hone.data.executors.task import Task, need_known
 from hone.data.forecast import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
-from hone.data.tokens.pack import pack
 from hone.data.readers.listing import Listing, list_source
 from hone.data.readers.read import Options
 from hone.data.results import count_by, step_row, write_documents, write_samples, write_stats
 from hone.data.settings import Settings
+from hone.data.tokens import tokenizer as tokenizers
+from hone.data.tokens.pack import pack
+from hone.data.work import careful, encode, encode_tasks, prepare, prepare_tasks, read, read_task
 from hone.measure.window import Window
-
-_SEQ_LENS = (256, 1024, 4096)
 
 
 def curate(spec: Settings, draft: Draft, run: Run) -> None:
     """Runs the whole stage into `draft`. Raises SpecError when nothing is left at any step, naming what took it away."""
     need_parquet()
     _check_encoding(spec.encoding)
-    with Window("cpu") as window:
+    executor = EXECUTORS.read(run.executor)
+    with Window("cpu") as window, executor.open() as pool:
         listing = _list(spec, draft, run)
         identifier = Identifier(spec.languages)
         estimates = _forecast(spec, listing, identifier, draft, window.start_memory_bytes)
         draft.predict(estimates)
         _need_space(draft, listing, estimates)
-        corpus, step = _read(spec, listing, identifier, draft, run)
-        chain = Chain(spec, corpus, run)
+        corpus, step = _read(spec, listing, draft, run, pool)
+        chain = Chain(spec, corpus, run, pool)
         chain.filter()
         draft.keep_time()
         chain.deduplicate(draft)
@@ -53,16 +58,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         if encoder.why_slow:
             run.say(f"tokenizing the slow way (about a fifth of tiktoken's speed): {encoder.why_slow}")
         draft.keep_time()
-        with run.progress("tokenize", int(corpus.columns["bytes"][chain.alive].sum()), "B") as bar:
-            rows = pack(
-                corpus,
-                splits,
-                encoder,
-                draft.state,
-                draft.folder / "tokens",
-                progress=bar.advance,
-                durable=draft.keep_time,
-            )
+        rows = _tokenize(spec, corpus, splits, encoder, draft, run, pool)
         write_documents(corpus, splits, draft.state, draft.folder / "documents")
         broken = step.pop("samples")
         write_samples(corpus, chain.drops, chain.alive, chain.likes, broken, spec.num_samples, draft.folder)
@@ -73,13 +69,20 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
                 "steps": [step, *chain.steps],
                 "languages": count_by(corpus.columns["language"], sizes, chain.alive),
                 "sources": count_by(corpus.columns["group"], sizes, chain.alive),
-                "packing": packing(draft.folder),
+                "packing": packing(draft.folder, spec.packing.lengths),
                 "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
                 "warnings": chain.warnings,
             },
         )
     _record(draft, corpus, chain, rows)
     draft.record_window(window)
+    if pool.peak_memory_bytes is not None:
+        draft.record(
+            "worker_memory_bytes",
+            pool.peak_memory_bytes,
+            "B",
+            note="the largest worker; peak_memory_bytes is this process",
+        )
 
 
 def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.ndarray]:
@@ -96,11 +99,17 @@ def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.nd
     return {"train": alive & ~val, "val": val}
 
 
-def packing(folder: Path) -> dict[str, dict[str, float]]:
-    """{row length: {rows, waste}} of the training split: what rows of common lengths leave without a target."""
+def packing(folder: Path, lengths: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
+    """{row length: {packing: {rows, waste, parted}}} of the training split: what both ways of making rows leave without a
+    target, and how many documents they part."""
     train = PackedTokens(folder)
-    found = {seq_len: train.packing(seq_len) for seq_len in _SEQ_LENS}
-    return {str(seq_len): {"rows": row.rows, "waste": row.waste} for seq_len, row in found.items()}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for seq_len in lengths:
+        both = {kind: train.packing(seq_len, kind) for kind in ("stream", "best_fit")}
+        found[str(seq_len)] = {
+            kind: {"rows": row.rows, "waste": row.waste, "parted": row.parted} for kind, row in both.items()
+        }
+    return found
 
 
 class Chain:
@@ -109,8 +118,8 @@ class Chain:
     `drops` holds (step, reasons object [n]) per step, `likes` (int [n]) which document stands for each.
     """
 
-    def __init__(self, spec: Settings, corpus: Corpus, run: Run) -> None:
-        self.spec, self.corpus, self.run = spec, corpus, run
+    def __init__(self, spec: Settings, corpus: Corpus, run: Run, pool: Pool) -> None:
+        self.spec, self.corpus, self.run, self.pool = spec, corpus, run, pool
         self.alive = np.ones(len(corpus), bool)
         self.likes = np.arange(len(corpus))
         self.steps: list[dict[str, Any]] = []
@@ -126,12 +135,22 @@ class Chain:
     def deduplicate(self, draft: Draft) -> None:
         """Applies every deduplication."""
         for number, technique in enumerate(self.spec.dedups):
-            state = draft.state / f"dedup-{number}"
-            state.mkdir(exist_ok=True)
+            state = self._prepared(technique, draft, f"dedup-{number}")
             stands = technique.representatives(self.corpus, self.alive, state)
             gone = self.alive & (stands != np.arange(len(stands)))
             self.likes[gone] = stands[gone]
             self._drop(technique.kind, "dedup", np.where(gone, technique.reason, "").astype(object))
+
+    def _prepared(self, technique: Technique, draft: Draft, name: str) -> Path:
+        """The state folder of a technique, with what it wants to know of each shard already in it."""
+        state = draft.state / name
+        state.mkdir(exist_ok=True)
+        tasks = prepare_tasks(technique, self.corpus, self.alive, state)
+        with self.run.progress(technique.kind, len(tasks)) as bar:
+            for _ in self.pool.map(prepare, tasks):
+                bar.advance()
+                draft.keep_time()
+        return state
 
     def _drop(self, name: str, slot: str, reasons: np.ndarray) -> None:
         before = self.alive
@@ -197,11 +216,11 @@ def _forecast(
     return {name: Estimate.model_validate(row) for name, row in json.loads(note.read_text()).items()}
 
 
-def _read(
-    spec: Settings, listing: Listing, identifier: Identifier, draft: Draft, run: Run
-) -> tuple[Corpus, dict[str, Any]]:
+def _read(spec: Settings, listing: Listing, draft: Draft, run: Run, pool: Pool) -> tuple[Corpus, dict[str, Any]]:
     """All documents as a Corpus in `draft.state`, and the 'read' row of stats.json with samples of the broken."""
     options = Options(spec.text_field, spec.encoding, spec.max_document_chars)
+    state = draft.state / "read"
+    state.mkdir(exist_ok=True)
     shards: list[Path] = []
     totals: dict[str, Counter[str]] = {}
     samples = [{"reason": reason, "source": name, "text": ""} for name, reason in listing.broken]
@@ -209,21 +228,22 @@ def _read(
         totals.setdefault(reason, Counter())["documents"] += 1
     num_documents = num_bytes = 0
     full = False
-    with run.progress("read", listing.num_bytes, "B") as bar:
-        for number, files in enumerate(tasks(listing.files)):
-            shard = draft.state / f"documents-{number:05d}.parquet"
-            left = None if spec.max_bytes is None else spec.max_bytes - num_bytes
-            # Both files: a kill while the state folder is being removed can leave either.
-            if shard.exists() and shard.with_suffix(".json").exists():
-                summary = json.loads(shard.with_suffix(".json").read_text())
-                bar.advance(sum(file.size for file in files))
-            else:
-                summary = annotate(
-                    files, shard, options=options, identifier=identifier, max_bytes=left, progress=bar.advance
-                )
-                draft.keep_time()
-            shards.append(shard)
-            num_documents += summary["documents"]
+
+    def task(number: int, max_bytes: int | None) -> Task:
+        return read_task(state, number, groups[number], options, spec.languages, (), max_bytes)
+
+    groups = tasks(listing.files)
+    planned = [task(number, spec.max_bytes) for number in range(len(groups))]
+    with run.progress("read", listing.num_bytes, "B") as bar, closing(pool.map(read, planned, careful)) as results:
+        for number, summary in enumerate(results):
+            if spec.max_bytes is not None and summary["bytes"] > spec.max_bytes - num_bytes:
+                results.close()  # the limit lies in this one: read again up to there, and no further
+                planned[number] = task(number, spec.max_bytes - num_bytes)
+                summary = next(pool.map(read, planned[number : number + 1], careful))
+            shards.append(state / planned[number].arguments[0])
+            bar.advance(sum(file.size for file in groups[number]))
+            draft.keep_time()
+            num_documents += summary["rows"]
             num_bytes += summary["bytes"]
             samples += summary["samples"]
             for reason, count in summary["broken"].items():
@@ -232,6 +252,7 @@ def _read(
                 full = True
                 run.say(f"stopped reading at max_bytes = {spec.max_bytes}")
                 break
+    need_known(state, planned)
     reasons = {reason: {"documents": row["documents"], "bytes": row["bytes"]} for reason, row in sorted(totals.items())}
     _tell(listing, reasons, samples, num_documents, full, spec, run)
     step = {
@@ -307,6 +328,28 @@ def _tokenizer(spec: Settings, corpus: Corpus, train: np.ndarray, draft: Draft) 
             tokenizers.train(spec.tokenizer, texts, draft.folder)
         write_atomic(done, b"")
     return tokenizers.load(draft.folder)
+
+
+def _tokenize(
+    spec: Settings,
+    corpus: Corpus,
+    splits: dict[str, np.ndarray],
+    encoder: tokenizers.Encoder,
+    draft: Draft,
+    run: Run,
+    pool: Pool,
+) -> dict[str, dict[str, int]]:
+    """Every shard's tokens, then all of them end to end; what `pack` returns."""
+    state = draft.state / "tokens"
+    state.mkdir(exist_ok=True)
+    planned = encode_tasks(corpus, splits, draft.folder, state)
+    sizes = corpus.columns["bytes"] * np.logical_or.reduce(list(splits.values()))
+    with run.progress("tokenize", int(sizes.sum()), "B") as bar:
+        for (_, _, first, end), _ in zip(corpus.spans(), pool.map(encode, planned)):
+            bar.advance(int(sizes[first:end].sum()))
+            draft.keep_time()
+    need_known(state, planned)
+    return pack(corpus, splits, encoder, state, draft.folder / "tokens", spec.packing, durable=draft.keep_time)
 
 
 def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]]) -> None:

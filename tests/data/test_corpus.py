@@ -38,7 +38,7 @@ def test_columns_and_texts_come_back(tmp_path, monkeypatch):
     texts = [f"document number {number}, which says little" for number in range(5000)]  # several row groups
     out, summary = shard_of(tmp_path, texts)
     corpus = Corpus([out])
-    assert summary["documents"] == len(corpus) == 5000 and corpus.num_bytes == sum(map(len, texts))
+    assert summary["rows"] == len(corpus) == 5000 and corpus.num_bytes == sum(map(len, texts))
     chosen = np.arange(5000) % 777 == 5
     (_, shard, first, end) = next(corpus.spans())
     assert (first, end) == (0, 5000)
@@ -61,13 +61,13 @@ def test_a_document_that_breaks_the_signals_is_set_aside(tmp_path, monkeypatch):
 
     monkeypatch.setattr(annotate_module, "signals_of", refuse)
     _, summary = shard_of(tmp_path, ["fine", "poison", "also fine"])
-    assert summary["documents"] == 2
+    assert summary["rows"] == 2
     assert summary["broken"] == {"failed_ValueError": {"documents": 1, "bytes": 6}}
 
 
 def test_the_limit_stops_before_the_document_that_would_pass_it(tmp_path):
     _, summary = shard_of(tmp_path, ["a" * 10] * 10, max_bytes=35)
-    assert (summary["documents"], summary["bytes"], summary["full"]) == (3, 30, True)
+    assert (summary["rows"], summary["bytes"], summary["full"]) == (3, 30, True)
 
 
 def test_tasks_keep_order_and_size():

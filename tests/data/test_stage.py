@@ -97,7 +97,10 @@ def test_what_is_dropped_and_why(made):
         assert sum(row["documents"] for row in stats[table].values()) == kept == 67
     assert stats["languages"]["code"]["documents"] == 1  # exempt from prose rules by their expression
     assert stats["warnings"] == ["filter 'gopher_quality' dropped nothing"]
-    assert 0 < stats["packing"]["256"]["waste"] < 0.2 and set(stats["packing"]) == {"256", "1024", "4096"}
+    assert set(stats["packing"]) == {"256", "1024", "4096"}
+    for ways in stats["packing"].values():
+        assert set(ways) == {"stream", "best_fit"} and all(0 <= way["waste"] < 0.4 for way in ways.values())
+        assert ways["best_fit"]["parted"] <= ways["stream"]["parted"]
     dropped = read_jsonl(made.folder / "dropped.jsonl")
     assert {row["reason"] for row in dropped} == {reason for step in stats["steps"] for reason in step["reasons"]}
     assert next(row for row in dropped if row["reason"] == "near_duplicate")["duplicate_of"] == "near.txt"
@@ -166,7 +169,7 @@ KILLED = textwrap.dedent("""
             os.kill(os.getpid(), signal.SIGKILL)
 
     def half_removed(path, *arguments, **options):
-        if where == "commit":
+        if where == "commit" and str(path).startswith(f"{out}/"):  # the finished folder's, no longer the draft's
             for file in sorted(path.iterdir())[::2]:
                 rmtree(file) if file.is_dir() else file.unlink()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -12,6 +12,8 @@ import numpy as np
 
 from hone.base.durable import write_atomic
 from hone.data.corpus import Corpus, publish
+from hone.data.tokens.megatron import write_index
+from hone.data.tokens.rows import Rows, best_fit_rows
 from hone.data.tokens.tokenizer import Encoder
 
 SPLITS = ("train", "val")
@@ -24,22 +26,18 @@ def pack(
     encoder: Encoder,
     state: Path,
     folder: Path,
+    shape: Rows,
     *,
     progress: Callable[[int], None] = lambda num_bytes: None,
     durable: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, int]]:
     """Writes `<split>.bin`, `<split>.starts.npy` and meta.json into `folder`; returns {split: {tokens, documents, bytes}}.
 
-    `splits` maps a split to the documents in it (bool [num_documents]). Each shard is tokenized into `state` first, so
+    `splits` maps a split to the documents in it (bool [num_documents]), `shape` says which indices to write beside. Each shard is tokenized into `state` first, so
     a killed run goes on with the next one.
     """
     folder.mkdir(exist_ok=True)
-    for number, shard, first, _ in corpus.spans():
-        for split in SPLITS:
-            path = state / f"tokens-{number:05d}.{split}"
-            if not (path.exists() and Path(f"{path}.npy").exists()):
-                _encode_shard(corpus, shard, first, splits[split], encoder, path, progress)
-        durable()
+    encode_shards(corpus, splits, encoder, state, progress=progress, durable=durable)
     rows = {}
     for split in SPLITS:
         parts = [state / f"tokens-{number:05d}.{split}" for number in range(len(corpus.shards))]
@@ -60,14 +58,38 @@ def pack(
         }
         size = os.path.getsize(folder / f"{split}.bin")
         assert size == rows[split]["tokens"] * encoder.dtype.itemsize, f"{split}.bin has {size} bytes"
+        if shape.kind == "best_fit":
+            for seq_len in shape.lengths:
+                best_fit_rows(starts, seq_len).write(folder, split)
+        if shape.megatron:
+            write_index(folder / f"{split}.idx", starts, encoder.dtype)
     meta = {
         "dtype": encoder.dtype.name,
         "vocab_size": encoder.vocab_size,
         "eos_token_id": encoder.eos_token_id,
+        "packing": {"kind": shape.kind, "lengths": list(shape.lengths) if shape.kind == "best_fit" else []},
         "splits": rows,
     }
     write_atomic(folder / "meta.json", json.dumps(meta, indent=1).encode())
     return rows
+
+
+def encode_shards(
+    corpus: Corpus,
+    splits: dict[str, np.ndarray],
+    encoder: Encoder,
+    state: Path,
+    *,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    durable: Callable[[], None] = lambda: None,
+) -> None:
+    """The tokens of each shard, in `state` where `pack` finds them; what is there already stays."""
+    for number, shard, first, _ in corpus.spans():
+        for split in SPLITS:
+            path = state / f"tokens-{number:05d}.{split}"
+            if not (path.exists() and Path(f"{path}.npy").exists()):
+                _encode_shard(corpus, shard, first, splits[split], encoder, path, progress)
+        durable()
 
 
 def _encode_shard(

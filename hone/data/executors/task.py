@@ -1,0 +1,132 @@
+"""A task of the data stage: what it must be given, where its files go, how it is known to be done."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hone.base.durable import sync, write_atomic
+from hone.base.errors import ArtifactError
+from hone.base.spec import fingerprint
+
+DONE = ".done"
+Function = Callable[..., dict[str, Any]]
+"""`function(folder, *arguments)` writes its files into the empty `folder` and returns a summary that JSON can say.
+
+It stands at the top of a module, so that a worker elsewhere finds it, and its files depend on its arguments alone.
+"""
+
+
+class Task(NamedTuple):
+    """One piece of work. Its files appear in `folder` under the names that the function gives them, then `<name>.done`.
+
+    `identity` (JSON) says what the result depends on: parameters, and names and sizes of what is read.
+    """
+
+    name: str
+    folder: Path
+    arguments: tuple
+    identity: Any
+
+    @property
+    def manifest(self) -> Path:
+        return self.folder / f"{self.name}{DONE}"
+
+    def key(self, function: Function) -> str:
+        """Hash of the code, the function's name and `identity`: a result with another key is not this task's."""
+        return fingerprint([code_version(), f"{function.__module__}:{function.__qualname__}", self.identity])
+
+
+def finished(function: Function, task: Task) -> dict[str, Any] | None:
+    """The summary of a task that was done before, else None.
+
+    Raises ArtifactError when its manifest promises a file that is gone, shorter or another: only done tasks have one.
+    """
+    if not task.manifest.exists():
+        return None
+    where = f"{task.manifest}"
+    try:
+        manifest = json.loads(task.manifest.read_text(encoding="utf8"))
+        key, files, summary = manifest["key"], dict(manifest["files"]), manifest["summary"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(f"{where} is corrupt: {type(error).__name__} {error}", task) from None
+    if key != task.key(function):
+        task.manifest.unlink()  # made by other code or for other input
+        return None
+    for name, row in files.items():
+        path = task.folder / name
+        size = path.stat().st_size if path.exists() else -1
+        if size != row["bytes"]:
+            raise _damaged(f"{path} has {max(size, 0)} bytes, its manifest promises {row['bytes']}", task)
+        if _digest(path) != row["hash"]:
+            raise _damaged(f"{path} is not the file that its manifest describes", task)
+    return summary
+
+
+def perform(function: Function, task: Task) -> dict[str, Any]:
+    """Does the task, unless it is done: files into a folder of its own, synced, renamed, the manifest last."""
+    before = finished(function, task)
+    if before is not None:
+        return before
+    own = task.folder / f".{task.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    own.mkdir(parents=True)
+    try:
+        summary = function(own, *task.arguments)
+        files = {}
+        for path in sorted(own.iterdir()):
+            sync(path)
+            files[path.name] = {"bytes": path.stat().st_size, "hash": _digest(path)}
+            os.replace(path, task.folder / path.name)
+        sync(task.folder)
+        manifest = {"key": task.key(function), "rows": summary.get("rows"), "files": files, "summary": summary}
+        write_atomic(task.manifest, json.dumps(manifest, sort_keys=True).encode())
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+    return summary
+
+
+def need_known(folder: Path, tasks: Sequence[Task]) -> None:
+    """Raises ArtifactError for a file in `folder` that none of the finished `tasks` wrote; what a kill left is removed."""
+    known = set()
+    for task in tasks:
+        if task.manifest.exists():
+            known |= {task.manifest.name, *json.loads(task.manifest.read_text(encoding="utf8"))["files"]}
+    left = {f"{task.name}." for task in tasks}
+    for path in sorted(folder.iterdir()):
+        if path.name in known:
+            continue
+        if path.name.startswith(".") or path.name.endswith(".tmp"):  # of a worker that was killed
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        elif not any(path.name.startswith(name) for name in left):  # renamed by a task whose manifest never came
+            raise ArtifactError(
+                f"{path} was written by no task of this stage", fix=f"move it away, or delete {folder} to begin again"
+            )
+
+
+def code_version() -> str:
+    """Hash of the room's sources: results of other code are not taken over."""
+    return _code_version(Path(__file__).parent.parent)
+
+
+@functools.cache
+def _code_version(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _damaged(what: str, task: Task) -> ArtifactError:
+    return ArtifactError(what, fix=f"delete {task.manifest} to do this task again")

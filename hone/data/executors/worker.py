@@ -1,0 +1,57 @@
+"""The other side of the processes executor: reads tasks, does them, answers, and ends when nobody listens any more."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from hone.data.executors.task import perform
+
+
+def work(given: int, answers: int) -> None:
+    """Does the tasks that come through file descriptor `given`, answers (summary, error, peak memory) through `answers`."""
+    tasks, replies = Connection(given, writable=False), Connection(answers, readable=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too and ends its workers
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    while True:
+        try:
+            function, task = pickle.loads(tasks.recv_bytes())
+        except (EOFError, OSError):
+            return
+        summary, error = None, None
+        try:
+            summary = perform(function, task)
+        except BaseException as raised:
+            error = portable(raised)
+        replies.send_bytes(pickle.dumps((summary, error, peak_memory_bytes())))
+
+
+def portable(error: BaseException) -> BaseException:
+    """`error` with its traceback as a note, or what can be told of it when it cannot be pickled."""
+    told = "".join(traceback.format_exception(error))
+    try:
+        error = pickle.loads(pickle.dumps(error.with_traceback(None)))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"in a worker:\n{told}")
+    return error
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process soon after its parent was killed: nobody waits for the task, another run may do it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

@@ -1,0 +1,160 @@
+"""Work: the functions that the data stage's tasks run, here or in another process, and the tasks themselves."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hone.base.durable import sha256
+from hone.base.table import Technique
+from hone.data.annotate import Care, Scorer, annotate
+from hone.data.corpus import Corpus, Part
+from hone.data.executors.task import Task
+from hone.data.language import Identifier
+from hone.data.readers.listing import File
+from hone.data.readers.read import Options
+from hone.data.tokens.pack import encode_shards
+from hone.data.tokens.tokenizer import FILES, Encoder, load
+
+
+class Preparing(Protocol):
+    """What a technique may have that looks at texts shard by shard first, so that shards can be looked at anywhere."""
+
+    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
+        """Which of the living documents (bool [num_documents]) it looks at."""
+        ...
+
+    def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
+        """Writes what it keeps of each shard of `corpus` into `state`, where it finds it later. May see parts of the corpus."""
+        ...
+
+
+def read(
+    folder: Path,
+    name: str,
+    files: Sequence[File],
+    options: Options,
+    languages: tuple[str, ...],
+    scorers: Sequence[Scorer],
+    max_bytes: int | None,
+    care: Care | None,
+) -> dict[str, Any]:
+    """Reads `files` into shard `name` of `folder`, with all columns; returns what `annotate` says."""
+    return annotate(
+        files,
+        folder / name,
+        options=options,
+        identifier=_identifier(languages),
+        scorers=scorers,
+        max_bytes=max_bytes,
+        care=care,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _identifier(languages: tuple[str, ...]) -> Identifier:
+    """Loading its tables takes longer than a small task."""
+    return Identifier(languages)
+
+
+def read_task(
+    state: Path,
+    number: int,
+    files: Sequence[File],
+    options: Options,
+    languages: tuple[str, ...],
+    scorers: Sequence[Scorer],
+    max_bytes: int | None,
+) -> Task:
+    """The task that reads `files` into shard `number` of `state`."""
+    name = f"documents-{number:05d}"
+    identity = {
+        "files": [[file.name, file.size] for file in files],
+        "options": repr(options),
+        "languages": languages,
+        "scorers": [repr(scorer) for scorer in scorers],
+        "max_bytes": max_bytes,
+    }
+    shard = f"{name}.parquet"
+    return Task(name, state, (shard, files, options, languages, scorers, max_bytes, None), identity)
+
+
+def careful(task: Task) -> Task | None:
+    """A reading task again that killed its worker: document by document, and without the one it died of once that is known."""
+    *arguments, care = task.arguments
+    note = task.folder / f".{task.name}.note"
+    if care is None:
+        note.unlink(missing_ok=True)
+        return task._replace(arguments=(*arguments, Care(note)))
+    line = note.read_text(encoding="utf8") if note.exists() else ""
+    if not line or line in care.killers:
+        return None
+    return task._replace(arguments=(*arguments, Care(note, (*care.killers, line))))
+
+
+def prepare(folder: Path, technique: Preparing, part: Part, chosen: np.ndarray) -> dict[str, Any]:
+    """Lets `technique` look at one shard, of which `chosen` (bool, the shard's documents) take part."""
+    everyone = np.zeros(part.first + len(chosen), bool)  # untouched pages take no memory
+    everyone[part.first :] = chosen
+    technique.prepare(Corpus.of(part), everyone, folder)
+    return {"rows": int(chosen.sum())}
+
+
+def prepare_tasks(technique: Technique, corpus: Corpus, alive: np.ndarray, state: Path) -> list[Task]:
+    """The tasks of looking at each shard that `technique` wants done before it decides; none when it has no such step."""
+    if not hasattr(technique, "prepare"):
+        return []
+    chosen = technique.takes_part(corpus, alive)
+    return [
+        Task(
+            f"shard-{part.number:05d}",
+            state,
+            (technique, part, chosen[part.first : part.first + size]),
+            [technique.model_dump(mode="json"), seen(part), digest(chosen[part.first : part.first + size])],
+        )
+        for part, size in zip(corpus.parts(), corpus.sizes)
+    ]
+
+
+def encode(folder: Path, part: Part, chosen: dict[str, np.ndarray], tokenizer: Path, which: str) -> dict[str, Any]:
+    """The tokens of one shard; `chosen` (bool, the shard's documents) are those of each split. `which` is the tokenizer's hash."""
+    everyone = {}
+    for split, here in chosen.items():
+        everyone[split] = np.zeros(part.first + len(here), bool)
+        everyone[split][part.first :] = here
+    encode_shards(Corpus.of(part), everyone, _encoder(tokenizer, which), folder)
+    return {"rows": int(sum(here.sum() for here in chosen.values()))}
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder(folder: Path, which: str) -> Encoder:
+    """Loading it takes longer than a small task."""
+    return load(folder)
+
+
+def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path, state: Path) -> list[Task]:
+    """The tasks of tokenizing each shard with the tokenizer in folder `tokenizer`."""
+    made = []
+    which = sha256(tokenizer / FILES[0])
+    for part, size in zip(corpus.parts(), corpus.sizes):
+        chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
+        identity = [which, seen(part), [[split, digest(here)] for split, here in chosen.items()]]
+        made.append(Task(f"tokens-{part.number:05d}", state, (part, chosen, tokenizer, which), identity))
+    return made
+
+
+def seen(part: Part) -> list[Any]:
+    """What a task that reads the texts of `part` depends on."""
+    return [part.shard.name, part.shard.stat().st_size, part.first, digest(*part.cuts)]
+
+
+def digest(*arrays: np.ndarray) -> str:
+    """Hash of the arrays' bytes."""
+    return hashlib.blake2b(
+        b"".join(np.ascontiguousarray(array).tobytes() for array in arrays), digest_size=8
+    ).hexdigest()
