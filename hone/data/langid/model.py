@@ -1,0 +1,113 @@
+"""A model of languages as a file: a line of JSON, then the int8 table; and as the arrays that the kernels take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hone.data.langid.alphabet import SCRIPTS, alphabet
+from hone.data.langid.kernels import BIAS, BUCKET_BITS, Tables
+
+SHIPPED = Path(__file__).with_name("languages.bin")
+"""The model of the package; NOTICE beside it says what it was trained on."""
+_FORMAT = "hone language model 1"
+DEVIATIONS = 3.5
+"""A text whose fit is so many deviations below the mean of its language is unknown: one in 200 of the language's own."""
+STANDARD_GRAMS = 500
+"""n-grams of the texts that the deviations were measured on, about 150 characters; shorter texts scatter more."""
+LEAST_LETTERS = 0.6
+"""Least share of letters among the visible characters: below it a text is a table, numbers or program text."""
+LEAST_SCORE = 0.3
+"""Least probability of an answer: below it the margin is too low to name a language."""
+
+
+class Script(NamedTuple):
+    """The languages of one script, lane by lane, and their part of the table."""
+
+    name: str
+    languages: tuple[str, ...]
+    fit_mean: tuple[float, ...]
+    fit_deviation: tuple[float, ...]
+    rows: np.ndarray  # int8 [2^BUCKET_BITS, stride]: a lane per language, the background, then zeros
+
+
+class Model(NamedTuple):
+    """All scripts, and what turns sums into probabilities: softmax(nats / (temperature * grams^exponent))."""
+
+    scripts: tuple[Script, ...]
+    temperature: float
+    exponent: float
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The codes it knows, sorted."""
+        return tuple(sorted(language for script in self.scripts for language in script.languages))
+
+    def save(self, path: Path) -> None:
+        """Writes the same bytes for the same model."""
+        head = {
+            "format": _FORMAT,
+            "temperature": self.temperature,
+            "exponent": self.exponent,
+            "scripts": [{**script._asdict(), "rows": script.rows.shape[1]} for script in self.scripts],
+        }
+        rows = b"".join(script.rows.tobytes() for script in self.scripts)
+        path.write_bytes(json.dumps(head).encode() + b"\n" + rows)
+
+    @classmethod
+    def load(cls, path: Path = SHIPPED) -> Model:
+        """Reads what `save` wrote."""
+        first, _, rest = path.read_bytes().partition(b"\n")
+        head = json.loads(first)
+        assert head["format"] == _FORMAT, f"{path} is no '{_FORMAT}'"
+        scripts = []
+        begin = 0
+        for row in head["scripts"]:
+            size = row["rows"] << BUCKET_BITS
+            rows = np.frombuffer(rest, np.int8, size, begin).reshape(-1, row["rows"])
+            begin += size
+            lists = [tuple(row[name]) for name in ("languages", "fit_mean", "fit_deviation")]
+            scripts.append(Script(row["name"], *lists, rows))
+        assert begin == len(rest), f"{path} has {len(rest)} bytes of table, its head says {begin}"
+        return cls(tuple(scripts), head["temperature"], head["exponent"])
+
+    def tables(self, candidates: frozenset[str]) -> Tables:
+        """The arrays for the kernels, with only `candidates` allowed."""
+        most = max(script.rows.shape[1] for script in self.scripts)
+        base = np.full(len(SCRIPTS), -1, np.int64)
+        stride = np.zeros(len(SCRIPTS), np.int64)
+        count = np.zeros(len(SCRIPTS), np.int64)
+        fit = np.zeros((len(SCRIPTS), most, 2))
+        allowed = np.zeros((len(SCRIPTS), most), bool)
+        begin = 0
+        for script in self.scripts:
+            number, lanes = SCRIPTS.index(script.name), len(script.languages)
+            base[number], stride[number], count[number] = begin, script.rows.shape[1], lanes
+            fit[number, :lanes] = np.stack([script.fit_mean, script.fit_deviation], 1)
+            allowed[number, :lanes] = [language in candidates for language in script.languages]
+            begin += script.rows.size
+        rows = np.concatenate([script.rows.ravel() for script in self.scripts]).view(np.uint8) ^ np.uint8(BIAS)
+        words = np.empty(rows.size // 8 + 8, np.uint64)
+        words = words[-(words.ctypes.data // 8) % 8 :][: rows.size // 8]  # rows of 64 lanes each in one cache line
+        words[:] = rows.view("<u8")
+        limits = np.array(
+            [self.temperature, self.exponent, DEVIATIONS, STANDARD_GRAMS, LEAST_LETTERS, LEAST_SCORE], np.float64
+        )
+        return Tables(alphabet(), rows, words, base, stride, count, fit, allowed, limits)
+
+    def codes(self, unknown: str) -> np.ndarray:
+        """str [scripts, lanes + 1]: the code of a lane; the last lane, which -1 finds too, is `unknown`."""
+        most = max(script.rows.shape[1] for script in self.scripts)
+        found = np.full((len(SCRIPTS), most + 1), unknown, object)
+        for script in self.scripts:
+            found[SCRIPTS.index(script.name), : len(script.languages)] = script.languages
+        return found
+
+
+def header(path: Path = SHIPPED) -> dict[str, Any]:
+    """The head of a model file alone, without its table."""
+    with path.open("rb") as file:
+        return json.loads(file.readline())

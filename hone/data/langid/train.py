@@ -1,0 +1,165 @@
+"""Trains the language model: python -m hone.data.langid.train SENTENCES OUT
+
+SENTENCES is a .jsonl (or .jsonl.gz) of rows {"lang": code, "text": sentence}. Each language belongs to the script that
+most of its sentences are written in. Four fifths of the sentences make a model whose answers on the fifth set the
+temperature and the fit expected of each language; then all sentences make the table. Same input, same file.
+
+A language's entry for a bucket is the log likelihood ratio of naive Bayes with additive smoothing to noise, as Lui and
+Baldwin 2012 (langid.py) have it but over every hashed 1- to 4-gram of characters instead of a chosen few.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from hone.data.langid.alphabet import OTHER, SCRIPTS, alphabet
+from hone.data.langid.kernels import STEPS, WIDE, count, frozen, weigh
+from hone.data.langid.model import Model, Script
+from hone.data.text.batch import Texts
+
+_SMOOTHING = 0.2
+_NOISE = 0.8
+"""Share of noise in the background that a text's fit is measured against."""
+_HELD_OUT = 5
+_PIECE = 150
+_LENGTHS = (20, 50, 100, _PIECE)
+_THINNED = 4
+
+
+def read(path: Path) -> dict[str, list[str]]:
+    """{language: sentences in order}, NFC."""
+    rows = defaultdict(list)
+    with gzip.open(path, "rt", encoding="utf8") if path.suffix == ".gz" else path.open(encoding="utf8") as file:
+        for line in file:
+            row = json.loads(line)
+            rows[row["lang"]].append(unicodedata.normalize("NFC", row["text"]))
+    return dict(sorted(rows.items()))
+
+
+def split(sentences: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """(four fifths, every fifth sentence) of each language."""
+    kept = {name: [text for i, text in enumerate(texts) if i % _HELD_OUT] for name, texts in sentences.items()}
+    return kept, {name: texts[::_HELD_OUT] for name, texts in sentences.items()}
+
+
+def pieces(texts: Iterable[str], length: int = _PIECE) -> list[str]:
+    """`texts` joined and cut into pieces of `length` characters; the rest is left out."""
+    whole = " ".join(" ".join(texts).split())
+    return [whole[at : at + length] for at in range(0, len(whole) - length + 1, length)]
+
+
+def train(sentences: Mapping[str, list[str]]) -> Model:
+    """The model of `sentences`, calibrated on a fifth of them that its first version has not seen."""
+    kept, held = split(sentences)
+    return _count(sentences, _calibrate(_count(kept, None), held))
+
+
+def _count(sentences: Mapping[str, list[str]], calibrated: Model | None) -> Model:
+    """The table of `sentences`, with the calibration of another model."""
+    members: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
+    for name, texts in sentences.items():
+        counts = count(*frozen(Texts.of(texts)), alphabet())
+        script = int(counts[1:OTHER].sum(1).argmax()) + 1
+        members[script][name] = counts[script]
+    fits = {} if calibrated is None else _fits(calibrated)
+    scripts = []
+    for script, languages in sorted(members.items()):
+        rows = _rows(np.stack(list(languages.values()), 1).astype(np.float64))
+        found = [fits.get(name, (0.0, 0.0)) for name in languages]
+        scripts.append(
+            Script(SCRIPTS[script], tuple(languages), tuple(m for m, _ in found), tuple(d for _, d in found), rows)
+        )
+    if calibrated is None:
+        return Model(tuple(scripts), 1.0, 0.0)
+    return Model(tuple(scripts), calibrated.temperature, calibrated.exponent)
+
+
+def _rows(counts: np.ndarray) -> np.ndarray:
+    """int8 [buckets, lanes] from counts [buckets, languages]: languages, background, padding to what the kernel takes."""
+    num_buckets, lanes = counts.shape
+    seen = np.count_nonzero(counts.any(1))
+    ratios = (counts + _SMOOTHING) / (counts.sum(0) + _SMOOTHING * seen) * num_buckets
+    background = (1 - _NOISE) * ratios.mean(1, keepdims=True) + _NOISE
+    stride = lanes + 1 if lanes + 1 < WIDE else -(-(lanes + 1) // WIDE) * WIDE
+    rows = np.zeros((num_buckets, stride), np.int8)
+    nats = np.log(np.concatenate([ratios, background], 1))
+    rows[:, : lanes + 1] = np.clip(np.rint(nats * STEPS), -128, 127)
+    return rows
+
+
+def _fits(model: Model) -> dict[str, tuple[float, float]]:
+    return {
+        name: (mean, deviation)
+        for script in model.scripts
+        for name, mean, deviation in zip(script.languages, script.fit_mean, script.fit_deviation)
+    }
+
+
+def _calibrate(model: Model, held: Mapping[str, list[str]]) -> Model:
+    """`model` with the fit of each language's own held-out pieces, and the likeliest temperature and exponent."""
+    places = {name: (script, lane) for script in model.scripts for lane, name in enumerate(script.languages)}
+    tables = model.tables(frozenset(places))
+    fits: dict[str, tuple[float, float]] = {}
+    gaps: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
+    most = tables.fit.shape[1]
+    for name, texts in held.items():
+        script, lane = places[name]
+        number, lanes = SCRIPTS.index(script.name), len(script.languages)
+        for length in _LENGTHS:
+            cut = pieces(texts, length) if length == _PIECE else [text[:length] for text in texts]
+            scripts, grams, sums = weigh(*frozen(Texts.of(cut)), tables)
+            own = (scripts == number) & (grams > 0)
+            nats = sums[own] / STEPS
+            if length == _PIECE:
+                right = nats[:, :lanes].argmax(1) == lane
+                fit = ((nats[:, lane] - nats[:, lanes]) / grams[own])[right]
+                fits[name] = (round(float(fit.mean()), 4), round(float(fit.std()), 4))
+            gap = np.full((len(nats), most), -np.inf)
+            gap[:, :lanes] = nats[:, :lanes] - nats[:, lane, None]
+            gaps.append(gap)
+            sizes.append(grams[own])
+    temperature, exponent = _likeliest(np.concatenate(gaps), np.concatenate(sizes))
+    scripts = tuple(
+        script._replace(
+            fit_mean=tuple(fits[name][0] for name in script.languages),
+            fit_deviation=tuple(fits[name][1] for name in script.languages),
+        )
+        for script in model.scripts
+    )
+    return Model(scripts, temperature, exponent)
+
+
+def _likeliest(gaps: np.ndarray, grams: np.ndarray) -> tuple[float, float]:
+    """(temperature, exponent) on a grid that give the right languages, whose gap is 0, the most probability."""
+    gaps, grams = gaps[::_THINNED], grams[::_THINNED]
+    best = (np.inf, 1.0, 0.0)
+    for exponent in np.arange(0.2, 0.85, 0.05):
+        for temperature in 2.0 ** np.arange(-3, 2, 0.25):
+            heat = temperature * grams[:, None] ** exponent
+            loss = float(np.logaddexp.reduce(gaps / heat, axis=1).mean())
+            best = min(best, (round(loss, 9), round(float(temperature), 4), round(float(exponent), 2)))
+    return best[1], best[2]
+
+
+def main(arguments: list[str]) -> None:
+    """Trains on the file arguments[0] and writes arguments[1]."""
+    if len(arguments) != 2:
+        raise SystemExit("usage: python -m hone.data.langid.train SENTENCES OUT")
+    model = train(read(Path(arguments[0])))
+    model.save(Path(arguments[1]))
+    print(
+        f"{len(model.languages)} languages, temperature {model.temperature}, exponent {model.exponent}: {arguments[1]}"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
