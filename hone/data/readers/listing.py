@@ -6,19 +6,21 @@ import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hone.base.errors import SpecError
 from hone.base.spec import fingerprint
+from hone.data.readers.code import LANGUAGES, LICENCE_FILES, is_vendored, licence_of
+from hone.data.readers.remote import find, is_remote
 
 PYTHON = "python"
 FORMATS: dict[str, str] = {
     ".txt": "text",
     ".md": "text",
     ".rst": "text",
-    ".py": "code",
     ".html": "html",
     ".htm": "html",
     ".jsonl": "jsonl",
@@ -26,6 +28,8 @@ FORMATS: dict[str, str] = {
     ".parquet": "parquet",
     ".warc": "warc",
     ".wet": "warc",
+    ".arc": "warc",
+    **dict.fromkeys(LANGUAGES, "code"),
 }
 """File name ending to reader; each may be followed by one of COMPRESSIONS, parquet excepted."""
 COMPRESSIONS = (".gz", ".zst")
@@ -45,27 +49,37 @@ _NO_LIBRARY = frozenset(
         "_bundled",
     ]
 )
+_LICENCE_BYTES = 200_000
 _LIBRARY_TEXTS = (".txt", ".rst", ".md")
 
 
 @dataclass(frozen=True)
 class File:
-    """One input file. `name` is its path inside the source ('/' between parts), the only one that leaves this room."""
+    """One input file. `name` is its path inside the source ('/' between parts), the only one that leaves this room.
+
+    `url` is where a remote file is found, `licence` what the nearest licence file above a source file says.
+    """
 
     path: Path
     name: str
     size: int
     format: str
     compression: str = ""
+    url: str = ""
+    licence: str = ""
 
 
 @dataclass
 class Listing:
-    """What was found: `files` to read, `skipped` endings with counts, `broken` (name, reason) of what cannot be opened."""
+    """What was found: `files` to read, `skipped` endings with counts, `broken` (name, reason) of what cannot be opened.
+
+    `licences` are the licence files met, by name: what each says.
+    """
 
     files: list[File] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     broken: list[tuple[str, str]] = field(default_factory=list)
+    licences: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -77,16 +91,50 @@ class Listing:
         return fingerprint([[file.name, file.size] for file in self.files])
 
 
-def list_source(source: str) -> Listing:
-    """The files of `source`: 'python' or a path. Raises SpecError when there is no such path or no file to read in it."""
+def list_source(source: str | Sequence[str]) -> Listing:
+    """The files of `source`: 'python', a path, a URL, 'hf:owner/name[:config][:split]', or several of them.
+
+    Of several, each file's name begins with its source's. Raises SpecError when one is not there or holds no file to
+    read, MissingExtra and MachineError for remote ones.
+    """
+    if isinstance(source, str):
+        return _list_one(source)
+    if not source:
+        raise SpecError("source names nothing", fix="give a file, a folder or 'python'")
+    if len(source) == 1:
+        return _list_one(source[0])
+    listing = Listing()
+    labels: Counter[str] = Counter()
+    for one in source:
+        label = _label(one)
+        labels[label] += 1
+        prefix = f"{label}/" if labels[label] == 1 else f"{label}-{labels[label]}/"
+        part = _list_one(one)
+        listing.files += [replace(file, name=prefix + file.name) for file in part.files]
+        listing.broken += [(prefix + name, reason) for name, reason in part.broken]
+        listing.skipped.update(part.skipped)
+    return listing
+
+
+def _label(source: str) -> str:
+    """What the names of a source's files begin with when it is one of several."""
+    if is_remote(source):
+        return source.removeprefix("hf:").rstrip("/").rsplit("/", 1)[-1].replace(":", "-")
+    return _printable(Path(source).expanduser().resolve().name) or "root"
+
+
+def _list_one(source: str) -> Listing:
     if source == PYTHON:
         listing = _python_library()
         where = f"the library of this Python ({sysconfig.get_paths()['stdlib']})"
+    elif is_remote(source):
+        listing = _remote(source)
+        where = source
     else:
         root = Path(source).expanduser()
         if not root.exists():
             raise SpecError(f"source {source}: there is no such file or folder", fix="check the path, or use 'python'")
-        listing = _walk(root)
+        listing = _set_apart(_walk(root))
         where = str(source)
     listing.files.sort(key=lambda file: file.name)
     listing.broken.sort()
@@ -95,9 +143,48 @@ def list_source(source: str) -> Listing:
         refused = ", ".join(f"{name}: {reason}" for name, reason in listing.broken[:3])
         raise SpecError(
             f"{where} holds no file hone can read (skipped: {endings or 'nothing'}; refused: {refused or 'nothing'})",
-            fix=f"give files ending in {' '.join(FORMATS)}, text and jsonl and warc also with .gz or .zst",
+            fix="give files ending in .txt .md .rst .html .jsonl .warc .wet .arc (also .gz, .zst), .parquet, or source code",
         )
     return listing
+
+
+def _remote(source: str) -> Listing:
+    """Files of a URL or data set of the hub."""
+    listing = Listing()
+    for url, name, size in find(source):
+        if name.rsplit("/", 1)[-1].startswith("."):
+            continue
+        endings = list(_endings(name))
+        if endings:
+            listing.files.append(File(Path(name), name, size, *endings[0], url=url))
+        else:
+            listing.skipped[Path(name).suffix.lower() or "(no ending)"] += 1
+    return listing
+
+
+def _set_apart(listing: Listing) -> Listing:
+    """Sets other people's packages aside, and notes on source files the licence of the nearest licence file above them."""
+    listing.broken += [(file.name, "vendored") for file in listing.files if _vendored(file)]
+    kept = [file for file in listing.files if not _vendored(file)]
+    licences = {name.rpartition("/")[0]: text for name, text in sorted(listing.licences.items(), reverse=True)}
+    listing.files = [
+        replace(file, licence=_nearest(licences, file.name)) if licences and file.format == "code" else file
+        for file in kept
+    ]
+    return listing
+
+
+def _vendored(file: File) -> bool:
+    return file.format == "code" and is_vendored(file.name)
+
+
+def _nearest(licences: dict[str, str], name: str) -> str:
+    """The licence of the nearest folder around `name` that has one."""
+    while name:
+        name = name.rpartition("/")[0]
+        if name in licences:
+            return licences[name]
+    return ""
 
 
 def _python_library() -> Listing:
@@ -108,8 +195,10 @@ def _python_library() -> Listing:
         # _sysconfigdata describes this one machine; config-3.x-... holds the build's makefile.
         if base.startswith("_sysconfigdata") or file.name.startswith("config-"):
             continue
-        if file.format == "code" or base.endswith(_LIBRARY_TEXTS):
-            kept.append(File(file.path, file.name, file.size, "python" if file.format == "code" else file.format))
+        if base.endswith(".py"):
+            kept.append(replace(file, format="python"))
+        elif base.endswith(_LIBRARY_TEXTS):
+            kept.append(file)
     listing.files = kept
     return listing
 
@@ -136,11 +225,18 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Listing:
         for entry in entries:
             if entry.name.startswith(".") or entry.name in skip:
                 continue
-            if entry.is_dir():
+            if _is_folder(entry):
                 pending.append((Path(entry.path), f"{prefix}{entry.name}/"))
             else:
                 _add(listing, Path(entry.path), f"{prefix}{entry.name}")
     return listing
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
 
 
 def _add(listing: Listing, path: Path, name: str) -> None:
@@ -152,6 +248,13 @@ def _add(listing: Listing, path: Path, name: str) -> None:
         listing.broken.append((name, _reason(error)))
         return
     endings = list(_endings(name))
+    if (
+        LICENCE_FILES.match(name.rsplit("/", 1)[-1])
+        and stat.S_ISREG(status.st_mode)
+        and status.st_size < _LICENCE_BYTES
+    ):
+        with suppress(OSError):  # it is listed below as what it is
+            listing.licences[name] = licence_of(path.read_text(encoding="utf8", errors="replace"))
     if not stat.S_ISREG(status.st_mode):
         listing.skipped["(no regular file)"] += 1
     elif not endings:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hone.base.errors import SpecError
+from hone.data.readers.extractor import Extractor
 from hone.data.readers.listing import File, list_source
 from hone.data.readers.read import Broken, Document, Options, read_file
 
@@ -169,29 +170,27 @@ class PanicException(BaseException):
     """Named like what a panic in Rust becomes."""
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"), [(RuntimeError, "failed_RuntimeError"), (PanicException, "failed_PanicException")]
-)
-def test_a_poison_page_is_set_aside_alone(tmp_path, monkeypatch, error, reason):
-    def extract(raw, encoding=None):
-        if b"poison" in raw:
-            raise error("cannot")
-        return raw.decode()
+class Fragile(Extractor):
+    """Breaks at pages that say so."""
 
-    for name in ("a", "poison", "z"):
+    def extract(self, page):
+        if "poison" in page:
+            raise {"panic": PanicException, "stop": KeyboardInterrupt}.get(page.split()[-1], RuntimeError)("cannot")
+        return page
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("error", "failed_RuntimeError"), ("panic", "failed_PanicException")])
+def test_a_poison_page_is_set_aside_alone(tmp_path, kind, reason):
+    for name in ("a", f"poison {kind}", "z"):
         put(tmp_path / f"{name}.html", name.encode())
-    monkeypatch.setattr("hone.data.readers.read.html_to_text", extract)
-    assert texts(tmp_path) == ["a", "z"] and reasons(tmp_path) == [reason]
+    assert texts(tmp_path, extractor=Fragile()) == ["a", "z"]
+    assert reasons(tmp_path, extractor=Fragile()) == [reason]
 
 
-def test_an_interrupt_is_no_poison(tmp_path, monkeypatch):
-    def extract(raw, encoding=None):
-        raise KeyboardInterrupt
-
-    put(tmp_path / "a.html", b"x")
-    monkeypatch.setattr("hone.data.readers.read.html_to_text", extract)
+def test_an_interrupt_is_no_poison(tmp_path):
+    put(tmp_path / "a.html", b"poison stop")
     with pytest.raises(KeyboardInterrupt):
-        texts(tmp_path)
+        texts(tmp_path, extractor=Fragile())
 
 
 def test_nothing_to_read_is_an_error(tmp_path):

@@ -1,0 +1,284 @@
+"""Archives: the pages of WARC, WET and ARC files; a damaged record is set aside and the next one looked for."""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+from hone.base.errors import HoneError, MissingExtra
+from hone.data.readers.documents import Fault, Options, Piece, Unreadable, poisoned
+from hone.data.readers.extractor import Extractor, page_text
+from hone.data.readers.fast import Fast
+from hone.data.readers.listing import File
+from hone.data.readers.streams import head, open_raw, open_stream, zstandard
+
+MAX_RECORD_BYTES = 32 << 20
+"""Larger web records are no pages."""
+_HTML_TYPES = ("text/html", "application/xhtml+xml")
+_MEMBER = b"\x1f\x8b\x08"
+_RECORD = re.compile(rb"(?<=\n)WARC/1\.\d\r?\n")
+_STEP = 1 << 20
+_LONGEST_HEADER = 1 << 16
+
+
+def read_archive(file: File, options: Options) -> Iterator[Piece | Fault]:
+    """The text of each page in a WARC or ARC file and of each record of a WET file; a Fault for what cannot be read.
+
+    Requests, metadata, other types of content and answers other than 200 are passed over in silence.
+    Raises MissingExtra without fastwarc (WARC) or the extractor's package.
+    """
+    extractor = options.extractor or Fast()
+    start = _starts(file)
+    quirks = start.startswith(b"WARC/0")
+    if start.startswith(b"filedesc:"):
+        with open_stream(file) as stream:
+            yield from read_arc(stream, extractor)
+    elif file.compression == ".zst":
+        with open_stream(file) as stream:
+            yield from _warc(stream, extractor, None, quirks)
+    else:  # fastwarc finds gzip members itself
+        with open_raw(file) as stream:
+            yield from _warc(stream, extractor, file.compression, quirks)
+
+
+def _starts(file: File) -> bytes:
+    """The file's first bytes; none when they are damaged, for what comes after may be whole."""
+    try:
+        return head(file, 1 << 12)
+    except zlib.error:
+        return b""
+
+
+def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quirks: bool) -> Iterator[Piece | Fault]:
+    """Records of a WARC stream. `compression` '' or '.gz' of a seekable one: after damage the next record is looked for.
+
+    `quirks`: headers may be as odd as those of WARC 0.18, which also hides what is damaged.
+    """
+    try:
+        from fastwarc.warc import ArchiveIterator, WarcRecordType
+    except ImportError:
+        raise MissingExtra.of("reading WARC files", "fastwarc", "data") from None
+    wanted = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
+    start = 0
+    damage: Fault | None = None  # told when it is known where it ends
+    found = False
+    while True:
+        last = start
+        held: list[Piece | Fault] = []  # of the record before, which may turn out to be the last and cut
+        try:
+            if start:
+                stream.seek(start)
+            every = WarcRecordType.any_type
+            for record in ArchiveIterator(stream, record_types=every, parse_http=True, quirks_mode=quirks):
+                yield from ([damage] if damage else []) + held
+                damage, held, found = None, [], True
+                last = max(last, record.stream_pos)
+                if record.record_type & wanted:
+                    held = list(_record(record, extractor, is_text=record.record_type == WarcRecordType.conversion))
+            cut = any(isinstance(item, Fault) and item.reason == "truncated" for item in held)
+            if found and (cut or (compression is not None and _breaks_off(stream, last, compression))):
+                held = []
+                raise EOFError("the archive breaks off")
+            yield from ([damage] if damage else []) + held
+            return
+        except (HoneError, Unreadable):
+            raise
+        except (OSError, EOFError, ValueError, RuntimeError) as error:
+            yield from held
+            after = None if compression is None else _next_record(stream, last + 1, compression)
+            if after is None:
+                if damage:
+                    yield damage
+                yield Fault("truncated" if found or isinstance(error, EOFError) else "bad_archive")
+                return
+            begun = last if damage is None else start
+            damage = Fault("damaged_record", f"at byte {begun}, going on at {after}", after - begun)
+            start, found = after, True
+
+
+def _breaks_off(stream: IO[bytes], last: int, compression: str) -> bool:
+    """Whether the file ends inside its last record, which begins at `last`."""
+    size = stream.seek(0, io.SEEK_END)
+    if not compression:
+        stream.seek(last)
+        top = stream.read(_LONGEST_HEADER)
+        end = re.search(rb"\r?\n\r?\n", top)
+        length = re.search(rb"(?im)^content-length:\s*(\d+)\s*$", top[: end.start() + 1]) if end else None
+        return not (end and length) or last + end.end() + int(length.group(1)) > size
+    stream.seek(last if last < size else 0)  # one member for the whole file: its records have no place of their own
+    part = zlib.decompressobj(31)
+    while chunk := part.unconsumed_tail or stream.read(_STEP):
+        part.decompress(chunk, 16 * _STEP)
+        if part.eof:
+            return False
+    return True
+
+
+def _next_record(stream: IO[bytes], start: int, compression: str) -> int | None:
+    """Where the next WARC record begins at or after `start`."""
+    stream.seek(start)
+    place, window = start, b""
+    while chunk := stream.read(_STEP):
+        window += chunk
+        if compression:
+            at = window.find(_MEMBER)
+            while at >= 0:
+                try:
+                    if zlib.decompressobj(31).decompress(window[at : at + 4096], 5) == b"WARC/":
+                        return place + at
+                except zlib.error:
+                    pass
+                at = window.find(_MEMBER, at + 1)
+        else:
+            match = _RECORD.search(window)
+            if match:
+                return place + match.start()
+        kept = window[-4096:]
+        place += len(window) - len(kept)
+        window = kept
+        if len(chunk) < _STEP:
+            return None
+    return None
+
+
+def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[Piece | Fault]:
+    """The text of one WARC record, if it holds any."""
+    if not is_text and record.is_http:
+        status = record.http_headers.status_code if record.http_headers else None
+        if status != 200:
+            return
+    kind = "text/plain" if is_text else (record.http_content_type or record.headers.get("Content-Type", ""))
+    kind = (kind or "").split(";")[0].strip().lower()
+    if kind not in (*_HTML_TYPES, "text/plain"):
+        return
+    url = record.headers.get("WARC-Target-URI", "").strip("<>")
+    if url.startswith("metadata:"):  # notes of the crawler on itself
+        return
+    served = None if is_text else record.http_charset
+    expected = record.content_length
+    raw = record.reader.read(MAX_RECORD_BYTES + 1)
+    if len(raw) < min(expected, MAX_RECORD_BYTES + 1):
+        yield Fault("truncated", url, len(raw))
+        return
+    if not is_text and record.is_http:
+        headers = record.http_headers
+        try:
+            raw = _decoded(raw, headers.get("Transfer-Encoding") or "", headers.get("Content-Encoding") or "")
+        except (ValueError, zlib.error) as error:
+            yield Fault("bad_record", f"{url}\n{error}", len(raw))
+            return
+    yield _text(raw, kind, served, url, extractor)
+
+
+def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extractor) -> Piece | Fault:
+    """The text of a page or text file that was found at `url`; a page that breaks the extractor is set aside alone."""
+    if len(raw) > MAX_RECORD_BYTES:
+        return Fault("record_too_large", url, len(raw))
+    try:
+        return Piece(
+            raw.decode(served or "utf8") if kind == "text/plain" else page_text(raw, extractor, served), url=url
+        )
+    except (UnicodeDecodeError, LookupError):
+        return Fault("wrong_encoding", url, len(raw))
+    except BaseException as error:
+        if not poisoned(error):
+            raise
+        known = isinstance(error, ValueError | RuntimeError) and not isinstance(error, RecursionError)
+        return Fault("bad_record" if known else f"failed_{type(error).__name__}", f"{url}\n{error}", len(raw))
+
+
+def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault]:
+    """Pages of an ARC file, version 1 or 2: a line 'URL address date type length', then so many bytes, each time."""
+    while line := stream.readline(_LONGEST_HEADER):
+        if not line.strip():
+            continue
+        fields = line.split()
+        if len(fields) < 5 or not fields[-1].isdigit():
+            yield Fault("bad_archive", line[:200].decode("latin-1"))
+            return
+        size, url = int(fields[-1]), fields[0].decode("latin-1")
+        raw = stream.read(min(size, MAX_RECORD_BYTES + 1))
+        left = size - len(raw)
+        while left > 0 and (skipped := len(stream.read(min(left, _STEP)))):
+            left -= skipped
+        if left > 0:
+            yield Fault("truncated", url, len(raw))
+            return
+        if url.startswith("filedesc:"):
+            continue
+        if size > MAX_RECORD_BYTES:
+            yield Fault("record_too_large", url, size)
+            continue
+        try:
+            status, headers, body = _http(raw)
+        except (ValueError, zlib.error):
+            yield Fault("bad_record", url, size)
+            continue
+        kind, _, rest = headers.get("content-type", "").partition(";")
+        if status == 200 and kind.strip().lower() in (*_HTML_TYPES, "text/plain"):
+            charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", rest, re.IGNORECASE)
+            yield _text(body, kind.strip().lower(), charset.group(1) if charset else None, url, extractor)
+
+
+def _http(raw: bytes) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, decoded body) of an answer. Raises ValueError, zlib.error."""
+    border = re.search(rb"\r?\n\r?\n", raw)
+    if not border or not raw.startswith(b"HTTP/"):
+        raise ValueError("no HTTP answer")
+    first, *lines = raw[: border.start()].decode("latin-1").splitlines()
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    body = raw[border.end() :]
+    body = _decoded(body, headers.get("transfer-encoding", ""), headers.get("content-encoding", ""))
+    return int(first.split()[1]), headers, body
+
+
+def _decoded(body: bytes, transfer: str, content: str) -> bytes:
+    """What a body says, without its transfer and content encodings; both may be named and not be there.
+
+    At most MAX_RECORD_BYTES + 1. Raises ValueError, zlib.error.
+    """
+    if "chunked" in transfer.lower():
+        body = _unchunked(body)
+    names = [name.strip().lower() for name in content.split(",") if name.strip()]
+    for name in reversed(names):
+        if name in ("gzip", "x-gzip") and body.startswith(b"\x1f\x8b"):
+            body = zlib.decompressobj(31).decompress(body, MAX_RECORD_BYTES + 1)
+        elif name == "deflate":
+            body = _inflated(body)
+        elif name == "zstd" and body.startswith(b"\x28\xb5\x2f\xfd"):
+            body = zstandard().ZstdDecompressor().stream_reader(body).read(MAX_RECORD_BYTES + 1)
+        elif name in ("br", "compress", "x-compress", "zstd") and not body[:200].lstrip().startswith(b"<"):
+            raise ValueError(f"content encoding {name}")
+    return body
+
+
+def _inflated(body: bytes) -> bytes:
+    """A deflated body, with or without the wrapper that the standard asks for; as it is when it is neither."""
+    for window in (zlib.MAX_WBITS, -zlib.MAX_WBITS):
+        try:
+            return zlib.decompressobj(window).decompress(body, MAX_RECORD_BYTES + 1)
+        except zlib.error:
+            pass
+    return body
+
+
+def _unchunked(body: bytes) -> bytes:
+    """A chunked body put together; as it is when it is not chunked in truth."""
+    parts, place = [], 0
+    while True:
+        end = body.find(b"\n", place)
+        size = re.fullmatch(rb"([0-9a-fA-F]{1,8})\s*(;.*)?\r?", body[place:end]) if end >= 0 else None
+        if not size:
+            return b"".join(parts) or body
+        count = int(size.group(1), 16)
+        if not count:
+            return b"".join(parts)
+        parts.append(body[end + 1 : end + 1 + count])
+        place = end + 1 + count
+        place += 2 if body[place : place + 2] == b"\r\n" else 1

@@ -1,0 +1,180 @@
+"""Documents: what readers hand on, how to read, and what makes a text none: NULs, mojibake, nothing in it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+from hone.base.errors import HoneError
+from hone.data.readers.listing import File
+from hone.data.signals import normalize
+from hone.data.text.batch import Texts
+
+SAMPLE_CHARS = 400
+MAX_REPLACED = 0.01
+"""A text with a larger share of U+FFFD, which stands for bytes that could not be decoded, was read in the wrong encoding."""
+_LEAST_RUNS = 3
+_RUN = re.compile(r"[^\x00-\x7f]+")
+
+
+class Document(NamedTuple):
+    """One text. `id` is a hash of the file's name and the document's number in it; `kind` is 'prose' or 'code'.
+
+    Documents of one `family` (uint64) must stay in one split: a module's docstrings are in its source too. `url` is where
+    the text was found, if that is known; `metadata` is JSON of the other fields that were asked for, or ''.
+    """
+
+    id: str
+    text: str
+    source: str
+    group: str
+    kind: str
+    family: int
+    url: str = ""
+    metadata: str = ""
+
+
+class Broken(NamedTuple):
+    """Something that could not become a document, and why."""
+
+    reason: str
+    source: str
+    text: str
+    num_bytes: int
+
+
+class Batch(NamedTuple):
+    """Documents in columns: `texts` and, for each of its k texts, what Document holds of it."""
+
+    texts: Texts
+    ids: list[str]
+    sources: list[str]
+    groups: list[str]
+    kinds: list[str]
+    families: list[int]
+    urls: list[str]
+    metadata: list[str]
+
+    def documents(self) -> list[Document]:
+        """The same, one by one."""
+        rest = (self.sources, self.groups, self.kinds, self.families, self.urls, self.metadata)
+        return [Document(*row) for row in zip(self.ids, self.texts.strings(), *rest)]
+
+
+class Options(NamedTuple):
+    """How to read.
+
+    `text_field` and `url_field` name fields of JSON rows and columns of Parquet tables ('a.b': field b of object a);
+    `metadata_fields` are carried along. `encoding` is that of text files ('auto': found out). `extractor` takes the text
+    out of HTML; None is the fast one.
+    """
+
+    text_field: str = "text"
+    encoding: str = "utf-8"
+    max_document_chars: int = 400_000
+    extractor: Any = None
+    url_field: str = "url"
+    metadata_fields: tuple[str, ...] = ()
+
+
+class Piece(NamedTuple):
+    """A text as a reader finds it."""
+
+    text: str
+    kind: str = "prose"
+    url: str = ""
+    metadata: str = ""
+
+
+class Fault(NamedTuple):
+    """Something a reader cannot make a text of: the reason, what to show of it, how large it is."""
+
+    reason: str
+    shown: str = ""
+    num_bytes: int | None = None
+
+    def broken(self, source: str) -> Broken:
+        """The same, as what is counted under `source`."""
+        shown = self.shown[:SAMPLE_CHARS].replace("\0", "\\0").encode("utf8", "replace").decode()
+        return Broken(
+            self.reason, source, shown, len(shown.encode("utf8")) if self.num_bytes is None else self.num_bytes
+        )
+
+
+class Unreadable(Exception):
+    """Ends one file early: (reason, what to show of it)."""
+
+
+def poisoned(error: BaseException) -> bool:
+    """Whether `error` came from the input, so that the document or file is set aside and the rest goes on.
+
+    A panic of a library in Rust arrives as a BaseException that is no Exception.
+    """
+    if isinstance(error, HoneError | MemoryError):
+        return False
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def settle(text: str) -> tuple[str, str]:
+    """(reason why `text` is no document or '', the text as hone keeps it)."""
+    if "\0" in text:
+        return "binary", text
+    if not text.isascii():
+        try:
+            text.encode("utf8")
+        except UnicodeEncodeError:
+            return "lone_surrogate", text
+        if text.count("\ufffd") > MAX_REPLACED * len(text):
+            return "wrong_encoding", text
+        if is_mojibake(text):
+            return "mojibake", text
+    text = normalize(text)
+    return ("", text) if text.strip() else ("empty", text)
+
+
+def is_mojibake(text: str) -> bool:
+    """Whether `text` is UTF-8 that was read as Latin-1 or Windows-1252 and then encoded once more.
+
+    Then its runs of other than ASCII characters, written in that encoding, are valid UTF-8 again: of real text
+    next to none are, so that three runs and half of all are proof.
+    """
+    found = [part for part in _RUN.findall(text[: 1 << 18]) if len(part) > 1]
+    if len(found) < _LEAST_RUNS:
+        return False
+    table = _byte_table()
+    twice = 0
+    for part in found:
+        try:
+            part.translate(table).encode("latin-1").decode("utf8")
+            twice += 1
+        except UnicodeError:
+            pass
+    return twice >= _LEAST_RUNS and 2 * twice >= len(_RUN.findall(text[: 1 << 18]))
+
+
+@cache
+def _byte_table() -> dict[int, int]:
+    """Character to the byte it came from in Windows-1252, where that differs from Latin-1."""
+    return {ord(bytes([byte]).decode("cp1252", "ignore") or chr(byte)): byte for byte in range(0x80, 0xA0)}
+
+
+def identify(name: str, number: int) -> str:
+    """The id of document `number` of the file called `name`: sixteen hex digits."""
+    return hashlib.blake2b(f"{name}#{number}".encode(), digest_size=8).hexdigest()
+
+
+def family_of(file: File, ident: str) -> int:
+    """What keeps documents together in one split: the module for Python's library, otherwise each document for itself."""
+    if file.format != "python":
+        return int(ident, 16)
+    return int(hashlib.blake2b(file.name.encode(), digest_size=8).hexdigest(), 16)
+
+
+def group_of(file: File, kind: str) -> str:
+    """What a file is counted under in statistics: sort of library text, top folder, or the file itself."""
+    if file.format == "python":
+        return "library sources" if kind == "code" else "library docstrings"
+    top, slash, _ = file.name.partition("/")
+    return top + slash

@@ -1,0 +1,137 @@
+"""Remote: files of fsspec URLs (s3://, gs://, https:// ...) and of Hugging Face data sets, listed and opened."""
+
+from __future__ import annotations
+
+import importlib
+from typing import IO, Any
+
+from hone.base.errors import HoneError, MachineError, MissingExtra, SpecError
+
+HUB = "hf:"
+_PARQUET_BRANCH = "refs/convert/parquet"
+
+
+def is_remote(source: str) -> bool:
+    """Whether `source` names a data set of the hub or a URL."""
+    return source.startswith(HUB) or "://" in source
+
+
+def open_remote(url: str) -> IO[bytes]:
+    """The bytes of `url`, seekable. Raises MissingExtra, MachineError."""
+    system, path = _system(url)
+    try:
+        return system.open(path, "rb", block_size=4 << 20)
+    except HoneError:
+        raise
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise _unreachable(url, error) from None
+
+
+def find(source: str) -> list[tuple[str, str, int]]:
+    """(url, name, size) of every file of `source`: a URL of a file or folder, or 'hf:owner/name[:config][:split]'.
+
+    Raises MissingExtra, MachineError, and SpecError when it names nothing.
+    """
+    if source.startswith(HUB) and not source.startswith("hf://"):
+        return _data_set(source)
+    system, root = _system(source)
+    scheme = source.partition("://")[0]
+    found = _walk(system, root, source)
+    if not found:
+        raise SpecError(f"source {source}: there is no such file or folder", fix="check the address")
+    base = root.rstrip("/")
+    return [(f"{scheme}://{path}" if "://" not in path else path, _inside(path, base), size) for path, size in found]
+
+
+def _data_set(source: str) -> list[tuple[str, str, int]]:
+    """The Parquet files of a data set on the hub: those converted by the hub, else the data set's own files."""
+    name, *picked = source.removeprefix(HUB).split(":")
+    if name.count("/") != 1 or len(picked) > 2:
+        raise SpecError(f"source {source} names no data set", fix="write hf:OWNER/NAME, hf:OWNER/NAME:CONFIG:SPLIT")
+    try:
+        importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise MissingExtra.of("reading Hugging Face data sets", "huggingface_hub", "data") from None
+    config, split = (*picked, "", "")[:2]
+    system, _ = _system("hf://")
+    root = f"datasets/{name}@{_PARQUET_BRANCH}"
+    found = _walk(system, root, source)
+    if not found:
+        return _own_files(system, name, config, split, source)
+    # config/split/0000.parquet
+    parts = [(path, size, _inside(path, root).split("/")) for path, size in found if path.endswith(".parquet")]
+    config = _choose("config", config, sorted({part[0] for _, _, part in parts}), "default", source)
+    parts = [row for row in parts if row[2][0] == config]
+    split = _choose("split", split, sorted({part[1] for _, _, part in parts}), "train", source)
+    return [(f"hf://{path}", "/".join(part), size) for path, size, part in parts if part[1] == split]
+
+
+def _own_files(system: Any, name: str, config: str, split: str, source: str) -> list[tuple[str, str, int]]:
+    """The files a data set's owner put there; with a config or split those whose path names it."""
+    root = f"datasets/{name}"
+    found = _walk(system, root, source)
+    if not found:
+        raise SpecError(f"source {source}: the hub has no such data set", fix="check owner and name")
+    rows = [(f"hf://{path}", _inside(path, root), size) for path, size in found]
+    chosen = [row for row in rows if config in row[1] and split in row[1]]
+    if not chosen:
+        names = ", ".join(name for _, name, _ in rows[:8])
+        raise SpecError(f"source {source}: no file of the data set is named so", fix=f"its files are: {names}")
+    return chosen
+
+
+def _choose(what: str, wanted: str, there: list[str], usual: str, source: str) -> str:
+    """The config or split asked for; the usual or only one when none is."""
+    if not wanted:
+        if usual in there or len(there) == 1:
+            return usual if usual in there else there[0]
+        raise SpecError(
+            f"source {source} has several {what}s",
+            fix=f"name one, for example {source}:{there[0]} ({', '.join(there)})",
+        )
+    if wanted not in there:
+        raise SpecError(f"source {source}: there is no {what} '{wanted}'", fix=f"choose among: {', '.join(there)}")
+    return wanted
+
+
+def _walk(system: Any, root: str, source: str) -> list[tuple[str, int]]:
+    """(path, size) of all files at or below `root`, sorted; [] when it is not there."""
+    try:
+        rows = system.find(root, detail=True)
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        if type(error).__name__ in ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError"):
+            return []
+        raise _unreachable(source, error) from None
+    return sorted((path, int(row.get("size") or 0)) for path, row in rows.items() if row.get("type") != "directory")
+
+
+def _inside(path: str, root: str) -> str:
+    """The part of `path` below `root`, or its own name when it is the root."""
+    return path.rsplit(root, 1)[-1].strip("/") or path.rsplit("/", 1)[-1]
+
+
+def _system(url: str) -> tuple[Any, str]:
+    """(file system, path in it) of a URL."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingExtra.of(f"reading {url}", "fsspec", "data") from None
+    try:
+        return url_to_fs(url)
+    except ImportError as error:
+        raise MissingExtra(f"reading {url}: {error}", fix="install the package it names") from None
+    except ValueError as error:
+        raise SpecError(
+            f"source {url}: {error}", fix="give a path or a URL fsspec knows, such as s3://bucket/folder"
+        ) from None
+
+
+def _unreachable(url: str, error: Exception) -> MachineError:
+    said = str(error).strip().split("\n")[0][:200] or type(error).__name__
+    return MachineError(
+        f"{url} cannot be reached: {said}", fix="check address, network and access rights, or copy it to a local folder"
+    )

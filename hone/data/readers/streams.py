@@ -1,0 +1,123 @@
+"""Streams: a file's bytes, local or remote, decompressed; a stream that breaks off or swells without end is noticed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from typing import IO, Any
+
+from hone.base.errors import MissingExtra
+from hone.data.readers.documents import Unreadable
+from hone.data.readers.listing import File
+from hone.data.readers.remote import open_remote
+
+MAX_EXPANSION = 250
+"""Text shrinks to a tenth, logs to a fiftieth; what swells more is a bomb."""
+FREE_BYTES = 256 << 20
+"""A stream may decompress to so much before its expansion is looked at."""
+
+
+def open_raw(file: File) -> IO[bytes]:
+    """The file's bytes as they lie there, seekable."""
+    return open_remote(file.url) if file.url else open(file.path, "rb")
+
+
+def open_stream(file: File) -> io.BufferedReader:
+    """The file's bytes, decompressed.
+
+    A stream that breaks off raises EOFError when its end is reached, one that swells too much Unreadable.
+    """
+    raw = open_raw(file)
+    if not file.compression:
+        return raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[arg-type]
+    content = gzip.GzipFile(fileobj=raw) if file.compression == ".gz" else _Zstd(raw)
+    return io.BufferedReader(_Bounded(content, raw), 1 << 20)
+
+
+def head(file: File, num_bytes: int) -> bytes:
+    """What the first `num_bytes` of the file decompress to. Raises OSError, zlib.error or zstandard's ZstdError."""
+    with open_raw(file) as raw:
+        rest = raw.read(num_bytes)
+    if not file.compression:
+        return rest
+    content = b""
+    most = max(MAX_EXPANSION * num_bytes, 1 << 20)
+    while rest and len(content) < most:  # one gzip member or zstd frame after the other
+        if file.compression == ".gz":
+            part = zlib.decompressobj(31)
+            content += part.decompress(rest, most - len(content))
+        else:
+            part = zstandard().ZstdDecompressor().decompressobj()
+            content += part.decompress(rest)
+        rest = part.unused_data if part.eof else b""
+    return content
+
+
+def zstandard() -> Any:
+    """The package. Raises MissingExtra without it."""
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtra.of("reading .zst files", "zstandard", "data") from None
+    return zstandard
+
+
+class _Bounded(io.RawIOBase):
+    """Reads `content`, which decompresses `raw`, while it stays in proportion to what was read of `raw`."""
+
+    def __init__(self, content: Any, raw: IO[bytes]) -> None:
+        self._content, self._raw = content, raw
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        """Decompressed bytes handed out; fastwarc asks."""
+        return self._position
+
+    def close(self) -> None:
+        self._content.close()
+        self._raw.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._content.readinto(buffer)
+        self._position += count
+        if self._position > FREE_BYTES and self._position > MAX_EXPANSION * self._raw.tell():
+            raise Unreadable("expands_too_much", f"{self._raw.tell()} bytes gave {self._position} so far")
+        return count
+
+
+class _Zstd(io.RawIOBase):
+    """Reads concatenated zstd frames; unlike the library's own reader it notices a missing end."""
+
+    _FEED = 1 << 14  # one feed of the decompressor gives everything that is in it: a small bite bounds its memory
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._new = zstandard().ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._frame = self._new()
+        self._begun = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            rest = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._begun = self._new(), False
+            chunk = rest or self._raw.read(self._FEED)
+            if not chunk:
+                if self._begun:
+                    raise EOFError("the compressed stream breaks off")
+                return 0
+            self._begun = True
+            self._ready = memoryview(self._frame.decompress(chunk))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
