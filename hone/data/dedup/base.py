@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
+from hone.base.errors import MissingExtra
 from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
@@ -30,9 +30,32 @@ class Dedup(Technique):
         return {"kept_bytes": Estimate(value=kept_bytes, unit="B", formula="all that the filters keep", bound=True)}
 
 
-def lowest_ids(groups: Iterable[np.ndarray], ids: np.ndarray) -> np.ndarray:
-    """Representatives for `groups` of document indices (each int [k]): the member with the lowest id."""
-    result = np.arange(len(ids))
-    for group in groups:
-        result[group] = min(group, key=lambda index: ids[index])
-    return result
+def need_numba() -> None:
+    """Raises MissingExtra without numba."""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        raise MissingExtra.of("deduplication", "numba", "data") from None
+
+
+def lowest_ids(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """For each document (int64 [n]) the one of its group with the lowest id.
+
+    `groups` (int [n], each 0 <= group < n) is equal for documents of one group; `ids` [n] are strings or numbers, ordered
+    as Python orders them. Equal ids of a group are settled by the lower index.
+    """
+    from hone.data.dedup.union_find import least_members
+
+    return least_members(groups, _letters(ids))
+
+
+def _letters(ids: np.ndarray) -> np.ndarray:
+    """`ids` as unsigned numbers [n, width] whose rows compare, column by column, as the ids do."""
+    if ids.dtype.kind == "O":
+        ids = ids.astype(str)
+    ids = np.ascontiguousarray(ids)
+    if ids.dtype.kind in "US":
+        letter = np.uint32 if ids.dtype.kind == "U" else np.uint8
+        return ids.view(letter).reshape(len(ids), -1 if len(ids) else 1)
+    assert ids.dtype.kind == "u", f"ids are strings or unsigned numbers, not {ids.dtype}"
+    return ids.reshape(-1, 1)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from hone.data.corpus import Corpus
-from hone.data.dedup.base import Dedup, lowest_ids
+from hone.data.dedup.base import Dedup, lowest_ids, need_numba
 
 
 class Exact(Dedup):
@@ -17,9 +17,13 @@ class Exact(Dedup):
     reason: ClassVar[str] = "exact_duplicate"
 
     def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
+        need_numba()
         members = np.flatnonzero(alive)
         hashes = corpus.columns["text_hash"][members]
-        order = np.argsort(hashes, kind="stable")
-        borders = np.flatnonzero(np.diff(hashes[order])) + 1
-        groups = [group for group in np.split(members[order], borders) if len(group) > 1]
+        order = np.argsort(hashes)
+        hashes, members = hashes[order], members[order]
+        fresh = np.ones(len(members), bool)
+        fresh[1:] = hashes[1:] != hashes[:-1]
+        groups = np.arange(len(alive))
+        groups[members] = members[np.flatnonzero(fresh)][np.cumsum(fresh) - 1]
         return lowest_ids(groups, corpus.columns["id"])

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import zlib
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from hone.data.corpus import Corpus, publish
-from hone.data.dedup.base import Dedup, lowest_ids
-from hone.data.signals import mix
+from hone.data.corpus import Corpus
+from hone.data.dedup.base import Dedup, lowest_ids, need_numba
+from hone.data.text.batch import Texts
 
-_WORD = re.compile(r"\w+")
-_CHUNK = 2048
+SORT_KEYS = 1 << 23
+"""Keys sorted at once, about 300 MB: a band of more documents is sorted in ranges of its keys."""
 
 
 class MinHash(Dedup):
@@ -23,6 +22,7 @@ class MinHash(Dedup):
 
     Two documents of Jaccard similarity s meet in some band with probability 1 - (1 - s^rows)^bands: at the default
     14 x 8 that is .5 at s = .68, .92 at .8, .9996 at .9. Whoever meets is a duplicate, and so is whoever meets that one.
+    Memory: a batch of text, SORT_KEYS keys, and 24 bytes a document; one key that more documents share is sorted whole.
     """
 
     paper: ClassVar[str] = "arXiv:2406.17557"
@@ -33,68 +33,59 @@ class MinHash(Dedup):
     seed: int = Field(1, description="Seed of the hash family.")
 
     def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
-        members = np.flatnonzero(alive)
-        signatures = np.concatenate(
-            [self._shard(corpus, span, alive, state) for span in corpus.spans()]
-            or [np.empty((0, self.bands * self.rows), np.uint32)]
-        )
-        return lowest_ids([members[group] for group in self.clusters(signatures)], corpus.columns["id"])
+        need_numba()
+        from hone.data.dedup import shards, union_find
 
-    def _shard(self, corpus: Corpus, span: tuple[int, Path, int, int], alive: np.ndarray, state: Path) -> np.ndarray:
-        """Signatures of a shard's living documents, from `state` when they are there."""
-        number, shard, first, _ = span
-        path = state / f"signatures-{number:05d}.npy"
-        if not path.exists():
-            rows = [self.sign(text) for _, text in corpus.texts(shard, first, alive)]
-            temporary = path.with_suffix(".tmp")
-            with open(temporary, "wb") as file:
-                np.save(file, np.array(rows, np.uint32).reshape(-1, self.bands * self.rows))
-            publish(temporary, path)
-        return np.load(path)
+        files = shards.sign_shards(corpus, alive, state, "keys", self.bands, self.keys)
+        parents = union_find.singles(len(alive))
+        for file in edge_files(files, self.bands, state):
+            edges = np.fromfile(file, np.int64).reshape(2, -1)
+            union_find.join(parents, edges[0], edges[1])
+        union_find.flatten(parents)
+        return lowest_ids(parents, corpus.columns["id"])
 
-    def sign(self, text: str) -> np.ndarray:
-        """The signature of `text`, uint32 [bands * rows]: per hash function the least value over its shingles."""
-        words = _WORD.findall(text.lower())
-        numbers = {word: zlib.crc32(word.encode()) for word in set(words)}
-        ids = np.fromiter((numbers[word] for word in words), np.uint64, len(words))
-        n = max(min(self.shingle_words, len(words)), 1)
-        shingles = np.zeros(max(len(words) - n + 1, 0), np.uint64)
-        for offset in range(n):
-            shingles = mix(shingles + ids[offset : len(ids) - n + 1 + offset] + np.uint64(1))
-        hashes = (shingles >> np.uint64(32)).astype(np.uint32)
-        # x -> a x + b mod 2^32 with odd a is a bijection: no two shingles are merged by it.
+    def keys(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
+        """A key for each band of each of n texts (uint64 [bands, n]), and which texts have a word at all (bool [n])."""
+        from hone.data.dedup.signing import band_keys
+
+        signatures, worded = self.signatures(texts)
+        return band_keys(signatures, self.rows), worded
+
+    def signatures(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
+        """Signatures (uint32 [n, bands * rows]): per hash function the least value over a text's shingles; and which have any."""
+        from hone.data.dedup.signing import signatures
+
+        return signatures(texts.data, texts.offsets, self.shingle_words, *self._family)
+
+    @cached_property
+    def _family(self) -> tuple[Any, ...]:
+        """The table of letters; factors and shifts of the hash functions x -> a x + b mod 2^32, a odd."""
+        from hone.data.text.hashing import word_table
+
         random = np.random.RandomState(self.seed)
         factors = random.randint(0, 1 << 31, self.bands * self.rows, np.uint32) * np.uint32(2) + np.uint32(1)
-        shifts = random.randint(0, 1 << 32, self.bands * self.rows, np.uint32)
-        least = np.full(self.bands * self.rows, 0xFFFFFFFF, np.uint32)
-        for start in range(0, len(hashes), _CHUNK):
-            values = factors[:, None] * hashes[None, start : start + _CHUNK] + shifts[:, None]
-            np.minimum(least, values.min(1), out=least)
-        return least
+        return word_table(), factors, random.randint(0, 1 << 32, self.bands * self.rows, np.uint32)
 
-    def clusters(self, signatures: np.ndarray) -> list[np.ndarray]:
-        """Groups (int [k], k > 1) of rows of `signatures` (uint32 [n, bands * rows]) that are connected by equal bands.
 
-        A row without any shingle (all values at their maximum) is no duplicate of anything.
-        """
-        parent = np.arange(len(signatures))
+def edge_files(files: list[Path], bands: int, state: Path, most: int = SORT_KEYS) -> list[Path]:
+    """Files of edges (int64 [2, m]) between documents with an equal key in a band, one for each range of each band's keys."""
+    from hone.data.dedup import shards
 
-        def root(node: int) -> int:
-            while parent[node] != node:
-                parent[node] = parent[parent[node]]
-                node = int(parent[node])
-            return node
+    num_keys = sum(shards.length(file, 1 + bands) for file in files)
+    part_bits = max(-(-num_keys // most) - 1, 0).bit_length()
+    made = []
+    for band in range(bands):
+        for part in range(1 << part_bits):
+            path = state / f"edges-{band:03d}-{part:05d}.i64"
+            if not path.exists():
+                shards.save(path, equal_keys(*shards.gather(files, 1 + bands, 1 + band, part, part_bits)))
+            made.append(path)
+    return made
 
-        real = np.flatnonzero((signatures != 0xFFFFFFFF).any(1))
-        for band in range(self.bands):
-            part = np.ascontiguousarray(signatures[real, band * self.rows : (band + 1) * self.rows])
-            keys = part.view(np.dtype((np.void, part.shape[1] * 4))).ravel()
-            _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-            mates = first[inverse]
-            for here in np.flatnonzero(mates != np.arange(len(real))):
-                one, other = root(int(real[here])), root(int(real[mates[here]]))
-                parent[max(one, other)] = min(one, other)
-        roots = np.array([root(node) for node in range(len(signatures))], np.int64)
-        order = np.argsort(roots, kind="stable")
-        groups = np.split(order, np.flatnonzero(np.diff(roots[order])) + 1)
-        return [group for group in groups if len(group) > 1]
+
+def equal_keys(indices: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Edges (int64 [2, m]) that connect all `indices` (int64 [k]) whose `keys` (uint64 [k]) are equal."""
+    order = np.argsort(keys)
+    keys, indices = keys[order], indices[order]
+    same = keys[1:] == keys[:-1]
+    return np.stack([indices[:-1][same], indices[1:][same]])

@@ -1,0 +1,72 @@
+"""Union-find over document numbers: which are connected, whatever the order of the edges."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_AHEAD = 64
+"""Edges looked at together before they are joined: their memory reads overlap instead of waiting for one another."""
+
+
+def singles(count: int) -> np.ndarray:
+    """Parents of `count` nodes that are all alone: int32 where the numbers fit, else int64."""
+    return np.arange(count, dtype=np.int32 if count < 1 << 31 else np.int64)
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def link(parents, one, other):
+    """Joins the sets of two nodes (Rem's algorithm: both walks climb together). A parent's number is never above its child's."""
+    up, across = parents[one], parents[other]
+    while up != across:
+        if up < across:
+            one, other = other, one
+            up, across = across, up
+        parents[one] = across
+        if one == up:
+            break
+        one = up
+        up = parents[one]
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def join(parents, ones, others):
+    """Joins the sets of ones[i] and others[i] (int [num_edges] each) for all i, in `parents`."""
+    seen = np.int64(0)
+    for begin in range(0, len(ones), _AHEAD):
+        end = min(begin + _AHEAD, len(ones))
+        for i in range(begin, end):
+            seen += parents[ones[i]] ^ parents[others[i]]
+        for i in range(begin, end):
+            link(parents, np.int64(ones[i]), np.int64(others[i]))
+    return seen  # so that the reads ahead are not optimized away
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def flatten(parents):
+    """Makes every parent its set's least number. Parents are below their children, so one pass upward is enough."""
+    for node in range(len(parents)):
+        parents[node] = parents[parents[node]]
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def least_members(roots, letters):
+    """For each node the member of its set whose row of `letters` ([n, width], unsigned) comes first; int64 [n].
+
+    `roots` (int [n]) gives equal numbers below n to members of a set. Of equal rows the lower number comes first.
+    """
+    best = np.full(len(roots), np.int64(-1), np.int64)
+    for node in range(len(roots)):
+        rival = best[roots[node]]
+        if rival < 0:
+            best[roots[node]] = node
+            continue
+        for place in range(letters.shape[1]):
+            if letters[node, place] != letters[rival, place]:
+                if letters[node, place] < letters[rival, place]:
+                    best[roots[node]] = node
+                break
+    result = np.empty(len(roots), np.int64)
+    for node in range(len(roots)):
+        result[node] = best[roots[node]]
+    return result
