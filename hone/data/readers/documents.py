@@ -15,7 +15,7 @@ from hone.data.text.batch import Texts
 SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01
 """A text with a larger share of U+FFFD, which stands for bytes that could not be decoded, was read in the wrong encoding."""
-_LEAST_RUNS = 3
+_LEAST_CHARS = 3
 _RUN = re.compile(r"[^\x00-\x7f]+")
 
 
@@ -137,21 +137,20 @@ def settle(text: str) -> tuple[str, str]:
 def is_mojibake(text: str) -> bool:
     """Whether `text` is UTF-8 that was read as Latin-1 or Windows-1252 and then encoded once more.
 
-    Then its runs of other than ASCII characters, written in that encoding, are valid UTF-8 again: of real text
-    next to none are, so that three runs and half of all are proof.
+    Then its runs of other than ASCII characters, written in that encoding, are valid UTF-8 again: of real text next to
+    none are, so that three characters and half of all are proof. Looks at the first 256 K characters.
     """
-    found = [part for part in _RUN.findall(text[: 1 << 18]) if len(part) > 1]
-    if len(found) < _LEAST_RUNS:
-        return False
     table = _byte_table()
-    twice = 0
-    for part in found:
-        try:
-            part.translate(table).encode("latin-1").decode("utf8")
-            twice += 1
-        except UnicodeError:
-            pass
-    return twice >= _LEAST_RUNS and 2 * twice >= len(_RUN.findall(text[: 1 << 18]))
+    num_twice = num_chars = num_all = 0
+    for part in _RUN.findall(text[: 1 << 18]):
+        num_all += len(part)
+        if len(part) > 1:
+            try:
+                num_chars += len(part.translate(table).encode("latin-1").decode("utf8"))
+                num_twice += len(part)
+            except UnicodeError:
+                pass
+    return num_chars >= _LEAST_CHARS and 2 * num_twice >= num_all
 
 
 @cache

@@ -203,22 +203,22 @@ def _table_rows(table: Any, file: File, options: Options) -> Iterator[Rows | Fau
     batch_size = int(min(max(BLOCK_BYTES * num_rows // max(size, 1), 16), _MOST_ROWS))
     columns = list(dict.fromkeys([options.text_field, *wanted]))
     for batch in table.iter_batches(batch_size=batch_size, columns=columns, use_threads=False):
-        texts = _column(batch, options.text_field)
-        if texts.null_count:
-            for _ in range(texts.null_count):
-                yield Fault("no_text_field")
-            there = texts.is_valid()
-            batch, texts = batch.filter(there), texts.filter(there)
-        if not len(texts):
-            continue
+        texts = _large(_column(batch, options.text_field))
+        there = texts.is_valid()
+        for _ in range(texts.null_count):
+            yield Fault("no_text_field")
+        texts = texts.filter(there) if texts.null_count else texts
         urls = None
         if options.url_field in wanted and _is_text(_type_of(schema, options.url_field)):
-            urls = [url or "" for url in _strings(_large(_column(batch, options.url_field)))]
+            column = _large(_column(batch, options.url_field))
+            urls = [url or "" for url in _strings(column.filter(there))]
         metadata = None
         if options.metadata_fields:
             held = {name: _column(batch, name).to_pylist() for name in options.metadata_fields if name in wanted}
-            metadata = [described({name: held[name][row] for name in held}) for row in range(len(texts))]
-        yield Rows(Texts.from_arrow(_large(texts)), urls, metadata)
+            valid = there.to_numpy(zero_copy_only=False).nonzero()[0]
+            metadata = [described({name: held[name][row] for name in held}) for row in valid]
+        if len(texts):
+            yield Rows(Texts.from_arrow(texts), urls, metadata)
 
 
 def _type_of(schema: Any, field: str) -> Any:

@@ -1,0 +1,294 @@
+"""Batches of rows: the same documents as one by one, whatever the texts; odd jsonl and Parquet files; what is sound."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import unicodedata
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from hone.data.readers import rows
+from hone.data.readers.documents import is_mojibake, settle
+from hone.data.readers.listing import list_source
+from hone.data.readers.read import Batch, Broken, Document, Options, read_batches, read_file
+from hone.data.readers.sound import settle_batch
+from hone.data.text.batch import Texts
+
+ODD = "\0\r\n\t \x0b\x1c\x85\xa0éÃ©Â»€™â\u0301\u0300\u093c\u09be\u1161\u11a8가각\u2000\u2028\u3099か\ufffd\ufeff\u2126\u212b\uf900😀𝐀𑂙"
+PIECES = st.lists(
+    st.one_of(
+        st.sampled_from(
+            ["word", "an apple", "\n", " ", "\r\n", "\n\n", " \n", "\u00e9", "e\u0301", "\u2019", "Ã©", "â€™", "Ð¿Ñ€"]
+        ),
+        st.text(max_size=8),
+        st.text(alphabet=ODD, max_size=6),
+    ),
+    max_size=8,
+).map("".join)
+PLAIN = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+def expected(text: str) -> tuple[str, str]:
+    """What one text becomes, by the plain rule."""
+    return settle(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES.filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text)), max_size=6))
+@example(["e\u0301"])
+@example(["\u1100\u1161"])
+@example(["", "x", ""])
+@example(["x\u2003", "x \n", "\nx", "x\x1c", "\u3000"])
+def test_a_batch_is_settled_as_each_text_alone(strings):
+    texts, kept, faults = settle_batch(Texts.of(strings))
+    each = [expected(text) for text in strings]
+    assert list(texts.strings()) == [text for reason, text in each if not reason]
+    assert kept.tolist() == [number for number, (reason, _) in enumerate(each) if not reason]
+    assert [fault.reason for fault in faults] == [reason for reason, _ in each if reason]
+
+
+def test_every_character_after_every_kind_of_character():
+    """Whatever NFC changes is noticed: each character of Unicode alone, after a letter and after a Korean or Bengali one."""
+    odd = []
+    for code in (*range(1, 0xD800), *range(0xE000, 0x30000)):
+        for before in ("", "e", "각", "가", "\u09c7", "か"):
+            text = f"a{before}{chr(code)}b"
+            if unicodedata.normalize("NFC", text) != text:
+                odd.append(text)
+    texts, kept, faults = settle_batch(Texts.of(odd))
+    assert len(odd) > 2000 and not faults and len(kept) == len(odd)
+    assert list(texts.strings()) == [unicodedata.normalize("NFC", text) for text in odd]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.binary(max_size=12) | st.text(max_size=6).map(lambda text: text.encode("utf8", "surrogatepass")), max_size=5
+    )
+)
+@example([b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\xff", b"a"])
+def test_bytes_that_are_no_utf8_are_found(strings):
+    import numpy as np
+
+    offsets = np.cumsum([0, *map(len, strings)]).astype(np.int64)
+    texts, kept, faults = settle_batch(Texts(np.frombuffer(b"".join(strings), np.uint8), offsets))
+    wrong = set()
+    for number, raw in enumerate(strings):
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            wrong.add(number)
+    assert not wrong & set(kept.tolist())
+    assert sum(fault.reason == "wrong_encoding" for fault in faults) >= len(wrong)
+    list(texts.strings())
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ein schöner Tag für Grüße und Küsse, sagte das Mädchen.",
+        "“Don’t — he said — it’s naïve” and “that’s all”",
+        "где же кружка и что в ней было",
+        "今日は天気がいいから散歩しましょう",
+    ],
+)
+def test_mojibake_is_known_and_real_text_is_none(text, encoding):
+    assert not is_mojibake(text)
+    table = {byte: ord(bytes([byte]).decode(encoding, "ignore") or chr(byte)) for byte in range(256)}
+    broken = "".join(chr(table[byte]) for byte in text.encode())
+    assert is_mojibake(broken)
+    assert settle(broken)[0] == "mojibake"
+    texts, _, faults = settle_batch(Texts.of([text, broken]))
+    assert list(texts.strings()) == [text] and [fault.reason for fault in faults] == ["mojibake"]
+
+
+def test_the_mojibake_among_75000_real_sentences_is_found_and_nothing_else(shared_data):
+    with gzip.open(shared_data / "langid" / "lingua-sentences-75x1000.jsonl.gz", "rt", encoding="utf8") as lines:
+        sentences = [json.loads(line)["text"] for line in lines]
+    assert len(sentences) == 75_000
+    found = [text for text in sentences if is_mojibake(text)]
+    assert len(found) == 18 and all(re.search("Ã¤|â€|ï¿½|[ÄÅĹ][^a-z ]", text) for text in found)
+    missed = [text for text in sentences if len(re.findall("Ã[¤¶¼©]|â€[™œ]|ï¿½", text)) > 1 and text not in found]
+    assert len(missed) <= 2
+
+
+def items(path: Path, **options) -> list[Document | Broken]:
+    """What is in the files at `path`, after checking that batches hold the same."""
+    alone = [item for file in list_source(str(path)).files for item in read_file(file, Options(**options))]
+    batched: list[Document | Broken] = []
+    for file in list_source(str(path)).files:
+        for item in read_batches(file, Options(**options)):
+            batched += item.documents() if isinstance(item, Batch) else [item]
+    key = lambda item: (isinstance(item, Broken), *map(str, item))  # noqa: E731
+    assert sorted(batched, key=key) == sorted(alone, key=key)
+    return alone
+
+
+def texts(path: Path, **options) -> list[str]:
+    return [item.text for item in items(path, **options) if isinstance(item, Document)]
+
+
+def reasons(path: Path, **options) -> list[str]:
+    return [item.reason for item in items(path, **options) if isinstance(item, Broken)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PIECES, max_size=12), st.booleans(), st.sampled_from([7, 64, 1 << 20]))
+def test_jsonl_round_trip(tmp_path_factory, strings, ascii_only, block):
+    path = tmp_path_factory.mktemp("round") / "a.jsonl"
+    lines = [
+        json.dumps({"n": n, "text": text, "url": f"u{n}"}, ensure_ascii=ascii_only) for n, text in enumerate(strings)
+    ]
+    path.write_bytes("".join(line + "\n" for line in lines).encode("utf8", "surrogatepass"))
+    before, rows.BLOCK_BYTES = rows.BLOCK_BYTES, block
+    try:
+        found = items(path)
+    finally:
+        rows.BLOCK_BYTES = before
+    good = [(expected(text)[1], f"u{n}") for n, text in enumerate(strings) if not expected(text)[0]]
+    documents = [item for item in found if isinstance(item, Document)]
+    assert [(item.text, item.url) for item in documents] == good
+    assert len({item.id for item in documents}) == len(documents)
+    assert len(found) == max(len(strings), 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(PLAIN | st.none(), max_size=12),
+    st.sampled_from(["string", "large_string", "dictionary", "binary", "string_view"]),
+)
+def test_parquet_round_trip(tmp_path_factory, strings, kind):
+    path = tmp_path_factory.mktemp("round") / "a.parquet"
+    kinds = {"dictionary": pa.dictionary(pa.int32(), pa.string()), "string_view": pa.string_view()}
+    column = pa.array(strings, pa.string()).cast(kinds.get(kind) or getattr(pa, kind)())
+    parquet.write_table(pa.table({"n": list(range(len(strings))), "text": column}), path, row_group_size=3)
+    good = [expected(text)[1] for text in strings if text is not None and not expected(text)[0]]
+    assert texts(path) == good
+    assert len(items(path)) == max(len(strings), 1)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_address_and_other_fields_come_along(tmp_path, name):
+    table = [
+        {
+            "text": "one",
+            "url": "http://a/",
+            "license": "MIT",
+            "meta": {"stars": 3, "tags": ["x", "y"]},
+            "body": {"main": {"text": "I"}},
+        },
+        {"text": "two", "url": None, "license": None, "meta": None, "body": {"main": {"text": "II"}}},
+        {
+            "text": "three",
+            "url": "http://c/",
+            "license": "",
+            "meta": {"stars": 0, "tags": []},
+            "body": {"main": {"text": "III"}},
+        },
+    ]
+    path = tmp_path / name
+    if name == "a.jsonl":
+        path.write_text("\n".join(map(json.dumps, table)))
+    else:
+        parquet.write_table(pa.Table.from_pylist(table), path)
+    plain = items(path)
+    assert [item.url for item in plain] == ["http://a/", "", "http://c/"] and {item.metadata for item in plain} == {""}
+    asked = items(path, metadata_fields=("license", "meta", "absent"))
+    first = json.loads(asked[0].metadata)
+    assert first == {"license": "MIT", "meta": {"stars": 3, "tags": ["x", "y"]}} and asked[1].metadata == ""
+    assert [item.url for item in asked] == [item.url for item in plain]
+    assert [item.id for item in asked] == [item.id for item in plain]
+    assert texts(path, text_field="body.main.text") == ["I", "II", "III"]
+    assert [item.url for item in items(path, url_field="license")] == ["MIT", "", ""]
+    assert set(reasons(path, text_field="body.main.absent")) == {"no_text_field"}
+    assert set(reasons(path, text_field="meta")) == {"no_text_field"}
+
+
+def test_a_row_of_100_megabytes_is_set_aside_alone(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"text": "before"}\n{"text": "')
+        for _ in range(100):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n{"text": "after"}\n')
+    assert texts(path) == ["before", "after"]
+    (broken,) = [item for item in items(path) if isinstance(item, Broken)]
+    assert broken.reason == "row_too_long" and broken.num_bytes > 100 << 20
+    with open(path, "ab") as file:
+        for _ in range(70):
+            file.write(b"y" * (1 << 20))
+    assert reasons(path) == ["row_too_long", "row_too_long"]  # without an end
+
+
+def test_a_row_of_30_megabytes_is_a_document(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "word " * (6 << 20)}) + "\n" + json.dumps({"text": "small"}))
+    assert [len(text) for text in texts(path)] == [5 * (6 << 20) - 1, 5]
+
+
+def test_odd_jsonl(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "marked"}\n')
+    assert texts(path) == ["marked"]
+    path.write_bytes('{"text": "x"}\n'.encode("utf-16"))
+    assert reasons(path) == ["wrong_encoding"]
+    path.write_bytes(b'{"text": "a"} {"text": "b"}\n{"text": "d"}')
+    assert texts(path) == ["d"] and reasons(path) == ["bad_json"]
+    path.write_bytes(b'{"text":\n"c"}\n{"text": "d"}')
+    assert texts(path) == ["d"] and reasons(path) == ["bad_json"] * 2
+    path.write_bytes(b'{"text": "a\\u0000b"}\n{"text": "ok"}\n\n  \n')
+    assert texts(path) == ["ok"] and reasons(path) == ["binary"]
+    path.write_bytes(b"[" * 5_000_000 + b'\n{"text": "ok"}')
+    assert texts(path) == ["ok"] and reasons(path) == ["bad_json"]
+    path.write_bytes(b'{"text": "x", "n": ' + b"[" * 200_000 + b"]" * 200_000 + b'}\n{"text": "ok"}')
+    assert texts(path)[-1:] == ["ok"]
+    path.write_bytes(b'{"text": 7, "url": 8}\n{"text": "ok", "url": 8}\n{"text": "yes", "url": "u"}')
+    assert texts(path) == ["ok", "yes"] and reasons(path) == ["no_text_field"]
+
+
+def test_a_bomb_is_noticed(tmp_path, monkeypatch):
+    from hone.data.readers import streams
+
+    monkeypatch.setattr(streams, "FREE_BYTES", 1 << 20)
+    import zstandard
+
+    row = b'{"text": "' + b"0" * 1000 + b'"}\n'
+    for name, compress in (("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)):
+        path = tmp_path / name
+        path.write_bytes(compress(row * 40_000))
+        assert reasons(path)[-1] == "expands_too_much"
+        path.unlink()
+
+
+def test_a_parquet_file_that_lies_about_its_size(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pa.table({"text": ["same old text" * 100] * 9000}), path, use_dictionary=False, compression="zstd"
+    )
+    monkeypatch.setattr(rows, "_FREE_TABLE_BYTES", 1 << 20)
+    assert reasons(path) == ["expands_too_much"]
+
+
+def test_a_parquet_file_with_any_byte_changed(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"text number {n}" for n in range(300)]}), path, compression="zstd")
+    whole = path.read_bytes()
+    for place in range(4, len(whole), max(len(whole) // 150, 1)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        for file in list_source(str(path)).files:
+            for item in read_file(file, Options()):
+                assert isinstance(item, Document | Broken)
+
+
+def test_bytes_in_parquet_that_are_no_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": pa.array([b"good", b"\xff\xfe bad", "schön".encode()], pa.binary())}), path)
+    assert texts(path) == ["good", "schön"] and reasons(path) == ["wrong_encoding"]
