@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,11 +33,20 @@ class MinHash(Dedup):
     rows: int = Field(8, ge=1, description="Hashes a band; more demand more similarity.")
     seed: int = Field(1, description="Seed of the hash family.")
 
-    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
-        need_numba()
-        from hone.data.dedup import shards, union_find
+    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
+        return alive
 
-        files = shards.sign_shards(corpus, alive, state, "keys", self.bands, self.keys)
+    def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> list[Path]:
+        """Files of the keys of each shard of `corpus`, made unless they are there."""
+        need_numba()
+        from hone.data.dedup import shards
+
+        return shards.sign_shards(corpus, chosen, state, "keys", self.bands, self.keys)
+
+    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
+        files = self.prepare(corpus, alive, state)
+        from hone.data.dedup import union_find
+
         parents = union_find.singles(len(alive))
         for file in edge_files(files, self.bands, state):
             edges = np.fromfile(file, np.int64).reshape(2, -1)
@@ -71,12 +81,15 @@ def edge_files(files: list[Path], bands: int, state: Path, most: int = SORT_KEYS
     """Files of edges (int64 [2, m]) between documents with an equal key in a band, one for each range of each band's keys."""
     from hone.data.dedup import shards
 
+    # Named after the very files that they come from: edges of keys that were made again are not taken over.
+    made_of = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = hashlib.blake2b(repr(made_of).encode(), digest_size=4).hexdigest()
     num_keys = sum(shards.length(file, 1 + bands) for file in files)
     part_bits = max(-(-num_keys // most) - 1, 0).bit_length()
     made = []
     for band in range(bands):
         for part in range(1 << part_bits):
-            path = state / f"edges-{band:03d}-{part:05d}.i64"
+            path = state / f"edges-{name}-{band:03d}-{part:05d}.i64"
             if not path.exists():
                 shards.save(path, equal_keys(*shards.gather(files, 1 + bands, 1 + band, part, part_bits)))
             made.append(path)

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks.data.corpus import altered
+from hone.data.corpus import Corpus
 from hone.data.dedup import minhash, shards, union_find
 from hone.data.dedup.minhash import MinHash, edge_files, equal_keys
+from hone.data.dedup.simhash import SimHash
 from hone.data.text.batch import Texts
 from tests.data.dedup import oracles
 
@@ -132,15 +134,36 @@ def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
     whole = MinHash().representatives(corpus, alive, state)
     names = {path.name for path in state.iterdir()}
     assert len(names) == 4 + 14
-    (state / "keys-00002.u64").unlink()
-    (state / "edges-003-00000.i64").unlink()
+    edge = next(state.glob("edges-*-003-00000.i64"))
     signed, sorted_ = [], []
     keys, equal = MinHash.keys, minhash.equal_keys
     monkeypatch.setattr(MinHash, "keys", lambda self, batch: signed.append(batch.num_texts) or keys(self, batch))
     monkeypatch.setattr(minhash, "equal_keys", lambda *args: sorted_.append(1) or equal(*args))
+    edge.unlink()
     assert (MinHash().representatives(corpus, alive, state) == whole).all()
-    assert sum(signed) == 50 and len(sorted_) == 1
-    assert {path.name for path in state.iterdir()} == names
+    assert (signed, len(sorted_)) == ([], 1) and {path.name for path in state.iterdir()} == names
+    (state / "keys-00002.u64").unlink()
+    assert (MinHash().representatives(corpus, alive, state) == whole).all()
+    assert sum(signed) == 50 and len(sorted_) == 1 + 14, "edges of the old keys were taken over"
+
+
+def test_shards_may_be_prepared_one_by_one_anywhere(known, tmp_path):
+    texts = known[0][:200]
+    ids = [oracles.identity(text, place) for place, text in enumerate(texts)]
+    corpus = oracles.corpus_of(tmp_path / "in", texts, ids, 5)
+    alive = np.ones(len(texts), bool)
+    alive[::7] = False
+    for technique in (MinHash(), SimHash()):
+        alone, together = tmp_path / f"{technique.reason}-alone", tmp_path / f"{technique.reason}-together"
+        alone.mkdir()
+        together.mkdir()
+        for part in reversed(corpus.parts()):
+            technique.prepare(Corpus.of(part), technique.takes_part(corpus, alive), alone)
+        prepared = {path.name: path.read_bytes() for path in alone.iterdir()}
+        stands = technique.representatives(corpus, alive, together)
+        assert (technique.representatives(corpus, alive, alone) == stands).all()
+        assert len(prepared) == 5 and all((together / name).read_bytes() == raw for name, raw in prepared.items())
+        assert (stands[~alive] == np.flatnonzero(~alive)).all() and alive[stands[alive]].all()
 
 
 def test_a_torn_file_is_an_error(known, tmp_path):
