@@ -52,14 +52,11 @@ class Lines(Edit):
         rank = ranks(corpus.columns["id"])
         firsts = np.array([first for _, _, first, _ in spans], np.int64)
         gone: list[list[np.ndarray]] = [[] for _ in spans]
-        for group in repeated([state / f"lines-{number:05d}.npy" for number, *_ in spans], gathered_rows):
-            rows, place = group.rows, rank[firsts[group.shard] + group.rows["document"]]
-            order = np.lexsort((rows["unit"], place, rows["key"]))
-            rows, place, shard = rows[order], place[order], group.shard[order]
-            later = compiled("units").later_copies(
-                rows["key"].copy(), place, rows["unit"].copy(), self.window, self.min_documents, self.keep
-            )
-            units, shard = rows["unit"][later], shard[later]
+        paths = [state / f"lines-{number:05d}.npy" for number, *_ in spans]
+        for group in repeated(paths, rank, firsts, "unit", gathered_rows):
+            keys, units = group.rows["key"].copy(), group.rows["unit"].copy()
+            later = compiled("units").later_copies(keys, group.rank, units, self.window, self.min_documents, self.keep)
+            units, shard = units[later], group.shard[later]
             for number in np.unique(shard):
                 gone[number].append(units[shard == number])
         return [self._shard_cuts(span, gone[span[0]], state) for span in spans]

@@ -10,17 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.data.corpus import publish
+from hone.data.edits.cuts import compiled
 
 GATHERED_ROWS = 1 << 22
 """About how many rows of all shards are looked at together; a hash that stands in more rows than that is still one group."""
 
 
 class Group(NamedTuple):
-    """Rows that share their hash with another row. `shard` int64 and `row` int64 say where each stands; sorted by hash."""
+    """Rows that share their key with another row, sorted by key; then by `rank` of their document, then by place in it."""
 
     rows: np.ndarray
     shard: np.ndarray
-    row: np.ndarray
+    rank: np.ndarray
 
 
 def save(path: Path, array: np.ndarray) -> None:
@@ -32,14 +33,17 @@ def save(path: Path, array: np.ndarray) -> None:
 
 
 def save_sorted(path: Path, rows: np.ndarray) -> None:
-    """Writes a structured array sorted by its field `key` (uint64); equal keys stay in their order."""
-    save(path, rows[np.argsort(rows["key"], kind="stable")])
+    """Writes a structured array sorted by its field `key` (uint64)."""
+    save(path, rows[np.argsort(rows["key"])])
 
 
-def repeated(paths: list[Path], gathered_rows: int = GATHERED_ROWS) -> Iterator[Group]:
-    """The rows of all `paths`, of keys that stand more than once, one range of keys after the other.
+def repeated(
+    paths: list[Path], rank: np.ndarray, firsts: np.ndarray, place: str, gathered_rows: int = GATHERED_ROWS
+) -> Iterator[Group]:
+    """The rows of all `paths`, one a shard, of keys that stand more than once, one range of keys after the other.
 
-    Memory is bounded by `gathered_rows` unless single keys are more frequent than that.
+    Rows have the fields `key`, `document` (counted from firsts[shard]) and `place`, by which those of one document are
+    ordered; `rank` int64 [num_documents] orders documents. Memory is bounded by `gathered_rows` unless single keys are more frequent than that.
     """
     shards = [np.load(path, mmap_mode="r") for path in paths]
     parts = max(1, -(-sum(map(len, shards)) // gathered_rows))
@@ -53,23 +57,20 @@ def repeated(paths: list[Path], gathered_rows: int = GATHERED_ROWS) -> Iterator[
         slices = [shards[number][at[part] : at[part + 1]] for number, at in here]  # type: ignore[index]
         if not slices:
             continue
-        keys = np.concatenate([rows["key"] for rows in slices])
-        order = np.argsort(keys)
-        keys = keys[order]
+        rows = np.concatenate(slices)
+        order = np.argsort(rows["key"])
+        keys = rows["key"][order]
         same = keys[1:] == keys[:-1]
         twice = np.zeros(len(keys), bool)
         twice[1:] |= same
         twice[:-1] |= same
         picked = order[twice]
-        if not len(picked):
-            continue
-        sizes = np.array([len(rows) for rows in slices])
-        firsts = np.cumsum(sizes) - sizes
-        owner = np.searchsorted(firsts, picked, side="right") - 1
-        # Empty slices share their first place with the next one; the last of them is the one that has rows.
-        starts = np.array([at[part] for _, at in here])  # type: ignore[index]
         numbers = np.array([number for number, _ in here])
-        yield Group(np.concatenate(slices)[picked], numbers[owner], picked - firsts[owner] + starts[owner])
+        shard = np.repeat(numbers, [len(part) for part in slices])[picked]
+        rows = rows[picked]
+        ranked = rank[firsts[shard] + rows["document"]]
+        order = compiled("sorting").within_groups(keys[twice], ranked, rows[place].astype(np.int64))
+        yield Group(rows[order], shard[order], ranked[order])
 
 
 def ranks(ids: np.ndarray) -> np.ndarray:
@@ -86,7 +87,7 @@ def save_spans(path: Path, shard: np.ndarray, document: np.ndarray, start: np.nd
     """Writes byte spans of many shards' documents, those of a shard together."""
     spans = np.empty(len(shard), _SPAN)
     spans["shard"], spans["document"], spans["start"], spans["end"] = shard, document, start, end
-    save(path, spans[np.argsort(shard, kind="stable")])
+    save(path, spans[compiled("sorting").by_number(shard)])
 
 
 def spans_of(paths: list[Path], shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

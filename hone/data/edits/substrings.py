@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from pydantic import Field
 from hone.data.corpus import Corpus
 from hone.data.edits.base import Edit
 from hone.data.edits.cuts import Cuts, compiled, cut_whole
-from hone.data.edits.rows import GATHERED_ROWS, Group, ranks, repeated, save, save_sorted, save_spans, spans_of
+from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted, save_spans, spans_of
 from hone.data.expression import evaluate
 
 _RUN = np.dtype(
@@ -88,11 +87,11 @@ class Substrings(Edit):
         if done.exists():
             return int(np.load(done))
         number = 0
-        for group, place in _in_order(paths, rank, firsts, gathered_rows):
+        for group in repeated(paths, rank, firsts, "start", gathered_rows):
             rows = group.rows
             start, count = rows["start"].astype(np.int64), rows["count"].astype(np.int64)
             verdict = compiled("windows").judge_runs(
-                rows["key"].copy(), rows["whole"].copy(), place, start, count, self.min_bytes
+                rows["key"].copy(), rows["whole"].copy(), group.rank, start, count, self.min_bytes
             )
             for name, value, more in (("gone-runs", 1, self.min_bytes - 1), ("doubt", 2, 0)):
                 some = verdict == value
@@ -136,9 +135,9 @@ class Substrings(Edit):
     ) -> int:
         """Writes which windows stand earlier; returns the number of files."""
         number = 0
-        for group, place in _in_order(paths, rank, firsts, gathered_rows):
+        for group in repeated(paths, rank, firsts, "start", gathered_rows):
             start = group.rows["start"].astype(np.int64)
-            gone = compiled("windows").later_windows(group.rows["key"].copy(), place, start, self.min_bytes)
+            gone = compiled("windows").later_windows(group.rows["key"].copy(), group.rank, start, self.min_bytes)
             parts = (group.shard[gone], group.rows["document"][gone], start[gone], start[gone] + self.min_bytes)
             save_spans(state / f"gone-windows-{number:05d}.npy", *parts)
             number += 1
@@ -162,13 +161,3 @@ class Substrings(Edit):
                 found.append(np.stack(cut_whole(Cuts.of(*parts), indices, np.diff(texts.offsets), self.min_left_bytes)))
             save(path, np.concatenate(found, 1))
         return Cuts(*np.load(path))
-
-
-def _in_order(
-    paths: list[Path], rank: np.ndarray, firsts: np.ndarray, gathered_rows: int
-) -> Iterator[tuple[Group, np.ndarray]]:
-    """The repeated rows of all shards sorted by key, then rank of their document, then start; with those ranks."""
-    for group in repeated(paths, gathered_rows):
-        place = rank[firsts[group.shard] + group.rows["document"]]
-        order = np.lexsort((group.rows["start"], place, group.rows["key"]))
-        yield Group(*(part[order] for part in group)), place[order]

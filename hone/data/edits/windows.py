@@ -39,71 +39,93 @@ def runs_of(
     they stand (winnowing). Run r holds the windows that begin at start[r] .. start[r] + count[r] - 1; `key` is their sample;
     two runs of equal `whole` hold the same windows in the same order.
     """
-    num_grams = length - gram + 1
-    most = 0
-    for number in range(len(offsets) - 1):
-        most += max(offsets[number + 1] - offsets[number] - length + 1, 0)
-    # On average a run is half of num_grams long; a text that defeats the sampling is met by growing.
-    room = 4 * most // num_grams + 16
+    # On average a run is half as long as there are substrings in a window; texts that defeat the sampling are met by growing.
+    room = 3 * (offsets[-1] - offsets[0]) // (length - gram + 1) + 16
     text, start, count = np.empty(room, np.int32), np.empty(room, np.uint32), np.empty(room, np.uint16)
     key, whole = np.empty(room, np.uint64), np.empty(room, np.uint64)
     size = 1
-    while size < num_grams:
+    while size < length - gram + 1:
         size *= 2
     ring = np.empty(size, np.uint64)
-    mask = size - 1
     out_gram, out_window = _leaving(gram), _leaving(length)
     total = 0
     for number in range(len(offsets) - 1):
-        base, end = offsets[number], offsets[number + 1]
-        if end - base < length:
+        one = data[offsets[number] : offsets[number + 1]]
+        if len(one) < length:
             continue
-        of_gram = of_window = of_first = np.uint64(0)
-        best = ~np.uint64(0)
-        best_at = run_at = run = -1
-        for at in range(end - base):
-            byte = np.uint64(data[base + at]) + np.uint64(1)
-            before = of_window
-            of_gram = of_gram * _BASE + byte
-            of_window = of_window * _BASE + byte
-            if at >= gram:
-                of_gram -= out_gram[data[base + at - gram]]
-            if at >= length:
-                of_window -= out_window[data[base + at - length]]
-            place = at - gram + 1
-            if place < 0:
-                continue
-            value = _mixed(of_gram)
-            ring[place & mask] = value
-            if value < best:
-                best, best_at = value, place
-            window = at - length + 1
-            if window < 0:
-                continue
-            if best_at < window:
-                best, best_at = value, place
-                for back in range(place - 1, window - 1, -1):
-                    if ring[back & mask] < best:
-                        best, best_at = ring[back & mask], back
-            if best_at != run_at:
-                if run >= 0:
-                    count[total] = window - run
-                    whole[total] = _mixed(of_first + np.uint64(window - run)) ^ before
-                    total += 1
-                    if total == room:
-                        room *= 2
-                        text, start, count = _grown(text, room), _grown(start, room), _grown(count, room)
-                        key, whole = _grown(key, room), _grown(whole, room)
-                run, run_at, of_first = window, best_at, of_window
-                text[total], start[total], key[total] = number, window, best
-        count[total] = end - base - length + 1 - run
-        whole[total] = _mixed(of_first + np.uint64(count[total])) ^ of_window
-        total += 1
-        if total == room:
+        while True:
+            found = _runs_of_one(
+                one, length, gram, ring, out_gram, out_window, start[total:], count[total:], key[total:], whole[total:]
+            )
+            if found >= 0:
+                break
             room *= 2
             text, start, count = _grown(text, room), _grown(start, room), _grown(count, room)
             key, whole = _grown(key, room), _grown(whole, room)
+        text[total : total + found] = number
+        total += found
     return text[:total], start[:total], count[:total], key[:total], whole[:total]
+
+
+@njit(cache=True, nogil=True)
+def _runs_of_one(
+    data: np.ndarray,
+    length: int,
+    gram: int,
+    ring: np.ndarray,
+    out_gram: np.ndarray,
+    out_window: np.ndarray,
+    start: np.ndarray,
+    count: np.ndarray,
+    key: np.ndarray,
+    whole: np.ndarray,
+) -> int:
+    """Fills in the runs of one text of at least `length` bytes and returns their number, -1 when there is no room for them.
+
+    `ring` holds the last hashes; its size is a power of two and at least the number of substrings in a window.
+    """
+    mask = np.uint64(len(ring) - 1)
+    of_gram = of_window = of_first = np.uint64(0)
+    best = np.uint64(0xFFFFFFFFFFFFFFFF)
+    best_at = 0
+    run_at = run = np.int64(-1)
+    total = 0
+    for at in range(len(data)):
+        byte = np.uint64(data[at]) + np.uint64(1)
+        before = of_window
+        of_gram = of_gram * _BASE + byte
+        of_window = of_window * _BASE + byte
+        if at >= gram:
+            of_gram -= out_gram[data[at - gram]]
+        if at >= length:
+            of_window -= out_window[data[at - length]]
+        place = at - gram + 1
+        if place < 0:
+            continue
+        value = _mixed(of_gram)
+        ring[np.uint64(place) & mask] = value
+        if value < best:
+            best, best_at = value, place
+        window = at - length + 1
+        if window < 0:
+            continue
+        if best_at < window:
+            best, best_at = value, place
+            for back in range(place - 1, window - 1, -1):
+                if ring[np.uint64(back) & mask] < best:
+                    best, best_at = ring[np.uint64(back) & mask], back
+        if best_at != run_at:
+            if total + 1 >= len(start):
+                return -1
+            if run >= 0:
+                count[total] = window - run
+                whole[total] = _mixed(of_first + np.uint64(window - run)) ^ before
+                total += 1
+            run, run_at, of_first = window, best_at, of_window
+            start[total], key[total] = window, best
+    count[total] = len(data) - length + 1 - run
+    whole[total] = _mixed(of_first + np.uint64(len(data) - length + 1 - run)) ^ of_window
+    return total + 1
 
 
 @njit(cache=True, nogil=True)
