@@ -40,7 +40,9 @@ class Identifier:
             raise SpecError(
                 f"unknown languages {', '.join(unknown)}", fix=f"choose among: {', '.join(model.languages)}"
             )
-        self._tables = model.tables(frozenset(candidates or model.languages))
+        self.languages = tuple(sorted(set(candidates))) or model.languages
+        """The candidates, sorted."""
+        self._tables = model.tables(frozenset(self.languages))
         self._codes = model.codes(UNKNOWN)
 
     def identify(self, text: str) -> tuple[str, float]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from hone.data.filters.base import Filter, Rule
+from hone.data.language import UNKNOWN
 
 
 class Language(Filter):
@@ -15,10 +16,20 @@ class Language(Filter):
     paper: ClassVar[str] = "arXiv:2406.17557"
     languages: tuple[str, ...] = Field(("en",), description="Wanted languages as ISO 639 codes.")
     min_score: float = Field(0.65, ge=0, le=1, description="Least confidence of the identifier.")
+    keep_unknown: bool = Field(
+        False, description="Keep documents whose language cannot be named: tables, very short text, other languages."
+    )
 
     def rules(self) -> list[Rule]:
         wanted = ", ".join(repr(language) for language in self.languages)
+        confident = f"language_score >= {self.min_score}"
+        if self.keep_unknown:
+            return [
+                Rule("other_language", f"language in ({wanted}, '{UNKNOWN}')"),
+                Rule("language_uncertain", f"language == '{UNKNOWN}' or {confident}"),
+            ]
         return [
+            Rule("unknown_language", f"language != '{UNKNOWN}'"),
             Rule("other_language", f"language in ({wanted},)"),
-            Rule("language_uncertain", f"language_score >= {self.min_score}"),
+            Rule("language_uncertain", confident),
         ]

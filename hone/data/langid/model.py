@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,9 +105,3 @@ class Model(NamedTuple):
         for script in self.scripts:
             found[SCRIPTS.index(script.name), : len(script.languages)] = script.languages
         return found
-
-
-def header(path: Path = SHIPPED) -> dict[str, Any]:
-    """The head of a model file alone, without its table."""
-    with path.open("rb") as file:
-        return json.loads(file.readline())

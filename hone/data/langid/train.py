@@ -1,4 +1,6 @@
-"""Trains the language model: python -m hone.data.langid.train SENTENCES OUT
+"""Trains the language model of a file of sentences.
+
+    python -m hone.data.langid.train SENTENCES OUT
 
 SENTENCES is a .jsonl (or .jsonl.gz) of rows {"lang": code, "text": sentence}. Each language belongs to the script that
 most of its sentences are written in. Four fifths of the sentences make a model whose answers on the fifth set the

@@ -1,0 +1,64 @@
+"""Training: the shipped file comes out again, and a model of four fifths of the sentences knows the fifth."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hone.data.langid import train
+from hone.data.langid.model import SHIPPED, Model
+from hone.data.language import UNKNOWN, Identifier
+from hone.data.text.batch import Texts
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sentences(shared_data):
+    return train.read(shared_data / "langid" / "lingua-sentences-75x1000.jsonl.gz")
+
+
+def test_the_shipped_model_comes_out_again(shared_data, tmp_path, capsys):
+    out = tmp_path / "languages.bin"
+    train.main([str(shared_data / "langid" / "lingua-sentences-75x1000.jsonl.gz"), str(out)])
+    assert out.read_bytes() == SHIPPED.read_bytes()
+    assert "75 languages" in capsys.readouterr().out
+
+
+def test_sentences_held_out_are_known(sentences, monkeypatch):
+    kept, held = train.split(sentences)
+    fresh = train.train(kept)
+    monkeypatch.setattr(Model, "load", lambda: fresh)
+    identifier = Identifier()
+    whole = _accuracy(identifier, held)
+    cut = _accuracy(identifier, {name: train.pieces(texts) for name, texts in held.items()})
+    assert np.mean(list(whole.values())) >= 0.96
+    assert np.mean(list(cut.values())) >= 0.97
+    assert {name for name, share in cut.items() if share < 0.9} <= {"bs", "hr", "id", "ms"}
+
+
+def _accuracy(identifier: Identifier, texts: dict[str, list[str]]) -> dict[str, float]:
+    return {name: float(np.mean(identifier.identify_all(Texts.of(rows))[0] == name)) for name, rows in texts.items()}
+
+
+def test_a_model_of_two_languages(tmp_path):
+    rows = [("aa", f"walking talking {word} singing") for word in ("the", "this", "that", "those") * 20]
+    rows += [("bb", f"laufen reden {word} sagen") for word in ("der", "dieser", "jener", "welcher") * 20]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"lang": lang, "text": text}) + "\n" for lang, text in rows))
+    model = train.train(train.read(path))
+    model.save(tmp_path / "model.bin")
+    again = Model.load(tmp_path / "model.bin")
+    assert again.languages == model.languages == ("aa", "bb") and again.scripts[0].name == "latin"
+    assert np.array_equal(again.scripts[0].rows, model.scripts[0].rows)
+
+
+def test_usage_is_told():
+    with pytest.raises(SystemExit, match="SENTENCES OUT"):
+        train.main(["only one"])
+
+
+def test_unknown_is_no_language_of_the_model():
+    assert UNKNOWN not in Model.load().languages
