@@ -1,0 +1,143 @@
+"""Workers that die: their task is tried again, and a document that kills them is found and set aside alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hone.base.errors import ArtifactError, MachineError, SpecError
+from hone.data import EXECUTORS
+from hone.data.executors import task as task_module
+from hone.data.executors.task import Task, finished, need_known, perform
+from hone.data.readers.listing import list_source
+from hone.data.readers.read import Options
+from hone.data.text.batch import Texts
+from hone.data.work import careful, read, read_task
+
+ALL = [{"kind": "serial"}, {"kind": "processes", "workers": 2}, {"kind": "ray", "workers": 2, "address": "local"}]
+OTHERS = ALL[1:]
+
+
+def opened(executor: dict):
+    if executor["kind"] == "ray":
+        pytest.importorskip("ray")
+    return EXECUTORS.read(executor).open()
+
+
+def square(folder: Path, number: int) -> dict:
+    (folder / f"{number}.txt").write_text(str(number * number))
+    return {"rows": number}
+
+
+def refuse(folder: Path, number: int) -> dict:
+    (folder / f"{number}.txt").write_text("half of it")
+    raise SpecError(f"number {number} is not wanted", fix="take another")
+
+
+def die(folder: Path, number: int, notes: Path, times: int) -> dict:
+    """Kills its worker the first `times` times."""
+    note = notes / str(number)
+    before = len(note.read_text()) if note.exists() else 0
+    if before < times:
+        note.write_text("x" * (before + 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return square(folder, number)
+
+
+class Deadly:
+    """A scorer whose library crashes on some text."""
+
+    def columns(self, texts: Texts) -> dict[str, np.ndarray]:
+        if any("deadly" in text for text in texts.strings()):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return {"score": np.full(texts.num_texts, 0.5)}
+
+
+def tasks(folder: Path, count: int, *more) -> list[Task]:
+    folder.mkdir(exist_ok=True)
+    return [Task(f"task-{number}", folder, (number, *more), [number]) for number in range(count)]
+
+
+@pytest.mark.parametrize("executor", ALL, ids=lambda row: row["kind"])
+def test_results_come_in_order_and_are_not_made_twice(tmp_path, executor):
+    with opened(executor) as pool:
+        made = tasks(tmp_path / "a", 9)
+        assert [row["rows"] for row in pool.map(square, made)] == list(range(9))
+        assert [(tmp_path / "a" / f"{number}.txt").read_text() for number in (3, 8)] == ["9", "64"]
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
+        assert [row["rows"] for row in pool.map(square, made)] == list(range(9))
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()} == before
+        need_known(tmp_path / "a", made)
+        with pytest.raises(SpecError, match="number 0 is not wanted"):
+            list(pool.map(refuse, tasks(tmp_path / "b", 3)))
+        assert not list((tmp_path / "b").glob("*.txt"))
+
+
+@pytest.mark.parametrize("executor", OTHERS, ids=lambda row: row["kind"])
+def test_a_task_is_tried_again_when_its_worker_dies_and_given_up_at_last(tmp_path, executor):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    with opened(executor) as pool:
+        made = tasks(tmp_path / "once", 4, notes, 1)
+        assert [row["rows"] for row in pool.map(die, made)] == list(range(4))
+        need_known(tmp_path / "once", made)
+        with pytest.raises(MachineError, match="task task-0 killed its worker 2 times"):
+            list(pool.map(die, [task._replace(arguments=(9, notes, 99)) for task in tasks(tmp_path / "ever", 1)]))
+
+
+@pytest.mark.parametrize("executor", OTHERS, ids=lambda row: row["kind"])
+def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
+    from pyarrow import parquet
+
+    (tmp_path / "in").mkdir()
+    texts = [f"document {number} is fine" for number in range(20)]
+    texts[7] = texts[13] = "this one is deadly"
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    state = tmp_path / "state"
+    state.mkdir()
+    made = read_task(state, 0, list_source(str(tmp_path / "in")).files, Options(), (), (Deadly(),), None)
+    with opened(executor) as pool:
+        (summary,) = pool.map(read, [made], careful)
+    assert summary["rows"] == 18 and summary["broken"] == {"killed_the_worker": {"documents": 2, "bytes": 36}}
+    table = parquet.read_table(state / "documents-00000.parquet")
+    assert table.column("text").to_pylist() == [text for text in texts if "fine" in text]
+    assert table.column("score").to_pylist() == [0.5] * 18
+
+
+def test_a_result_that_is_short_changed_or_unknown_is_an_error(tmp_path):
+    (task,) = tasks(tmp_path / "state", 1)
+    folder = task.folder
+    assert finished(square, task) is None and perform(square, task) == finished(square, task) == {"rows": 0}
+    (folder / "0.txt").write_text("")
+    with pytest.raises(ArtifactError, match="has 0 bytes, its manifest promises 1"):
+        finished(square, task)
+    (folder / "0.txt").write_text("1")
+    with pytest.raises(ArtifactError, match="not the file that its manifest describes"):
+        perform(square, task)
+    (folder / "0.txt").write_text("0")
+    (folder / "stray.txt").write_text("?")
+    with pytest.raises(ArtifactError, match=r"stray\.txt was written by no task"):
+        need_known(folder, [task])
+    task.manifest.write_text("{")
+    with pytest.raises(ArtifactError, match="is corrupt"):
+        finished(square, task)
+
+
+def test_other_code_other_input_or_another_function_is_another_task(tmp_path, monkeypatch):
+    (task,) = tasks(tmp_path / "state", 1)
+    assert task.key(square) != task.key(refuse)
+    assert task.key(square) != task._replace(identity=[1]).key(square)
+    perform(square, task)
+    monkeypatch.setattr(task_module, "code_version", lambda: "newer")
+    assert finished(square, task) is None
+
+
+def test_ray_wants_to_be_told_where(tmp_path):
+    pytest.importorskip("ray")
+    with pytest.raises(SpecError, match=r"no address is given\n.*address=local"), EXECUTORS.read("ray").open():
+        pass

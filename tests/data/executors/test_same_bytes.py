@@ -1,0 +1,119 @@
+"""Serial, processes and Ray write the same bytes, whatever happens to their workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hone.base.artifact import Artifact
+from hone.base.run import Run
+from hone.data import annotate
+from hone.data.stage import Data
+
+WORDS = ["the", "be", "to", "of", "and", "that", "have", "with", "house", "river", "mountain", "letter", "green", "quickly", "under", "walked", "seven", "bright"]
+
+
+def story(seed: int, words: int = 240) -> str:
+    draw = random.Random(seed)
+    return " ".join(" ".join(draw.choices(WORDS, k=12)).capitalize() + "." for _ in range(words // 12))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Six files, each a task of its own, with duplicates across them and one broken row."""
+    folder = tmp_path_factory.mktemp("source")
+    for number in range(6):
+        rows = [story(number * 1000 + i) for i in range(40)] + [story(5), story(7)]
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    (folder / "3.jsonl").open("a").write("{broken\n")
+    return folder
+
+
+SPEC = {"tokenizer": {"vocab_size": 400}, "filters": ["length", "gopher_quality"]}
+SMALL_TASKS = "import hone.data.annotate; hone.data.annotate.TASK_BYTES = 1000\n"
+
+
+def make(source: Path, out: Path, executor: dict, **changes) -> Artifact:
+    run = Run(quiet=True, executor=executor)
+    return Data.read({"source": str(source), **SPEC, **changes}).make(out, run=run)
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch):
+    monkeypatch.setattr(annotate, "TASK_BYTES", 1000)
+
+
+@pytest.fixture(scope="module")
+def serial(source, tmp_path_factory) -> Artifact:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(annotate, "TASK_BYTES", 1000)
+        return make(source, tmp_path_factory.mktemp("serial") / "data-text", {"kind": "serial"})
+
+
+EXECUTORS = [{"kind": "processes", "workers": 2}, {"kind": "processes", "workers": 3}]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS, ids=str)
+def test_processes_write_what_one_process_writes(serial, source, tmp_path, executor):
+    made = make(source, tmp_path / "data-text", executor)
+    assert made.content == serial.content and len(list((made.folder / "documents").iterdir())) == 6
+    assert made.figures["worker_memory_bytes"].value > 0
+
+
+def test_ray_writes_what_one_process_writes(serial, source, tmp_path):
+    pytest.importorskip("ray")
+    made = make(source, tmp_path / "data-text", {"kind": "ray", "workers": 2, "address": "local"})
+    assert made.content == serial.content
+
+
+def test_a_limit_ends_at_the_same_document(source, tmp_path):
+    one = make(source, tmp_path / "one", {"kind": "serial"}, max_bytes=120_000)
+    two = make(source, tmp_path / "two", {"kind": "processes", "workers": 2}, max_bytes=120_000)
+    assert one.content == two.content and 100_000 < one.figures["input_bytes"].value <= 120_000
+
+
+STAGE = textwrap.dedent("""
+    import json, sys
+    from hone.base.run import Run
+    from hone.data import annotate
+    from hone.data.stage import Data
+
+    annotate.TASK_BYTES = 1000
+    source, out, spec, executor = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
+    Data.read({"source": source, **spec}).make(out, run=Run(quiet=True, executor=executor))
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("executor", [{"kind": "serial"}, {"kind": "processes", "workers": 2}], ids=str)
+def test_killed_at_ten_random_moments_it_ends_with_the_same_bytes(serial, source, tmp_path, executor):
+    draw = random.Random(11)
+    out = tmp_path / "data-text"
+    command = [sys.executable, "-c", STAGE, str(source), str(out), json.dumps(SPEC), json.dumps(executor)]
+    kills = 0
+    while kills < 10 and not out.exists():
+        process = subprocess.Popen(command, start_new_session=True)
+        begun = time.monotonic()
+        there = out.with_name(out.name + ".partial") / "state" / "read"
+        while process.poll() is None and not there.exists() and not out.exists():  # what comes before leaves no trace
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 0.5 + 0.3 * kills))
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)  # its workers end by themselves
+            kills += 1
+        process.wait()
+        assert time.monotonic() - begun < 300
+    assert kills >= 3
+    made = make(source, out, executor)
+    assert made.content == serial.content
+    made.verify()
