@@ -51,6 +51,10 @@ def required(cls: type[Technique]) -> dict:
         "max_seq_len": 64,
         "keep": "True",
         "languages": ["en"],
+        "weights": {"a": 1.0},
+        "examples": {"test": "examples.jsonl"},
+        "mixtures": "mixtures.csv",
+        "losses": "losses.csv",
     }
     return {name: plain[name] for name, field in cls.model_fields.items() if field.is_required()}
 

@@ -23,11 +23,13 @@ STAGES: dict[str, str] = {
 class Stage(Spec):
     """What one stage computes. A subclass sets `stage`, `roles` and writes `execute`.
 
-    `roles` maps each parent's role to True when it is required, False when it may be absent.
+    `roles` maps each parent's role to True when it is required, False when it may be absent. A role in `several` may be
+    filled by more parents than one, as ROLE.NAME.
     """
 
     stage: ClassVar[str]
     roles: ClassVar[dict[str, bool]] = {}
+    several: ClassVar[frozenset[str]] = frozenset()
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """Makes the artifact in folder `out`, or returns it when it is already there; resumes an interrupted one.
@@ -36,10 +38,10 @@ class Stage(Spec):
         """
         parents, run = parents or {}, run or Run()
         for role, required in self.roles.items():
-            if required and role not in parents:
+            if required and not any(role == self._role(given) for given in parents):
                 raise SpecError(f"a {self.stage} stage needs a '{role}'", fix=f"add {role}: NAME OR FOLDER")
         for role in parents:
-            if role not in self.roles:
+            if self._role(role) not in self.roles:
                 raise SpecError(
                     f"a {self.stage} stage has no use for '{role}'",
                     fix=f"its inputs are: {', '.join(self.roles) or 'none'}",
@@ -52,6 +54,11 @@ class Stage(Spec):
         with opened:
             self.execute(opened, parents, run)
             return opened.commit()
+
+    def _role(self, given: str) -> str:
+        """The role that a parent given as `given` fills: 'data' for 'data.code' where several data are welcome."""
+        role, _, name = given.partition(".")
+        return role if name and role in self.several else given
 
     def files(self) -> dict[str, Path]:
         """Field name to a file whose content is part of the identity, beside the spec that names its path."""

@@ -126,6 +126,19 @@ class Choice:
         options = []
         for name in self.table:
             option = self.table[name].model_json_schema()
+            option = _inlined(option, option.pop("$defs", {}))
             option.setdefault("properties", {})["kind"] = {"const": name}
             options.append(option)
         return {"title": self.table.slot, "oneOf": options}
+
+
+def _inlined(schema: Any, known: dict[str, Any]) -> Any:
+    """`schema` with every reference to one of `known` replaced by what it stands for: an option is a part of a larger schema."""
+    if isinstance(schema, list):
+        return [_inlined(item, known) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name in known:
+        schema = {**known[name], **{key: value for key, value in schema.items() if key != "$ref"}}
+    return {key: _inlined(value, known) for key, value in schema.items()}

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hone.base.errors import HoneError
-from hone.data.load import IGNORE, Batch, PackedTokens
+from hone.data.load import IGNORE, Batch, Feed, PackedTokens
+from hone.data.mix.sources import Joined
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder
 from hone.train.checkpoint import Checkpoints
@@ -163,12 +164,12 @@ class Trainer:
 
 def fit(
     trainer: Trainer,
-    data: PackedTokens,
+    data: Feed,
     *,
     batch_size: int,
     seq_len: int,
     seed: int = 0,
-    val: PackedTokens | None = None,
+    val: PackedTokens | Joined | None = None,
     eval_every: int = 0,
     eval_rows: int = 0,
     watch: Watch | None = None,
@@ -199,7 +200,7 @@ def fit(
                 watch.restart_clock()
 
 
-def validate(model: Decoder, data: PackedTokens, *, batch_size: int, seq_len: int, rows: int = 0) -> float:
+def validate(model: Decoder, data: PackedTokens | Joined, *, batch_size: int, seq_len: int, rows: int = 0) -> float:
     """Mean next-token loss (nats per valid token) on the first `rows` rows of `data` in stored order (0: all of them)."""
     segments = KeepAll().segments(len(model.layers))
     nats, count, seen = 0.0, 0, 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +16,8 @@ from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
+from hone.data import CURRICULA, MIXTURES
+from hone.data.order.random import Random
 from hone.measure.machine import Machine, describe
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
@@ -28,6 +32,7 @@ from hone.train.remat import KeepAll
 
 if TYPE_CHECKING:
     from hone.data.load import PackedTokens
+    from hone.data.mix.reading import Reading
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
     from hone.train.loop import Trainer
@@ -40,6 +45,7 @@ class Train(Stage):
 
     stage: ClassVar[str] = "train"
     roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False}
+    several: ClassVar[frozenset[str]] = frozenset({"data"})
 
     model: Shape = Field(
         default_factory=Shape, description="Sizes of a new model; not used with a 'model' parent or init: teacher."
@@ -59,6 +65,12 @@ class Train(Stage):
     )
     remat: Annotated[Technique, Choice(REMATS)] = Field(
         KeepAll(kind="none"), description="Which activations are computed twice instead of kept."
+    )
+    mixture: Annotated[Technique, Choice(MIXTURES)] | None = Field(
+        None, description="Weights of the sources: of several data inputs, or of a column of one; empty: as they are."
+    )
+    curriculum: Annotated[Technique, Choice(CURRICULA)] = Field(
+        Random(kind="random"), description="Order in which each source's rows are learned."
     )
     precision: Precision = Field("fp32", description="Numbers of the computation; master weights are float32.")
     batch_size: int = Field(16, gt=0, description="Rows of one optimizer step.")
@@ -89,34 +101,45 @@ class Train(Stage):
         budget = self.tokens or train_tokens
         return self.steps or max(1, math.ceil(budget / (self.batch_size * self.seq_len)))
 
+    def files(self) -> dict[str, Path]:
+        """The files that the mixture is computed from: other content is another artifact."""
+        found = {} if self.mixture is None else self.mixture.files()
+        return {name: path for name, path in found.items() if path.is_file()}
+
     def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Predicts, trains (from the newest checkpoint if there is one), writes the folder, records.
 
         Raises SpecError when data, model and teacher do not fit together, HoneError when the loss diverges.
         """
-        from hone.data.load import PackedTokens
+        from hone.data.mix.reading import Reading, data_parents
         from hone.model.hf import save
         from hone.train.predict import must_fit, predict
 
-        parents["data"].need("tokens/meta.json", "tokenizer.json")
-        data, val = (PackedTokens(parents["data"].folder, split) for split in ("train", "val"))
-        steps = self.num_steps(data.num_tokens)
+        first = next(iter(data_parents(parents).values()))
+        reading = Reading(parents, self.mixture, self.curriculum)
+        data = reading.sources.train
+        steps = self.num_steps(reading.sources.num_tokens)
         self.schedule.share(0, steps)  # a warm-up that is too long is said before any work
+        reading.prepare(steps * self.batch_size, self.seq_len, self.seed, draft, run)
         machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
         warm_up(run.device)
         with Window(run.device) as window:
-            model, teacher = self._models(parents, data, run)
-            plan = self._plan(model.config, teacher, data, val, steps)
+            model, teacher = self._models(parents, first, data, run)
+            plan = self._plan(model.config, teacher, reading, steps)
             estimates = predict(plan, machine, window.start_memory_bytes)
             must_fit(estimates["peak_memory_bytes"], machine)
-            draft.predict(estimates)
+            draft.predict({**estimates, **reading.estimates()})
             trainer = self._trainer(model, teacher, steps)
-            watch = self._train(draft, trainer, data, val, machine, run)
-            save(model, draft.folder, tokenizer_from=parents["data"].folder)
+            watch = self._train(draft, trainer, reading, machine, run)
+            reading.evaluate(partial(self._loss, trainer.model), self.eval_rows, draft)
+            save(model, draft.folder, tokenizer_from=first.folder)
         draft.record_window(window)
-        self._record(draft, watch, model.config, data, window)
+        self._record(draft, watch, model.config, reading.sources.num_tokens, window)
+        reading.record(draft)
 
-    def _models(self, parents: dict[str, Artifact], data: PackedTokens, run: Run) -> tuple[Decoder, Decoder | None]:
+    def _models(
+        self, parents: dict[str, Artifact], source: Artifact, data: PackedTokens, run: Run
+    ) -> tuple[Decoder, Decoder | None]:
         """(model in float32, teacher in the compute dtype or None) on the run's device."""
         import torch
 
@@ -138,10 +161,10 @@ class Train(Stage):
         teacher = None
         if wants_teacher:
             teacher = load(parents["teacher"].folder, run.device, torch.float32)
-            _same_tokens(parents["teacher"], teacher.config, parents["data"], data, "teacher")
+            _same_tokens(parents["teacher"], teacher.config, source, data, "teacher")
         if "model" in parents:
             model = load(parents["model"].folder, run.device, torch.float32)
-            _same_tokens(parents["model"], model.config, parents["data"], data, "model")
+            _same_tokens(parents["model"], model.config, source, data, "model")
         elif self.init == "teacher":
             model = from_teacher(teacher, self.keep_every)
         else:
@@ -156,12 +179,10 @@ class Train(Stage):
         keep = teacher is not None and self.objective.from_teacher
         return model, teacher.to(compute_dtype(self.precision)) if keep else None
 
-    def _plan(
-        self, config: ModelConfig, teacher: Decoder | None, data: PackedTokens, val: PackedTokens, steps: int
-    ) -> Plan:
+    def _plan(self, config: ModelConfig, teacher: Decoder | None, reading: Reading, steps: int) -> Plan:
         from hone.train.predict import Plan
 
-        val_rows = val.num_rows(self.seq_len)
+        val_rows = reading.sources.val.num_rows(self.seq_len)
         evaluations = 1 + ((steps - 1) // self.eval_every if self.eval_every else 0)
         return Plan(
             facts=config.facts(),
@@ -171,7 +192,7 @@ class Train(Stage):
             accumulation=self.accumulation,
             precision=self.precision,
             segments=self.remat.segments(config.num_layers),
-            eval_rows=evaluations * min(val_rows, self.eval_rows or val_rows),
+            eval_rows=evaluations * min(val_rows, self.eval_rows or val_rows) + reading.eval_rows(self.eval_rows),
             teacher=None if teacher is None else teacher.config.facts(),
         )
 
@@ -192,9 +213,7 @@ class Train(Stage):
             compile=self.compile,
         )
 
-    def _train(
-        self, draft: Draft, trainer: Trainer, data: PackedTokens, val: PackedTokens, machine: Machine, run: Run
-    ) -> Watch:
+    def _train(self, draft: Draft, trainer: Trainer, reading: Reading, machine: Machine, run: Run) -> Watch:
         """Runs the loop from where the newest checkpoint stands."""
         from hone.train.checkpoint import Checkpoints
         from hone.train.loop import fit
@@ -221,11 +240,11 @@ class Train(Stage):
             try:
                 fit(
                     trainer,
-                    data,
+                    reading.feed,
                     batch_size=self.batch_size,
                     seq_len=self.seq_len,
                     seed=self.seed,
-                    val=val if val.num_rows(self.seq_len) else None,
+                    val=reading.sources.val if reading.sources.val.num_rows(self.seq_len) else None,
                     eval_every=self.eval_every,
                     eval_rows=self.eval_rows,
                     watch=watch,
@@ -243,7 +262,13 @@ class Train(Stage):
                 watch.close()
         return watch
 
-    def _record(self, draft: Draft, watch: Watch, config: ModelConfig, data: PackedTokens, window: Window) -> None:
+    def _loss(self, model: Decoder, part: PackedTokens) -> float:
+        """Mean loss on the first rows of `part`."""
+        from hone.train.loop import validate
+
+        return validate(model, part, batch_size=self.batch_size, seq_len=self.seq_len, rows=self.eval_rows)
+
+    def _record(self, draft: Draft, watch: Watch, config: ModelConfig, num_tokens: int, window: Window) -> None:
         """Figures and the techniques that made the model."""
         rows = read_jsonl(draft.folder / "steps.jsonl")
         losses = [row["loss"] for row in rows if "loss" in row]
@@ -252,7 +277,7 @@ class Train(Stage):
         draft.record("num_params", config.num_params, "parameters")
         draft.record("model_bytes", weights_bytes(draft.folder), "B")
         tokens = [row["tokens"] for row in rows if "tokens" in row][-1]
-        draft.record("train_tokens", tokens, "tokens", note=f"{tokens / max(data.num_tokens, 1):.2f} epochs")
+        draft.record("train_tokens", tokens, "tokens", note=f"{tokens / max(num_tokens, 1):.2f} epochs")
         note = f"mean of the last {len(tail)} steps{objective}"
         draft.record("final_loss", sum(tail) / len(tail), "nats/token", n=len(tail), note=note)
         last = next((row for row in reversed(rows) if "val_loss" in row), None)

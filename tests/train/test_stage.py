@@ -217,7 +217,7 @@ def test_the_spec_prints_and_reads_itself():
 
     spec = Train.read({**SPEC, "schedule": {"kind": "wsd", "decay": 0.3}, "remat": "sqrt"})
     assert Train.read(yaml.safe_load(spec.to_yaml())) == spec
-    assert len(Train.model_fields) <= 20
+    assert len(Train.model_fields) <= 22
 
 
 def test_steps_from_tokens_or_from_one_pass():

@@ -1,0 +1,194 @@
+"""What a mixture is: it gives every source of training text its weight, with the reason, under a cap on epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.errors import SpecError
+from hone.base.figure import Estimate
+from hone.base.table import Technique
+from hone.data.mix.simplex import fill
+
+
+class Source(NamedTuple):
+    """One source of text: its name, its tokens in the training split, and how to read some of its documents.
+
+    `sample(count)` gives that many texts (fewer when there are fewer), always the same.
+    """
+
+    name: str
+    tokens: int
+    sample: Callable[[int], list[str]] | None = None
+
+
+class Share(NamedTuple):
+    """What one source was given. `weight` is its share of all rows, `epochs` how often its text is seen.
+
+    `wanted` is the weight before caps; `capped` says that the cap on epochs held it down; `utility` is what the method
+    knows about its worth, None for a method that only looks at sizes; `reason` says it in words.
+    """
+
+    source: str
+    tokens: int
+    wanted: float
+    weight: float
+    epochs: float
+    capped: bool
+    utility: float | None
+    reason: str
+
+    def row(self) -> dict[str, Any]:
+        """As JSON."""
+        return self._asdict()
+
+
+class Chosen(NamedTuple):
+    """What a mixture chose: a share for every source, and `notes` (JSON) on how it came to them."""
+
+    shares: list[Share]
+    notes: dict[str, Any]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {share.source: share.weight for share in self.shares}
+
+    def row(self) -> dict[str, Any]:
+        """As JSON; `read` gives it back."""
+        return {"shares": [share.row() for share in self.shares], "notes": self.notes}
+
+    @classmethod
+    def read(cls, row: dict[str, Any]) -> Chosen:
+        """From what `row` gave."""
+        return cls([Share(**share) for share in row["shares"]], row["notes"])
+
+
+class Mixture(Technique):
+    """Weights for sources. A subclass writes `wants`; the cap on epochs is kept here, for all alike."""
+
+    max_epochs: float = Field(
+        4.0, gt=0, description="Most times any source is seen; up to 4 costs little (arXiv:2305.16264)."
+    )
+
+    by: str = Field(
+        "group",
+        min_length=1,
+        description="Column of the documents that names their source, when there is one data input.",
+    )
+
+    def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
+        """(weight, utility, reason) of every source before caps; the weights need not sum to one."""
+        raise NotImplementedError
+
+    def weigh(self, sources: Sequence[Source], budget: float) -> Chosen:
+        """The share of every source in a training of `budget` tokens. Weights sum to 1 and keep every cap.
+
+        Raises SpecError when the caps leave less text than the budget, or a method's table does not name the sources.
+        """
+        caps = self.caps(sources, budget)
+        wanted, utilities, reasons = self.wants(sources, budget)
+        if (room := caps[wanted > 0].sum()) < 1 - 1e-9:
+            chosen = ", ".join(source.name for source, weight in zip(sources, wanted) if weight > 0)
+            raise SpecError(
+                f"mixture.max_epochs = {self.max_epochs:g} lets {chosen} give {room:.1%} of the training and no more",
+                fix=f"raise max_epochs to at least {more(self.max_epochs / room)}, or train on fewer tokens",
+            )
+        return Chosen(shares(sources, budget, wanted, fill(wanted, caps), caps, utilities, reasons), {})
+
+    def caps(self, sources: Sequence[Source], budget: float) -> np.ndarray:
+        """The largest weight each source may have, float64 [n]. Raises SpecError when they sum to less than one."""
+        check_sources(sources)
+        tokens = np.array([source.tokens for source in sources], float)
+        caps = self.max_epochs * tokens / budget
+        if caps.sum() < 1 - 1e-12:
+            most = budget / tokens.sum()
+            raise SpecError(
+                f"mixture.max_epochs = {self.max_epochs:g} of {tokens.sum():.0f} tokens in {len(sources)} sources "
+                f"gives {self.max_epochs * tokens.sum():.0f}, the training takes {budget:.0f}",
+                fix=f"raise max_epochs to at least {more(most)}, train on fewer tokens, or give more text",
+            )
+        return np.minimum(caps, 1.0)
+
+    def files(self) -> dict[str, Path]:
+        """Field name to a file whose content the weights depend on: part of the identity of what is trained."""
+        return {}
+
+    def estimates(self, shares: Sequence[Share] = (), **facts: Any) -> dict[str, Estimate]:
+        """How often each source will be seen: its weight x the budget / its tokens."""
+        return {
+            f"epochs_{share.source}": Estimate(
+                value=share.epochs, unit="epochs", formula="weight x training tokens / tokens of the source"
+            )
+            for share in shares
+            if share.weight > 0
+        }
+
+
+def more(epochs: float) -> str:
+    """A number of epochs as text, rounded up."""
+    return f"{math.ceil(epochs * 100) / 100:g}"
+
+
+def check_sources(sources: Sequence[Source]) -> None:
+    """Raises SpecError for no source, a repeated name, or one without text."""
+    names = [source.name for source in sources]
+    if not names:
+        raise SpecError("a mixture needs at least one source", fix="give the data stage text")
+    if len(set(names)) < len(names):
+        raise SpecError(f"two sources have one name among {', '.join(names)}", fix="give each its own name")
+    for source in sources:
+        if source.tokens < 2:
+            raise SpecError(
+                f"source '{source.name}' has {source.tokens} tokens, nothing to learn", fix="leave it out of the data"
+            )
+
+
+def shares(
+    sources: Sequence[Source],
+    budget: float,
+    wanted: np.ndarray,
+    weights: np.ndarray,
+    caps: np.ndarray,
+    utilities: Sequence[float | None],
+    reasons: Sequence[str],
+) -> list[Share]:
+    """The table of a mixture, one row a source; all arrays [n]."""
+    total = float(np.sum(wanted))
+    weights = weights / weights.sum()
+    rows = []
+    for index, source in enumerate(sources):
+        weight = float(weights[index])
+        capped = weight > 0 and weight >= caps[index] - 1e-9 and caps[index] < 1
+        reason = reasons[index]
+        if capped:
+            reason += f"; held at the cap of {caps[index] * budget / source.tokens:g} epochs"
+        rows.append(
+            Share(
+                source.name,
+                source.tokens,
+                float(wanted[index]) / total,
+                weight,
+                weight * budget / source.tokens,
+                bool(capped),
+                utilities[index],
+                reason,
+            )
+        )
+    return rows
+
+
+def by_source(table: Mapping[str, Any], sources: Sequence[Source], what: str) -> list[Any]:
+    """The entries of `table` in the order of `sources`. Raises SpecError unless both name the same sources."""
+    names = [source.name for source in sources]
+    missing = [name for name in names if name not in table]
+    extra = [name for name in table if name not in names]
+    if missing or extra:
+        parts = [f"says nothing of {', '.join(missing)}"] if missing else []
+        parts += [f"names {', '.join(extra)}, which the data have not"] if extra else []
+        raise SpecError(f"{what} {' and '.join(parts)}", fix=f"name exactly the sources: {', '.join(names)}")
+    return [table[name] for name in names]

@@ -1,0 +1,133 @@
+"""MEDU mixture: a language model says how useful samples of each source are for a task that it has seen examples of."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.errors import HoneError, SpecError
+from hone.data.mix.base import Source
+from hone.data.mix.endpoint import Endpoint
+from hone.data.mix.utilimax import Portfolio
+
+GRADES = {"great": 1.0, "good": 0.75, "okay": 0.5, "poor": 0.25, "useless": 0.0}
+"""What the model may call a document, and the utility that this means."""
+
+_GRADE = re.compile(rf"\b({'|'.join(GRADES)})\b", re.IGNORECASE)
+_DESCRIBE = """Below are examples from a test of language models.
+
+{examples}
+
+Describe in at most 120 words what text a model should be trained on to do well in such a test: subjects, skills,
+styles and kinds of document. Do not repeat the examples. Answer with the description only."""
+_RATE = """A language model is to be trained on text of this description:
+
+{description}
+
+Here is the beginning of a document:
+
+<document>
+{document}
+</document>
+
+How useful is this document for that purpose? Answer with exactly one word: great, good, okay, poor or useless."""
+
+
+class Medu(Portfolio):
+    """A model describes the data a test calls for and grades samples of each source. Held et al. 2025, arXiv:2501.11747.
+
+    The mean grade of a source is its utility for that test; the weights then are UtiliMax's. It stands in for training
+    one model a source, at a small part of the cost.
+    """
+
+    paper: ClassVar[str] = "arXiv:2501.11747"
+    endpoint: Endpoint = Field(Endpoint(), description="The language model that is asked.")
+    examples: dict[str, str] = Field(
+        description="Test to a file of its examples: .jsonl, or text parted by blank lines."
+    )
+    num_examples: int = Field(16, ge=1, description="Examples a description is written from, spread over the file.")
+    num_samples: int = Field(64, ge=1, description="Documents of each source to grade.")
+    max_chars: int = Field(2000, ge=100, description="Characters of a document that are shown.")
+
+    def files(self) -> dict[str, Path]:
+        return {f"mixture.examples.{test}": Path(path).expanduser() for test, path in self.examples.items()}
+
+    def utilities(self, sources: Sequence[Source]) -> tuple[np.ndarray, list[str], dict[str, Any]]:
+        """Mean grades of every source for every test. Raises HoneError when the model grades fewer than half."""
+        tests = list(self.examples)
+        if not tests:
+            raise SpecError("medu needs examples of at least one test", fix="add examples: {NAME: FILE}")
+        descriptions = self.endpoint.ask([self._describe(self.examples[test]) for test in tests], max_tokens=400)
+        samples = [self._samples(source) for source in sources]
+        pairs = [
+            (place, row, text) for place in range(len(tests)) for row, texts in enumerate(samples) for text in texts
+        ]
+        answers = self.endpoint.ask(
+            [_RATE.format(description=descriptions[place].strip(), document=text) for place, _, text in pairs],
+            max_tokens=16,
+        )
+        grades: dict[tuple[int, int], Counter[str]] = {}
+        for (place, row, _), answer in zip(pairs, answers):
+            found = _GRADE.search(answer)
+            grades.setdefault((row, place), Counter())[found[1].lower() if found else ""] += 1
+        values = np.zeros((len(sources), len(tests)))
+        for (row, place), counts in grades.items():
+            graded = counts.total() - counts[""]
+            if 2 * graded < counts.total():
+                unread = next(answer for answer in answers if not _GRADE.search(answer))
+                raise HoneError(
+                    f"{self.endpoint.url} graded {graded} of {counts.total()} samples of '{sources[row].name}' for "
+                    f"'{tests[place]}'; another answer: {unread[:120]!r}",
+                    fix="take a model that follows instructions, or set endpoint.chat to what it was trained for",
+                )
+            values[row, place] = sum(GRADES[name] * count for name, count in counts.items() if name) / graded
+        notes = {
+            "descriptions": dict(zip(tests, descriptions)),
+            "grades": {
+                source.name: {test: dict(sorted(grades[row, place].items())) for place, test in enumerate(tests)}
+                for row, source in enumerate(sources)
+            },
+        }
+        return values, tests, notes
+
+    def _describe(self, path: str) -> str:
+        """The question that asks for a description, with examples spread evenly over the file."""
+        found = read_examples(Path(path).expanduser())
+        places = np.linspace(0, len(found) - 1, min(self.num_examples, len(found))).round().astype(int)
+        return _DESCRIBE.format(examples="\n\n".join(found[place][: self.max_chars] for place in places))
+
+    def _samples(self, source: Source) -> list[str]:
+        texts = source.sample(self.num_samples) if source.sample is not None else []
+        if not texts:
+            raise SpecError(
+                f"source '{source.name}' has no documents to show a language model",
+                fix="medu needs the documents/ folder of the data artifact",
+            )
+        return [text[: self.max_chars] for text in texts]
+
+
+def read_examples(path: Path) -> list[str]:
+    """The examples in a .jsonl file (each row's values, by name) or a text file. Raises SpecError when there is none."""
+    try:
+        text = path.read_text(encoding="utf8")
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            found = ["\n".join(f"{name}: {value}" for name, value in row.items()) for row in rows]
+        else:
+            found = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+    except FileNotFoundError:
+        raise SpecError(f"mixture.examples: no file {path}", fix="check the path") from None
+    except (ValueError, AttributeError, OSError) as error:
+        raise SpecError(
+            f"mixture.examples: {path} cannot be read: {error}", fix="give one JSON object a line, or plain text"
+        ) from None
+    if not found:
+        raise SpecError(f"mixture.examples: {path} is empty", fix="give at least one example")
+    return found

@@ -1,0 +1,18 @@
+"""Proportional mixture: every source by its tokens, as if all were one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hone.data.mix.base import Mixture, Source
+
+
+class Proportional(Mixture):
+    """Weights in proportion to tokens: every source is seen equally often."""
+
+    def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
+        tokens = np.array([source.tokens for source in sources], float)
+        share = tokens / tokens.sum()
+        return share, [None] * len(sources), [f"has {part:.1%} of all tokens" for part in share]

@@ -1,0 +1,94 @@
+"""What a training reads: its sources, their shares as the mixture chose them, and the order of the curriculum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from hone.base.artifact import Artifact, Draft
+from hone.base.durable import write_atomic
+from hone.base.figure import Estimate
+from hone.base.run import Run
+from hone.data.load import PackedTokens
+from hone.data.mix.base import Chosen, Mixture
+from hone.data.mix.sources import Sources
+from hone.data.order.base import Curriculum
+
+MIXTURE_FILE = "mixture.json"
+
+
+class Reading:
+    """The sources of a train stage and the feed made of them; `prepare` chooses the shares, `record` says what was read."""
+
+    def __init__(self, parents: dict[str, Artifact], mixture: Mixture | None, curriculum: Curriculum) -> None:
+        data = data_parents(parents)
+        for artifact in data.values():
+            artifact.need("tokens/meta.json", "tokenizer.json")
+        folders = {name: artifact.folder for name, artifact in data.items()}
+        self.sources = Sources(folders, None if mixture is None else mixture.by)
+        self.mixture, self.curriculum = mixture, curriculum
+        self.chosen: Chosen | None = None
+
+    def prepare(self, total: int, seq_len: int, seed: int, draft: Draft, run: Run) -> None:
+        """Chooses the shares for `total` rows, or takes those that an interrupted run chose; makes `feed`.
+
+        mixture.json holds them with their reasons. Raises SpecError for caps that cannot be kept, or a curriculum that
+        does not fit the data.
+        """
+        self.total, self.seq_len, self.seed = total, seq_len, seed
+        path = draft.folder / MIXTURE_FILE
+        if path.exists():
+            self.chosen = Chosen.read(json.loads(path.read_text(encoding="utf8")))
+        else:
+            self.chosen = self.sources.choose(self.mixture, total * seq_len)
+            if self.chosen is not None:
+                write_atomic(path, json.dumps(self.chosen.row(), indent=1, ensure_ascii=False).encode())
+        if self.chosen is not None:
+            for share in self.chosen.shares:
+                run.say(f"{share.source}: {share.weight:.1%} of the rows, {share.epochs:.2f} epochs; {share.reason}")
+        self.feed = self.sources.feed(self.chosen, self.curriculum, total, seed)
+        self.feed.batch(0, 1, seq_len, seed)  # a curriculum that does not fit is said before any work
+
+    def estimates(self) -> dict[str, Estimate]:
+        """How often each source should be read."""
+        technique = self.mixture or Mixture()
+        return {} if self.chosen is None else technique.estimates(self.chosen.shares)
+
+    def eval_rows(self, rows: int) -> int:
+        """Rows that `evaluate` takes."""
+        if self.chosen is None:
+            return 0
+        counts = [part.num_rows(self.seq_len) for part in self.sources.val_parts.values()]
+        return sum(min(count, rows or count) for count in counts)
+
+    def evaluate(self, loss_on: Callable[[PackedTokens], float], rows: int, draft: Draft) -> None:
+        """Of a mixture, the loss on each source's first `rows` rows of val (0: all): what utilities are made of."""
+        if self.chosen is None:
+            return
+        for name, part in self.sources.val_parts.items():
+            count = part.num_rows(self.seq_len)
+            loss = loss_on(part) if count else None
+            note = f"{min(count, rows or count)} rows of val of source '{name}'" if count else "val has no such text"
+            draft.record(f"val_loss_{name}", loss, "nats/token", note=note)
+
+    def record(self, draft: Draft) -> None:
+        """Figures and techniques of what was read."""
+        if self.chosen is not None:
+            read = self.sources.epochs(self.chosen, self.total, self.seq_len, self.seed)
+            for share in self.chosen.shares:
+                draft.record(f"weight_{share.source}", share.weight, "fraction", how="modelled", note=share.reason)
+                if share.weight > 0:
+                    draft.record(f"epochs_{share.source}", read[share.source], "epochs", note=f"{share.tokens} tokens")
+        if self.mixture is not None:
+            draft.did({"slot": "mixture", **self.mixture.model_dump(mode="json")})
+        if self.curriculum.kind != "random":
+            draft.did({"slot": "curriculum", **self.curriculum.model_dump(mode="json")})
+
+
+def data_parents(parents: dict[str, Artifact]) -> dict[str, Artifact]:
+    """Source name to artifact: 'data.NAME' is called NAME, a plain 'data' among others what its artifact is called."""
+    found = {}
+    for role, artifact in parents.items():
+        if role == "data" or role.startswith("data."):
+            found[role.partition(".")[2] or artifact.name] = artifact
+    return found

@@ -1,0 +1,144 @@
+"""Sources: the text of a training by where it is from, out of one data artifact or several, and the feed made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hone.base.errors import SpecError
+from hone.data.load import Batch, Feed, PackedTokens, Part, shuffled
+from hone.data.mix.base import Chosen, Mixture, Source
+from hone.data.mix.mixed import MixedTokens
+from hone.data.mix.proportional import Proportional
+from hone.data.order.base import Curriculum
+from hone.data.order.documents import texts_of
+from hone.data.order.ordered import OrderedTokens
+
+
+class Joined:
+    """Validation text of several sources as one: rows in stored order, those of the sources interleaved evenly."""
+
+    def __init__(self, parts: Mapping[str, PackedTokens]) -> None:
+        self.parts = list(parts.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def num_rows(self, seq_len: int) -> int:
+        """Rows of `seq_len` in one epoch."""
+        return sum(part.num_rows(seq_len) for part in self.parts)
+
+    def in_order(self, batch_size: int, seq_len: int) -> Iterator[Batch]:
+        """One epoch; any first rows of it hold every source in its share."""
+        counts = [part.num_rows(seq_len) for part in self.parts]
+        owner = np.repeat(np.arange(len(counts)), counts)
+        window = np.concatenate([np.arange(count) for count in counts])
+        order = np.lexsort((owner, (window + 0.5) / np.maximum(np.array(counts)[owner], 1)))
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            rows = [self.parts[owner[place]].cut(window[place : place + 1], seq_len) for place in chosen]
+            yield Batch(*(np.concatenate(arrays) for arrays in zip(*rows)))
+
+
+class Sources:
+    """Training and validation text by source: each of several data folders is one, or each value of a column of one.
+
+    `folders` maps a name to the folder of a data artifact; with one folder and `by`, its documents are parted by that
+    column. Raises SpecError when the folders number their tokens differently.
+    """
+
+    def __init__(self, folders: Mapping[str, Path], by: str | None = None) -> None:
+        whole = {
+            split: {name: PackedTokens(folder, split) for name, folder in folders.items()} for split in ("train", "val")
+        }
+        if len(folders) == 1:
+            (self.train,) = whole["train"].values()
+            (self.val,) = whole["val"].values()
+            self.parts = {**whole["train"]} if by is None else by_column(self.train, by)
+            self.val_parts = {**whole["val"]} if by is None else by_column(self.val, by)
+        else:
+            self.parts, self.val_parts = whole["train"], whole["val"]
+            self.train, self.val = next(iter(self.parts.values())), Joined(self.val_parts)
+            self._same_tokens()
+
+    @property
+    def num_tokens(self) -> int:
+        """Training tokens of all sources."""
+        return sum(part.num_tokens for part in self.parts.values())
+
+    def choose(self, mixture: Mixture | None, budget: float) -> Chosen | None:
+        """The share of every source in a training of `budget` tokens; None when there is one source and no mixture.
+
+        Several data folders without a mixture are taken in proportion to their tokens, however often that is.
+        Raises SpecError when there is nothing to mix.
+        """
+        if mixture is None and len(self.parts) == 1:
+            return None
+        if len(self.parts) < 2:
+            only = next(iter(self.parts))
+            raise SpecError(
+                f"mixture '{mixture and mixture.kind}' has one source, '{only}': there is nothing to mix",
+                fix="give several data inputs (data.NAME: FOLDER), set mixture.by to a column with several values, or drop it",
+            )
+        rows = [Source(name, part.num_tokens, _sampler(part)) for name, part in self.parts.items()]
+        return (mixture or Proportional(kind="proportional", max_epochs=float("inf"))).weigh(rows, budget)
+
+    def feed(self, chosen: Chosen | None, curriculum: Curriculum, total: int, seed: int) -> Feed:
+        """What a training of `total` rows reads; every source goes through its own rows by `curriculum`."""
+        if chosen is None:
+            return OrderedTokens(self.train, curriculum, total)
+        mixed = MixedTokens(self.parts, chosen.weights)
+        totals = mixed.totals(total, seed)
+        ordered = {name: OrderedTokens(self.parts[name], curriculum, totals.get(name, 0)) for name in self.parts}
+        return MixedTokens(ordered, chosen.weights)
+
+    def epochs(self, chosen: Chosen, total: int, seq_len: int, seed: int) -> dict[str, float]:
+        """How often each source's rows are read in a training of `total` rows, by count."""
+        totals = MixedTokens(self.parts, chosen.weights).totals(total, seed)
+        return {name: rows * seq_len / self.parts[name].num_tokens for name, rows in totals.items()}
+
+    def _same_tokens(self) -> None:
+        first, *others = self.parts.values()
+        for other in others:
+            mine, theirs = (_vocabulary(data) for data in (first, other))
+            if mine != theirs:
+                raise SpecError(
+                    f"{first.folder} and {other.folder} number their tokens differently",
+                    fix=f"make the second with tokenizer: {{path: {first.folder}}}",
+                )
+
+
+def by_column(data: PackedTokens, by: str) -> dict[str, PackedTokens]:
+    """The documents of `data` parted by a column of names, in order of the names; sources with less than two tokens left out."""
+    values = data.columns(by)[by]
+    if np.issubdtype(values.dtype, np.floating):
+        raise SpecError(
+            f"mixture.by = '{by}' is a column of fractions, not of names", fix="take one such as group or language"
+        )
+    known, codes = np.unique(values.astype(str), return_inverse=True)
+    parts = {name: data.part(np.flatnonzero(codes == number)) for number, name in enumerate(known.tolist())}
+    return {name: part for name, part in parts.items() if part.num_tokens > 1}
+
+
+def _sampler(data: PackedTokens) -> Any:
+    def sample(count: int) -> list[str]:
+        places = np.sort(shuffled(data.num_documents, 0)[:count])
+        return texts_of(data.folder, data.split, data.numbers[places] if isinstance(data, Part) else places)
+
+    return sample
+
+
+def _vocabulary(data: PackedTokens) -> tuple[int, int, Any]:
+    """What must agree for the tokens of two folders to mean the same."""
+    path = data.folder / "tokenizer.json"
+    known = json.loads(path.read_text(encoding="utf8")).get("model", {}).get("vocab") if path.exists() else None
+    return data.vocab_size, data.eos_token_id, known

@@ -1,0 +1,29 @@
+"""Temperature mixture: sizes flattened by a power, so that small sources are seen more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from hone.data.mix.base import Mixture, Source
+
+
+class Temperature(Mixture):
+    """Weights in proportion to tokens^(1/T): 1 keeps the sizes, much is uniform. Conneau et al. 2019, arXiv:1911.02116."""
+
+    paper: ClassVar[str] = "arXiv:1911.02116"
+    temperature: float = Field(3.33, gt=0, description="T; 3.33 is the power 0.3 of XLM-R and mT5.")
+
+    def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
+        tokens = np.array([source.tokens for source in sources], float)
+        share = tokens / tokens.sum()
+        # Relative to the largest: a low temperature would otherwise underflow all at once.
+        wanted = (tokens / tokens.max()) ** (1 / self.temperature)
+        return (
+            wanted,
+            [None] * len(sources),
+            [f"{part:.1%} of all tokens to the power 1/{self.temperature:g}" for part in share],
+        )

@@ -1,0 +1,33 @@
+"""UniMax mixture: as uniform as a cap on epochs allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from hone.data.mix.base import Mixture, Source
+
+
+class UniMax(Mixture):
+    """Every source an equal share, but none seen more than `max_epochs` times. Chung et al. 2023, arXiv:2304.09151.
+
+    From the smallest source up: each gets an equal share of the budget that is left, or all its epochs when these are
+    less; what it cannot take goes to the larger ones.
+    """
+
+    paper: ClassVar[str] = "arXiv:2304.09151"
+
+    def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
+        tokens = np.array([source.tokens for source in sources], float)
+        given = np.zeros(len(sources))
+        reasons = [""] * len(sources)
+        left = budget
+        order = np.argsort(tokens, kind="stable")
+        for place, index in enumerate(order):
+            equal = left / (len(order) - place)
+            given[index] = min(equal, self.max_epochs * tokens[index])
+            left -= given[index]
+            reasons[index] = f"an equal share of what was left would be {equal / budget:.1%}"
+        return given / budget, [None] * len(sources), reasons

@@ -1,0 +1,1 @@
+"""In which order the rows of packed text are learned, one curriculum a file."""

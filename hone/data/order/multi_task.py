@@ -1,0 +1,46 @@
+"""Multi-task order: the sources of one artifact interleaved, so that every batch holds all of them in their shares."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.errors import SpecError
+from hone.data.load import PackedTokens
+from hone.data.order.base import Curriculum, Epochs, Sequence, row_means
+
+
+class MultiTask(Curriculum):
+    """Random order inside each source, and the sources spread evenly over the epoch."""
+
+    by: str = Field("group", min_length=1, description="Column of the documents that names their source.")
+
+    def sequence(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Sequence:
+        rows = data.need_rows(seq_len)
+        source = self.sources(data, seq_len)
+
+        def order(epoch: int, chosen: np.ndarray) -> np.ndarray:
+            # The j-th of n rows of a source stands at (j + 1/2) / n of the epoch, in the random order among its own.
+            own = source[chosen]
+            grouped = np.argsort(own, kind="stable")
+            counts = np.bincount(own)
+            firsts = np.cumsum(counts) - counts
+            ranks = np.empty(len(chosen), np.int64)
+            ranks[grouped] = np.arange(len(chosen)) - firsts[own[grouped]]
+            return chosen[np.lexsort((own, (ranks + 0.5) / counts[own]))]
+
+        return Epochs(rows, total, seed, order)
+
+    def sources(self, data: PackedTokens, seq_len: int) -> np.ndarray:
+        """The source that most of each row's tokens are from, numbered in order of names; int64 [num_rows]."""
+        names = data.columns(self.by)[self.by]
+        if np.issubdtype(names.dtype, np.floating):
+            raise SpecError(f"curriculum.by = '{self.by}' is a column of fractions", fix="take one that names sources")
+        known, codes = np.unique(names.astype(str), return_inverse=True)
+        best = np.full(data.num_rows(seq_len), -1.0)
+        source = np.zeros(len(best), np.int64)
+        for number in range(len(known)):
+            share = row_means(data, (codes == number).astype(float), seq_len)
+            source[share > best + 1e-9] = number
+            best = np.maximum(best, share)
+        return source
