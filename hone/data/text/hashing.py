@@ -7,6 +7,8 @@ sum of theirs, which rolls: a word comes in, the oldest goes out, whatever n is.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numba import njit
 
@@ -20,6 +22,7 @@ CHUNK = 4096
 """Shingles handed on at once: they stay in the first-level cache, whatever the document's size."""
 
 
+@functools.cache
 def word_table() -> np.ndarray:
     """For each code point (uint32 [212992]) 0 where it ends a word, else the code point of its lower case.
 
@@ -32,6 +35,7 @@ def word_table() -> np.ndarray:
         if table[point]:
             table[point] = ord(chr(point).lower()[0])
     table[ord("ς")] = ord("σ")
+    table.flags.writeable = False  # made once a process: a shard may take less time than the table
     return table
 
 
