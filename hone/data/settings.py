@@ -9,6 +9,7 @@ from pydantic import Field
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.data import DEDUPS, FILTERS
+from hone.data.tokens.rows import Rows
 from hone.data.tokens.tokenizer import Tokenizer
 
 
@@ -43,4 +44,5 @@ class Settings(Stage):
     )
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of documents held out, chosen by hash.")
     tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to take.")
+    packing: Rows = Field(Rows(), description="How tokens become rows: stream or best_fit.")
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
