@@ -8,11 +8,15 @@ with more than half of its letters in other scripts, or unlike the texts of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hone.base.errors import MissingExtra, SpecError
 from hone.data.text.batch import Texts
+
+if TYPE_CHECKING:
+    from hone.data.langid.model import Model
 
 NO_LANGUAGE = "code"
 """What stands in the language column of program text."""
@@ -34,7 +38,16 @@ class Identifier:
             if error.name != "numba":
                 raise
             raise MissingExtra.of("identifying languages", "numba", "data") from None
-        model = Model.load()
+        self._use(Model.load(), candidates)
+
+    @classmethod
+    def of(cls, model: Model, candidates: Sequence[str] = ()) -> Identifier:
+        """One with another model than the package's, trained by hone.data.langid.train."""
+        identifier = cls.__new__(cls)
+        identifier._use(model, candidates)
+        return identifier
+
+    def _use(self, model: Model, candidates: Sequence[str]) -> None:
         unknown = sorted(set(candidates) - set(model.languages))
         if unknown:
             raise SpecError(

@@ -30,7 +30,7 @@ from hone.data.text.batch import Texts
 _SMOOTHING = 0.2
 _NOISE = 0.8
 """Share of noise in the background that a text's fit is measured against."""
-_HELD_OUT = 5
+HELD_OUT = 5
 _PIECE = 150
 _LENGTHS = (20, 50, 100, _PIECE)
 _THINNED = 4
@@ -48,8 +48,8 @@ def read(path: Path) -> dict[str, list[str]]:
 
 def split(sentences: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """(four fifths, every fifth sentence) of each language."""
-    kept = {name: [text for i, text in enumerate(texts) if i % _HELD_OUT] for name, texts in sentences.items()}
-    return kept, {name: texts[::_HELD_OUT] for name, texts in sentences.items()}
+    kept = {name: [text for i, text in enumerate(texts) if i % HELD_OUT] for name, texts in sentences.items()}
+    return kept, {name: texts[::HELD_OUT] for name, texts in sentences.items()}
 
 
 def pieces(texts: Iterable[str], length: int = _PIECE) -> list[str]:

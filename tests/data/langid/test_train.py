@@ -27,11 +27,9 @@ def test_the_shipped_model_comes_out_again(shared_data, tmp_path, capsys):
     assert "75 languages" in capsys.readouterr().out
 
 
-def test_sentences_held_out_are_known(sentences, monkeypatch):
+def test_sentences_held_out_are_known(sentences):
     kept, held = train.split(sentences)
-    fresh = train.train(kept)
-    monkeypatch.setattr(Model, "load", lambda: fresh)
-    identifier = Identifier()
+    identifier = Identifier.of(train.train(kept))
     whole = _accuracy(identifier, held)
     cut = _accuracy(identifier, {name: train.pieces(texts) for name, texts in held.items()})
     assert np.mean(list(whole.values())) >= 0.96
