@@ -33,9 +33,10 @@ looking
   calibrate         measure this machine's bandwidth and matmul rates, for estimates
 
 options for all: --out=FOLDER --device=cpu|cuda --redo --quiet --help --version
+for data also: --executor=serial|processes|ray --workers=N (the files are the same with each)
 """
 
-_RUN_OPTIONS = ("out", "device", "redo", "quiet", "work", "help", "version")
+_RUN_OPTIONS = ("out", "device", "redo", "quiet", "work", "help", "version", "executor", "workers")
 _FLAGS = ("redo", "quiet", "help", "version")
 _MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
 _STAGE_OF = {"bench": "serve"}
@@ -150,6 +151,7 @@ def _circumstances(options: dict[str, str]):
     """The Run that `--device`, `--redo` and `--quiet` ask for; checks that the device exists."""
     from hone.base.errors import MachineError
     from hone.base.run import Run
+    from hone.data.executors.choose import from_options
     from hone.measure.machine import describe
 
     device = options.get("device", "cpu")
@@ -164,8 +166,18 @@ def _circumstances(options: dict[str, str]):
         device=device,
         redo="redo" in options,
         quiet="quiet" in options,
+        executor=from_options(options),
         machine=describe(device).model_dump(mode="json"),
     )
+
+
+def _spec_options(options: dict[str, str]) -> dict[str, str]:
+    """The options that are fields of a stage, not circumstances."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in _RUN_OPTIONS and not name.startswith(("from.", "executor."))
+    }
 
 
 def _run(words: list[str], options: dict[str, str]) -> int:
@@ -174,15 +186,15 @@ def _run(words: list[str], options: dict[str, str]) -> int:
 
     if "help" in options:
         print(
-            "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n\n"
+            "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n"
+            "       [--executor=processes|ray] [--workers=N]\n\n"
             "Makes every stage of the recipe that is not there yet, resumes an interrupted one, then draws the report.\n"
             "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
             "name (--train-base.steps=100). hone show RECIPE prints all fields."
         )
         return 0
     recipe = Recipe.load(_need(words, "RECIPE"))
-    changes = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
-    recipe = recipe.override(changes)
+    recipe = recipe.override(_spec_options(options))
     redo = tuple(name for name in options.pop("redo", "").split(",") if name)
     if redo == ("true",):
         redo = ("all",)
@@ -243,9 +255,7 @@ def _stage(words: list[str], options: dict[str, str]) -> int:
         print(_stage_help(verb, cls))
         return 0
     inputs = {name.removeprefix("from."): value for name, value in options.items() if name.startswith("from.")}
-    changes = {
-        name: value for name, value in options.items() if name not in _RUN_OPTIONS and not name.startswith("from.")
-    }
+    changes = _spec_options(options)
     if verb == "data":
         if len(words) > 1:
             changes["source"] = _need(words, "SOURCE")

@@ -19,7 +19,26 @@ from hone.base.run import Run
 from hone.data import annotate
 from hone.data.stage import Data
 
-WORDS = ["the", "be", "to", "of", "and", "that", "have", "with", "house", "river", "mountain", "letter", "green", "quickly", "under", "walked", "seven", "bright"]
+WORDS = [
+    "the",
+    "be",
+    "to",
+    "of",
+    "and",
+    "that",
+    "have",
+    "with",
+    "house",
+    "river",
+    "mountain",
+    "letter",
+    "green",
+    "quickly",
+    "under",
+    "walked",
+    "seven",
+    "bright",
+]
 
 
 def story(seed: int, words: int = 240) -> str:
