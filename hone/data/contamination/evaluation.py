@@ -1,0 +1,135 @@
+"""Evaluation sets from files and folders: JSON lines, JSON, CSV, TSV, Parquet and text; every row is an example."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hone.base.errors import MissingExtra, SpecError
+
+_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+
+
+class Example(NamedTuple):
+    """One example: the set it is of, its row in the set's file (from 0), and its texts, NFC."""
+
+    evaluation: str
+    row: int
+    texts: tuple[str, ...]
+
+
+def read_evaluations(paths: tuple[str, ...], fields: tuple[str, ...]) -> list[Example]:
+    """All examples of the files `paths`, and of all files below those that are folders, in order of names.
+
+    A row's texts are the strings in its `fields`, or in all of them when none are named; in lists and mappings too. Of a CSV
+    file without a header the fields are numbers, from 0. Raises SpecError for what is not there, cannot be read, or has none
+    of the fields.
+    """
+    return [example for path in paths for name, file in _files(path) for example in _examples(name, file, fields)]
+
+
+def _files(path: str) -> list[tuple[str, Path]]:
+    """(name, file) of the evaluation files at or below `path`."""
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [(root.name, root)]
+    files = sorted(file for file in root.rglob("*") if file.is_file() and _ending(file))
+    if not files:
+        what = "holds no evaluation file" if root.is_dir() else "does not exist"
+        raise SpecError(f"evaluation set {path} {what}", fix=f"give files or folders of {' '.join(_ENDINGS)} (or .gz)")
+    return [(file.relative_to(root).as_posix(), file) for file in files]
+
+
+def _ending(file: Path) -> str:
+    """The ending that says what is in `file`, '' for none that is known."""
+    name = file.name.lower().removesuffix(".gz")
+    return next((ending for ending in _ENDINGS if name.endswith(ending)), "")
+
+
+def _examples(name: str, file: Path, fields: tuple[str, ...]) -> Iterator[Example]:
+    found = False
+    rows = 0
+    try:
+        for number, row in enumerate(_rows(file, fields)):
+            rows += 1
+            if isinstance(row, dict) and fields:
+                found |= any(field in row for field in fields)
+                row = [row[field] for field in fields if field in row]
+            else:
+                found = True
+            texts = tuple(unicodedata.normalize("NFC", text) for text in _strings(row))
+            yield Example(name, number, tuple(text.encode("utf8", "replace").decode() for text in texts))
+    except (OSError, ValueError, EOFError, csv.Error) as error:
+        raise SpecError(
+            f"evaluation set {name}, row {rows}: {error}", fix="give it as UTF-8, one example a row"
+        ) from None
+    if not rows:
+        raise SpecError(f"evaluation set {name} is empty", fix="leave it out or give the right file")
+    if not found:
+        raise SpecError(
+            f"evaluation set {name} has none of the fields {', '.join(fields)}", fix=f"its fields are: {_names(file)}"
+        )
+
+
+def _names(file: Path) -> str:
+    row = next(_rows(file, ()))
+    return ", ".join(map(str, row)) if isinstance(row, dict) else "none: its rows are plain"
+
+
+def _rows(file: Path, fields: tuple[str, ...]) -> Iterator[Any]:
+    """The rows of a file: mappings, or lists of cells, or lines."""
+    ending = _ending(file)
+    if ending == ".parquet":
+        yield from _parquet(file)
+        return
+    if not ending:
+        raise SpecError(f"evaluation set {file.name}: of no known kind", fix=f"give {' '.join(_ENDINGS)} (or .gz)")
+    with gzip.open(file) if file.name.lower().endswith(".gz") else open(file, "rb") as raw:
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="" if ending in (".csv", ".tsv") else None)  # type: ignore[arg-type]
+        if ending == ".json":
+            whole = json.load(text)
+            yield from whole if isinstance(whole, list) else [whole]
+        elif ending == ".jsonl":
+            yield from (json.loads(line) for line in text if line.strip())
+        elif ending == ".txt":
+            yield from (line for line in text if line.strip())
+        else:
+            cells = csv.reader(text, delimiter="\t" if ending == ".tsv" else ",")
+            if not fields:
+                yield from cells
+            elif all(field.isdigit() for field in fields):
+                yield from (dict(zip(map(str, range(len(row))), row)) for row in cells)
+            else:
+                header = next(cells, [])
+                yield from (dict(zip(header, row)) for row in cells)
+
+
+def _parquet(file: Path) -> Iterator[Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise MissingExtra.of("reading Parquet", "pyarrow", "data") from None
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except ArrowException as error:
+        raise ValueError(str(error)) from None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in `value`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _strings(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)

@@ -1,0 +1,174 @@
+"""Kernels of decontamination: words of a text as hashes, n-grams of them, and which of those stand in a table."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from hone.data.edits.characters import ALONE, MARK, SMALL, WORD, code_at, kind_of, size_at
+
+_BASE = np.uint64(0x9FB21C651E98DF25)
+_FINAL = np.uint64(0xD6E8FEB86659FD93)
+_LENGTH = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(32)
+_TABLED = 0x3000
+
+
+@njit(cache=True, nogil=True)
+def _mixed(value: np.uint64) -> np.uint64:
+    """A bijection that spreads every bit."""
+    value = (value ^ (value >> _SHIFT)) * _FINAL
+    return value ^ (value >> _SHIFT)
+
+
+@njit(cache=True, nogil=True)
+def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
+    """Fills in hash and place of every word of one text, and returns their number.
+
+    A word is a run of letters, digits and underscores without case, or one character of a script that has no spaces.
+    """
+    count = 0
+    inside = False
+    value = np.uint64(0)
+    at = 0
+    while at < len(data):
+        code = np.int64(data[at])
+        size = 1
+        if code >= 0x80:
+            code, size = code_at(data, at), size_at(data, at)
+        kind = kind_of(code)
+        if kind == WORD or (kind == MARK and inside):
+            if not inside:
+                inside = True
+                start[count] = at
+                value = np.uint64(1)
+            small = np.int64(SMALL[code]) if code < _TABLED else code
+            value = (value + np.uint64(small)) * _BASE
+            value ^= value >> _SHIFT
+        else:
+            if inside:
+                hashes[count], end[count] = _mixed(value), at
+                count += 1
+                inside = False
+            if kind == ALONE:
+                start[count], end[count] = at, at + size
+                hashes[count] = _mixed((np.uint64(1) + np.uint64(code)) * _BASE)
+                count += 1
+        at += size
+    if inside:
+        hashes[count], end[count] = _mixed(value), at
+        count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _key(value: np.uint64, length: int) -> np.uint64:
+    """Names an n-gram; 0, which marks an empty place in the table, is none."""
+    key = _mixed(value + np.uint64(length) * _LENGTH)
+    return key if key != np.uint64(0) else np.uint64(1)
+
+
+@njit(cache=True, nogil=True)
+def _power(length: int) -> np.uint64:
+    power = np.uint64(1)
+    for _ in range(length):
+        power *= _BASE
+    return power
+
+
+@njit(cache=True, nogil=True)
+def _longest(offsets: np.ndarray) -> int:
+    most = 0
+    for number in range(len(offsets) - 1):
+        most = max(most, offsets[number + 1] - offsets[number])
+    return most
+
+
+@njit(cache=True, nogil=True)
+def grams_of(
+    data: np.ndarray, offsets: np.ndarray, length: int, shortest: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(text, key, words) of every n-gram of `length` words of every text; of a shorter text one of all its words.
+
+    Texts of fewer than `shortest` words have none.
+    """
+    room = _longest(offsets) + 1
+    hashes, start, end = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int64)
+    most = (offsets[-1] - offsets[0]) + len(offsets)
+    text, key, words = np.empty(most, np.int64), np.empty(most, np.uint64), np.empty(most, np.int64)
+    total = 0
+    for number in range(len(offsets) - 1):
+        count = _words_of(data[offsets[number] : offsets[number + 1]], hashes, start, end)
+        size = min(length, count)
+        if count < shortest:
+            continue
+        power = _power(size)
+        value = np.uint64(0)
+        for place in range(count):
+            value = value * _BASE + hashes[place]
+            if place >= size:
+                value -= hashes[place - size] * power
+            if place >= size - 1:
+                text[total], key[total], words[total] = number, _key(value, size), size
+                total += 1
+    return text[:total], key[:total], words[:total]
+
+
+@njit(cache=True, nogil=True)
+def table_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(table, filter) for `keys` (uint64, none 0): an open hash table, and bits that say early that a key is not in it."""
+    size = 16
+    while size < 3 * len(keys):
+        size *= 2
+    table, bits = np.zeros(size, np.uint64), np.zeros(size // 16, np.uint64)
+    for key in keys:
+        at = key & np.uint64(size - 1)
+        while table[at] != np.uint64(0) and table[at] != key:
+            at = (at + np.uint64(1)) & np.uint64(size - 1)
+        table[at] = key
+        place = (key >> _SHIFT) & np.uint64(size * 4 - 1)
+        bits[place >> np.uint64(6)] |= np.uint64(1) << (place & np.uint64(63))
+    return table, bits
+
+
+@njit(cache=True, nogil=True)
+def hits_of(
+    data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, table: np.ndarray, bits: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(text, start, end, key) of every n-gram of `lengths` words that is in the table; start and end are bytes of the text."""
+    room = _longest(offsets) + 1
+    hashes, start, end = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int64)
+    powers = np.empty(len(lengths), np.uint64)
+    for number in range(len(lengths)):
+        powers[number] = _power(lengths[number])
+    found = np.empty((4, 64), np.uint64)
+    total = 0
+    mask, bit_mask = np.uint64(len(table) - 1), np.uint64(len(bits) * 64 - 1)
+    for number in range(len(offsets) - 1):
+        count = _words_of(data[offsets[number] : offsets[number + 1]], hashes, start, end)
+        for row in range(len(lengths)):
+            length, power = lengths[row], powers[row]
+            value = np.uint64(0)
+            for place in range(count):
+                value = value * _BASE + hashes[place]
+                if place >= length:
+                    value -= hashes[place - length] * power
+                if place < length - 1:
+                    continue
+                key = _key(value, length)
+                bit = (key >> _SHIFT) & bit_mask
+                if not (bits[bit >> np.uint64(6)] >> (bit & np.uint64(63))) & np.uint64(1):
+                    continue
+                at = key & mask
+                while table[at] != np.uint64(0) and table[at] != key:
+                    at = (at + np.uint64(1)) & mask
+                if table[at] == key:
+                    if total == found.shape[1]:
+                        wider = np.empty((4, 2 * total), np.uint64)
+                        wider[:, :total] = found
+                        found = wider
+                    found[0, total], found[1, total] = number, start[place - length + 1]
+                    found[2, total], found[3, total] = end[place], key
+                    total += 1
+    part = found[:3, :total].astype(np.int64)
+    return part[0], part[1], part[2], found[3, :total].copy()

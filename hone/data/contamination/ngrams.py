@@ -1,0 +1,247 @@
+"""Decontamination by n-grams: whoever shares thirteen words in a row with an evaluation example is found."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.errors import MissingExtra, SpecError
+from hone.data.contamination.base import Decontamination, Found
+from hone.data.contamination.evaluation import Example, read_evaluations
+from hone.data.corpus import Corpus
+from hone.data.edits.cuts import Cuts, cut_whole
+from hone.data.edits.rows import ranks, save
+from hone.data.text.batch import Texts
+
+_HIT = np.dtype([("key", np.uint64), ("document", np.int64), ("start", np.int64), ("end", np.int64)])
+_SHOWN_CHARS = 300
+_SHOWN_DOCUMENTS = 3
+
+
+class Index(NamedTuple):
+    """The n-grams of the examples. `keys` uint64 [n] sorted; n-gram i is in examples owners[first[i]:first[i + 1]].
+
+    `lengths` are the n that occur; `num_grams` int64 [num_examples], 0 for examples too short to look for.
+    """
+
+    keys: np.ndarray
+    first: np.ndarray
+    owners: np.ndarray
+    lengths: np.ndarray
+    num_grams: np.ndarray
+
+
+class NGrams(Decontamination):
+    """Finds documents that share a word n-gram with an evaluation example. Brown et al. 2020, arXiv:2005.14165.
+
+    Words are runs of letters and digits without case, or single characters of scripts without spaces; punctuation does not
+    count, and each text of an example is looked for by itself. A text shorter than `words` is looked for as a whole, down to
+    `shortest` words; examples of which every text is shorter still are not looked for, and counted as such. Both sides are
+    reported: which documents hold something, and which examples are held by how many.
+    """
+
+    paper: ClassVar[str] = "arXiv:2005.14165"
+    evaluations: tuple[str, ...] = Field(
+        (), description="Evaluation sets: files or folders of .jsonl .json .csv .tsv .parquet .txt (each also .gz)."
+    )
+    fields: tuple[str, ...] = Field(
+        (), description="Fields of a row to look for, numbers for CSV without a header; none: all strings of it."
+    )
+    words: int = Field(13, ge=1, le=100, description="Words in a row that a document must share.")
+    shortest: int = Field(8, ge=1, description="Shorter texts of examples than so many words are not looked for.")
+    max_documents: int | None = Field(
+        None, ge=1, description="N-grams in more documents than this are common phrases and do not count; none: all do."
+    )
+    remove: Literal["document", "span"] = Field(
+        "document", description="What goes: the document, or the words it shares."
+    )
+    min_left_bytes: int = Field(
+        100, ge=0, description="With remove: span, a document cut below so many bytes is dropped."
+    )
+    num_samples: int = Field(100, ge=0, description="Examples shown with the documents that hold them.")
+
+    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
+        """Which documents are looked through: all that live."""
+        return alive
+
+    def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
+        """Finds the hits of each shard of `corpus` among the documents `chosen`, unless they are in `state`."""
+        self._search(corpus, chosen, state, self._index(self._read())[0])
+
+    def contaminated(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Found:
+        examples = self._read()
+        index, warnings = self._index(examples)
+        hits = np.concatenate([np.empty(0, _HIT), *self._search(corpus, alive, state, index)])
+        hits = self._uncommon(hits)
+        pairs = _pairs(index, hits)
+        documents = np.unique(hits["document"])
+        dropped = np.zeros(len(corpus), bool)
+        cuts = [Cuts.none() for _ in corpus.spans()]
+        if self.remove == "document":
+            dropped[documents] = True
+        else:
+            cuts = [self._cut(corpus, span, hits, dropped) for span in corpus.spans()]
+        figures = _figures(examples, index, pairs)
+        figures["documents"] = {"looked_through": int(alive.sum()), "hit": len(documents)}
+        if not len(documents):
+            warnings.append(
+                f"decontamination '{self.kind or 'ngrams'}' found none of {len(examples)} examples in {int(alive.sum())} "
+                f"documents: check evaluations and fields ({', '.join(self.fields) or 'all'})"
+            )
+        return Found(dropped, cuts, figures, self._show(corpus, examples, pairs, hits), warnings)
+
+    def _read(self) -> list[Example]:
+        if not self.evaluations:
+            raise SpecError(
+                "decontamination 'ngrams' names no evaluation set",
+                fix="set evaluations to files or folders of examples",
+            )
+        return read_evaluations(self.evaluations, self.fields)
+
+    def _index(self, examples: list[Example]) -> tuple[Index, list[str]]:
+        """The examples' n-grams, and a warning for each set that has none. Raises SpecError when no set has any."""
+        owner = np.repeat(np.arange(len(examples)), [len(example.texts) for example in examples])
+        texts = Texts.of([text for example in examples for text in example.texts])
+        text, key, words = _kernels().grams_of(*texts, self.words, min(self.shortest, self.words))
+        owner = owner[text]
+        order = np.lexsort((owner, key))
+        key, owner, lengths = key[order], owner[order], np.unique(words)
+        fresh = np.ones(len(key), bool)
+        fresh[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1])
+        key, owner = key[fresh], owner[fresh]
+        keys, first = np.unique(key, return_index=True)
+        num_grams = np.bincount(owner, minlength=len(examples))
+        found: dict[str, int] = defaultdict(int)
+        for example, count in zip(examples, num_grams.tolist()):
+            found[example.evaluation] += count
+        empty = [name for name, count in found.items() if not count]
+        if len(empty) == len(found):
+            raise SpecError(
+                f"no text of {len(examples)} evaluation examples has {min(self.shortest, self.words)} words",
+                fix="lower shortest, or name other fields",
+            )
+        warnings = [f"evaluation set {name}: every text is too short to be looked for" for name in empty]
+        return Index(keys, np.append(first, len(key)), owner, lengths, num_grams), warnings
+
+    def _search(self, corpus: Corpus, chosen: np.ndarray, state: Path, index: Index) -> list[np.ndarray]:
+        """The hits of each shard of `corpus`."""
+        found = []
+        table, bits = _kernels().table_of(index.keys)
+        for number, shard, first, _ in corpus.spans():
+            path = state / f"hits-{number:05d}.npy"
+            if not path.exists():
+                parts = [np.empty(0, _HIT)]
+                for indices, texts in corpus.batches(shard, first, chosen):
+                    text, start, end, key = _kernels().hits_of(*texts, index.lengths, table, bits)
+                    rows = np.empty(len(text), _HIT)
+                    rows["document"], rows["start"], rows["end"], rows["key"] = indices[text], start, end, key
+                    parts.append(rows)
+                save(path, np.concatenate(parts))
+            found.append(np.load(path))
+        return found
+
+    def _uncommon(self, hits: np.ndarray) -> np.ndarray:
+        """`hits` without the n-grams that stand in more than `max_documents` documents."""
+        if self.max_documents is None or not len(hits):
+            return hits
+        seen = np.unique(hits[["key", "document"]])
+        keys, counts = np.unique(seen["key"], return_counts=True)
+        return hits[counts[np.searchsorted(keys, hits["key"])] <= self.max_documents]
+
+    def _cut(self, corpus: Corpus, span: tuple[int, Path, int, int], hits: np.ndarray, dropped: np.ndarray) -> Cuts:
+        """The shared words of a shard's documents; what is left too short is marked in `dropped` instead."""
+        _, shard, first, end = span
+        here = hits[(hits["document"] >= first) & (hits["document"] < end)]
+        cuts = Cuts.of(here["document"], here["start"], here["end"])
+        wanted = np.zeros(len(dropped), bool)
+        wanted[cuts.document] = True
+        for indices, texts in corpus.batches(shard, first, wanted) if len(here) else ():
+            sizes = np.diff(texts.offsets)
+            some = np.isin(cuts.document, indices)
+            after = cut_whole(Cuts(*(part[some] for part in cuts)), indices, sizes, self.min_left_bytes)
+            whole = (after.start == 0) & (after.end == sizes[np.searchsorted(indices, after.document)])
+            dropped[after.document[whole]] = True
+        keep = ~dropped[cuts.document]
+        return Cuts(*(part[keep] for part in cuts))
+
+    def _show(
+        self, corpus: Corpus, examples: list[Example], pairs: np.ndarray, hits: np.ndarray
+    ) -> list[dict[str, Any]]:
+        """A row for every example that was hit; the first `num_samples` with what a few documents hold of it."""
+        owners, counts = np.unique(pairs["example"], return_counts=True)
+        order = np.lexsort((owners, -counts))
+        rank = ranks(corpus.columns["id"])
+        pairs = pairs[np.lexsort((rank[pairs["document"]], pairs["example"]))]
+        begins = np.searchsorted(pairs["example"], owners)
+        rows, wanted = [], np.zeros(len(corpus), bool)
+        for place in order.tolist():
+            example = examples[owners[place]]
+            row = {"evaluation": example.evaluation, "row": example.row, "documents": int(counts[place])}
+            if len(rows) < self.num_samples:
+                row["text"] = " ".join(example.texts)[:_SHOWN_CHARS]
+                some = pairs[begins[place] : begins[place] + min(counts[place], _SHOWN_DOCUMENTS)]
+                row["samples"] = [(int(pair["document"]), int(pair["hit"])) for pair in some]
+                wanted[some["document"]] = True
+            rows.append(row)
+        texts = {}
+        for _, shard, first, end in corpus.spans():
+            if wanted[first:end].any():
+                for indices, batch in corpus.batches(shard, first, wanted):
+                    texts.update(zip(indices.tolist(), batch.strings()))
+        for row in rows[: self.num_samples]:
+            row["samples"] = [
+                {
+                    "id": str(corpus.columns["id"][document]),
+                    "source": str(corpus.columns["source"][document]),
+                    "text": texts[document].encode()[hits["start"][hit] : hits["end"][hit]].decode(),
+                }
+                for document, hit in row["samples"]
+            ]
+        return rows
+
+
+def _pairs(index: Index, hits: np.ndarray) -> np.ndarray:
+    """Every (example, document) with a hit once, with the number of its first hit; structured int64."""
+    rows = np.searchsorted(index.keys, hits["key"])
+    counts = index.first[rows + 1] - index.first[rows]
+    pairs = np.empty(counts.sum(), np.dtype([("example", np.int64), ("document", np.int64), ("hit", np.int64)]))
+    skipped = np.cumsum(counts) - counts
+    pairs["example"] = index.owners[np.arange(len(pairs)) + np.repeat(index.first[rows] - skipped, counts)]
+    pairs["document"], pairs["hit"] = np.repeat(hits["document"], counts), np.repeat(np.arange(len(hits)), counts)
+    pairs = np.sort(pairs, order=("example", "document", "hit"))
+    fresh = np.ones(len(pairs), bool)
+    fresh[1:] = (np.diff(pairs["example"]) != 0) | (np.diff(pairs["document"]) != 0)
+    return pairs[fresh]
+
+
+def _figures(examples: list[Example], index: Index, pairs: np.ndarray) -> dict[str, Any]:
+    """Counts per evaluation set: examples, those too short to look for, those hit, documents that hold any."""
+    names = list(dict.fromkeys(example.evaluation for example in examples))
+    numbers = {name: number for number, name in enumerate(names)}
+    of = np.array([numbers[example.evaluation] for example in examples])
+    rows = {}
+    for name, number in numbers.items():
+        mine = of[pairs["example"]] == number
+        rows[name] = {
+            "examples": int((of == number).sum()),
+            "too_short": int(((of == number) & (index.num_grams == 0)).sum()),
+            "hit": len(np.unique(pairs["example"][mine])),
+            "documents": len(np.unique(pairs["document"][mine])),
+        }
+    return {"ngrams": len(index.keys), "evaluations": rows}
+
+
+def _kernels() -> ModuleType:
+    """The compiled kernels. Raises MissingExtra without numba."""
+    try:
+        from hone.data.contamination import match
+    except ImportError as error:
+        if error.name != "numba":
+            raise
+        raise MissingExtra.of("decontamination", "numba", "data") from None
+    return match
