@@ -21,6 +21,8 @@ TABLES: tuple[str, ...] = (
     "hone.data:EXTRACTORS",
     "hone.data:FILTERS",
     "hone.data:DEDUPS",
+    "hone.data:EDITS",
+    "hone.data:DECONTAMINATIONS",
     "hone.data:MIXTURES",
     "hone.data:CURRICULA",
     "hone.data:EXECUTORS",

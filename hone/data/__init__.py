@@ -32,6 +32,16 @@ DEDUPS = Table(
     },
 )
 
+EDITS = Table(
+    "edit",
+    {
+        "lines": "hone.data.edits.lines:Lines",
+        "substrings": "hone.data.edits.substrings:Substrings",
+    },
+)
+
+DECONTAMINATIONS = Table("decontamination", {"ngrams": "hone.data.contamination.ngrams:NGrams"})
+
 EXECUTORS = Table(
     "executor",
     {
