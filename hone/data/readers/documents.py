@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -162,6 +163,17 @@ def _byte_table() -> dict[int, int]:
 def identify(name: str, number: int) -> str:
     """The id of document `number` of the file called `name`: sixteen hex digits."""
     return hashlib.blake2b(f"{name}#{number}".encode(), digest_size=8).hexdigest()
+
+
+def identify_all(name: str, numbers: Sequence[int]) -> list[str]:
+    """The ids of many documents of one file."""
+    start = hashlib.blake2b(f"{name}#".encode(), digest_size=8)
+    ids = []
+    for number in numbers:
+        one = start.copy()
+        one.update(b"%d" % number)
+        ids.append(one.hexdigest())
+    return ids
 
 
 def family_of(file: File, ident: str) -> int:

@@ -8,6 +8,7 @@ import json
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hone.data.readers.archives import read_archive
 from hone.data.readers.code import fault_of, language_of
@@ -24,6 +25,7 @@ from hone.data.readers.documents import (
     family_of,
     group_of,
     identify,
+    identify_all,
     poisoned,
     settle,
 )
@@ -131,12 +133,19 @@ def _batch(rows: Rows, file: File, first: int) -> Iterator[Batch | Broken]:
 
     texts, kept, faults = settle_batch(rows.texts)
     if len(kept):
-        ids = [identify(file.name, first + number) for number in kept.tolist()]
-        urls, metadata = ([column[i] for i in kept] if column else [""] * len(ids) for column in rows[1:])
+        ids = identify_all(file.name, (kept + first).tolist())
+        urls, metadata = (_picked(column, kept) for column in (rows.urls, rows.metadata))
         same = ([value] * len(ids) for value in (file.name, group_of(file, "prose"), "prose"))
-        yield Batch(texts, ids, *same, [family_of(file, ident) for ident in ids], urls, metadata)
+        yield Batch(texts, ids, *same, [int(ident, 16) for ident in ids], urls, metadata)
     for fault in faults:
         yield fault.broken(file.name)
+
+
+def _picked(column: list[str] | None, kept: Any) -> list[str]:
+    """The values of a column at the indices `kept`."""
+    if column is None:
+        return [""] * len(kept)
+    return column if len(column) == len(kept) else [column[index] for index in kept]
 
 
 def _reason(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from numba import njit
 from hone.data.readers.documents import Fault, settle
 from hone.data.text.batch import Texts
 
+FINE, UNTIDY, ODD = 0, 1, 2
 _DOUBTFUL, _TAIL, _SPACE = 1, 2, 4
 
 
@@ -19,35 +20,37 @@ def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
 
     What documents.settle says of each text; the texts themselves are not copied when all stand as they are.
     """
-    flags = doubtful(texts.data, texts.offsets, _table())
-    odd = np.flatnonzero(flags)
-    if not len(odd):
+    states = look(texts.data, texts.offsets, _plain(), _table())
+    if not states.any():
         return texts, np.arange(texts.num_texts), []
-    keep = np.ones(texts.num_texts, bool)
-    sizes = np.diff(texts.offsets)
-    pieces: list = []
     faults: list[Fault] = []
-    done = 0
-    for index in odd:
-        begin, end = texts.offsets[index], texts.offsets[index + 1]
-        pieces.append(memoryview(texts.data[texts.offsets[done] : begin]))
-        done = index + 1
-        raw = bytes(texts.data[begin:end])
+    settled: list[bytes] = []
+    for index in np.flatnonzero(states == ODD):
+        raw = bytes(texts.data[texts.offsets[index] : texts.offsets[index + 1]])
         try:
             reason, text = settle(raw.decode())
         except UnicodeDecodeError:
             reason, text = "wrong_encoding", raw[:1000].decode("utf8", "replace")
         if reason:
             faults.append(Fault(reason, "" if reason == "empty" else text, len(raw)))
-            keep[index] = False
-            continue
-        whole = text.encode()
-        pieces.append(whole)
-        sizes[index] = len(whole)
-    pieces.append(memoryview(texts.data[texts.offsets[done] : texts.offsets[-1]]))
-    offsets = np.zeros(int(keep.sum()) + 1, np.int64)
-    np.cumsum(sizes[keep], out=offsets[1:])
-    return Texts(np.frombuffer(b"".join(pieces), np.uint8), offsets), np.flatnonzero(keep), faults
+        settled.append(b"" if reason else text.encode())
+    starts = np.cumsum([0, *map(len, settled)]).astype(np.int64)
+    new = np.frombuffer(b"".join(settled), np.uint8)
+    data, offsets = tidy(texts.data, texts.offsets, states, new, starts)
+    sizes = np.diff(offsets)
+    kept = np.flatnonzero(sizes)
+    blank = (sizes == 0) & (states == UNTIDY)
+    faults += [Fault("empty", "", size) for size in np.diff(texts.offsets)[blank].tolist()]
+    return Texts(data[: offsets[-1]], np.concatenate([offsets[:1], offsets[kept + 1]])), kept, faults
+
+
+@cache
+def _plain() -> np.ndarray:
+    """bool [256]: bytes after which nothing has to be looked at: ASCII but NUL and line ends."""
+    plain = np.zeros(256, bool)
+    plain[1:128] = True
+    plain[[10, 13]] = False
+    return plain
 
 
 @cache
@@ -77,60 +80,120 @@ def _table() -> np.ndarray:
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def doubtful(data, offsets, table):
-    """uint8 [n]: 1 where a text is not plainly sound: empty, NUL, other line ends, space at the end of a line or around it,
-    invalid UTF-8, characters that NFC may change or that look like mojibake."""
+def look(data, offsets, plain, table):
+    """uint8 [n]: FINE, UNTIDY (other line ends, blanks at the end of a line, line ends or space around the text) or ODD.
+
+    ODD: NUL, invalid UTF-8, characters that NFC may change or that look like mojibake, other than ASCII space at the end.
+    """
     num = len(offsets) - 1
-    flags = np.zeros(num, np.uint8)
+    states = np.zeros(num, np.uint8)
     for index in range(num):
-        place, end = offsets[index], offsets[index + 1]
-        if place == end or data[place] == 10:
-            flags[index] = 1
-            continue
-        before, older = 0, 0
-        flag = False
+        begin, end = offsets[index], offsets[index + 1]
+        place = begin
+        state = UNTIDY if place == end or data[place] == 10 else FINE
+        before, older, after, space_end = 0, 0, place, place
         while place < end:
             code = int(data[place])
-            if code < 128:
-                if code < 14 and (code == 0 or code == 13 or (code == 10 and (before == 32 or before == 9))):
-                    flag = True
-                    break
+            if plain[code]:
                 place += 1
-                older, before = before, code
+                continue
+            if code < 128:
+                if code == 0:
+                    state = ODD
+                    break
+                if code == 13 or (place > begin and (data[place - 1] == 32 or data[place - 1] == 9)):
+                    state = UNTIDY
+                place += 1
                 continue
             width = 2 if 0xC2 <= code < 0xE0 else 3 if 0xE0 <= code < 0xF0 else 4 if 0xF0 <= code < 0xF5 else 0
             if width == 0 or place + width > end:
-                flag = True
+                state = ODD
                 break
             code = code & (0x7F >> width)
             for step in range(1, width):
                 byte = int(data[place + step])
                 if byte & 0xC0 != 0x80:
-                    flag = True
+                    state = ODD
                 code = code << 6 | (byte & 0x3F)
-            place += width
-            if flag:
+            if state == ODD:
                 break
+            if place != after:
+                before, older = 0, 0
+            place += width
+            after = place
             if code >= 1 << 16:  # emoji, mathematical letters, rare Chinese characters never change
                 if not (0x1F000 <= code < 0x1FB00 or 0x1D400 <= code < 0x1D800 or 0x20000 <= code < 0x2F800):
-                    flag = True
+                    state = ODD
                     break
             else:
                 marks = table[code]
                 if marks & 1 or 0xD800 <= code < 0xE000 or (width == 3 and code < 0x800):
-                    flag = True
+                    state = ODD
                     break
                 if marks & 2 and (
                     0xC2 <= before < 0xE0
                     or (0xE0 <= older < 0xF0 and before >= 0x80 and before < 1 << 16 and table[before] & 2 != 0)
                 ):
-                    flag = True
+                    state = ODD
                     break
+                if marks & 4:
+                    space_end = place
             older, before = before, code
-        if not flag:
-            if before < 128:
-                flag = before == 32 or 9 <= before < 14 or 28 <= before < 32
-            elif before < 1 << 16:
-                flag = table[before] & 4 != 0
-        flags[index] = flag
-    return flags
+        if state != ODD and end > begin:
+            last = end
+            while last > begin and _is_space(data[last - 1]):
+                last -= 1
+            if last < end:
+                state = UNTIDY
+            if space_end == last and last > begin:
+                state = ODD
+        states[index] = state
+    return states
+
+
+@njit(cache=True, nogil=True, boundscheck=False, inline="always")
+def _is_space(byte):
+    """Whether Python strips this ASCII character."""
+    return byte == 32 or (9 <= byte <= 13) or (28 <= byte <= 31)
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def tidy(data, offsets, states, new, starts):
+    """(uint8 [m], int64 [n + 1]): the texts end to end, UNTIDY ones tidied, the ODD ones those of `new` at `starts`."""
+    num = len(offsets) - 1
+    out = np.empty(offsets[num] - offsets[0] + len(new), np.uint8)
+    places = np.zeros(num + 1, np.int64)
+    to = 0
+    odd = 0
+    for index in range(num):
+        begin, end = offsets[index], offsets[index + 1]
+        if states[index] == ODD:
+            for place in range(starts[odd], starts[odd + 1]):
+                out[to] = new[place]
+                to += 1
+            odd += 1
+        elif states[index] == FINE:
+            for place in range(begin, end):
+                out[to] = data[place]
+                to += 1
+        else:
+            first = to
+            place = begin
+            while place < end:
+                byte = data[place]
+                if byte == 13 or byte == 10:
+                    if byte == 13 and place + 1 < end and data[place + 1] == 10:
+                        place += 1
+                    while to > first and (out[to - 1] == 32 or out[to - 1] == 9):
+                        to -= 1
+                    if to > first:
+                        out[to] = 10
+                        to += 1
+                else:
+                    out[to] = byte
+                    to += 1
+                place += 1
+            while to > first and _is_space(out[to - 1]):
+                to -= 1
+        places[index + 1] = to
+    return out, places
