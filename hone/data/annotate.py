@@ -13,8 +13,9 @@ import numpy as np
 from hone.base.lazy import lazy
 from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.language import NO_LANGUAGE, Identifier
+from hone.data.readers.documents import Batch, Broken, Document, Options, poisoned
 from hone.data.readers.listing import File
-from hone.data.readers.read import Broken, Document, Options, poisoned, read_file
+from hone.data.readers.read import read_batches, read_file
 from hone.data.signals import signals_of
 from hone.data.text.batch import Texts
 
@@ -102,19 +103,20 @@ def annotate(
                 )
             waiting.clear()
 
-        for item in _documents(files, options, care):
+        for item in _items(files, options, care):
             if isinstance(item, Broken):
                 set_aside(item)
                 continue
-            raw = item.text.encode()
-            if max_bytes is not None and summary["bytes"] + waiting.num_bytes + len(raw) > max_bytes:
-                flush()  # a document that fails here makes room
-                if summary["bytes"] + len(raw) > max_bytes:
-                    summary["full"] = True
-                    break
-            waiting.add(item, raw)
-            if waiting.num_bytes >= BATCH_BYTES or len(waiting.documents) >= _BATCH_DOCUMENTS:
-                flush()
+            first, last = 0, item.texts.num_texts
+            while first < last and not summary["full"]:
+                room = None if max_bytes is None else max_bytes - summary["bytes"]
+                end = waiting.add(item, first, room)
+                if waiting.is_full or end == first:
+                    summary["full"] = end == first and not waiting.num_texts
+                    flush()  # also when there is no room left: a document that fails here makes some
+                first = end
+            if summary["full"]:
+                break
         flush()
     return summary
 
@@ -130,28 +132,58 @@ def extra_fields(scorers: Sequence[Scorer]) -> list[tuple[str, Any]]:
 
 
 class _Waiting:
-    """Documents gathered for a batch, their texts as bytes only."""
+    """Documents gathered for a batch. Where a batch ends depends on the documents alone, not on how they come."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.documents: list[Document] = []
-        self.raw: list[bytes] = []
-        self.num_bytes = 0
+        self.parts: list[Batch] = []
+        self.num_texts = self.num_bytes = 0
 
-    def add(self, document: Document, raw: bytes) -> None:
-        self.documents.append(document._replace(text=""))
-        self.raw.append(raw)
-        self.num_bytes += len(raw)
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes >= BATCH_BYTES or self.num_texts >= _BATCH_DOCUMENTS
+
+    def add(self, batch: Batch, first: int, room: int | None) -> int:
+        """Takes documents of `batch` from number `first` on until it is full or holds `room` bytes; returns the next number."""
+        ends = np.cumsum(np.diff(batch.texts.offsets[first:])) + self.num_bytes
+        count = min(int(np.searchsorted(ends, BATCH_BYTES, "left")) + 1, len(ends), _BATCH_DOCUMENTS - self.num_texts)
+        if room is not None:
+            count = min(count, int(np.searchsorted(ends, room, "right")))
+        if count:
+            self.parts.append(_part(batch, slice(first, first + count)))
+            self.num_texts += count
+            self.num_bytes = int(ends[count - 1])
+        return first + count
+
+    def gathered(self) -> Batch:
+        """All of them as one."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        columns = ([value for part in self.parts for value in part[index]] for index in range(1, len(Batch._fields)))
+        return Batch(_joined([part.texts for part in self.parts]), *columns)
 
 
-def _documents(files: Sequence[File], options: Options, care: Care | None) -> Iterator[Document | Broken]:
+def _part(batch: Batch, which: slice) -> Batch:
+    """The documents in `which` (without a step)."""
+    texts = Texts(batch.texts.data, batch.texts.offsets[which.start : which.stop + 1])
+    return Batch(texts, *(column[which] for column in batch[1:]))
+
+
+def _joined(parts: Sequence[Texts]) -> Texts:
+    """All texts end to end, copied."""
+    data = [part.data[part.offsets[0] : part.offsets[-1]] for part in parts]
+    sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+    return Texts(np.concatenate(data), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+
+
+def _items(files: Sequence[File], options: Options, care: Care | None) -> Iterator[Batch | Broken]:
     for file in files:
-        items = read_file(file, options)
         if care is None:
-            yield from items
+            yield from read_batches(file, options)
             continue
+        items = read_file(file, options)
         for number in itertools.count():
             if care.deadly("read", f"{file.name}#{number}"):  # the reader cannot step over it: what follows is lost too
                 yield Broken("killed_the_reader", file.name, "", file.size if number == 0 else 0)
@@ -159,7 +191,12 @@ def _documents(files: Sequence[File], options: Options, care: Care | None) -> It
             item = next(items, None)
             if item is None:
                 break
-            yield item
+            yield item if isinstance(item, Broken) else _alone(item)
+
+
+def _alone(document: Document) -> Batch:
+    ident, text, *rest = document
+    return Batch(Texts.of([text]), [ident], *([value] for value in rest))
 
 
 def _annotated(
@@ -170,63 +207,62 @@ def _annotated(
     care: Care | None,
 ) -> Iterator[dict[str, Any]]:
     """The batch as {rows, bytes, arrays}; of one that raises, what is left once each poison document is set aside."""
-    if not waiting.documents:
+    if not waiting.num_texts:
         return
+    batch = waiting.gathered()
     if care is None:
         try:
-            yield _arrays(waiting.documents, waiting.raw, identifier, scorers)
+            yield _arrays(batch, identifier, scorers)
             return
         except BaseException as error:
             if not poisoned(error):
                 raise
-    good_documents, good_raw = [], []
-    for document, raw in zip(waiting.documents, waiting.raw):
-        if care is not None and care.deadly("annotate", document.id):
-            set_aside(Broken("killed_the_worker", document.source, raw.decode()[:400], len(raw)))
-            continue
-        try:
-            _arrays([document], [raw], identifier, scorers)
-        except BaseException as error:
-            if not poisoned(error):
-                raise
-            set_aside(Broken(f"failed_{type(error).__name__}", document.source, raw.decode()[:400], len(raw)))
+    good = []
+    for number in range(waiting.num_texts):
+        one = _part(batch, slice(number, number + 1))
+        reason = ""
+        if care is not None and care.deadly("annotate", one.ids[0]):
+            reason = "killed_the_worker"
         else:
-            good_documents.append(document)
-            good_raw.append(raw)
-    if good_documents:
-        yield _arrays(good_documents, good_raw, identifier, scorers)
+            try:
+                _arrays(one, identifier, scorers)
+            except BaseException as error:
+                if not poisoned(error):
+                    raise
+                reason = f"failed_{type(error).__name__}"
+        if reason:
+            set_aside(Broken(reason, one.sources[0], next(one.texts.strings())[:400], one.texts.num_bytes))
+        else:
+            good.append(number)
+    if good:
+        yield _arrays(_picked(batch, good), identifier, scorers)
 
 
-def _arrays(
-    documents: Sequence[Document], raw: Sequence[bytes], identifier: Identifier, scorers: Sequence[Scorer]
-) -> dict[str, Any]:
-    """Column name to Arrow array of a batch, with its documents and bytes."""
-    texts = _joined(raw)
-    is_prose = np.fromiter((document.kind != "code" for document in documents), bool, len(documents))
-    codes = np.full(len(documents), NO_LANGUAGE, object)
-    sure = np.ones(len(documents))
+def _picked(batch: Batch, numbers: Sequence[int]) -> Batch:
+    """The documents `numbers`, copied."""
+    texts = _joined([_part(batch, slice(number, number + 1)).texts for number in numbers])
+    return Batch(texts, *([column[number] for number in numbers] for column in batch[1:]))
+
+
+def _arrays(batch: Batch, identifier: Identifier, scorers: Sequence[Scorer]) -> dict[str, Any]:
+    """Column name to Arrow array of a batch, with its rows and bytes."""
+    texts, count = batch.texts, batch.texts.num_texts
+    is_prose = np.fromiter((kind != "code" for kind in batch.kinds), bool, count)
+    codes = np.full(count, NO_LANGUAGE, object)
+    sure = np.ones(count)
     if is_prose.any():
-        prose = texts if is_prose.all() else _joined([text for text, wanted in zip(raw, is_prose) if wanted])
+        prose = texts if is_prose.all() else _picked(batch, np.flatnonzero(is_prose).tolist()).texts
         codes[is_prose], sure[is_prose] = identifier.identify_all(prose)
     columns: dict[str, np.ndarray] = dict(signals_of(texts))
     for scorer in scorers:
         columns |= scorer.columns(texts)
+    said = {"id": batch.ids, "source": batch.sources, "group": batch.groups, "kind": batch.kinds, "url": batch.urls}
     arrays = {
-        "text": pa.LargeStringArray.from_buffers(len(raw), pa.py_buffer(texts.offsets), pa.py_buffer(texts.data)),
-        "family": pa.array(np.fromiter((document.family for document in documents), np.uint64, len(documents))),
+        "text": texts.to_arrow(),
+        "family": pa.array(np.array(batch.families, np.uint64)),
         "language": pa.array(codes, pa.string()),
         "language_score": pa.array(sure),
-        **{
-            name: pa.array([getattr(document, name) for document in documents], pa.string())
-            for name in Document._fields
-            if name in ("id", "source", "group", "kind")
-        },
+        **{name: pa.array(values, pa.string()) for name, values in {**said, "metadata": batch.metadata}.items()},
         **{name: pa.array(values, pa.from_numpy_dtype(values.dtype)) for name, values in columns.items()},
     }
-    return {"rows": len(documents), "bytes": texts.num_bytes, "arrays": arrays}
-
-
-def _joined(raw: Sequence[bytes]) -> Texts:
-    offsets = np.zeros(len(raw) + 1, np.int64)
-    np.cumsum([len(text) for text in raw], out=offsets[1:])
-    return Texts(np.frombuffer(b"".join(raw), np.uint8), offsets)
+    return {"rows": count, "bytes": texts.num_bytes, "arrays": arrays}

@@ -18,6 +18,7 @@ from hone.data.text.batch import Texts
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
+_LONG = ("source", "url", "metadata")
 BATCH_BYTES = 16 << 20
 """Text that is held in memory and looked at at once: a row group of a shard."""
 
@@ -47,6 +48,8 @@ def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
             ("group", pa.string()),
             ("kind", pa.string()),
             ("family", pa.uint64()),
+            ("url", pa.string()),
+            ("metadata", pa.string()),
             ("language", pa.string()),
             ("language_score", pa.float64()),
             *((name, getattr(pa, kind)()) for name, kind in SIGNALS.items()),
@@ -58,7 +61,7 @@ def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
 class Columns(Mapping[str, np.ndarray]):
     """Columns of all shards by name, each [num_documents], read when it is first asked for and then kept.
 
-    Short texts (id, group, kind, language) are numpy strings; `source` is an object array that holds each name once.
+    Short texts (id, group, kind, language) are numpy strings; the others are object arrays that hold each text once.
     """
 
     def __init__(self, shards: Sequence[Path], names: Sequence[str]) -> None:
@@ -99,9 +102,9 @@ def _as_numpy(column: Any, name: str) -> np.ndarray:
         encoded = encoded.unify_dictionaries().combine_chunks()
     distinct = encoded.dictionary.to_pylist()
     kinds = (
-        np.array(distinct, object if name == "source" else str)
+        np.array(distinct, object if name in _LONG else str)
         if distinct
-        else np.empty(0, object if name == "source" else "U1")
+        else np.empty(0, object if name in _LONG else "U1")
     )
     return kinds[encoded.indices.to_numpy(zero_copy_only=False)]
 

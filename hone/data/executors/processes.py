@@ -68,7 +68,7 @@ class _Processes:
     def map(self, function: Function, tasks: Sequence[Task], rescue: Rescue | None = None) -> Iterator[dict[str, Any]]:
         tasks = list(tasks)
         deaths = [0] * len(tasks)
-        results: dict[int, dict[str, Any]] = {}
+        results: dict[int, dict[str, Any] | BaseException] = {}
         waiting = list(range(len(tasks)))[::-1]
         try:
             for wanted in range(len(tasks)):
@@ -85,7 +85,12 @@ class _Processes:
                                 raise given_up(tasks[number], _how(code))
                             tasks[number] = other
                         waiting.append(number)
-                yield results.pop(wanted)
+                result = results.pop(wanted)
+                if isinstance(
+                    result, BaseException
+                ):  # only now: which error is raised must not depend on who was first
+                    raise result
+                yield result
         finally:
             for worker, _ in self._busy.values():  # an error, or the caller has enough
                 worker.stop()
@@ -118,13 +123,11 @@ class _Processes:
                 worker.stop()
         return heard
 
-    def _opened(self, answer: bytes) -> dict[str, Any]:
-        """The summary in a worker's answer; raises what it raised."""
+    def _opened(self, answer: bytes) -> dict[str, Any] | BaseException:
+        """The summary in a worker's answer, or what the task raised."""
         summary, error, memory = pickle.loads(answer)
         self.peak_memory_bytes = max(self.peak_memory_bytes or 0, memory)
-        if error is not None:
-            raise error
-        return summary
+        return summary if error is None else error
 
     def close(self) -> None:
         """Ends all workers."""

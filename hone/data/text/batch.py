@@ -41,6 +41,12 @@ class Texts(NamedTuple):
         places = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
         return cls(np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8), places)
 
+    def to_arrow(self) -> Any:
+        """The same buffers as an Arrow large_string array."""
+        offsets = np.ascontiguousarray(self.offsets, np.int64)
+        data = np.ascontiguousarray(self.data)
+        return pa.LargeStringArray.from_buffers(self.num_texts, pa.py_buffer(offsets), pa.py_buffer(data))
+
     @property
     def num_texts(self) -> int:
         return len(self.offsets) - 1
