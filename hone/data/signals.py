@@ -1,28 +1,17 @@
-"""Signals: one look at a document gives the columns that every rule decides by (Gopher, C4, FineWeb and simple counts)."""
+"""Signals: one look at a document gives the columns that every rule decides by (Gopher, C4, FineWeb, RefinedWeb and more)."""
 
 from __future__ import annotations
 
-import hashlib
-import re
+import itertools
 import unicodedata
-import zlib
-from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from hone.base.errors import MissingExtra, SpecError
 from hone.data.text.batch import Texts
 
-Lexicon = tuple[str, ...]
-
-STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
-POLICY_PHRASES = (
-    "terms of use",
-    "privacy policy",
-    "cookie policy",
-    "uses cookies",
-    "use of cookies",
-    "use cookies",
-)
 SIGNALS: dict[str, str] = {
     "text_hash": "uint64",
     "bytes": "int64",
@@ -57,20 +46,41 @@ SIGNALS: dict[str, str] = {
     "dup_paragraph_chars": "float64",
     **{f"top_{n}gram_chars": "float64" for n in (2, 3, 4)},
     **{f"dup_{n}gram_chars": "float64" for n in range(5, 11)},
+    "mtld": "float64",
+    "flesch": "float64",
+    "non_alnum_ratio": "float64",
+    "whitespace_ratio": "float64",
+    "paren_ratio": "float64",
+    "url_ratio": "float64",
+    "number_words": "float64",
+    "upper_lines": "float64",
+    "boilerplate_words": "float64",
+    "c4_lines": "float64",
+    "c4_sentences": "int64",
+    "c4_loose_sentences": "int64",
+    "long_lines": "int64",
+    "emails": "int64",
+    "public_ips": "int64",
+    "phones": "int64",
+    "cards": "int64",
+    "toxic_words": "float64",
 }
-"""Column name to type. Ratios are per word, fractions are of lines or characters; 0 where the document has none."""
+"""Column name to type. Ratios are per word or per character, fractions are of lines, words or characters; 0 where the
+document has none. Words end at Unicode white space; lengths are in characters. What is not plain by its name:
 
-_LETTER = re.compile(r"[^\W\d_]")
-_BULLET = ("•", "-", "●", "*", "‣", "◦")
-# Possessive and anchored at run starts: linear even on ten megabytes of dots.
-_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]”’]*+(?=\s|$)|[。！？]")
-_TERMINAL = (".", "!", "?", '"', "'", "”", "。", "！", "？")
-_PARAGRAPH = re.compile(r"\n{2,}")
-_URL = re.compile(r"https?://|www\.")
-_DIGIT = re.compile(r"[0-9]+")
-_UPPER = re.compile(r"[A-Z]+")
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_EDGE_PUNCTUATION = ".,;:!?\"'()[]{}<>*`"
+text_hash: 64 bits of the words, the spaces and line breaks between them: equal texts, equal hashes.
+unique_words: different words without case and the punctuation around, per word.
+compression_ratio: bytes per byte of zstd at level 1, each document alone; repetition raises it.
+dup_*, top_*: of lines, paragraphs and word n-grams seen before in the document, and of the most frequent n-gram; exact.
+mtld: mean length of stretches of words until the share of different ones sinks to 0.72 (McCarthy and Jarvis 2010,
+doi:10.3758/BRM.42.2.381). flesch: reading ease (Flesch 1948, doi:10.1037/h0057532), English syllables as vowel groups.
+upper_lines: lines of which more than half is upper case. boilerplate_words: words RefinedWeb's line rules take away.
+c4_lines: lines that C4 keeps; c4_sentences: sentences in them; c4_loose_sentences: the same without the rule that a line
+ends with punctuation, as FineWeb runs it. long_lines: lines of 200 characters or more.
+emails, public_ips, phones, cards: what looks like personal data and passes its check (RFC 5321 shape, public IPv4 range,
+E.164 or North American grouping, Luhn). toxic_words: words at which a word or phrase of the lexicon begins, per word; not
+a number (nan) where no lexicon was named.
+"""
 
 
 def normalize(text: str) -> str:
@@ -79,123 +89,55 @@ def normalize(text: str) -> str:
     return "\n".join([line.rstrip(" \t") for line in text.split("\n")]).strip("\n").rstrip()
 
 
-def signals_of(texts: Texts, lexicon: Lexicon | None = None) -> dict[str, np.ndarray]:
+def read_lexicon(path: Path) -> tuple[str, ...]:
+    """The words and phrases of a lexicon: UTF-8, one a line, '#' begins a comment. Raises SpecError without any."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"the lexicon {path} cannot be read: {error}", fix="name a UTF-8 file, one entry a line"
+        ) from None
+    entries = tuple(sorted({line for line in lines if line and not line.startswith("#")}))
+    if not entries:
+        raise SpecError(f"the lexicon {path} has no entry", fix="write one word or phrase a line")
+    return entries
+
+
+def signals_of(texts: Texts, lexicon: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type that SIGNALS names.
 
     `lexicon` names the words and phrases that `toxic_words` counts; without one that column is not a number.
     """
-    rows = [signals(text) for text in texts.strings()]
-    return {name: np.array([row[name] for row in rows], kind) for name, kind in SIGNALS.items()}
+    try:
+        from hone.data.text import measure
+    except ImportError as error:
+        raise MissingExtra.of("measuring texts", error.name or "numba", "data") from None
+    counts, mtld = measure.counts_of(texts, lexicon or ())
+    columns = measure.columns_of(counts)
+    columns["bytes"] = np.diff(texts.offsets)
+    columns["mtld"] = mtld
+    columns["compression_ratio"] = columns["bytes"] / np.maximum(_compressed(texts), 1)
+    if lexicon is None:
+        columns["toxic_words"] = np.full(texts.num_texts, np.nan)
+    return {name: columns[name].astype(kind, copy=False) for name, kind in SIGNALS.items()}
 
 
 def signals(text: str) -> dict[str, float | int]:
     """The value of every column in SIGNALS for one document."""
-    raw = text.encode()
-    words = text.split()
-    lowered = text.lower()
-    lines = [line for line in text.split("\n") if line.strip()]
-    paragraphs = [part for part in _PARAGRAPH.split(text) if part.strip()]
-    num_words, num_lines, num_chars = max(len(words), 1), max(len(lines), 1), max(len(text), 1)
-    word_chars = np.fromiter(map(len, words), np.int64, len(words))
-    bare = {word.strip(_EDGE_PUNCTUATION) for word in set(lowered.split())}
-    alphabetic = sum(count for word, count in Counter(words).items() if _LETTER.search(word))
-    row: dict[str, float | int] = {
-        "text_hash": int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"),
-        "bytes": len(raw),
-        "chars": len(text),
-        "words": len(words),
-        "lines": len(lines),
-        "sentences": len(_SENTENCE_END.findall(text)),
-        "mean_word_chars": float(word_chars.sum() / num_words),
-        "max_word_chars": int(word_chars.max(initial=0)),
-        "max_line_chars": max(map(len, lines), default=0),
-        "hash_ratio": text.count("#") / num_words,
-        "ellipsis_ratio": (text.count("...") + text.count("…")) / num_words,
-        "bullet_lines": sum(line.lstrip().startswith(_BULLET) for line in lines) / num_lines,
-        "ellipsis_lines": sum(line.endswith(("...", "…")) for line in lines) / num_lines,
-        "alpha_words": alphabetic / num_words,
-        "stop_words": len(STOP_WORDS & bare),
-        "punctuated_lines": sum(line.endswith(_TERMINAL) for line in lines) / num_lines,
-        "short_lines": sum(len(line) <= 30 for line in lines) / num_lines,
-        "newline_ratio": text.count("\n") / num_words,
-        "javascript_lines": _lines_with(lowered, ("javascript",)) / num_lines,
-        "policy_lines": _lines_with(lowered, POLICY_PHRASES) / num_lines,
-        "lorem_ipsum": lowered.count("lorem ipsum"),
-        "braces": text.count("{"),
-        "urls": len(_URL.findall(lowered)),
-        "digit_ratio": sum(map(len, _DIGIT.findall(text))) / num_chars,
-        "upper_ratio": sum(map(len, _UPPER.findall(text))) / num_chars,
-        "unique_words": len(bare) / num_words,
-        "compression_ratio": len(raw) / max(len(zlib.compress(raw, 1)), 1),
-    }
-    row["dup_lines"], row["dup_line_chars"] = _duplicates(lines, num_chars)
-    row["dup_paragraphs"], row["dup_paragraph_chars"] = _duplicates(paragraphs, num_chars)
-    row.update(_ngram_signals(words, word_chars, num_chars))
-    return row
+    return {name: column[0].item() for name, column in signals_of(Texts.of([text])).items()}
 
 
-def _lines_with(lowered: str, phrases: tuple[str, ...]) -> int:
-    """Number of lines that hold one of `phrases`; most texts hold none and are not split."""
-    if not any(phrase in lowered for phrase in phrases):
-        return 0
-    return sum(any(phrase in line for phrase in phrases) for line in lowered.split("\n"))
-
-
-def _duplicates(parts: list[str], num_chars: int) -> tuple[float, float]:
-    """(fraction of parts seen before, fraction of characters in them)."""
-    seen: set[str] = set()
-    count = chars = 0
-    for part in parts:
-        if part in seen:
-            count += 1
-            chars += len(part)
-        seen.add(part)
-    return count / max(len(parts), 1), chars / num_chars
-
-
-def _ngram_signals(words: list[str], word_chars: np.ndarray, num_chars: int) -> dict[str, float]:
-    """Character fractions of the most frequent 2- to 4-gram and of 5- to 10-grams seen before.
-
-    An n-gram's characters include the spaces inside it. Words in several repeated n-grams count once.
-    """
-    numbers: dict[str, int] = {}
-    ids = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.uint64, len(words))
-    ends = np.concatenate([[0], np.cumsum(word_chars)])
-    row = {}
-    grams = ids
-    for n in range(2, 11):
-        # Polynomial hash of the n words that begin at each place; 64 bits, so equal hashes are equal n-grams.
-        grams = mix(grams[:-1] * _MIX + ids[n - 1 :] + np.uint64(1)) if len(words) >= n else grams[:0]
-        name = f"top_{n}gram_chars" if n <= 4 else f"dup_{n}gram_chars"
-        _, first, inverse, counts = np.unique(grams, return_index=True, return_inverse=True, return_counts=True)
-        if not len(grams) or counts.max() == 1:
-            row[name] = 0.0
-            if n > 4:  # no longer n-gram can repeat either
-                row.update({f"dup_{m}gram_chars": 0.0 for m in range(n, 11)})
-                break
-            continue
-        if n <= 4:
-            top = first[counts == counts.max()]
-            chars = int((ends[top + n] - ends[top]).max()) + n - 1
-            row[name] = chars * int(counts.max()) / num_chars
-        else:
-            repeated = np.flatnonzero(first[inverse] != np.arange(len(grams)))
-            row[name] = _covered_chars(repeated, n, word_chars) / num_chars
-    return row
-
-
-def _covered_chars(starts: np.ndarray, n: int, word_chars: np.ndarray) -> int:
-    """Characters in the union of the n-word spans at `starts` (int [k], rising), inner spaces included."""
-    change = np.zeros(len(word_chars) + 1, np.int64)
-    np.add.at(change, starts, 1)
-    np.add.at(change, starts + n, -1)
-    covered = np.cumsum(change[:-1]) > 0
-    joined = covered[1:] & covered[:-1]
-    return int(word_chars[covered].sum() + joined.sum())
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 that spreads every input bit (the finalizer of splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _compressed(texts: Texts) -> np.ndarray:
+    """int64 [num_texts]: bytes of each text compressed by zstd at level 1."""
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtra.of("measuring texts", "zstandard", "data") from None
+    compressor = zstandard.ZstdCompressor(level=1, write_checksum=False, write_content_size=False)
+    data = memoryview(np.ascontiguousarray(texts.data))
+    places = texts.offsets.tolist()
+    return np.fromiter(
+        (len(compressor.compress(data[start:end])) for start, end in itertools.pairwise(places)),
+        np.int64,
+        texts.num_texts,
+    )

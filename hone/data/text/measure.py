@@ -1,0 +1,206 @@
+"""The pass over a batch: every document is read once, and all its counts stand in one row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from hone.data.text import personal, tables
+from hone.data.text import scan as s
+from hone.data.text import words as w
+from hone.data.text.batch import Texts
+from hone.data.text.hashing import mix
+from hone.data.text.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
+from hone.data.text.scan import LINES, NUM_TOTALS, PARAGRAPHS, WORDS, Scratch, empty_scratch, scan
+from hone.data.text.segment import find, fold, kernel
+from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, FORM, Alphabet, Words, empty_words
+
+(
+    DUP_LINES, DUP_LINE_CHARS, DUP_PARAGRAPHS, DUP_PARAGRAPH_CHARS, NGRAMS, DIFFERENT, EMAILS, ADDRESSES, PHONES, CARDS,
+    TOXIC,
+) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 19))  # fmt: skip
+"""Places in a document's row, after its totals; NGRAMS is the first of nine."""
+NUM_COLUMNS = TOXIC + 1
+_FIRST_WORDS = 1 << 15
+_MOST_WORDS = 3 << 13
+"""Different words kept from document to document; above it the table starts anew: it must fit a core's cache."""
+_LEAST_DIGITS = 4
+_TOXIC_FIRST, _FILLED = tables.flag("toxic_first"), tables.flag("filled")
+
+
+@kernel
+def phrase_hash(words: Words, ids: np.ndarray, first: int, end: int) -> int:
+    """Hash of the bare forms of words first..end of a document; never 0."""
+    hashed = np.uint64(7)
+    for index in range(first, end):
+        hashed = fold(hashed, words.records[ids[index], BARE_HASH])
+    return max(mix(hashed), np.uint64(1))
+
+
+@kernel
+def toxic_words(words: Words, ids: np.ndarray, num_words: int, phrases: np.ndarray, longest: int) -> int:
+    """Words at which a phrase begins whose hash is in the table `phrases`."""
+    hits = 0
+    for place in range(num_words):
+        if words.records[ids[place], FLAGS] & np.uint64(_TOXIC_FIRST):
+            for size in range(1, min(longest, num_words - place) + 1):
+                key = phrase_hash(words, ids, place, place + size)
+                if phrases[find(phrases, key)] == key:
+                    hits += 1
+                    break
+    return hits
+
+
+@kernel
+def repeats(words: Words, scratch: Scratch, table: Table, row: np.ndarray, stamps: np.ndarray, stamp: int) -> tuple:
+    """Fills the part of `row` about what repeats itself. Returns (MTLD, next free stamp)."""
+    num_words = row[WORDS]
+    row[DUP_LINES], row[DUP_LINE_CHARS] = duplicates(scratch.line_hashes, scratch.line_chars, row[LINES], table)
+    row[DUP_PARAGRAPHS], row[DUP_PARAGRAPH_CHARS] = duplicates(
+        scratch.paragraph_hashes, scratch.paragraph_chars, row[PARAGRAPHS], table
+    )
+    ngrams(scratch.ids, scratch.places, num_words, table, row[NGRAMS:DIFFERENT])
+    forms = scratch.ids  # no longer needed as words
+    filled = 0
+    for index in range(num_words):
+        number = forms[index]
+        forms[filled] = words.records[number, FORM]
+        filled += (words.records[number, FLAGS] & np.uint64(_FILLED)) != 0
+    row[DIFFERENT], mtld, stamp = diversity(forms, filled, stamps, stamp)
+    return mtld, stamp
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def measure(
+    data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet, toxic: np.ndarray, phrases: np.ndarray, longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(counts int64 [n, NUM_COLUMNS], MTLD float64 [n]) of n documents."""
+    num_texts = len(offsets) - 1
+    largest = 0
+    for index in range(num_texts):
+        largest = max(largest, offsets[index + 1] - offsets[index])
+    scratch, table = empty_scratch(largest), empty_table(largest)
+    words = empty_words(_FIRST_WORDS, largest)
+    stamps, stamp = np.zeros(_FIRST_WORDS, np.int32), 1
+    firsts, ends = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    counts, mtld = np.zeros((num_texts, NUM_COLUMNS), np.int64), np.zeros(num_texts)
+    for index in range(num_texts):
+        start, end, row = offsets[index], offsets[index + 1], counts[index]
+        if words.used[0] > _MOST_WORDS:
+            words = empty_words(_FIRST_WORDS, largest)
+            stamps, stamp = np.zeros(_FIRST_WORDS, np.int32), 1
+        while not scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS]):
+            room = 4 * len(words.records)
+            words = empty_words(room, room + largest)
+            stamps, stamp = np.zeros(room, np.int32), 1
+        if longest > 0:
+            row[TOXIC] = toxic_words(words, scratch.ids, row[WORDS], phrases, longest)
+        mtld[index], stamp = repeats(words, scratch, table, row, stamps, stamp)
+        if row[ATS]:
+            row[EMAILS] = personal.emails(data, start, end)
+        if row[DIGITS] >= _LEAST_DIGITS:
+            personal.numbers(data, start, end, row[ADDRESSES : CARDS + 1], firsts, ends)
+    return counts, mtld
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> tuple[np.ndarray, np.ndarray, int]:
+    """(hash of the first word, hash of all words, each [n]; words of the longest) of n phrases; 0 for one without a word."""
+    num_texts = len(offsets) - 1
+    firsts, wholes = np.zeros(num_texts, np.uint64), np.zeros(num_texts, np.uint64)
+    nothing, longest = np.zeros(0, np.uint64), 0
+    total = np.zeros(NUM_TOTALS, np.int64)
+    for index in range(num_texts):
+        num_bytes = offsets[index + 1] - offsets[index]
+        words, scratch = empty_words(capacity_for(num_bytes), num_bytes), empty_scratch(num_bytes)
+        scan(data, offsets[index], offsets[index + 1], words, nothing, alphabet, scratch, total)
+        if total[WORDS]:
+            firsts[index] = words.records[scratch.ids[0], BARE_HASH]
+            wholes[index] = phrase_hash(words, scratch.ids, 0, total[WORDS])
+            longest = max(longest, total[WORDS])
+    return firsts, wholes, longest
+
+
+@functools.cache
+def alphabet() -> Alphabet:
+    """The tables of hone.data.text.tables as the kernels take them."""
+    return Alphabet(tables.byte_kinds(), tables.spaces(), tables.classes(), tables.lower_case(), *tables.patterns())
+
+
+@functools.lru_cache(maxsize=4)
+def phrase_table(lexicon: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, int]:
+    """(sorted hashes of first words, table of the phrases, words of the longest) of a lexicon."""
+    texts = Texts.of(lexicon)
+    firsts, wholes, longest = phrase_hashes(_frozen(texts.data), texts.offsets, alphabet())
+    table = np.zeros(max(1 << (4 * len(wholes)).bit_length(), 16), np.uint64)
+    for key in np.unique(wholes[wholes != 0]).tolist():
+        slot = key & len(table) - 1
+        while table[slot]:
+            slot = (slot + 1) & len(table) - 1
+        table[slot] = key
+    return np.unique(firsts[firsts != 0]), table, longest
+
+
+def _frozen(data: np.ndarray) -> np.ndarray:
+    """A view that cannot be written, whatever `data` is: kernels are compiled for one kind of array only."""
+    view = np.ascontiguousarray(data).view()
+    view.flags.writeable = False
+    return view
+
+
+def counts_of(texts: Texts, lexicon: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """(counts int64 [num_texts, NUM_COLUMNS], MTLD float64 [num_texts]) of `texts`."""
+    toxic, phrases, longest = phrase_table(tuple(lexicon))
+    offsets = np.array(texts.offsets, np.int64)  # a copy that can be written, as all others the kernel sees
+    return measure(_frozen(texts.data), offsets, alphabet(), toxic, phrases, longest)
+
+
+def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """The signal columns that follow from `counts` (int64 [n, NUM_COLUMNS]) of n documents."""
+    get = counts.T
+    chars = get[w.CHARS] + get[s.GAPS] + get[s.NEWLINES]
+    stops = get[s.STOPS]
+    num_words, num_lines, num_chars = np.maximum(get[s.WORDS], 1), np.maximum(get[s.LINES], 1), np.maximum(chars, 1)
+    lettered = np.maximum(get[w.LETTERED], 1)
+    columns = {
+        "text_hash": get[s.TEXT_HASH].view(np.uint64),
+        "chars": chars,
+        "stop_words": sum(stops >> bit & 1 for bit in range(len(tables.STOP_WORDS))),
+        "non_alnum_ratio": (chars - get[w.ALNUMS]) / num_chars,
+        "whitespace_ratio": (get[s.GAPS] + get[s.NEWLINES]) / num_chars,
+        "flesch": np.where(
+            get[w.LETTERED] > 0,
+            206.835 - 1.015 * lettered / np.maximum(get[w.SENTENCES], 1) - 84.6 * get[w.SYLLABLES] / lettered,
+            0.0,
+        ),
+        "dup_paragraphs": get[DUP_PARAGRAPHS] / np.maximum(get[s.PARAGRAPHS], 1),
+    }
+    plain = {
+        "words": s.WORDS, "lines": s.LINES, "sentences": w.SENTENCES, "max_word_chars": s.MAX_WORD,
+        "max_line_chars": s.MAX_LINE, "lorem_ipsum": s.LOREM_IPSUM, "braces": w.BRACES, "urls": w.URLS,
+        "c4_sentences": s.C4_SENTENCES, "c4_loose_sentences": s.C4_LOOSE_SENTENCES, "long_lines": s.LONG_LINES,
+        "emails": EMAILS, "public_ips": ADDRESSES, "phones": PHONES, "cards": CARDS,
+    }  # fmt: skip
+    of_words = {
+        "mean_word_chars": w.CHARS, "hash_ratio": w.HASHES, "ellipsis_ratio": w.ELLIPSES, "alpha_words": w.LETTERED,
+        "newline_ratio": s.NEWLINES, "unique_words": DIFFERENT, "number_words": w.NUMBERS,
+        "boilerplate_words": s.BOILERPLATE_WORDS, "toxic_words": TOXIC,
+    }  # fmt: skip
+    of_lines = {
+        "bullet_lines": s.BULLET_LINES, "ellipsis_lines": s.ELLIPSIS_LINES, "punctuated_lines": s.PUNCTUATED_LINES,
+        "short_lines": s.SHORT_LINES, "javascript_lines": s.JAVASCRIPT_LINES, "policy_lines": s.POLICY_LINES,
+        "upper_lines": s.UPPER_LINES, "c4_lines": s.C4_LINES, "dup_lines": DUP_LINES,
+    }  # fmt: skip
+    of_chars = {
+        "digit_ratio": w.DIGITS, "upper_ratio": w.UPPERS, "paren_ratio": w.PARENS, "url_ratio": w.URL_CHARS,
+        "dup_line_chars": DUP_LINE_CHARS, "dup_paragraph_chars": DUP_PARAGRAPH_CHARS,
+        **{f"top_{n}gram_chars": NGRAMS + n - 2 for n in (2, 3, 4)},
+        **{f"dup_{n}gram_chars": NGRAMS + n - 2 for n in range(5, 11)},
+    }  # fmt: skip
+    for places, divisor in ((plain, None), (of_words, num_words), (of_lines, num_lines), (of_chars, num_chars)):
+        for name, place in places.items():
+            columns[name] = get[place] if divisor is None else get[place] / divisor
+    return columns

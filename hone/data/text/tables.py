@@ -1,0 +1,137 @@
+"""Tables that let kernels treat UTF-8 as Unicode: white space, classes of code points, lower case, words to look for."""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+
+import numpy as np
+
+ALPHABETIC, ALPHANUMERIC, UPPER_CASE, EDGE, CLOSER, TERMINAL, BULLET, FULL_STOP = (1 << bit for bit in range(8))
+"""Bits of `classes`: what str.isalpha, str.isalnum and str.isupper say of a character, and the marks below."""
+WORD_BYTE, SPACE_BYTE, NEWLINE_BYTE, LEAD_BYTE = range(4)
+"""Kinds of bytes: part of a word, white space, line break, first byte of what may be a wide space."""
+EDGE_PUNCTUATION = ".,;:!?\"'()[]{}<>*`"
+"""What is taken from both ends of a word to make it bare."""
+CLOSERS = "\"')]”’"
+"""Marks that may stand between the end of a sentence and the space after it."""
+TERMINAL_MARKS = ".!?\"'”。！？"
+BULLETS = "•-●*‣◦"
+FULL_STOPS = "。！？"
+"""Marks that end a sentence wherever they stand."""
+STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
+COUNTED_THINGS = (
+    "likes", "shares", "comments", "retweets", "reposts", "quotes", "bookmarks", "upvotes", "downvotes", "downloads",
+    "views", "followers",
+)  # fmt: skip
+
+STARTS, ENDS, EQUALS, CONTAINS, BARE = range(5)
+"""How a pattern fits a lower-cased word; BARE: equals it without the punctuation around."""
+FLAGS = (
+    *(f"stop_{word}" for word in STOP_WORDS), "bullet", "ellipsis", "terminal", "c4_terminal", "javascript", "lorem",
+    "ipsum", "terms", "of", "use_first", "privacy", "policy", "cookie", "uses", "cookies", "use_last", "thing",
+    "quantity", "sign_in", "read", "more", "items", "in", "cart", "toxic_first", "letter", "filled",
+    "wide",
+)  # fmt: skip
+"""Names of the bits that a word's flags may have, the lowest first."""
+_PATTERNS = (
+    *((word, BARE, f"stop_{word}") for word in STOP_WORDS),
+    *((word, BARE, "thing") for word in COUNTED_THINGS),
+    ("javascript", CONTAINS, "javascript"),
+    ("lorem", ENDS, "lorem"),
+    ("ipsum", STARTS, "ipsum"),
+    ("terms", ENDS, "terms"),
+    ("of", EQUALS, "of"),
+    ("use", STARTS, "use_first"),
+    ("use", ENDS, "use_last"),
+    ("uses", ENDS, "uses"),
+    ("privacy", ENDS, "privacy"),
+    ("policy", STARTS, "policy"),
+    ("cookie", ENDS, "cookie"),
+    ("cookies", STARTS, "cookies"),
+    ("sign-in", STARTS, "sign_in"),
+    ("read", BARE, "read"),
+    ("more...", EQUALS, "more"),
+    ("more…", EQUALS, "more"),
+    ("items", BARE, "items"),
+    ("in", EQUALS, "in"),
+    ("cart", BARE, "cart"),
+)
+
+
+def flag(name: str) -> int:
+    """The bit that stands for `name` of FLAGS."""
+    return 1 << FLAGS.index(name)
+
+
+@functools.cache
+def byte_kinds() -> np.ndarray:
+    """uint8 [256]: the kind of each byte."""
+    kinds = np.full(256, WORD_BYTE, np.uint8)
+    for code in range(128):
+        if chr(code).isspace():
+            kinds[code] = SPACE_BYTE
+    kinds[ord("\n")] = NEWLINE_BYTE
+    for code in spaces():
+        if code >= 128:
+            kinds[chr(code).encode()[0]] = LEAD_BYTE
+    return kinds
+
+
+@functools.cache
+def spaces() -> np.ndarray:
+    """int64 [29]: the code points that part words, as str.split has it."""
+    return np.array([code for code in range(0x3001) if chr(code).isspace()], np.int64)
+
+
+@functools.cache
+def classes() -> np.ndarray:
+    """uint8 [n]: the classes of every code point below n; all others have none."""
+    codes = [*range(0x34000), *range(0xE0000, 0xE0200)]
+    table = np.zeros(codes[-1] + 1, np.uint8)
+    for code in codes:
+        char = chr(code)
+        if char.isalnum():
+            table[code] = ALPHANUMERIC | (ALPHABETIC if char.isalpha() else 0)
+        if char.isupper():
+            table[code] |= UPPER_CASE
+    marks = (
+        (EDGE_PUNCTUATION, EDGE),
+        (CLOSERS, CLOSER),
+        (TERMINAL_MARKS, TERMINAL),
+        (BULLETS, BULLET),
+        (FULL_STOPS, FULL_STOP),
+    )
+    for chars, bit in marks:
+        for char in chars:
+            table[ord(char)] |= bit
+    return table[: int(np.flatnonzero(table)[-1]) + 1]
+
+
+@functools.cache
+def lower_case() -> np.ndarray:
+    """int32 [n]: the lower-case form of every code point below n, one for one; all others are their own.
+
+    The dotted capital I, the only one whose full form has two code points, becomes a plain i, and sigma is never final.
+    """
+    table = np.arange(0x20000, dtype=np.int32)
+    for code in range(len(table)):
+        if not 0xD800 <= code < 0xE000 and unicodedata.category(chr(code)) in ("Lu", "Lt", "Nl", "So"):
+            table[code] = ord(chr(code).lower()[0])
+    return table[: int(np.flatnonzero(table != np.arange(len(table)))[-1]) + 1]
+
+
+@functools.cache
+def patterns() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The words to look for: code points int32 end to end, offsets int64 [k + 1], mode, bit and letters int64 [k].
+
+    Letters are a set of code points modulo 64, as bits: a word that lacks one of them cannot fit.
+    """
+    texts = [[ord(char) for char in text] for text, _, _ in _PATTERNS]
+    codes = np.array([code for text in texts for code in text], np.int32)
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum([len(text) for text in texts], out=offsets[1:])
+    modes = np.array([mode for _, mode, _ in _PATTERNS], np.int64)
+    bits = np.array([flag(name) for _, _, name in _PATTERNS], np.int64)
+    letters = np.array([sum(1 << code for code in {code % 64 for code in text}) for text in texts], np.uint64)
+    return codes, offsets, modes, bits, letters
