@@ -15,7 +15,7 @@ from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sort
 from hone.data.expression import evaluate
 
 _UNITS = ("line", "paragraph", "sentence")
-_ROW = np.dtype([("key", np.uint64), ("document", np.int32), ("unit", np.int32)])
+_ROW = np.dtype([("document", np.int32), ("unit", np.int32)])
 _UNIT = np.dtype([("document", np.int32), ("start", np.int64), ("end", np.int64)])
 
 
@@ -44,18 +44,27 @@ class Lines(Edit):
         "kind != 'code'", description="Expression that picks the documents that take part; 'True' for all."
     )
 
-    def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
-        chosen = alive & evaluate(self.when, corpus.columns)
-        spans = list(corpus.spans())
-        for span in spans:
+    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
+        """Which documents are compared (bool [num_documents])."""
+        return alive & evaluate(self.when, corpus.columns)
+
+    def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
+        """Hashes the units of each shard of `corpus`, unless they are in `state`; may see only some of the shards."""
+        for span in corpus.spans():
             self._hash(corpus, span, chosen, state)
+
+    def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
+        self.prepare(corpus, self.takes_part(corpus, alive), state)
+        spans = list(corpus.spans())
         rank = ranks(corpus.columns["id"])
         firsts = np.array([first for _, _, first, _ in spans], np.int64)
         gone: list[list[np.ndarray]] = [[] for _ in spans]
         paths = [state / f"lines-{number:05d}.npy" for number, *_ in spans]
         for group in repeated(paths, rank, firsts, "unit", gathered_rows):
-            keys, units = group.rows["key"].copy(), group.rows["unit"].copy()
-            later = compiled("units").later_copies(keys, group.rank, units, self.window, self.min_documents, self.keep)
+            units = group.rows["unit"].copy()
+            later = compiled("units").later_copies(
+                group.key, group.rank, units, self.window, self.min_documents, self.keep
+            )
             units, shard = units[later], group.shard[later]
             for number in np.unique(shard):
                 gone[number].append(units[shard == number])
@@ -70,6 +79,7 @@ class Lines(Edit):
         kernels = compiled("units")
         units: list[np.ndarray] = [np.empty(0, _UNIT)]
         rows: list[np.ndarray] = [np.empty(0, _ROW)]
+        hashed: list[np.ndarray] = [np.empty(0, np.uint64)]
         sizes: list[np.ndarray] = [np.empty((0, 2), np.int64)]
         done = 0
         for indices, texts in corpus.batches(shard, first, chosen):
@@ -78,14 +88,15 @@ class Lines(Edit):
             here["document"], here["start"], here["end"] = indices[text] - first, start, end
             place, keys = kernels.windows_of(text, hashes, chars, self.window, self.min_chars)
             part = np.empty(len(place), _ROW)
-            part["key"], part["document"], part["unit"] = keys, here["document"][place], place + done
+            part["document"], part["unit"] = here["document"][place], place + done
+            hashed.append(keys)
             done += len(text)
             units.append(here)
             rows.append(part)
             sizes.append(np.stack([indices, np.diff(texts.offsets)], 1))
         save(state / f"units-{number:05d}.npy", np.concatenate(units))
         save(state / f"sizes-{number:05d}.npy", np.concatenate(sizes))
-        save_sorted(path, np.concatenate(rows))
+        save_sorted(path, np.concatenate(hashed), np.concatenate(rows))
 
     def _shard_cuts(self, span: tuple[int, Path, int, int], gone: list[np.ndarray], state: Path) -> Cuts:
         """The windows that begin at the units `gone` as byte spans, each with the space between it and what follows."""

@@ -17,8 +17,9 @@ GATHERED_ROWS = 1 << 22
 
 
 class Group(NamedTuple):
-    """Rows that share their key with another row, sorted by key; then by `rank` of their document, then by place in it."""
+    """Rows that share their key with another row, sorted by `key`; then by `rank` of their document, then by place in it."""
 
+    key: np.ndarray
     rows: np.ndarray
     shard: np.ndarray
     rank: np.ndarray
@@ -32,9 +33,22 @@ def save(path: Path, array: np.ndarray) -> None:
     publish(temporary, path)
 
 
-def save_sorted(path: Path, rows: np.ndarray) -> None:
-    """Writes a structured array sorted by its field `key` (uint64)."""
-    save(path, rows[np.argsort(rows["key"])])
+def save_sorted(path: Path, keys: np.ndarray, rows: np.ndarray) -> None:
+    """Writes `rows` (structured [n]) to `path` and `keys` (uint64 [n]) beside it, both sorted by the high bits of the keys."""
+    order, _ = _order(keys)
+    save(path.with_suffix(".keys"), keys[order])
+    save(path, rows[order])
+
+
+def _order(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(order, high bits): the order of `keys` by as many high bits as leave room for row numbers below them, and those bits.
+
+    Sorting numbers is several times as fast as sorting their places.
+    """
+    bits = np.uint64(len(keys).bit_length())
+    packed = keys >> bits << bits | np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    return (packed & np.uint64((1 << int(bits)) - 1)).astype(np.int64), packed >> bits
 
 
 def repeated(
@@ -42,35 +56,32 @@ def repeated(
 ) -> Iterator[Group]:
     """The rows of all `paths`, one a shard, of keys that stand more than once, one range of keys after the other.
 
-    Rows have the fields `key`, `document` (counted from firsts[shard]) and `place`, by which those of one document are
-    ordered; `rank` int64 [num_documents] orders documents. Memory is bounded by `gathered_rows` unless single keys are more frequent than that.
+    Rows have the fields `document` (counted from firsts[shard]) and `place`, by which those of one document are ordered;
+    `rank` int64 [num_documents] orders documents. Memory is bounded by `gathered_rows` unless single keys are more frequent
+    than that. Once in a while a key that stands alone comes along.
     """
-    shards = [np.load(path, mmap_mode="r") for path in paths]
-    parts = max(1, -(-sum(map(len, shards)) // gathered_rows))
-    borders = [part * 2**64 // parts for part in range(parts)] + [2**64]
-    places = [
-        [0, *(bisect.bisect_left(rows["key"], border) for border in borders[1:-1]), len(rows)] if len(rows) else None
-        for rows in shards
-    ]
+    keys = [np.load(path.with_suffix(".keys"), mmap_mode="r") for path in paths]
+    rows = [np.load(path, mmap_mode="r") for path in paths]
+    # Powers of two, so that the high bits that shards are sorted by tell the ranges apart.
+    parts = 1 << (sum(map(len, rows)) // gathered_rows).bit_length()
+    borders = [part * 2**64 // parts for part in range(1, parts)]
+    places = [[0, *(bisect.bisect_left(part, border) for border in borders), len(part)] for part in keys]
     for part in range(parts):
-        here = [(number, places[number]) for number in range(len(shards)) if places[number] is not None]
-        slices = [shards[number][at[part] : at[part + 1]] for number, at in here]  # type: ignore[index]
-        if not slices:
-            continue
-        rows = np.concatenate(slices)
-        order = np.argsort(rows["key"])
-        keys = rows["key"][order]
-        same = keys[1:] == keys[:-1]
-        twice = np.zeros(len(keys), bool)
+        here = [slice(at[part], at[part + 1]) for at in places]
+        key = np.concatenate([np.empty(0, np.uint64), *(one[at] for one, at in zip(keys, here))])
+        order, high = _order(key)
+        same = high[1:] == high[:-1]
+        twice = np.zeros(len(key), bool)
         twice[1:] |= same
         twice[:-1] |= same
         picked = order[twice]
-        numbers = np.array([number for number, _ in here])
-        shard = np.repeat(numbers, [len(part) for part in slices])[picked]
-        rows = rows[picked]
-        ranked = rank[firsts[shard] + rows["document"]]
-        order = compiled("sorting").within_groups(keys[twice], ranked, rows[place].astype(np.int64))
-        yield Group(rows[order], shard[order], ranked[order])
+        if not len(picked):
+            continue
+        shard = np.repeat(np.arange(len(here)), [at.stop - at.start for at in here])[picked]
+        some, key = np.concatenate([one[at] for one, at in zip(rows, here)])[picked], key[picked]
+        ranked = rank[firsts[shard] + some["document"]]
+        order = compiled("sorting").within_groups(high[twice], key, ranked, some[place].astype(np.int64))
+        yield Group(key[order], some[order], shard[order], ranked[order])
 
 
 def ranks(ids: np.ndarray) -> np.ndarray:

@@ -9,30 +9,38 @@ _FEW = 24
 
 
 @njit(cache=True, nogil=True)
-def within_groups(key: np.ndarray, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """int64 [k]: the order by (key, rank, start) of rows that are sorted by `key` already."""
+def within_groups(group: np.ndarray, key: np.ndarray, rank: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """int64 [k]: the order by (key, rank, place) of rows that are sorted by `group` already, the high bits of their key."""
     order = np.arange(len(key))
     first = 0
     while first < len(key):
         last = first + 1
-        while last < len(key) and key[last] == key[first]:
+        while last < len(key) and group[last] == group[first]:
             last += 1
         if last - first <= _FEW:
-            for place in range(first + 1, last):
-                row = order[place]
-                at = place
-                while at > first and (
-                    rank[order[at - 1]] > rank[row]
-                    or (rank[order[at - 1]] == rank[row] and start[order[at - 1]] > start[row])
-                ):
+            for number in range(first + 1, last):
+                row = order[number]
+                at = number
+                while at > first and _after(order[at - 1], row, key, rank, place):
                     order[at] = order[at - 1]
                     at -= 1
                 order[at] = row
         else:
-            order[first:last] = first + np.argsort(start[first:last], kind="mergesort")
+            order[first:last] = first + np.argsort(place[first:last], kind="mergesort")
             order[first:last] = order[first:last][np.argsort(rank[order[first:last]], kind="mergesort")]
+            order[first:last] = order[first:last][np.argsort(key[order[first:last]], kind="mergesort")]
         first = last
     return order
+
+
+@njit(cache=True, nogil=True)
+def _after(one: int, other: int, key: np.ndarray, rank: np.ndarray, place: np.ndarray) -> bool:
+    """Whether row `one` comes after row `other`."""
+    if key[one] != key[other]:
+        return key[one] > key[other]
+    if rank[one] != rank[other]:
+        return rank[one] > rank[other]
+    return place[one] > place[other]
 
 
 @njit(cache=True, nogil=True)

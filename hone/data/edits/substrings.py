@@ -14,10 +14,17 @@ from hone.data.edits.cuts import Cuts, compiled, cut_whole
 from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted, save_spans, spans_of
 from hone.data.expression import evaluate
 
-_RUN = np.dtype(
-    [("key", np.uint64), ("whole", np.uint64), ("document", np.int32), ("start", np.uint32), ("count", np.uint16)]
+_RUN = np.dtype([("whole", np.uint64), ("document", np.int32), ("start", np.uint32), ("count", np.uint16)])
+_DOUBT = np.dtype(
+    [
+        ("key", np.uint64),
+        ("rank", np.int64),
+        ("shard", np.int64),
+        ("document", np.int64),
+        ("start", np.int64),
+        ("count", np.int64),
+    ]
 )
-_WINDOW = np.dtype([("key", np.uint64), ("document", np.int32), ("start", np.uint32)])
 
 
 class Substrings(Edit):
@@ -46,23 +53,24 @@ class Substrings(Edit):
         """Length of the substrings that windows are known by. Shorter ones sample less but stand more often by chance."""
         return self.min_bytes // 2
 
+    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
+        """Which documents are compared (bool [num_documents])."""
+        return alive & evaluate(self.when, corpus.columns)
+
+    def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
+        """Samples the windows of each shard of `corpus`, unless they are in `state`; may see only some of the shards."""
+        for span in corpus.spans():
+            self._sample(corpus, span, chosen, state)
+
     def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
-        chosen = alive & evaluate(self.when, corpus.columns)
+        chosen = self.takes_part(corpus, alive)
+        self.prepare(corpus, chosen, state)
+        parts = self._judge_runs(corpus, state, gathered_rows)
         spans = list(corpus.spans())
         for span in spans:
-            self._sample(corpus, span, chosen, state)
-        rank = ranks(corpus.columns["id"])
-        firsts = np.array([first for _, _, first, _ in spans], np.int64)
-        numbers = [number for number, *_ in spans]
-        runs = self._judge_runs([state / f"runs-{n:05d}.npy" for n in numbers], rank, firsts, state, gathered_rows)
-        for span in spans:
-            self._hash(corpus, span, chosen, state, [state / f"doubt-{part:05d}.npy" for part in range(runs)])
-        windows = self._judge_windows(
-            [state / f"windows-{n:05d}.npy" for n in numbers], rank, firsts, state, gathered_rows
-        )
-        gone = [state / f"gone-runs-{part:05d}.npy" for part in range(runs)]
-        gone += [state / f"gone-windows-{part:05d}.npy" for part in range(windows)]
-        return [self._shard_cuts(corpus, span, chosen, state, gone) for span in spans]
+            self._hash(corpus, span, chosen, state, parts)
+        self._judge_windows(len(spans), state, parts)
+        return [self._shard_cuts(corpus, span, chosen, state, parts) for span in spans]
 
     def _sample(self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path) -> None:
         """The runs of a shard sorted by their samples, unless they are in `state`."""
@@ -70,86 +78,98 @@ class Substrings(Edit):
         path = state / f"runs-{number:05d}.npy"
         if path.exists():
             return
-        parts = [np.empty(0, _RUN)]
+        parts, keys = [np.empty(0, _RUN)], [np.empty(0, np.uint64)]
         for indices, texts in corpus.batches(shard, first, chosen):
-            text, *columns = compiled("windows").runs_of(texts.data, texts.offsets, self.min_bytes, self.gram_bytes)
+            text, start, count, key, whole = compiled("windows").runs_of(*texts, self.min_bytes, self.gram_bytes)
             rows = np.empty(len(text), _RUN)
             rows["document"] = indices[text] - first
-            rows["start"], rows["count"], rows["key"], rows["whole"] = columns
+            rows["start"], rows["count"], rows["whole"] = start, count, whole
             parts.append(rows)
-        save_sorted(path, np.concatenate(parts))
+            keys.append(key)
+        save_sorted(path, np.concatenate(keys), np.concatenate(parts))
 
-    def _judge_runs(
-        self, paths: list[Path], rank: np.ndarray, firsts: np.ndarray, state: Path, gathered_rows: int
-    ) -> int:
-        """Writes which runs repeat earlier ones and which need a look at each window; returns the number of files of each."""
+    def _judge_runs(self, corpus: Corpus, state: Path, gathered_rows: int) -> int:
+        """Writes, one file of each a range of keys, which runs repeat earlier ones and which need a look at each window.
+
+        Returns the number of ranges.
+        """
         done = state / "runs-judged.npy"
         if done.exists():
             return int(np.load(done))
+        firsts = np.array([first for _, _, first, _ in corpus.spans()], np.int64)
+        paths = [state / f"runs-{number:05d}.npy" for number, *_ in corpus.spans()]
         number = 0
-        for group in repeated(paths, rank, firsts, "start", gathered_rows):
+        for group in repeated(paths, ranks(corpus.columns["id"]), firsts, "start", gathered_rows):
             rows = group.rows
             start, count = rows["start"].astype(np.int64), rows["count"].astype(np.int64)
             verdict = compiled("windows").judge_runs(
-                rows["key"].copy(), rows["whole"].copy(), group.rank, start, count, self.min_bytes
+                group.key, rows["whole"].copy(), group.rank, start, count, self.min_bytes
             )
-            for name, value, more in (("gone-runs", 1, self.min_bytes - 1), ("doubt", 2, 0)):
-                some = verdict == value
-                parts = (group.shard[some], rows["document"][some], start[some], (start + count)[some] + more)
-                save_spans(state / f"{name}-{number:05d}.npy", *parts)
+            some = verdict == 1
+            parts = (group.shard[some], rows["document"][some], start[some], (start + count)[some] + self.min_bytes - 1)
+            save_spans(state / f"gone-runs-{number:05d}.npy", *parts)
+            some = verdict == 2
+            doubts = np.empty(some.sum(), _DOUBT)
+            doubts["key"], doubts["rank"], doubts["shard"] = group.key[some], group.rank[some], group.shard[some]
+            doubts["document"], doubts["start"], doubts["count"] = rows["document"][some], start[some], count[some]
+            save(state / f"doubt-{number:05d}.npy", doubts)
+            # The same by shards, each shard's in the same order.
+            parts = (group.shard[some], rows["document"][some], start[some], (start + count)[some])
+            save_spans(state / f"asked-{number:05d}.npy", *parts)
             number += 1
         save(done, np.array(number))
         return number
 
     def _hash(
-        self,
-        corpus: Corpus,
-        span: tuple[int, Path, int, int],
-        chosen: np.ndarray,
-        state: Path,
-        doubts: list[Path],
+        self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path, parts: int
     ) -> None:
-        """The windows of a shard that must be looked at one by one, sorted by hash, unless they are in `state`."""
+        """Hashes of the windows of a shard that must be looked at one by one, in the order asked, unless in `state`."""
         number, shard, first, _ = span
         path = state / f"windows-{number:05d}.npy"
         if path.exists():
             return
-        ranges = Cuts.of(*spans_of(doubts, number))
+        document, start, end = spans_of([state / f"asked-{part:05d}.npy" for part in range(parts)], number)
+        place = np.cumsum(end - start) - (end - start)
+        out = np.empty((end - start).sum(), np.uint64)
+        order = np.argsort(document, kind="stable")
+        document, start, end, place = document[order] + first, start[order], end[order], place[order]
         wanted = np.zeros(len(chosen), bool)
-        wanted[ranges.document + first] = True
-        parts = [np.empty(0, _WINDOW)]
-        for indices, texts in corpus.batches(shard, first, wanted) if len(ranges.document) else ():
-            low, high = np.searchsorted(ranges.document + first, [indices[0], indices[-1] + 1])
-            document, start, end = (part[low:high] for part in ranges)
-            text = np.searchsorted(indices, document + first)
-            rows = np.empty((end - start).sum(), _WINDOW)
-            rows["key"] = compiled("windows").hashes_of(texts.data, texts.offsets, text, start, end, self.min_bytes)
-            rows["document"] = np.repeat(document, end - start)
-            skipped = np.cumsum(end - start) - (end - start)
-            rows["start"] = np.arange(len(rows)) + np.repeat(start - skipped, end - start)
-            parts.append(rows)
-        save_sorted(path, np.concatenate(parts))
+        wanted[document] = True
+        for indices, texts in corpus.batches(shard, first, wanted) if len(document) else ():
+            here = slice(*np.searchsorted(document, [indices[0], indices[-1] + 1]))
+            text = np.searchsorted(indices, document[here])
+            compiled("windows").hash_windows(*texts, text, start[here], end[here], self.min_bytes, place[here], out)
+        save(path, out)
 
-    def _judge_windows(
-        self, paths: list[Path], rank: np.ndarray, firsts: np.ndarray, state: Path, gathered_rows: int
-    ) -> int:
-        """Writes which windows stand earlier; returns the number of files."""
-        number = 0
-        for group in repeated(paths, rank, firsts, "start", gathered_rows):
-            start = group.rows["start"].astype(np.int64)
-            gone = compiled("windows").later_windows(group.rows["key"].copy(), group.rank, start, self.min_bytes)
-            parts = (group.shard[gone], group.rows["document"][gone], start[gone], start[gone] + self.min_bytes)
-            save_spans(state / f"gone-windows-{number:05d}.npy", *parts)
-            number += 1
-        return number
+    def _judge_windows(self, num_shards: int, state: Path, parts: int) -> None:
+        """Writes, one file a range of keys, which of the windows looked at stand earlier."""
+        kernels = compiled("windows")
+        done = np.zeros(num_shards, np.int64)
+        for part in range(parts):
+            doubts = np.load(state / f"doubt-{part:05d}.npy")
+            key, rank, shard, document, start, count = (doubts[name].copy() for name in _DOUBT.names)
+            place = np.cumsum(count) - count
+            hashes = np.empty(count.sum(), np.uint64)
+            order = compiled("sorting").by_number(shard)
+            numbers, begins = np.unique(shard[order], return_index=True)
+            for number, rows in zip(numbers.tolist(), np.split(order, begins[1:])):
+                values = np.load(state / f"windows-{number:05d}.npy", mmap_mode="r")
+                size = int(count[rows].sum())
+                kernels.gathered(np.array(values[done[number] : done[number] + size]), rows, place, count, hashes)
+                done[number] += size
+            run, low, high = kernels.later_windows(key, rank, start, count, hashes, self.min_bytes)
+            save_spans(
+                state / f"gone-windows-{part:05d}.npy", shard[run], document[run], low, high + self.min_bytes - 1
+            )
 
     def _shard_cuts(
-        self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path, gone: list[Path]
+        self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path, parts: int
     ) -> Cuts:
         """The repeats of a shard, brought to the borders of words, from `state` when they are there."""
         number, shard, first, _ = span
         path = state / f"cuts-{number:05d}.npy"
         if not path.exists():
+            gone = [state / f"gone-{what}-{part:05d}.npy" for what in ("runs", "windows") for part in range(parts)]
             document, start, end = spans_of(gone, number)
             repeats = Cuts.of(document + first, start, end)
             wanted = np.zeros(len(chosen), bool)

@@ -159,7 +159,7 @@ def later_copies(
         while end < len(key) and key[end] == key[start]:
             documents += rank[end] != rank[end - 1]
             end += 1
-        if documents >= min_documents:
+        if end - start > 1 and documents >= min_documents:
             kept = 0
             last = -1
             for place in range(start, end):

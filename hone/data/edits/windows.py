@@ -162,34 +162,92 @@ def judge_runs(
 
 
 @njit(cache=True, nogil=True)
-def hashes_of(
-    data: np.ndarray, offsets: np.ndarray, text: np.ndarray, start: np.ndarray, end: np.ndarray, length: int
-) -> np.ndarray:
-    """uint64: the hash of each window that begins at start[i] .. end[i] - 1 of text[i], one range after the other."""
-    out = np.empty((end - start).sum(), np.uint64)
+def hash_windows(
+    data: np.ndarray,
+    offsets: np.ndarray,
+    text: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+    length: int,
+    place: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Writes the hashes of the windows that begin at start[i] .. end[i] - 1 of text[i] to out[place[i]] and after."""
     leaving = _leaving(length)
-    total = 0
     for number in range(len(text)):
         base = offsets[text[number]] + start[number]
         value = np.uint64(0)
-        for at in range(end[number] - start[number] + length - 1):
+        for at in range(base, base + length - 1):
+            value = value * _BASE + np.uint64(data[at]) + np.uint64(1)
+        base += length - 1
+        for at in range(end[number] - start[number]):
             value = value * _BASE + np.uint64(data[base + at]) + np.uint64(1)
-            if at >= length:
+            if at:
                 value -= leaving[data[base + at - length]]
-            if at >= length - 1:
-                out[total] = _mixed(value)
-                total += 1
-    return out
+            out[place[number] + at] = _mixed(value)
 
 
 @njit(cache=True, nogil=True)
-def later_windows(key: np.ndarray, rank: np.ndarray, start: np.ndarray, length: int) -> np.ndarray:
-    """bool [k], for windows sorted by (key, rank, start): whether the same window stands earlier, not overlapping this one."""
-    gone = np.zeros(len(key), np.bool_)
-    first = 0
-    for place in range(1, len(key)):
-        if key[place] != key[first]:
-            first = place
-        elif rank[place] != rank[first] or start[place] >= start[first] + length:
-            gone[place] = True
-    return gone
+def gathered(values: np.ndarray, rows: np.ndarray, place: np.ndarray, count: np.ndarray, out: np.ndarray) -> None:
+    """Puts `values`, which hold the windows of each of `rows` in turn, to out[place[row]] and after."""
+    done = 0
+    for row in rows:
+        for at in range(count[row]):
+            out[place[row] + at] = values[done + at]
+        done += count[row]
+
+
+@njit(cache=True, nogil=True)
+def later_windows(
+    key: np.ndarray, rank: np.ndarray, start: np.ndarray, count: np.ndarray, hashes: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(run, first, last + 1) of every range of windows that stand earlier, not overlapping the earlier one.
+
+    Runs are sorted by (key, rank, start); `hashes` holds those of their windows, run after run.
+    """
+    room = 64
+    run, low, high = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    total = 0
+    size = 16
+    table, owner, begin = np.zeros(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    first = base = 0
+    while first < len(key):
+        last = first
+        windows = 0
+        while last < len(key) and key[last] == key[first]:
+            windows += count[last]
+            last += 1
+        used = 16
+        while used < 2 * windows:
+            used *= 2
+        if used > size:
+            size = used
+            table, owner, begin = np.zeros(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+        else:
+            table[:used] = 0
+        mask = np.uint64(used - 1)
+        for row in range(first, last):
+            open_at = -1
+            for at in range(count[row] + 1):
+                gone = False
+                if at < count[row]:
+                    value = hashes[base + at]
+                    slot = value & mask
+                    while table[slot] and hashes[table[slot] - 1] != value:
+                        slot = (slot + np.uint64(1)) & mask
+                    if table[slot]:
+                        gone = rank[owner[slot]] != rank[row] or start[row] + at >= begin[slot] + length
+                    else:
+                        table[slot], owner[slot], begin[slot] = base + at + 1, row, start[row] + at
+                if gone and open_at < 0:
+                    open_at = at
+                elif not gone and open_at >= 0:
+                    if total == room:
+                        room *= 2
+                        run, low, high = _grown(run, room), _grown(low, room), _grown(high, room)
+                    run[total], low[total], high[total] = row, start[row] + open_at, start[row] + at
+                    total += 1
+                    open_at = -1
+            base += count[row]
+        first = last
+    return run[:total], low[:total], high[:total]
