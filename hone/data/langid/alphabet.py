@@ -12,6 +12,7 @@ SCRIPTS = (
     "telugu", "thai", "georgian", "armenian", "hangul", "han", "other",
 )  # fmt: skip
 """Scripts by number. Kana and Bopomofo count as han, since Japanese mixes them; "other" is every script not named."""
+HAN = SCRIPTS.index("han")
 OTHER = SCRIPTS.index("other")
 MARK = len(SCRIPTS)
 """Number of combining marks that follow letters of any script."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from hone.data.langid.alphabet import MARK, NUM_CHARACTERS, OTHER, SCRIPT_SHIFT
+from hone.data.langid.alphabet import HAN, MARK, NUM_CHARACTERS, OTHER, SCRIPT_SHIFT
 from hone.data.text.batch import Texts
 
 WHOLE_BYTES = 4096
@@ -20,7 +20,8 @@ WHOLE_BYTES = 4096
 NUM_WINDOWS, WINDOW_BYTES = 8, 512
 """Of a longer text so many evenly spread windows of so many bytes are read."""
 BUCKET_BITS = 14
-ORDERS = 4
+SIZES = (1, 2, 3, 4)
+"""Letters of an n-gram, spaces counted. Single letters count in Han only: elsewhere they tell little and cost a third."""
 STEPS = 16
 """Table entries are log likelihood ratios to noise (every bucket alike) in steps of 1 / STEPS nats."""
 BIAS = 128
@@ -138,7 +139,7 @@ def _mix(x, code):
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _grams(codes, n, script, buckets):
-    """Buckets of the 1- to 4-grams that end at each letter of `script` and at each space; returns their number."""
+    """Buckets of the n-grams that end at each letter of `script` and at each space; returns their number."""
     shift = np.uint64(64 - BUCKET_BITS)
     one = np.uint64(1)
     none = np.uint64(0)
@@ -155,7 +156,7 @@ def _grams(codes, n, script, buckets):
         b = a
         a = np.uint64(code & _LOWER) + one
         x = a * np.uint64(0x9E3779B97F4A7C15)
-        if code != 0:
+        if script == HAN and code != 0:
             buckets[k] = np.int32(x >> shift)
             k += 1
         if b == none:
@@ -267,7 +268,7 @@ def identify(data, offsets, tables):
     lanes = np.full(n, -1, np.int64)
     scores = np.zeros(n, np.float64)
     codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
-    buckets = np.empty(ORDERS * len(codes), np.int32)
+    buckets = np.empty(len(SIZES) * len(codes), np.int32)
     sums = np.empty(_MAX_LANES, np.int32)
     votes = np.zeros(MARK + 1, np.int64)
     seen = np.zeros(2, np.int64)
@@ -291,7 +292,7 @@ def weigh(data, offsets, tables):
     grams = np.zeros(n, np.int64)
     all_sums = np.zeros((n, tables.fit.shape[1]), np.int32)
     codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
-    buckets = np.empty(ORDERS * len(codes), np.int32)
+    buckets = np.empty(len(SIZES) * len(codes), np.int32)
     sums = np.zeros(_MAX_LANES, np.int32)
     votes = np.zeros(MARK + 1, np.int64)
     seen = np.zeros(2, np.int64)
@@ -312,7 +313,7 @@ def count(data, offsets, letters):
     """int32 [scripts, 2^BUCKET_BITS]: how often each n-gram occurs in texts of each script."""
     counts = np.zeros((MARK, 1 << BUCKET_BITS), np.int32)
     codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
-    buckets = np.empty(ORDERS * len(codes), np.int32)
+    buckets = np.empty(len(SIZES) * len(codes), np.int32)
     votes = np.zeros(MARK + 1, np.int64)
     seen = np.zeros(2, np.int64)
     for text in range(len(offsets) - 1):

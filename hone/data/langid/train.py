@@ -7,7 +7,7 @@ most of its sentences are written in. Four fifths of the sentences make a model 
 temperature and the fit expected of each language; then all sentences make the table. Same input, same file.
 
 A language's entry for a bucket is the log likelihood ratio of naive Bayes with additive smoothing to noise, as Lui and
-Baldwin 2012 (langid.py) have it but over every hashed 1- to 4-gram of characters instead of a chosen few.
+Baldwin 2012 (langid.py) have it but over every hashed 2- to 4-gram (and 1-gram of Han) of characters instead of a chosen few.
 """
 
 from __future__ import annotations
