@@ -18,7 +18,7 @@ _CIRCLE = 1 << 64
 class Shares:
     """Which source each row of a mixture is from: row i falls at (i x golden ratio + offset) mod 1 among the weights.
 
-    A pure function of the row: the share that a source has had after n rows is off its weight by O(log n) rows (below 6
+    A pure function of the row: the share that a source has had after n rows is off its weight by O(log n) rows (below 8
     in ten million), where independent draws would be off by O(sqrt n). `weights` are positive and sum to 1.
     """
 

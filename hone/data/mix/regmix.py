@@ -16,6 +16,7 @@ from hone.data.mix.boosting import Boosted
 from hone.data.mix.simplex import fill
 
 _STRENGTHS = np.geomspace(0.1, 5.0, 32)
+_RIDGES = tuple(10.0**power for power in range(-6, 4))
 _FOLDS = 5
 _FEWEST_RUNS = 8
 _LOG_FLOOR = 1e-4
@@ -110,10 +111,24 @@ def fit(weights: np.ndarray, loss: np.ndarray, regressor: str) -> Callable[[np.n
         return Boosted(least=max(1, min(20, len(loss) // 8))).fit(weights, loss).predict
     features = _features(weights)
     mean, spread = features.mean(0), features.std(0) + 1e-9
-    scaled = (features - mean) / spread
-    square = scaled.T @ scaled + 10.0 * np.eye(scaled.shape[1])
-    slopes = np.linalg.solve(square, scaled.T @ (loss - loss.mean()))
+    slopes = _ridge((features - mean) / spread, loss - loss.mean())
     return lambda x: (_features(x) - mean) / spread @ slopes + loss.mean()
+
+
+def _ridge(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Slopes of ridge regression, its strength the one with the least error on runs left out one at a time."""
+    left, sizes, right = np.linalg.svd(x, full_matrices=False)
+    seen = left.T @ y
+    best: tuple[float, np.ndarray] | None = None
+    for strength in _RIDGES:
+        kept = sizes**2 / (sizes**2 + strength)
+        # The error on a run that was left out is its residual / (1 - its own pull on the fit).
+        pull = np.minimum(((left**2) * kept).sum(1) + 1 / len(y), 1 - 1e-9)
+        error = float((((y - left @ (kept * seen)) / (1 - pull)) ** 2).mean())
+        if best is None or error < best[0]:
+            best = error, right.T @ (kept / np.maximum(sizes, 1e-12) * seen)
+    assert best is not None
+    return best[1]
 
 
 def cross_validate(weights: np.ndarray, loss: np.ndarray, regressor: str) -> float:

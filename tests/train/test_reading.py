@@ -1,0 +1,195 @@
+"""Training on mixtures and by curricula: every technique trains on a CPU, a kill changes nothing, mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from hone.base.artifact import Artifact
+from hone.base.errors import SpecError
+from hone.base.run import Run
+from hone.data import CURRICULA
+from hone.data.load import PackedTokens
+from hone.data.mix.sources import Sources
+from hone.train.stage import Train
+from tests.train.conftest import SHAPE, write_data
+
+SPEC = {
+    "model": SHAPE.model_dump(),
+    "batch_size": 4,
+    "seq_len": 32,
+    "steps": 10,
+    "eval_rows": 8,
+    "checkpoint_every": 3,
+    "optimizer": {"lr": 3e-3},
+}
+QUIET = Run(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def table_folder(tmp_path_factory):
+    """The usual data, with a documents table of two groups and a signal."""
+    folder = write_data(tmp_path_factory.mktemp("made") / "data-table")
+    (folder / "documents").mkdir()
+    for number, split in enumerate(("train", "val")):
+        data = PackedTokens(folder, split)
+        sizes = np.diff(data.starts)
+        rows = {
+            "text": ["the quick"] * len(sizes),
+            "split": [split] * len(sizes),
+            "bytes": (sizes * 4).tolist(),
+            "words": sizes.tolist(),
+            "compression_ratio": (1 + sizes / 50).tolist(),
+            "group": [("small", "large", "large")[place % 3] for place in range(len(sizes))],
+        }
+        parquet.write_table(pa.table(rows), folder / "documents" / f"{number:05d}.parquet")
+    return folder
+
+
+def train(folder, out, **fields):
+    return Train.read({**SPEC, **fields}).make(out, {"data": Artifact.read(folder)}, QUIET)
+
+
+@pytest.fixture(scope="module")
+def plain(table_folder, tmp_path_factory):
+    return train(table_folder, tmp_path_factory.mktemp("line") / "train-plain")
+
+
+@pytest.mark.parametrize("kind", [*CURRICULA])
+def test_every_curriculum_trains(kind, table_folder, plain, tmp_path):
+    made = train(table_folder, tmp_path / "train-ordered", curriculum=kind)
+    assert made.figures["val_loss"].value > 0
+    same = (made.folder / "model.safetensors").read_bytes() == (plain.folder / "model.safetensors").read_bytes()
+    assert same == (kind == "random")
+    assert ("curriculum" in {row["slot"] for row in made.techniques}) == (kind != "random")
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        "proportional",
+        {"kind": "temperature", "temperature": 5},
+        {"kind": "unimax", "max_epochs": 3},
+        {"kind": "fixed", "weights": {"large": 1, "small": 3}},
+        {"kind": "fixed", "weights": {"large": 1, "small": 0}},
+    ],
+)
+def test_mixtures_train_and_say_what_they_read(mixture, table_folder, tmp_path):
+    made = train(table_folder, tmp_path / "train-mixed", mixture=mixture, curriculum="staged")
+    table = json.loads((made.folder / "mixture.json").read_text())
+    weights = {row["source"]: row["weight"] for row in table["shares"]}
+    assert sum(weights.values()) == pytest.approx(1) and all(row["reason"] for row in table["shares"])
+    for name, weight in weights.items():
+        assert made.figures[f"weight_{name}"].value == weight
+        assert made.figures[f"val_loss_{name}"].value > 0
+        if weight:
+            figure = made.figures[f"epochs_{name}"]
+            assert figure.value == pytest.approx(figure.estimate.value, abs=4 * 32 / 400)
+        else:
+            assert f"epochs_{name}" not in made.figures
+    assert [row["kind"] for row in made.techniques if row["slot"] == "mixture"] == [
+        table and made.manifest["spec"]["mixture"]["kind"]
+    ]
+
+
+def test_utilimax_learns_from_runs_on_one_source_each(table_folder, tmp_path):
+    runs = {}
+    for name in ("large", "small"):
+        weights = {"large": 0.0, "small": 0.0, name: 1.0}
+        made = train(table_folder, tmp_path / f"train-{name}", steps=3, mixture={"kind": "fixed", "weights": weights})
+        runs[name] = str(made.folder)
+    mixture = {"kind": "utilimax", "runs": runs, "risk": 0.1}
+    made = train(table_folder, tmp_path / "train-utilimax", mixture=mixture)
+    table = json.loads((made.folder / "mixture.json").read_text())
+    assert set(table["notes"]["utilities"]["large"]) == {"val_loss_large", "val_loss_small"}
+    assert set(made.manifest["input_files"]) == {"mixture.runs.large", "mixture.runs.small"}
+
+
+def test_several_data_folders(table_folder, data_folder, tmp_path):
+    parents = {"data.one": Artifact.read(table_folder), "data.two": Artifact.read(data_folder)}
+    spec = Train.read({**SPEC, "mixture": {"kind": "fixed", "weights": {"one": 1, "two": 3}}})
+    made = spec.make(tmp_path / "train-two", parents, QUIET)
+    assert made.figures["epochs_two"].value > 2 * made.figures["epochs_one"].value
+    assert {row["role"] for row in made.manifest["parents"]} == {"data.one", "data.two"}
+    unweighted = Train.read(SPEC).make(tmp_path / "train-both", parents, QUIET)
+    assert unweighted.figures["weight_one"].value == pytest.approx(0.5)
+    assert unweighted.figures["val_loss"].value > 0
+    with pytest.raises(SpecError, match="needs a 'data'"):
+        Train.read(SPEC).make(tmp_path / "x", {}, QUIET)
+    with pytest.raises(SpecError, match=r"no use for 'model\.two'"):
+        Train.read(SPEC).make(tmp_path / "x", {**parents, "model.two": Artifact.read(data_folder)}, QUIET)
+
+
+CHILD = """
+import json, sys
+from hone.base.artifact import Artifact
+from hone.base.run import Run
+from hone.train.stage import Train
+spec, data, out = sys.argv[1:]
+print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data)}, Run(quiet=True)).content)
+"""
+
+
+def test_a_kill_changes_no_byte_of_a_mixture_by_curriculum(table_folder, tmp_path):
+    spec = {
+        **SPEC,
+        "steps": 40,
+        "mixture": {"kind": "temperature", "temperature": 3, "max_epochs": 9},
+        "curriculum": "competence",
+    }
+    expected = Train.read(spec).make(tmp_path / "train-whole", {"data": Artifact.read(table_folder)}, QUIET)
+    out = tmp_path / "train-killed"
+    command = [sys.executable, "-c", CHILD, json.dumps(spec), str(table_folder), str(out)]
+    kills = 0
+    for target in (7, 22):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        path = out.with_name("train-killed.partial") / "steps.jsonl"
+        deadline = time.monotonic() + 120
+        while child.poll() is None and time.monotonic() < deadline:
+            if path.exists() and path.read_text().count("\n") >= target:
+                child.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        child.wait()
+        kills += child.returncode == -signal.SIGKILL
+        child.stdout.close()
+        if out.exists():
+            break
+    assert kills, "no kill came in time to mean anything"
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert finished.stdout.strip() == expected.content
+
+
+def test_mistakes_are_named_before_any_work(table_folder, data_folder, tmp_path):
+    for fields, said in (
+        ({"mixture": {"kind": "unimax", "max_epochs": 0.01}}, "max_epochs = 0.01"),
+        ({"mixture": {"kind": "fixed", "weights": {"large": 1}}}, "says nothing of small"),
+        ({"mixture": {"kind": "proportional", "by": "split"}}, "nothing to mix"),
+        ({"curriculum": {"kind": "staged", "signal": "absent", "hard": "low"}}, "no column 'absent'"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            train(table_folder, tmp_path / "train-wrong", **fields)
+        assert not (tmp_path / "train-wrong").exists()
+        shutil.rmtree(tmp_path / "train-wrong.partial")
+    with pytest.raises(Exception, match="keeps no documents"):
+        train(data_folder, tmp_path / "train-bare", curriculum="staged")
+
+
+def test_other_content_of_a_table_is_another_artifact(table_folder, tmp_path):
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"large": {"t": 1.0}, "small": {"t": 2.0}}))
+    spec = Train.read({**SPEC, "steps": 2, "mixture": {"kind": "utilimax", "table": str(table)}})
+    made = spec.make(tmp_path / "train-a", {"data": Artifact.read(table_folder)}, QUIET)
+    table.write_text(json.dumps({"large": {"t": 2.0}, "small": {"t": 1.0}}))
+    other = spec.make(tmp_path / "train-b", {"data": Artifact.read(table_folder)}, QUIET)
+    assert made.fingerprint != other.fingerprint
+    assert Sources({"only": table_folder}, "group").num_tokens == PackedTokens(table_folder).num_tokens
