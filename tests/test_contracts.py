@@ -124,7 +124,7 @@ def columns():
         "日本語の文章。" * 50,
         "x" * 5000,
     ]
-    rows = [signals(text) for text in texts]
+    rows = [signals(text, lexicon=("line",)) for text in texts]
     made = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     made["kind"] = np.array(["text"] * len(texts), object)
     made["language"] = np.array(["en"] * len(texts), object)

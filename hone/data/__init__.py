@@ -19,6 +19,9 @@ FILTERS = Table(
         "gopher_repetition": "hone.data.filters.gopher_repetition:GopherRepetition",
         "c4": "hone.data.filters.c4:C4",
         "fineweb": "hone.data.filters.fineweb:FineWeb",
+        "refinedweb": "hone.data.filters.refinedweb:RefinedWeb",
+        "pii": "hone.data.filters.pii:PII",
+        "toxicity": "hone.data.filters.toxicity:Toxicity",
         "expression": "hone.data.filters.expression:Custom",
     },
 )

@@ -122,9 +122,9 @@ def signals_of(texts: Texts, lexicon: Sequence[str] | None = None) -> dict[str, 
     return {name: columns[name].astype(kind, copy=False) for name, kind in SIGNALS.items()}
 
 
-def signals(text: str) -> dict[str, float | int]:
+def signals(text: str, lexicon: Sequence[str] | None = None) -> dict[str, float | int]:
     """The value of every column in SIGNALS for one document."""
-    return {name: column[0].item() for name, column in signals_of(Texts.of([text])).items()}
+    return {name: column[0].item() for name, column in signals_of(Texts.of([text]), lexicon).items()}
 
 
 def _compressed(texts: Texts) -> np.ndarray:

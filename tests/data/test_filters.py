@@ -20,7 +20,12 @@ PROSE = (
 
 
 def columns_of(text: str, kind: str = "prose", language: str = "en", score: float = 0.99) -> dict[str, np.ndarray]:
-    row = {"kind": kind, "language": language, "language_score": score, **signals(normalize(text))}
+    row = {
+        "kind": kind,
+        "language": language,
+        "language_score": score,
+        **signals(normalize(text), ("darn", "bad word")),
+    }
     return {name: np.array([value]) for name, value in row.items()}
 
 
@@ -76,6 +81,13 @@ def lines(text: str, count: int = 1) -> str:
         ("c4", "long_word", PROSE + " " + "x" * 1001 + "."),
         ("c4", "javascript", PROSE + "\nPlease enable Javascript."),
         ("c4", "policy", PROSE + "\nThis site uses cookies."),
+        ("refinedweb", "too_few_words", "The cat and the dog have to be with me."),
+        ("refinedweb", "top_2gram", " ".join(f"blue sky w{n}" for n in range(30))),
+        ("refinedweb", "boilerplate", PROSE + lines("\n{n},204 views\nLOGIN NOW AND HERE\nThree items in cart", 2)),
+        ("pii", "personal_data", " ".join(f"person{n}@mail.example.org" for n in range(6))),
+        ("pii", "card_numbers", "Pay with 4111 1111 1111 1111."),
+        ("toxicity", "toxic_words", PROSE + " Darn it."),
+        ("toxicity", "toxic_words", PROSE + " A bad word."),
         ("fineweb", "unpunctuated_lines", lines("a line number {n} of a menu that never ends with anything", 20)),
         ("fineweb", "short_lines", lines("Item {n}.", 20)),
         ("fineweb", "duplicate_line_chars", PROSE + "\n" + PROSE.split("\n")[0]),
@@ -87,6 +99,22 @@ def test_each_rule_drops_its_text(name, expected, text):
     if expected in ("duplicate_lines", "duplicate_paragraphs"):
         options = {f"max_{expected.replace('duplicate', 'dup')}": 0.2}
     assert reason(name, text, options) == expected
+
+
+def test_limits_of_options():
+    six = " ".join(f"person{n}@mail.example.org" for n in range(6))
+    assert reason("pii", six, {"max_hits": 6}) == ""
+    assert reason("toxicity", PROSE + " Darn it.", {"max_toxic_words": 0.05}) == ""
+    short = lines("Line {n} is here", 6)
+    assert reason("c4", short) == "too_few_sentences" and reason("c4", short, {"punctuated_lines": False}) == ""
+    assert reason("c4", PROSE, {"min_long_lines": 3}) == "too_few_long_lines"
+    assert reason("refinedweb", PROSE + "\nShare") == ""
+
+
+def test_toxicity_without_a_lexicon_is_an_error():
+    columns = columns_of(PROSE) | {"toxic_words": np.array([np.nan])}
+    with pytest.raises(SpecError, match="without a lexicon"):
+        FILTERS.read("toxicity").decide(columns)
 
 
 def test_uncertain_languages_are_dropped():

@@ -1,0 +1,32 @@
+"""RefinedWeb's rules, which DCLM reuses: Gopher's, and too much of the page in lines that are no text."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from hone.data.filters.base import SPACED_PROSE, Filter, Rule
+from hone.data.filters.gopher_quality import GopherQuality
+from hone.data.filters.gopher_repetition import GopherRepetition
+
+
+class RefinedWeb(Filter):
+    """Gopher's quality and repetition rules and RefinedWeb's line rules in one. Penedo et al. 2023, arXiv:2306.01116; the
+    same set in DCLM, Li et al. 2024, arXiv:2406.11794.
+
+    Lines of one word, mostly in upper case or that count something ("3 likes"), and "sign-in", "read more..." and "items in
+    cart" on lines of up to ten words are boilerplate. The papers cut it out and drop pages that lose more than 5 % of
+    their words by it; a filter cuts nothing, so it drops the pages only. To cut lines too, add the edit `lines`.
+    """
+
+    paper: ClassVar[str] = "arXiv:2306.01116"
+    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
+    max_boilerplate_words: float = Field(0.05, ge=0, le=1, description="Largest fraction of words in boilerplate.")
+
+    def rules(self) -> list[Rule]:
+        return [
+            *GopherRepetition().rules(),
+            *GopherQuality().rules(),
+            Rule("boilerplate", f"boilerplate_words <= {self.max_boilerplate_words}"),
+        ]
