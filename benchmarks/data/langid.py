@@ -117,7 +117,7 @@ def peer_answer(python: str, peer: str, trial: Trial, folder: Path, model: str |
     source.write_text(json.dumps(trial.texts), encoding="utf8")
     script = str(Path(__file__).with_name("peers_langid.py"))
     extra = [model] if peer == "fasttext" else []
-    done = subprocess.run([python, script, peer, str(source), str(out), *extra], capture_output=True, text=True)
+    done = subprocess.run([python, "-I", script, peer, str(source), str(out), *extra], capture_output=True, text=True)
     if done.returncode:
         print(f"{peer} did not run: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return None
