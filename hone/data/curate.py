@@ -17,9 +17,9 @@ from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
-from hone.base.table import Technique
 from hone.data import EXECUTORS
 from hone.data.annotate import tasks
+from hone.data.chain import Chain
 from hone.data.corpus import Corpus, need_parquet
 from hone.data.executors.base import Pool
 from hone.data.executors.task import Task, need_known
@@ -27,12 +27,11 @@ from hone.data.forecast import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
 from hone.data.readers.listing import Listing, list_source
-from hone.data.readers.read import Options
-from hone.data.results import count_by, step_row, write_documents, write_samples, write_stats
+from hone.data.results import count_by, write_documents, write_samples, write_stats
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
-from hone.data.work import careful, encode, encode_tasks, prepare, prepare_tasks, read, read_task
+from hone.data.work import careful, encode, encode_tasks, read, read_task
 from hone.measure.window import Window
 
 
@@ -47,12 +46,13 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         estimates = _forecast(spec, listing, identifier, draft, window.start_memory_bytes)
         draft.predict(estimates)
         _need_space(draft, listing, estimates)
-        corpus, step = _read(spec, listing, draft, run, pool)
+        corpus, reading = _read(spec, listing, draft, run, pool)
         chain = Chain(spec, corpus, run, pool)
         chain.filter()
         draft.keep_time()
-        chain.deduplicate(draft)
-        draft.keep_time()
+        for step in (chain.deduplicate, chain.edit, chain.decontaminate):
+            step(draft)
+            draft.keep_time()
         splits = split(corpus, chain.alive, spec.validation_fraction)
         encoder = _tokenizer(spec, corpus, splits["train"], draft)
         if encoder.why_slow:
@@ -60,13 +60,13 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         draft.keep_time()
         rows = _tokenize(spec, corpus, splits, encoder, draft, run, pool)
         write_documents(corpus, splits, draft.state, draft.folder / "documents")
-        broken = step.pop("samples")
-        write_samples(corpus, chain.drops, chain.alive, chain.likes, broken, spec.num_samples, draft.folder)
+        others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
+        write_samples(corpus, chain.drops, chain.alive, chain.likes, others, spec.num_samples, draft.folder)
         sizes = corpus.columns["bytes"]
         write_stats(
             draft.folder / "stats.json",
             {
-                "steps": [step, *chain.steps],
+                "steps": [reading, *chain.steps],
                 "languages": count_by(corpus.columns["language"], sizes, chain.alive),
                 "sources": count_by(corpus.columns["group"], sizes, chain.alive),
                 "packing": packing(draft.folder, spec.packing.lengths),
@@ -74,7 +74,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
                 "warnings": chain.warnings,
             },
         )
-    _record(draft, corpus, chain, rows)
+    _record(draft, corpus, chain, rows, reading["bytes_out"])
     draft.record_window(window)
     if pool.peak_memory_bytes is not None:
         draft.record(
@@ -112,70 +112,14 @@ def packing(folder: Path, lengths: tuple[int, ...]) -> dict[str, dict[str, dict[
     return found
 
 
-class Chain:
-    """Filters and deduplications over one corpus: who is still alive, why the others are not.
-
-    `drops` holds (step, reasons object [n]) per step, `likes` (int [n]) which document stands for each.
-    """
-
-    def __init__(self, spec: Settings, corpus: Corpus, run: Run, pool: Pool) -> None:
-        self.spec, self.corpus, self.run, self.pool = spec, corpus, run, pool
-        self.alive = np.ones(len(corpus), bool)
-        self.likes = np.arange(len(corpus))
-        self.steps: list[dict[str, Any]] = []
-        self.drops: list[tuple[str, np.ndarray]] = []
-        self.warnings: list[str] = []
-
-    def filter(self) -> None:
-        """Applies every filter to the columns. Raises SpecError when one leaves nothing."""
-        for technique in self.spec.filters:
-            _, reasons = technique.decide(self.corpus.columns)
-            self._drop(technique.kind, "filter", reasons)
-
-    def deduplicate(self, draft: Draft) -> None:
-        """Applies every deduplication."""
-        for number, technique in enumerate(self.spec.dedups):
-            state = self._prepared(technique, draft, f"dedup-{number}")
-            stands = technique.representatives(self.corpus, self.alive, state)
-            gone = self.alive & (stands != np.arange(len(stands)))
-            self.likes[gone] = stands[gone]
-            self._drop(technique.kind, "dedup", np.where(gone, technique.reason, "").astype(object))
-
-    def _prepared(self, technique: Technique, draft: Draft, name: str) -> Path:
-        """The state folder of a technique, with what it wants to know of each shard already in it."""
-        state = draft.state / name
-        state.mkdir(exist_ok=True)
-        tasks = prepare_tasks(technique, self.corpus, self.alive, state)
-        with self.run.progress(technique.kind, len(tasks)) as bar:
-            for _ in self.pool.map(prepare, tasks):
-                bar.advance()
-                draft.keep_time()
-        return state
-
-    def _drop(self, name: str, slot: str, reasons: np.ndarray) -> None:
-        before = self.alive
-        self.alive = before & (reasons == "")
-        alone = reasons if slot == "filter" else None
-        sizes = self.corpus.columns["bytes"]
-        self.steps.append(step_row(name, slot, sizes, before, self.alive, reasons, alone))
-        self.drops.append((name, np.where(before, reasons, "")))
-        if not self.alive.any():
-            worst = Counter(reasons[before]).most_common(1)[0]
-            raise SpecError(
-                f"{slot} '{name}' dropped all {before.sum()} documents that reached it, {worst[1]} of them for '{worst[0]}'",
-                fix=f"loosen or remove {slot} '{name}', or give it other text",
-            )
-        if self.alive.sum() == before.sum():
-            self.warnings.append(f"{slot} '{name}' dropped nothing")
-            self.run.say(f"note: {self.warnings[-1]}")
-
-
 def _check_encoding(name: str) -> None:
+    if name == "auto":
+        return
     try:
         codecs.lookup(name)
     except LookupError:
         raise SpecError(
-            f"encoding = '{name}': Python knows no such encoding", fix="for example utf-8, latin-1"
+            f"encoding = '{name}': Python knows no such encoding", fix="for example utf-8, latin-1, or auto"
         ) from None
 
 
@@ -218,7 +162,7 @@ def _forecast(
 
 def _read(spec: Settings, listing: Listing, draft: Draft, run: Run, pool: Pool) -> tuple[Corpus, dict[str, Any]]:
     """All documents as a Corpus in `draft.state`, and the 'read' row of stats.json with samples of the broken."""
-    options = Options(spec.text_field, spec.encoding, spec.max_document_chars)
+    options = spec.options
     state = draft.state / "read"
     state.mkdir(exist_ok=True)
     shards: list[Path] = []
@@ -352,10 +296,10 @@ def _tokenize(
     return pack(corpus, splits, encoder, state, draft.folder / "tokens", spec.packing, durable=draft.keep_time)
 
 
-def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]]) -> None:
+def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]], input_bytes: int) -> None:
     """The stage's figures and what was done."""
     kept = chain.alive
-    draft.record("input_bytes", corpus.num_bytes, "B")
+    draft.record("input_bytes", input_bytes, "B")
     draft.record("input_documents", len(corpus), "documents")
     draft.record("kept_documents", int(kept.sum()), "documents")
     draft.record("kept_bytes", int(corpus.columns["bytes"][kept].sum()), "B")
@@ -364,6 +308,12 @@ def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str
     tokens = sum(row["tokens"] - row["documents"] for row in rows.values())
     num_bytes = sum(row["bytes"] for row in rows.values())
     draft.record("bytes_per_token", num_bytes / max(tokens, 1), "B/token", note="end-of-text tokens not counted")
-    for technique in (*chain.spec.filters, *chain.spec.dedups):
-        slot = "filter" if technique in chain.spec.filters else "dedup"
-        draft.did({"slot": slot, **technique.model_dump(mode="json")})
+    spec = chain.spec
+    for slot, techniques in (
+        ("filter", spec.filters),
+        ("dedup", spec.dedups),
+        ("edit", spec.edits),
+        ("decontamination", spec.decontaminations),
+    ):
+        for technique in techniques:
+            draft.did({"slot": slot, **technique.model_dump(mode="json")})

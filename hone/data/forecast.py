@@ -14,13 +14,13 @@ import psutil
 
 from hone.base.errors import HoneError
 from hone.base.figure import Estimate, human_bytes
-from hone.data.tokens import tokenizer as tokenizers
 from hone.data.annotate import annotate
 from hone.data.corpus import BATCH_BYTES, Corpus
 from hone.data.language import Identifier
 from hone.data.readers.listing import File, Listing
-from hone.data.readers.read import Options, head
+from hone.data.readers.read import head
 from hone.data.settings import Settings
+from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.tokenizer import Encoder
 
 SAMPLE_BYTES = 600_000
@@ -111,7 +111,7 @@ def _try_out(spec: Settings, listing: Listing, identifier: Identifier, folder: P
         annotate(
             files,
             shard,
-            options=Options(spec.text_field, spec.encoding, spec.max_document_chars),
+            options=spec.options,
             identifier=identifier,
         )
     corpus = Corpus([shard])

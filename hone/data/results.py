@@ -12,11 +12,13 @@ import numpy as np
 from hone.base.durable import write_atomic, write_jsonl
 from hone.base.lazy import lazy
 from hone.data.corpus import Corpus, publish
+from hone.data.edits.cuts import apply_cuts
+from hone.data.text.batch import Texts
 
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
-_SAMPLE_CHARS = 400
+SAMPLE_CHARS = 400
 _MOST_ROWS = 40
 
 
@@ -27,24 +29,25 @@ def step_row(
     before: np.ndarray,
     after: np.ndarray,
     reasons: np.ndarray,
-    alone: np.ndarray | None = None,
+    left: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """One step of stats.json. `sizes` bytes, `before` and `after` bool, `reasons` object, all [num_documents].
 
-    `alone` holds the reasons this step would have had for all documents, without the steps before it.
+    `left` are the bytes after a step that cuts; what it takes from documents that stay is counted as 'cut_out'.
     """
+    left = sizes if left is None else left
     row = {
         "name": name,
         "slot": slot,
         "documents_in": int(before.sum()),
         "bytes_in": int(sizes[before].sum()),
         "documents_out": int(after.sum()),
-        "bytes_out": int(sizes[after].sum()),
+        "bytes_out": int(left[after].sum()),
         "reasons": count_by(reasons, sizes, before & ~after),
     }
-    if alone is not None:
-        dropped = alone != ""
-        row["alone"] = {"documents": int(dropped.sum()), "bytes": int(sizes[dropped].sum())}
+    cut = int((sizes - left)[after].sum())
+    if cut:
+        row["reasons"]["cut_out"] = {"documents": 0, "bytes": cut}
     return row
 
 
@@ -84,9 +87,22 @@ def write_documents(corpus: Corpus, splits: Mapping[str, np.ndarray], state: Pat
                 for batch in source.iter_batches(batch_size=512):
                     here = slice(done, done + len(batch))
                     done += len(batch)
-                    table = pa.Table.from_batches([batch]).add_column(2, "split", pa.array(names[here], pa.string()))
+                    table = _without_cuts(pa.Table.from_batches([batch]), corpus, number, first + here.start)
+                    table = table.add_column(2, "split", pa.array(names[here], pa.string()))
                     writer.write_table(table.filter(pa.array(kept[here])))
         publish(temporary, out)
+
+
+def _without_cuts(table: Any, corpus: Corpus, number: int, first: int) -> Any:
+    """Rows of shard `number` that begin at document `first`, with their texts and 'bytes' as they are after all cuts."""
+    cuts = corpus.cuts[number]
+    if not len(cuts.document) or not len(table):
+        return table
+    documents = np.arange(first, first + len(table))
+    texts = apply_cuts(Texts.from_arrow(table.column("text").combine_chunks()), documents, cuts)
+    for name, values in (("text", texts.to_arrow()), ("bytes", pa.array(corpus.columns["bytes"][documents]))):
+        table = table.set_column(table.schema.get_field_index(name), name, values)
+    return table
 
 
 def write_samples(
@@ -94,14 +110,15 @@ def write_samples(
     drops: list[tuple[str, np.ndarray]],
     kept: np.ndarray,
     likes: np.ndarray,
-    broken: list[dict[str, str]],
+    others: list[dict[str, str]],
     num_samples: int,
     folder: Path,
 ) -> None:
     """Writes dropped.jsonl (a few documents per step and reason) and sample.jsonl (a few kept ones).
 
     `drops` holds (step, reasons object [num_documents], '' where the step did not drop it); `likes` (int) names
-    the document that stands for a dropped duplicate. Which few: those with the lowest ids, a fixed random choice.
+    the document that stands for a dropped duplicate; `others` are rows that come first. Which few: those with the lowest
+    ids, a fixed random choice.
     """
     ids = corpus.columns["id"]
     order = np.argsort(ids, kind="stable")
@@ -110,21 +127,29 @@ def write_samples(
         for reason in sorted(set(reasons[reasons != ""])):
             picked += [(step, reason, int(index)) for index in order[reasons[order] == reason][:num_samples]]
     shown = [int(index) for index in order[kept[order]][: 4 * num_samples]]
-    chosen = np.zeros(len(corpus), bool)
-    chosen[[*(index for _, _, index in picked), *shown]] = True
-    texts = {}
-    for _, shard, first, end in corpus.spans():
-        if chosen[first:end].any():
-            texts.update({index: text[:_SAMPLE_CHARS] for index, text in corpus.texts(shard, first, chosen)})
+    # Of what was dropped its text as it was read: an edit may have cut all of it.
+    texts = _texts(Corpus(corpus.shards), [index for _, _, index in picked])
+    kept_texts = _texts(corpus, shown)
     source = corpus.columns["source"]
-    rows = [{"step": "read", **row} for row in broken]
+    rows = list(others)
     for step, reason, index in picked:
         row = {"step": step, "reason": reason, "source": str(source[index]), "text": texts[index]}
         if likes[index] != index:
             row["duplicate_of"] = str(source[likes[index]])
         rows.append(row)
     write_jsonl(folder / "dropped.jsonl", rows)
-    write_jsonl(folder / "sample.jsonl", [{"source": str(source[index]), "text": texts[index]} for index in shown])
+    write_jsonl(folder / "sample.jsonl", [{"source": str(source[index]), "text": kept_texts[index]} for index in shown])
+
+
+def _texts(corpus: Corpus, indices: list[int]) -> dict[int, str]:
+    """The beginning of each of these documents."""
+    chosen = np.zeros(len(corpus), bool)
+    chosen[indices] = True
+    texts = {}
+    for _, shard, first, end in corpus.spans():
+        if chosen[first:end].any():
+            texts.update({index: text[:SAMPLE_CHARS] for index, text in corpus.texts(shard, first, chosen)})
+    return texts
 
 
 def write_stats(path: Path, stats: dict[str, Any]) -> None:

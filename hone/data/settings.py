@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.data import DEDUPS, FILTERS
+from hone.data import DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS
 from hone.data.tokens.rows import Rows
 from hone.data.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hone.data.readers.documents import Options
 
 
 class Settings(Stage):
@@ -24,7 +27,16 @@ class Settings(Stage):
     )
     max_bytes: int | None = Field(None, gt=0, description="Most bytes of text to read, in order of file names.")
     text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
-    encoding: str = Field("utf-8", description="Encoding of text files without a byte order mark.")
+    url_field: str = Field("url", description="Field or column that holds the address a text was found at.")
+    metadata_fields: tuple[str, ...] = Field((), description="Other fields or columns to carry along, as JSON.")
+    encoding: str = Field(
+        "utf-8", description="Encoding of text files without a byte order mark; 'auto': found out for each file."
+    )
+    extractor: Annotated[Technique, Choice(EXTRACTORS)] = Field(
+        "fast",  # type: ignore[arg-type]
+        validate_default=True,
+        description="What takes the main text out of web pages.",
+    )
     max_document_chars: int = Field(
         400_000, ge=1000, description="Longer text files are cut into documents of at most so many characters."
     )
@@ -42,7 +54,27 @@ class Settings(Stage):
         validate_default=True,
         description="Duplicate removals in order.",
     )
+    edits: tuple[Annotated[Technique, Choice(EDITS)], ...] = Field(
+        (), description="What is cut out of documents, in order, after the duplicates are gone."
+    )
+    decontaminations: tuple[Annotated[Technique, Choice(DECONTAMINATIONS)], ...] = Field(
+        (), description="Evaluation sets whose examples must not be in the text; after all else."
+    )
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of documents held out, chosen by hash.")
     tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to take.")
     packing: Rows = Field(Rows(), description="How tokens become rows: stream or best_fit.")
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
+
+    @property
+    def options(self) -> Options:
+        """What readers are told."""
+        from hone.data.readers.documents import Options
+
+        return Options(
+            text_field=self.text_field,
+            encoding=self.encoding,
+            max_document_chars=self.max_document_chars,
+            extractor=self.extractor,
+            url_field=self.url_field,
+            metadata_fields=self.metadata_fields,
+        )

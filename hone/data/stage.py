@@ -42,6 +42,19 @@ class Data(Settings):
             (run or Run()).say(f"{self.source} has changed since {name} was made; make it again with --redo={name}")
         return artifact
 
+    def files(self) -> dict[str, Path]:
+        """The evaluation sets: their content is part of what the artifact is."""
+        found = {}
+        for number, technique in enumerate(self.decontaminations):
+            for place, name in enumerate(technique.evaluations):
+                path = Path(name).expanduser()
+                members = sorted(path.rglob("*")) if path.is_dir() else [path]
+                for member in members:
+                    if member.is_file():
+                        inside = member.relative_to(path).as_posix()
+                        found[f"decontaminations.{number}.evaluations.{place}/{inside}"] = member
+        return found
+
     def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Makes the artifact's files in `draft.folder`; every step resumes from `draft.state`."""
         from hone.data.curate import curate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import pytest
 
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
-from hone.base.errors import ArtifactError, FitError, MissingExtra, SpecError
+from hone.base.errors import ArtifactError, DriftError, FitError, MissingExtra, SpecError
 from hone.base.run import Run
 from hone.data.load import PackedTokens
 from hone.data.stage import Data
@@ -106,6 +107,63 @@ def test_what_is_dropped_and_why(made):
     assert {row["reason"] for row in dropped} == {reason for step in stats["steps"] for reason in step["reasons"]}
     assert next(row for row in dropped if row["reason"] == "near_duplicate")["duplicate_of"] == "near.txt"
     assert len(read_jsonl(made.folder / "sample.jsonl")) == 12
+
+
+def test_every_rule_says_what_it_does_alone_and_what_only_it_does(made, source, tmp_path):
+    stats = json.loads((made.folder / "stats.json").read_text())
+    length, gopher = stats["steps"][1:3]
+    (short,) = (rule for rule in length["rules"] if rule["reason"] == "too_short")
+    assert short["alone"]["documents"] == 1 and length["alone"]["documents"] == 1
+    few = next(rule for rule in gopher["rules"] if rule["reason"] == "too_few_words")
+    # The one short document fails both rules: neither is the only one that drops it.
+    assert few["alone"]["documents"] == 1 and few["marginal"]["documents"] == short["marginal"]["documents"] == 0
+    alone = spec_of(source, filters=[{"kind": "length"}], dedups=[]).make(tmp_path / "alone", run=QUIET)
+    (rule, *_) = (
+        rule
+        for rule in json.loads((alone.folder / "stats.json").read_text())["steps"][1]["rules"]
+        if rule["reason"] == "too_short"
+    )
+    assert rule["marginal"] == rule["alone"]
+
+
+def test_edits_and_decontamination_leave_nothing_of_what_they_took(tmp_path):
+    from pyarrow import parquet
+
+    notice = "All rights reserved by nobody in particular, forever and a day."
+    texts = [story(number) + "\n" + notice for number in range(12)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    question = " ".join(texts[5].split()[10:30])
+    (tmp_path / "tests.jsonl").write_text(json.dumps({"question": question}) + "\n")
+    changes = {
+        "filters": [],
+        "dedups": [],
+        "edits": [{"kind": "lines", "min_documents": 3}],
+        "decontaminations": [{"kind": "ngrams", "evaluations": [str(tmp_path / "tests.jsonl")]}],
+    }
+    spec = spec_of(tmp_path / "in", **changes)
+    made = spec.make(tmp_path / "out", run=QUIET)
+    rows = parquet.read_table(made.folder / "documents").to_pylist()
+    assert len(rows) == 11 and sum(notice in row["text"] for row in rows) <= 1
+    assert all(row["bytes"] == len(row["text"].encode()) for row in rows)
+    assert made.figures["kept_bytes"].value == sum(row["bytes"] for row in rows)
+    assert made.figures["input_bytes"].value == sum(len(text.encode()) for text in texts)
+    steps = json.loads((made.folder / "stats.json").read_text())["steps"]
+    for before, after in itertools.pairwise(steps):
+        assert (before["documents_out"], before["bytes_out"]) == (after["documents_in"], after["bytes_in"])
+    for step in steps:
+        assert step["bytes_in"] - step["bytes_out"] == sum(row["bytes"] for row in step["reasons"].values())
+    assert steps[1]["figures"]["cut_documents"] >= 11 and steps[2]["reasons"]["contaminated"]["documents"] == 1
+    (example,) = read_jsonl(made.folder / "contamination.jsonl")
+    assert example["step"] == "ngrams"
+    dropped = read_jsonl(made.folder / "dropped.jsonl")
+    assert {row["text"].strip() for row in dropped if row["reason"] == "cut_out"} == {notice}
+    assert any(question in row["text"] for row in dropped if row["reason"] == "contaminated")
+    packed = [PackedTokens(made.folder, split) for split in ("train", "val")]
+    assert sum(split.num_bytes for split in packed) == made.figures["kept_bytes"].value
+    (tmp_path / "tests.jsonl").write_text(json.dumps({"question": "something else entirely"}) + "\n")
+    with pytest.raises(DriftError):
+        spec.make(tmp_path / "out", run=QUIET)
 
 
 def test_documents_tokens_and_figures_agree(made):
