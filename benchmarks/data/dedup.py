@@ -74,6 +74,16 @@ def quality(made: Grown, stands: np.ndarray) -> dict[str, float]:
     return {**found, "removed": removed, "removed with J >= 0.7": near / max(removed, 1)}
 
 
+def expected(made: Grown, low: float, high: float) -> dict[str, Any]:
+    """How many injected pairs lie in a bucket, and the recall that 14 bands of 8 rows should have on just these."""
+    values = np.array([value for _, _, value in made.pairs if low <= value < high or value == high == 1.0])
+    if not len(values):
+        return {"n": 0}
+    chances = 1 - (1 - values**8) ** 14
+    spread = np.sqrt((chances * (1 - chances)).sum()) / len(values)
+    return {"n": len(values), "note": f"by 1 - (1 - J^8)^14 of these pairs: {chances.mean():.4f} +- {spread:.4f}"}
+
+
 def extra_megabytes(kind: str, folder: Path) -> float:
     """What a fresh process needs at most above its libraries and the compiled kernels, to deduplicate the shards in `folder`."""
     command = [sys.executable, "-m", "benchmarks.data.dedup", "--memory-of", kind, str(folder)]
@@ -114,6 +124,8 @@ def rows(data: Path, peers: str | None = None, megabytes: float = 60) -> list[di
                     "unit": units.get(figure, ""),
                     "n": len(made.texts),
                 }
+                if kind == "MinHash" and figure.startswith("recall"):
+                    row |= expected(made, *map(float, figure.split()[-1].split("-")))
                 seen = [(peer, others[peer][figure]) for peer in against if figure in others.get(peer, {})]
                 result += [
                     {**row, "peer": peer, "peer_value": other, "ratio": value / other if other else None}
