@@ -39,13 +39,19 @@ class Identifier:
                 raise
             raise MissingExtra.of("identifying languages", "numba", "data") from None
         self._use(Model.load(), candidates)
+        self._made_by = (Identifier, (self.languages,))
 
     @classmethod
     def of(cls, model: Model, candidates: Sequence[str] = ()) -> Identifier:
         """One with another model than the package's, trained by hone.data.langid.train."""
         identifier = cls.__new__(cls)
         identifier._use(model, candidates)
+        identifier._made_by = (cls.of, (model, identifier.languages))
         return identifier
+
+    def __reduce__(self) -> tuple:
+        # Other processes read the package's model themselves: a few bytes cross instead of megabytes.
+        return self._made_by
 
     def _use(self, model: Model, candidates: Sequence[str]) -> None:
         unknown = sorted(set(candidates) - set(model.languages))

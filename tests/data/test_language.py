@@ -166,8 +166,15 @@ def test_a_lone_surrogate_is_survived(identifier):
 
 
 def test_an_identifier_crosses_to_another_process(identifier):
-    again = pickle.loads(pickle.dumps(identifier))
-    assert again.identify("The weather was fine.") == identifier.identify("The weather was fine.")
+    for sent, most in (
+        (identifier, 2000),
+        (Identifier(("en", "de")), 200),
+        (Identifier.of(Model.load(), ("en",)), 2e6),
+    ):
+        raw = pickle.dumps(sent)
+        again = pickle.loads(raw)
+        assert len(raw) < most and again.languages == sent.languages
+        assert again.identify("The weather was fine.") == sent.identify("The weather was fine.")
 
 
 def test_the_model_ships_with_its_attribution():
