@@ -108,12 +108,23 @@ def _breaks_off(stream: IO[bytes], last: int, compression: str) -> bool:
         end = re.search(rb"\r?\n\r?\n", top)
         length = re.search(rb"(?im)^content-length:\s*(\d+)\s*$", top[: end.start() + 1]) if end else None
         return not (end and length) or last + end.end() + int(length.group(1)) > size
-    stream.seek(last if last < size else 0)  # one member for the whole file: its records have no place of their own
+    stream.seek(last)
+    if stream.read(len(_MEMBER)) == _MEMBER:
+        stream.seek(last)
+    else:  # one member for the whole file: its records have no place of their own
+        stream.seek(0)
     part = zlib.decompressobj(31)
-    while chunk := part.unconsumed_tail or stream.read(_STEP):
-        part.decompress(chunk, 16 * _STEP)
-        if part.eof:
-            return False
+    rest = b""
+    try:
+        while chunk := rest or part.unconsumed_tail or stream.read(_STEP):
+            part.decompress(chunk, 16 * _STEP)
+            rest = part.unused_data
+            if part.eof:
+                if not (rest := rest or stream.read(_STEP)).startswith(_MEMBER):
+                    return False
+                part = zlib.decompressobj(31)
+    except zlib.error:
+        return True
     return True
 
 

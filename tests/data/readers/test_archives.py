@@ -128,6 +128,20 @@ def test_a_warc_inside_zstd_and_plain(shared_data, tmp_path):
     assert read(path)[1] == ["truncated"]
 
 
+def test_all_records_in_one_gzip_member(shared_data, tmp_path):
+    plain = gzip.decompress((shared_data / "web" / "resiliparse-warcfile.warc.gz").read_bytes())
+    complete, _ = read(shared_data / "web" / "resiliparse-warcfile.warc.gz")
+    path = tmp_path / "a.warc.gz"
+    whole = gzip.compress(plain)
+    path.write_bytes(whole)
+    assert read(path) == (complete, [])
+    path.write_bytes(whole + whole)
+    assert read(path) == (complete * 2, [])
+    path.write_bytes(whole[: len(whole) // 2])
+    texts, reasons = read(path)
+    assert texts == complete[: len(texts)] and len(texts) > 4 and reasons == ["truncated"]
+
+
 def warc(body: bytes, *lines: str, status: str = "200 OK") -> bytes:
     """One response record."""
     head = "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status}", *lines)).encode() + b"\r\n"
