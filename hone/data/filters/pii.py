@@ -10,9 +10,9 @@ from hone.data.filters.base import Filter, Rule
 
 
 class PII(Filter):
-    """Drops documents with more than a few e-mail or public IPv4 addresses, telephone or card numbers, as Dolma does:
-    such a page is a directory or a leak. Soldaini et al. 2024, arXiv:2402.00159, section 5.
+    """Drops documents with many e-mail or IP addresses, telephone or card numbers. Soldaini et al. 2024, arXiv:2402.00159.
 
+    Such a page is a directory or a leak; five finds are Dolma's limit.
     Each find is checked: the shape of e-mail addresses (RFC 5321), IANA's special IPv4 ranges, E.164 or North American
     grouping of telephone numbers, Luhn's digit of card numbers. Nothing in the text that stays is masked.
     """

@@ -12,12 +12,12 @@ from hone.data.filters.gopher_repetition import GopherRepetition
 
 
 class RefinedWeb(Filter):
-    """Gopher's quality and repetition rules and RefinedWeb's line rules in one. Penedo et al. 2023, arXiv:2306.01116; the
-    same set in DCLM, Li et al. 2024, arXiv:2406.11794.
+    """Gopher's rules, and pages made of lines that are no text. Penedo et al. 2023, arXiv:2306.01116.
 
-    Lines of one word, mostly in upper case or that count something ("3 likes"), and "sign-in", "read more..." and "items in
-    cart" on lines of up to ten words are boilerplate. The papers cut it out and drop pages that lose more than 5 % of
-    their words by it; a filter cuts nothing, so it drops the pages only. To cut lines too, add the edit `lines`.
+    DCLM uses the same set (Li et al. 2024, arXiv:2406.11794): Gopher's quality and repetition rules and RefinedWeb's rules
+    about lines. Lines of one word, mostly in upper case or that count something ("3 likes"), and "sign-in", "read more..."
+    and "items in cart" on lines of up to ten words are boilerplate. The papers cut it out and drop pages that lose more
+    than 5 % of their words by it; a filter cuts nothing, so it drops the pages only.
     """
 
     paper: ClassVar[str] = "arXiv:2306.01116"
