@@ -209,7 +209,7 @@ class PackedTokens:
             start = int(window) * seq_len
             end = min(start + seq_len + 1, self.num_tokens)  # one beyond the inputs, which the next row begins with
             tokens[row, : end - start] = self._read(start, end)
-            owners[row, : end - start] = np.searchsorted(self.starts, np.arange(start, end), side="right") - 1
+            owners[row, : end - start] = self._owners(start, end)
         inside = (owners[:, :-1] == owners[:, 1:]) & (owners[:, 1:] >= 0)
         owners = owners[:, :-1]
         ids = np.where(owners >= 0, owners - owners[:, :1], -1)
@@ -238,6 +238,12 @@ class PackedTokens:
         """Tokens `start` .. `end` of the stream."""
         return self.tokens[start:end]
 
+    def _owners(self, start: int, end: int) -> np.ndarray:
+        """The document of each token `start` .. `end`, int64 [end - start]."""
+        first, last = np.searchsorted(self.starts, (start, end - 1), side="right") - 1
+        borders = np.clip(self.starts[first : last + 2], start, end)
+        return np.repeat(np.arange(first, last + 1), np.diff(borders))
+
     def order(self, seed: int, epoch: int, num_rows: int) -> np.ndarray:
         """The permutation of one epoch, kept while it is in use."""
         key = (seed, epoch, num_rows)
@@ -259,10 +265,10 @@ class Part(PackedTokens):
         assert type(whole) is PackedTokens, "a part is cut from a whole split"
         self.split, self.meta, self.folder, self.tokens = whole.split, whole.meta, whole.folder, whole.tokens
         self.numbers = documents
-        self._origins = whole.starts[:-1][documents]
         self.starts = np.concatenate([[0], np.cumsum((whole.starts[1:] - whole.starts[:-1])[documents])]).astype(
             np.int64
         )
+        self._shifts = whole.starts[:-1][documents] - self.starts[:-1]
         self.num_bytes = int(whole.columns("bytes")["bytes"][documents].sum())
         self._whole = whole
         self._indices, self._indexed = {}, ()
@@ -272,9 +278,7 @@ class Part(PackedTokens):
         return {name: values[self.numbers] for name, values in self._whole.columns(*names).items()}
 
     def _read(self, start: int, end: int) -> np.ndarray:
-        places = np.arange(start, end)
-        owners = np.searchsorted(self.starts, places, side="right") - 1
-        return self.tokens[places - self.starts[owners] + self._origins[owners]]
+        return self.tokens[np.arange(start, end) + self._shifts[self._owners(start, end)]]
 
 
 def shuffled(count: int, *seeds: int) -> np.ndarray:

@@ -16,13 +16,13 @@ from hone.data.load import PackedTokens, shuffled
 Sequence = Callable[[np.ndarray], np.ndarray]
 """Places in the training (int64 [B], from 0) to numbers of rows in stored order (int64 [B])."""
 
-SIGNALS: dict[str, tuple[tuple[str, ...], str]] = {
-    "compression_ratio": (("compression_ratio",), "low"),
-    "lexical_diversity": (("mtld", "lexical_diversity", "unique_words"), "high"),
-    "flesch": (("flesch", "flesch_reading_ease"), "low"),
-    "length": (("words",), "high"),
+SIGNALS: dict[str, tuple[str, str]] = {
+    "compression_ratio": ("compression_ratio", "low"),
+    "lexical_diversity": ("mtld", "high"),
+    "flesch": ("flesch", "low"),
+    "length": ("words", "high"),
 }
-"""Signal of difficulty to the columns that hold it (the first that is there) and which end of it is hard."""
+"""Signal of difficulty to its column and which end of it is hard."""
 
 
 class Curriculum(Technique):
@@ -51,26 +51,19 @@ class ByDifficulty(Curriculum):
 
     def difficulty(self, data: PackedTokens, seq_len: int) -> np.ndarray:
         """float64 [num_rows], higher is harder. Raises SpecError for a column that is absent or holds no numbers."""
-        names, end = SIGNALS.get(self.signal, ((self.signal,), None))
+        name, end = SIGNALS.get(self.signal, (self.signal, None))
         end = self.hard or end
         if end is None:
             raise SpecError(
                 f"curriculum.signal = '{self.signal}': nothing says which end of it is hard",
                 fix=f"add hard: high or hard: low, or take one of {', '.join(SIGNALS)}",
             )
-        column = self._column(data, names)
+        column = self._column(data, name)
         return row_means(data, column if end == "high" else -column, seq_len)
 
-    def _column(self, data: PackedTokens, names: tuple[str, ...]) -> np.ndarray:
-        """The first of the columns `names` that is there, float64; where a document has no value, the median."""
-        for position, name in enumerate(names):
-            try:
-                values = data.columns(name)[name]
-            except SpecError:
-                if position < len(names) - 1:
-                    continue
-                raise
-            break
+    def _column(self, data: PackedTokens, name: str) -> np.ndarray:
+        """The column `name`, float64; where a document has no value, the median."""
+        values = data.columns(name)[name]
         if not (np.issubdtype(values.dtype, np.number) or values.dtype == bool):
             raise SpecError(
                 f"curriculum.signal = '{self.signal}' is a column of text, not of numbers",

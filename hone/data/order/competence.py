@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from hone.data.load import PackedTokens, shuffled
+from hone.data.load import PackedTokens
 from hone.data.order.base import ByDifficulty, Sequence
 
 _LEVELS = 256
@@ -42,7 +42,7 @@ class Competence(ByDifficulty):
 
     def _ranks(self, rows: int, total: int, seed: int) -> np.ndarray:
         """The rank in difficulty of every row shown, int64 [total]."""
-        shown = np.zeros(rows, np.int64)
+        shown = np.zeros(rows, np.int32)
         parts = []
         borders = np.unique(np.linspace(0, total, min(_LEVELS, total) + 1).astype(np.int64))
         draws = 0
@@ -52,9 +52,16 @@ class Competence(ByDifficulty):
             while left:
                 seen = shown[:allowed]
                 least = np.flatnonzero(seen == seen.min())
-                chosen = least[shuffled(len(least), seed, draws)[:left]]
+                chosen = least[_few(len(least), left, seed, draws)]
                 draws += 1
                 shown[chosen] += 1
                 parts.append(chosen)
                 left -= len(chosen)
         return np.concatenate(parts)
+
+
+def _few(count: int, few: int, *seeds: int) -> np.ndarray:
+    """The first `few` of a random permutation of 0 .. count - 1, without sorting the rest."""
+    keys = np.random.PCG64([*seeds]).random_raw(count)
+    chosen = np.argpartition(keys, few)[:few] if few < count else np.arange(count)
+    return chosen[np.argsort(keys[chosen])]

@@ -145,7 +145,7 @@ def test_a_final_refusal_is_an_error_with_what_was_said(medu, fake):
 )
 def test_an_answer_without_text_is_an_error(medu, fake, broken):
     fake.broken = broken
-    with pytest.raises(HoneError, match="no JSON object|without a text"):
+    with pytest.raises(HoneError, match=r"no JSON object|without a text"):
         Endpoint(url=fake.url, attempts=2, wait_s=0, model="m").ask(["x"], 5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_stages_rise_and_are_shuffled_inside(data, signal, hard, sign):
     hardness = np.array(naive_row_means(data, sign * data.columns(column)[column].astype(float), SEQ_LEN))
     places = made("staged", signal=signal, hard=hard, num_stages=4).sequence(data, SEQ_LEN, rows, 0)(np.arange(rows))
     stages = [hardness[places[np.arange(rows) * 4 // rows == stage]] for stage in range(4)]
-    for earlier, later in zip(stages, stages[1:]):
+    for earlier, later in pairwise(stages):
         assert earlier.max() <= later.min() + 1e-9
     assert any((np.diff(stage) < 0).any() for stage in stages)
     full = made("staged", signal=signal, hard=hard, num_stages=10**6).sequence(data, SEQ_LEN, rows, 0)(np.arange(rows))
@@ -212,7 +213,7 @@ def test_documents_without_a_value_are_in_the_middle(data):
         ({"kind": "staged", "signal": "hard_low"}, "nothing says which end"),
         ({"kind": "staged", "signal": "group", "hard": "low"}, "column of text"),
         ({"kind": "staged", "signal": "nothing", "hard": "low"}, "no value for any document"),
-        ({"kind": "staged", "signal": "flesch"}, "has no column 'flesch"),
+        ({"kind": "staged", "signal": "flesch"}, "has no column 'flesch'"),
         ({"kind": "competence", "signal": "absent", "hard": "low"}, "has no column 'absent'"),
         ({"kind": "multi_task", "by": "hard_low"}, "column of fractions"),
     ],
