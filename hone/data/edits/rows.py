@@ -36,8 +36,8 @@ def save(path: Path, array: np.ndarray) -> None:
 def save_sorted(path: Path, keys: np.ndarray, rows: np.ndarray) -> None:
     """Writes `rows` (structured [n]) to `path` and `keys` (uint64 [n]) beside it, both sorted by the high bits of the keys."""
     order, _ = _order(keys)
-    save(path.with_suffix(".keys"), keys[order])
-    save(path, rows[order])
+    save(path.with_suffix(".keys"), keys.take(order))
+    save(path, rows.take(order))
 
 
 def _order(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -78,10 +78,10 @@ def repeated(
         if not len(picked):
             continue
         shard = np.repeat(np.arange(len(here)), [at.stop - at.start for at in here])[picked]
-        some, key = np.concatenate([one[at] for one, at in zip(rows, here)])[picked], key[picked]
+        some, key = np.concatenate([one[at] for one, at in zip(rows, here)]).take(picked), key.take(picked)
         ranked = rank[firsts[shard] + some["document"]]
         order = compiled("sorting").within_groups(high[twice], key, ranked, some[place].astype(np.int64))
-        yield Group(key[order], some[order], shard[order], ranked[order])
+        yield Group(key.take(order), some.take(order), shard.take(order), ranked.take(order))
 
 
 def ranks(ids: np.ndarray) -> np.ndarray:
@@ -98,7 +98,7 @@ def save_spans(path: Path, shard: np.ndarray, document: np.ndarray, start: np.nd
     """Writes byte spans of many shards' documents, those of a shard together."""
     spans = np.empty(len(shard), _SPAN)
     spans["shard"], spans["document"], spans["start"], spans["end"] = shard, document, start, end
-    save(path, spans[compiled("sorting").by_number(shard)])
+    save(path, spans.take(compiled("sorting").by_number(shard)))
 
 
 def spans_of(paths: list[Path], shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

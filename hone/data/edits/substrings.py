@@ -51,7 +51,7 @@ class Substrings(Edit):
     @property
     def gram_bytes(self) -> int:
         """Length of the substrings that windows are known by. Shorter ones sample less but stand more often by chance."""
-        return self.min_bytes // 2
+        return self.min_bytes * 3 // 5
 
     def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
         """Which documents are compared (bool [num_documents])."""

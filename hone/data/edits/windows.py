@@ -205,12 +205,23 @@ def later_windows(
 
     Runs are sorted by (key, rank, start); `hashes` holds those of their windows, run after run.
     """
-    room = 64
-    run, low, high = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    total = 0
+    most = ranges = 16
+    first = 0
+    while first < len(key):
+        last = first
+        windows = 0
+        while last < len(key) and key[last] == key[first]:
+            windows += count[last]
+            ranges += (count[last] + 1) // 2
+            last += 1
+        most = max(most, windows)
+        first = last
     size = 16
+    while size < 2 * most:
+        size *= 2
     table, owner, begin = np.zeros(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
-    first = base = 0
+    run, low, high = np.empty(ranges, np.int64), np.empty(ranges, np.int64), np.empty(ranges, np.int64)
+    total = base = first = 0
     while first < len(key):
         last = first
         windows = 0
@@ -220,32 +231,25 @@ def later_windows(
         used = 16
         while used < 2 * windows:
             used *= 2
-        if used > size:
-            size = used
-            table, owner, begin = np.zeros(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
-        else:
-            table[:used] = 0
+        table[:used] = 0
         mask = np.uint64(used - 1)
         for row in range(first, last):
             open_at = -1
-            for at in range(count[row] + 1):
+            for at in range(count[row]):
+                value = hashes[base + at]
+                slot = value & mask
+                while table[slot] and hashes[table[slot] - 1] != value:
+                    slot = (slot + np.uint64(1)) & mask
                 gone = False
-                if at < count[row]:
-                    value = hashes[base + at]
-                    slot = value & mask
-                    while table[slot] and hashes[table[slot] - 1] != value:
-                        slot = (slot + np.uint64(1)) & mask
-                    if table[slot]:
-                        gone = rank[owner[slot]] != rank[row] or start[row] + at >= begin[slot] + length
-                    else:
-                        table[slot], owner[slot], begin[slot] = base + at + 1, row, start[row] + at
+                if table[slot]:
+                    gone = rank[owner[slot]] != rank[row] or start[row] + at >= begin[slot] + length
+                else:
+                    table[slot], owner[slot], begin[slot] = base + at + 1, row, start[row] + at
                 if gone and open_at < 0:
                     open_at = at
-                elif not gone and open_at >= 0:
-                    if total == room:
-                        room *= 2
-                        run, low, high = _grown(run, room), _grown(low, room), _grown(high, room)
-                    run[total], low[total], high[total] = row, start[row] + open_at, start[row] + at
+                if open_at >= 0 and (not gone or at == count[row] - 1):
+                    stop = at + 1 if gone else at
+                    run[total], low[total], high[total] = row, start[row] + open_at, start[row] + stop
                     total += 1
                     open_at = -1
             base += count[row]
