@@ -16,6 +16,7 @@ from hone.data.text.batch import Texts
 SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01
 """A text with a larger share of U+FFFD, which stands for bytes that could not be decoded, was read in the wrong encoding."""
+MOJIBAKE_CHARS = 1 << 18
 _LEAST_CHARS = 3
 _RUN = re.compile(r"[^\x00-\x7f]+")
 
@@ -139,11 +140,11 @@ def is_mojibake(text: str) -> bool:
     """Whether `text` is UTF-8 that was read as Latin-1 or Windows-1252 and then encoded once more.
 
     Then its runs of other than ASCII characters, written in that encoding, are valid UTF-8 again: of real text next to
-    none are, so that three characters and half of all are proof. Looks at the first 256 K characters.
+    none are, so that three characters and half of all are proof. Looks at the first MOJIBAKE_CHARS.
     """
     table = _byte_table()
     num_twice = num_chars = num_all = 0
-    for part in _RUN.findall(text[: 1 << 18]):
+    for part in _RUN.findall(text[:MOJIBAKE_CHARS]):
         num_all += len(part)
         if len(part) > 1:
             try:

@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 from numba import njit
 
-from hone.data.readers.documents import Fault, settle
+from hone.data.readers.documents import MOJIBAKE_CHARS, Fault, settle
 from hone.data.text.batch import Texts
 
 FINE, UNTIDY, ODD = 0, 1, 2
-_DOUBTFUL, _TAIL, _SPACE = 1, 2, 4
+CHANGES, FIRST, SECOND, TAIL, SPACE = 1, 2, 4, 8, 16
 
 
 def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
@@ -20,7 +20,7 @@ def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
 
     What documents.settle says of each text; the texts themselves are not copied when all stand as they are.
     """
-    states = look(texts.data, texts.offsets, _plain(), _table())
+    states = look(texts.data, texts.offsets, _plain(), *_tables())
     if not states.any():
         return texts, np.arange(texts.num_texts), []
     faults: list[Fault] = []
@@ -54,33 +54,39 @@ def _plain() -> np.ndarray:
 
 
 @cache
-def _table() -> np.ndarray:
-    """uint8 [65536]: for each character whether it may change under NFC or is U+FFFD, looks like a byte of UTF-8 that was
-    read as Windows-1252 or Latin-1, is white space."""
-    table = np.zeros(1 << 16, np.uint8)
+def _tables() -> tuple[np.ndarray, np.ndarray]:
+    """(marks, classes), uint8 [65536] each: bits that say what is special about a character, its canonical combining class.
+
+    CHANGES: NFC changes it, or it is U+FFFD. SECOND: it may melt into the character before it, which is a FIRST.
+    TAIL: looks like a byte of UTF-8 that was read as Windows-1252 or Latin-1. SPACE: white space.
+    """
+    marks, classes = np.zeros(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8)
     for code in range(0x80, 1 << 16):
         character = chr(code)
-        parts = unicodedata.decomposition(character)
-        if parts and not parts.startswith("<"):
-            codes = [int(part, 16) for part in parts.split()]
-            if unicodedata.normalize("NFC", character) != character:
-                table[code] |= _DOUBTFUL
-            if len(codes) > 1 and codes[1] < 1 << 16:  # may melt into the character before it
-                table[codes[1]] |= _DOUBTFUL
-        if unicodedata.combining(character):
-            table[code] |= _DOUBTFUL
+        classes[code] = unicodedata.combining(character)
         if character.isspace():
-            table[code] |= _SPACE
-    table[0x1160:0x1200] |= _DOUBTFUL  # vowels and endings of Korean syllables
-    table[0xFFFD] |= _DOUBTFUL
-    table[0x80:0xC0] |= _TAIL
+            marks[code] |= SPACE
+        parts = unicodedata.decomposition(character)
+        if not parts or parts.startswith("<"):
+            continue
+        codes = [int(part, 16) for part in parts.split()]
+        if unicodedata.normalize("NFC", character) != character:
+            marks[code] |= CHANGES
+        elif len(codes) == 2:
+            marks[codes[0]] |= FIRST
+            marks[codes[1]] |= SECOND
+    marks[0x1100:0x1113] |= FIRST  # Korean syllables are put together by rule
+    marks[0xAC00:0xD7A4:28] |= FIRST
+    marks[0x1161:0x11C3] |= SECOND
+    marks[0xFFFD] |= CHANGES
+    marks[0x80:0xC0] |= TAIL
     for byte in range(0x80, 0xA0):
-        table[ord(bytes([byte]).decode("cp1252", "ignore") or chr(byte))] |= _TAIL
-    return table
+        marks[ord(bytes([byte]).decode("cp1252", "ignore") or chr(byte))] |= TAIL
+    return marks, classes
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def look(data, offsets, plain, table):
+def look(data, offsets, plain, marks, classes):
     """uint8 [n]: FINE, UNTIDY (other line ends, blanks at the end of a line, line ends or space around the text) or ODD.
 
     ODD: NUL, invalid UTF-8, characters that NFC may change or that look like mojibake, other than ASCII space at the end.
@@ -92,6 +98,7 @@ def look(data, offsets, plain, table):
         place = begin
         state = UNTIDY if place == end or data[place] == 10 else FINE
         before, older, after, space_end = 0, 0, place, place
+        run, num_high, num_doubtful, doubtful = 0, 0, 0, False  # characters above ASCII, in runs that may be mojibake
         while place < end:
             code = int(data[place])
             if plain[code]:
@@ -118,27 +125,37 @@ def look(data, offsets, plain, table):
             if state == ODD:
                 break
             if place != after:
-                before, older = 0, 0
+                before, older = int(data[place - 1]) if place > begin else 0, 0
+                num_doubtful += run if doubtful else 0
+                run, doubtful = 0, False
             place += width
             after = place
+            run += 1
+            num_high += 1
             if code >= 1 << 16:  # emoji, mathematical letters, rare Chinese characters never change
                 if not (0x1F000 <= code < 0x1FB00 or 0x1D400 <= code < 0x1D800 or 0x20000 <= code < 0x2F800):
                     state = ODD
                     break
-            else:
-                marks = table[code]
-                if marks & 1 or 0xD800 <= code < 0xE000 or (width == 3 and code < 0x800):
-                    state = ODD
-                    break
-                if marks & 2 and (
-                    0xC2 <= before < 0xE0
-                    or (0xE0 <= older < 0xF0 and before >= 0x80 and before < 1 << 16 and table[before] & 2 != 0)
-                ):
-                    state = ODD
-                    break
-                if marks & 4:
-                    space_end = place
+                older, before = before, 0
+                continue
+            mark = marks[code]
+            if mark & CHANGES or 0xD800 <= code < 0xE000 or (width == 3 and code < 0x800):
+                state = ODD
+                break
+            if mark & SECOND and (marks[before] & FIRST or classes[before]):
+                state = ODD
+                break
+            if classes[code] and classes[before] > classes[code]:
+                state = ODD
+                break
+            if mark & TAIL and (0xC2 <= before < 0xE0 or (0xE0 <= older < 0xF5 and marks[before] & TAIL)):
+                doubtful = True
+            if mark & SPACE:
+                space_end = place
             older, before = before, code
+        num_doubtful += run if doubtful else 0
+        if num_doubtful and (2 * num_doubtful >= num_high or end - begin > MOJIBAKE_CHARS):
+            state = ODD
         if state != ODD and end > begin:
             last = end
             while last > begin and _is_space(data[last - 1]):

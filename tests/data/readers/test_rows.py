@@ -18,17 +18,17 @@ from hone.data.readers import rows
 from hone.data.readers.documents import is_mojibake, settle
 from hone.data.readers.listing import list_source
 from hone.data.readers.read import Batch, Broken, Document, Options, read_batches, read_file
-from hone.data.readers.sound import settle_batch
+from hone.data.readers.sound import ODD, _plain, _tables, look, settle_batch
 from hone.data.text.batch import Texts
 
-ODD = "\0\r\n\t \x0b\x1c\x85\xa0éÃ©Â»€™â\u0301\u0300\u093c\u09be\u1161\u11a8가각\u2000\u2028\u3099か\ufffd\ufeff\u2126\u212b\uf900😀𝐀𑂙"
+STRANGE = "\0\r\n\t \x0b\x1c\x85\xa0éÃ©Â»€™â\u0301\u0300\u093c\u09be\u1161\u11a8가각\u2000\u2028\u3099か\ufffd\ufeff\u2126\u212b\uf900😀𝐀𑂙"
 PIECES = st.lists(
     st.one_of(
         st.sampled_from(
             ["word", "an apple", "\n", " ", "\r\n", "\n\n", " \n", "\u00e9", "e\u0301", "\u2019", "Ã©", "â€™", "Ð¿Ñ€"]
         ),
         st.text(max_size=8),
-        st.text(alphabet=ODD, max_size=6),
+        st.text(alphabet=STRANGE, max_size=6),
     ),
     max_size=8,
 ).map("".join)
@@ -52,6 +52,35 @@ def test_a_batch_is_settled_as_each_text_alone(strings):
     assert list(texts.strings()) == [text for reason, text in each if not reason]
     assert kept.tolist() == [number for number, (reason, _) in enumerate(each) if not reason]
     assert sorted(fault.reason for fault in faults) == sorted(reason for reason, _ in each if reason)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from(
+                "aeo\u00ea\u1ea1\u0301\u0302\u0323\u0307\u0327\u0345\u05b0\u05bc\u0651\u064e\u0654\u0628\u0627"
+            )
+            | st.sampled_from(
+                "\u09c7\u09be\u0bc6\u0bbe\u0dd9\u0dcf\u0dca\u094d\u093c\u0928\u0e38\u0e48\u0e01\u1100\u1161\u11a8가각か\u3099😀"
+            ),
+            max_size=7,
+        ).map("".join),
+        max_size=5,
+    )
+)
+def test_marks_in_any_order_are_settled_as_each_text_alone(strings):
+    texts, _, faults = settle_batch(Texts.of(strings))
+    each = [settle(text) for text in strings]
+    assert list(texts.strings()) == [text for reason, text in each if not reason]
+    assert len(faults) == sum(bool(reason) for reason, _ in each)
+
+
+def test_texts_of_75_languages_stand_as_they_are(shared_data):
+    with gzip.open(shared_data / "langid" / "lingua-sentences-75x1000.jsonl.gz", "rt", encoding="utf8") as lines:
+        sentences = [unicodedata.normalize("NFC", json.loads(line)["text"]).strip() for line in lines]
+    states = look(*Texts.of(sentences), _plain(), *_tables())
+    assert (states == ODD).mean() < 0.01
 
 
 def test_every_character_after_every_kind_of_character():
