@@ -14,13 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from hone.base.artifact import Artifact
+from hone.base.artifact import Artifact, start
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data import CURRICULA
 from hone.data.load import PackedTokens
+from hone.data.mix.reading import Reading
 from hone.data.mix.sources import Sources
 from hone.train.stage import Train
+from tests.data.mix.test_medu import Fake
 from tests.train.conftest import SHAPE, write_data
 
 SPEC = {
@@ -112,6 +114,47 @@ def test_utilimax_learns_from_runs_on_one_source_each(table_folder, tmp_path):
     table = json.loads((made.folder / "mixture.json").read_text())
     assert set(table["notes"]["utilities"]["large"]) == {"val_loss_large", "val_loss_small"}
     assert set(made.manifest["input_files"]) == {"mixture.runs.large", "mixture.runs.small"}
+
+
+def test_regmix_trains_on_what_runs_said(table_folder, tmp_path):
+    shares = np.linspace(0.05, 0.95, 40)
+    runs = "".join(f"{n},{share},{1 - share}\n" for n, share in enumerate(shares))
+    losses = "".join(f"{n},{(share - 0.8) ** 2}\n" for n, share in enumerate(shares))
+    (tmp_path / "runs.csv").write_text(f"index,large,small\n{runs}")
+    (tmp_path / "losses.csv").write_text(f"index,loss\n{losses}")
+    files = {"mixtures": str(tmp_path / "runs.csv"), "losses": str(tmp_path / "losses.csv")}
+    mixture = {"kind": "regmix", **files, "num_simulated": 2000, "regressor": "ridge"}
+    made = train(table_folder, tmp_path / "train-regmix", steps=2, mixture=mixture)
+    assert made.figures["weight_large"].value == pytest.approx(0.8, abs=0.1)
+
+
+def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, tmp_path):
+    pytest.importorskip("httpx")
+    (tmp_path / "examples.txt").write_text("Why is the fox quick?")
+    fake = Fake()
+    try:
+        fake.answer = lambda question: "good"
+        endpoint = {"url": fake.url, "wait_s": 0.001, "attempts": 1}
+        mixture = {
+            "kind": "medu",
+            "endpoint": endpoint,
+            "examples": {"t": str(tmp_path / "examples.txt")},
+            "num_samples": 3,
+        }
+        spec = Train.read({**SPEC, "steps": 2, "mixture": mixture})
+        made = spec.make(tmp_path / "train-medu", {"data": Artifact.read(table_folder)}, QUIET)
+        asked = len(fake.seen)
+        assert asked == 1 + 2 * 3 and made.figures["weight_large"].value == pytest.approx(0.5)
+        reading = Reading({"data": Artifact.read(table_folder)}, spec.mixture, spec.curriculum)
+        draft = start(tmp_path / "train-again", kind="train", spec=spec)
+        with draft:
+            shutil.copy(made.folder / "mixture.json", draft.folder / "mixture.json")
+            reading.prepare(8, 32, 0, draft, QUIET)
+        assert len(fake.seen) == asked, "the model was asked again"
+        assert reading.chosen.weights == pytest.approx({"large": 0.5, "small": 0.5})
+    finally:
+        fake.server.shutdown()
+        fake.server.server_close()
 
 
 def test_several_data_folders(table_folder, data_folder, tmp_path):

@@ -49,6 +49,10 @@ ALL = [
 ]
 
 
+def test_every_curriculum_is_tested_here():
+    assert {kind for kind, _ in ALL} == set(CURRICULA)
+
+
 def naive_row_means(data: PackedTokens, values: np.ndarray, seq_len: int) -> list[float]:
     owners = [number for number, document in enumerate(data.documents()) for _ in document]
     rows = data.num_rows(seq_len)
