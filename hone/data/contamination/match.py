@@ -141,34 +141,60 @@ def hits_of(
     powers = np.empty(len(lengths), np.uint64)
     for number in range(len(lengths)):
         powers[number] = _power(lengths[number])
-    found = np.empty((4, 64), np.uint64)
+    room = 1024
+    found = np.empty((4, room), np.uint64)
     total = 0
-    mask, bit_mask = np.uint64(len(table) - 1), np.uint64(len(bits) * 64 - 1)
     for number in range(len(offsets) - 1):
         count = _words_of(data[offsets[number] : offsets[number + 1]], hashes, start, end)
         for row in range(len(lengths)):
-            length, power = lengths[row], powers[row]
-            value = np.uint64(0)
-            for place in range(count):
-                value = value * _BASE + hashes[place]
-                if place >= length:
-                    value -= hashes[place - length] * power
-                if place < length - 1:
-                    continue
-                key = _key(value, length)
-                bit = (key >> _SHIFT) & bit_mask
-                if not (bits[bit >> np.uint64(6)] >> (bit & np.uint64(63))) & np.uint64(1):
-                    continue
-                at = key & mask
-                while table[at] != np.uint64(0) and table[at] != key:
-                    at = (at + np.uint64(1)) & mask
-                if table[at] == key:
-                    if total == found.shape[1]:
-                        wider = np.empty((4, 2 * total), np.uint64)
-                        wider[:, :total] = found
-                        found = wider
-                    found[0, total], found[1, total] = number, start[place - length + 1]
-                    found[2, total], found[3, total] = end[place], key
-                    total += 1
+            while True:
+                more = _hits_of_one(
+                    hashes[:count], start, end, lengths[row], powers[row], table, bits, found[1:, total:]
+                )
+                if more >= 0:
+                    break
+                room *= 2
+                wider = np.empty((4, room), np.uint64)
+                wider[:, :total] = found[:, :total]
+                found = wider
+            found[0, total : total + more] = number
+            total += more
     part = found[:3, :total].astype(np.int64)
     return part[0], part[1], part[2], found[3, :total].copy()
+
+
+@njit(cache=True, nogil=True)
+def _hits_of_one(
+    hashes: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+    length: int,
+    power: np.uint64,
+    table: np.ndarray,
+    bits: np.ndarray,
+    found: np.ndarray,
+) -> int:
+    """Writes (start, end, key) of the n-grams of one text that are in the table; returns how many, -1 when there is no room."""
+    mask, bit_mask = np.uint64(len(table) - 1), np.uint64(len(bits) * 64 - 1)
+    value = np.uint64(0)
+    total = 0
+    for place in range(len(hashes)):
+        value = value * _BASE + hashes[place]
+        if place >= length:
+            value -= hashes[place - length] * power
+        if place < length - 1:
+            continue
+        key = _key(value, length)
+        bit = (key >> _SHIFT) & bit_mask
+        if not (bits[bit >> np.uint64(6)] >> (bit & np.uint64(63))) & np.uint64(1):
+            continue
+        at = key & mask
+        while table[at] != np.uint64(0) and table[at] != key:
+            at = (at + np.uint64(1)) & mask
+        if table[at] == key:
+            if total == found.shape[1]:
+                return -1
+            found[0, total], found[1, total] = start[place - length + 1], end[place]
+            found[2, total] = key
+            total += 1
+    return total
