@@ -70,8 +70,10 @@ def at_borders(
             left += 1
         while right > left and right < stop and (data[right] & 0xC0 == 0x80 or joined(data, right, right)):
             right = before(data, right)
-        if left < right and left > base and right < stop and joined(data, left, right):
+        if left > base and right < stop and left < right and joined(data, left, right):
             left += size_at(data, left)
+            while left < right and (joined(data, left, left) or joined(data, left, right)):
+                left += size_at(data, left)
         if (right - left) * 2 < end[j] - start[j] or left >= right:
             continue
         if right == stop:

@@ -53,15 +53,22 @@ def grams(text: str, size: int = 13, shortest: int = 8) -> set[tuple[str, ...]]:
 
 def expected(examples: list[tuple[str, ...]], texts: list[str], size=13, shortest=8) -> dict[int, set[int]]:
     """Example number to the documents that hold any of its n-grams."""
-    wanted = [set().union(*(grams(text, size, shortest) for text in example)) for example in examples]
+    return held([set().union(*(grams(text, size, shortest) for text in example)) for example in examples], texts)
+
+
+def held(wanted: list[set[tuple[str, ...]]], texts: list[str]) -> dict[int, set[int]]:
+    """As `expected`, for the n-grams of each example."""
     lengths = {len(gram) for row in wanted for gram in row}
+    owners: dict[tuple[str, ...], list[int]] = {}
+    for number, some in enumerate(wanted):
+        for gram in some:
+            owners.setdefault(gram, []).append(number)
     found: dict[int, set[int]] = {}
     for document, text in enumerate(texts):
         row = words(text)
         here = {tuple(row[at : at + n]) for n in lengths for at in range(len(row) - n + 1)}
-        for number, some in enumerate(wanted):
-            if some & here:
-                found.setdefault(number, set()).add(document)
+        for number in {number for gram in here for number in owners.get(gram, ())}:
+            found.setdefault(number, set()).add(document)
     return found
 
 
@@ -119,8 +126,8 @@ def sets(shared_data, tmp_path_factory) -> Path:
     for file in (shared_data / "benchmarks").iterdir():
         if file.name.endswith(".tar.gz"):
             with tarfile.open(file) as pack:
-                for member in pack.getmembers():
-                    if member.name.endswith(".csv"):
+                for member in [member for member in pack.getmembers() if member.name.endswith(".csv")][:20]:
+                    if member.isfile():
                         raw = pack.extractfile(member).read()
                         (folder / f"mmlu-{Path(member.name).name}").write_bytes(raw)
         else:
@@ -130,10 +137,12 @@ def sets(shared_data, tmp_path_factory) -> Path:
 
 def test_every_injected_example_is_found_and_none_else(sets, shared_data, tmp_path):
     examples = read_evaluations((str(sets),), ())
-    assert len({example.evaluation for example in examples}) > 50 and len(examples) > 18_000
-    clean = [text[:6000] for text in english(shared_data)]
+    names = {example.evaluation for example in examples}
+    assert len(names) > 10 and len(examples) > 10_000
+    clean = [text[:3000] for text in english(shared_data)]
+    wanted = [set().union(*map(grams, example.texts)) for example in examples]
     draw = random.Random(5)
-    whole = [number for number, example in enumerate(examples) if any(grams(text) for text in example.texts)]
+    whole = [number for number, some in enumerate(wanted) if some]
     injected = draw.sample(whole, 300)
     texts = list(clean)
     for number in injected:
@@ -142,8 +151,7 @@ def test_every_injected_example_is_found_and_none_else(sets, shared_data, tmp_pa
         home = draw.randrange(len(clean))
         texts.append(f"{clean[home][:200]}\n{shouted}!\n{clean[home][-200:]}")
     spec = NGrams(evaluations=(str(sets),), num_samples=5)
-    oracle = expected([example.texts for example in examples], texts)
-    before = expected([example.texts for example in examples], clean)
+    oracle, before = held(wanted, texts), held(wanted, clean)
     found = spec.contaminated(Memory(texts), np.ones(len(texts), bool), tmp_path)
     assert found.dropped[len(clean) :].all()
     assert reported(spec, found) == {
@@ -159,8 +167,8 @@ def test_every_injected_example_is_found_and_none_else(sets, shared_data, tmp_pa
     assert sum(row["too_short"] for row in rows.values()) == len(examples) - len(whole)
     assert [row for row in found.examples if "samples" in row] == found.examples[:5]
     for row in found.examples[:5]:
-        held = {examples[number].row: number for number in oracle if examples[number].evaluation == row["evaluation"]}
-        number = held[row["row"]]
+        at = {examples[number].row: number for number in oracle if examples[number].evaluation == row["evaluation"]}
+        number = at[row["row"]]
         for sample in row["samples"]:
             assert any(tuple(words(sample["text"])) in grams(text) for text in examples[number].texts)
 
