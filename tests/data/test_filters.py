@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.data.signals import decide, natural
 from hone.base.errors import SpecError
 from hone.data import FILTERS
 from hone.data.signals import normalize, signals
+from hone.data.text.batch import Texts
 
 PROSE = (
     "The garden behind the house had been left to itself for many years. Nobody could say who planted the old pear tree.\n"
@@ -147,3 +152,19 @@ def test_real_books_pass_and_a_word_list_does_not(shared_data):
 def test_own_rules_name_unknown_columns():
     with pytest.raises(SpecError, match="did you mean 'urls'"):
         reason("expression", PROSE, {"keep": "url < 3"})
+
+
+def test_verdicts_are_those_of_the_reference(shared_data):
+    """On natural English; the differences of gopher_quality are explained in its docstring."""
+    expected = json.loads((Path(__file__).parent / "expected" / "datatrove.json").read_text())
+    kept = {key: bits for bits, keys in expected["verdicts"].items() for key in keys.split()}
+    texts = natural(shared_data)
+    bits = [kept.get(hashlib.blake2b(text.encode(), digest_size=5).hexdigest()) for text in texts]
+    chosen = [text for text, known in zip(texts, bits) if known]
+    assert len(chosen) > 700, "the texts are not those that the verdicts were made on"
+    ours = decide(Texts.of(chosen))
+    for place, name in enumerate(expected["filters"]):
+        theirs = np.array([known[place] == "1" for known in bits if known])
+        least = 0.93 if name == "gopher_quality" else 0.99
+        assert (ours[name] == theirs).mean() >= least, name
+        assert not theirs.all(), f"{name}: nothing is dropped, so nothing is compared"

@@ -10,7 +10,13 @@ from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 
 
 class GopherQuality(Filter):
-    """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, appendix A.1."""
+    """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, appendix A.1.
+
+    Words are what white space parts. datatrove counts spaCy's tokens, so each full stop is a word without a letter and
+    the rule on letters is stricter than the paper's: on 763 natural English texts 93.4 % of the verdicts are equal, and 49
+    of the 50 others are texts that only this rule of datatrove's drops. The last one differs because datatrove counts
+    blank lines.
+    """
 
     paper: ClassVar[str] = "arXiv:2112.11446"
     when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")

@@ -10,7 +10,11 @@ from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 
 
 class GopherRepetition(Filter):
-    """Drops text that repeats lines, paragraphs or word n-grams. Rae et al. 2021, arXiv:2112.11446, appendix A.1."""
+    """Drops text that repeats lines, paragraphs or word n-grams. Rae et al. 2021, arXiv:2112.11446, appendix A.1.
+
+    Characters in repeated 5- to 10-grams are those of their union, spaces inside included; datatrove steps over a repeat
+    and leaves the spaces out. Equal verdicts on all of 763 natural English texts.
+    """
 
     paper: ClassVar[str] = "arXiv:2112.11446"
     when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")

@@ -9,7 +9,7 @@ from numba import njit
 
 from hone.data.text import tables
 from hone.data.text.hashing import mix
-from hone.data.text.segment import code_point, find, fold, inlined, kernel, word_end
+from hone.data.text.segment import code_point, fold, inlined, kernel, word_end
 from hone.data.text.tables import LEAD_BYTE, NEWLINE_BYTE, WORD_BYTE, flag
 from hone.data.text.words import (
     CAPITALS,
@@ -23,6 +23,7 @@ from hone.data.text.words import (
     Words,
     add_word,
     is_full,
+    look_up,
 )  # fmt: skip
 
 (
@@ -236,12 +237,10 @@ def scan(
             place += width
             continue
         stop, key = word_end(data, place, end, alphabet.kinds, alphabet.spaces)
-        slot = find(words.keys, key)
-        if words.keys[slot] != np.uint64(0):
-            number = np.int64(words.numbers[slot])
-        elif is_full(words):
-            return False
-        else:
+        slot, number = look_up(words.slots, words.records, key)
+        if number < 0:
+            if is_full(words):
+                return False
             number = add_word(data, place, stop, slot, key, words, alphabet, toxic, scratch.lower)
         chars = take_word(number, gap_bytes == 1 and plain and line[WORDS] > 0, words, line, total)
         scratch.ids[count] = number

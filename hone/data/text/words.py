@@ -9,7 +9,7 @@ from numba import njit
 
 from hone.data.text import tables
 from hone.data.text.hashing import mix
-from hone.data.text.segment import code_point, find, fold, inlined, kernel
+from hone.data.text.segment import code_point, fold, inlined, kernel
 
 (
     CHARS, HASHES, ELLIPSES, LETTERED, SENTENCES, DIGITS, UPPERS, ALNUMS, PARENS, BRACES, URLS, URL_CHARS, NUMBERS,
@@ -28,28 +28,27 @@ _FILLED, _TOXIC, _WIDE = tables.flag("filled"), tables.flag("toxic_first"), tabl
 _DOT, _ELLIPSIS_MARK, _HASH, _OPEN, _CLOSE, _BRACE, _AT = (ord(char) for char in ".…#(){@")
 
 
-FLAGS, SMALL_COUNTS, BARE_HASH, FORM, WIDE_ROW = 0, 1, 3, 4, 5
+KEY, FLAGS, SMALL_COUNTS, BARE_HASH, FORM, WIDE_ROW = 0, 1, 2, 4, 5, 6
 """Places in a word's record of eight uint64; SMALL_COUNTS are 16 bytes."""
 MOST_SMALL = 255
+_NUMBER_BITS, _NUMBER = np.uint64(28), np.uint64((1 << 28) - 1)
 
 
 class Words(NamedTuple):
     """Every different word seen so far, by open addressing.
 
-    `keys` uint64 [slots] (hash of the raw word, 0 where empty) leads to `numbers` int32 [slots]. Frequent words come first
-    and so have low numbers: what is looked at most lies together. `records` uint64 [words, 8], one cache line each: bits
-    of tables.FLAGS, counts as bytes, hash and number of the bare form. `small` is the same memory as uint8 [words, 64].
-    Counts above 255 stand in `wide` int32 [rows, NUM_COUNTS]. `bare_keys` and `bare_numbers` are the table of bare
-    forms; `used` int64 [3]: words, bare forms, wide rows.
+    `slots` uint64 [power of two] holds, where not 0, the number of a word + 1 (lowest 28 bits) and the top of its hash.
+    Frequent words come first and so have low numbers: what is looked at most lies together. `records` uint64 [words, 8],
+    one cache line each: hash of the raw word, bits of tables.FLAGS, counts as bytes, hash and number of the bare form.
+    `small` is the same memory as uint8 [words, 64]. Counts above 255 stand in `wide` int32 [rows, NUM_COUNTS].
+    `bare_slots` is the table of bare forms, like `slots`; `used` int64 [3]: words, bare forms, wide rows.
     """
 
-    keys: np.ndarray
-    numbers: np.ndarray
+    slots: np.ndarray
     records: np.ndarray
     small: np.ndarray
     wide: np.ndarray
-    bare_keys: np.ndarray
-    bare_numbers: np.ndarray
+    bare_slots: np.ndarray
     used: np.ndarray
 
 
@@ -74,12 +73,10 @@ def empty_words(capacity: int, num_bytes: int) -> Words:
     records = np.zeros((capacity, 8), np.uint64)
     return Words(
         np.zeros(slots, np.uint64),
-        np.empty(slots, np.int32),
         records,
         records.view(np.uint8),
         np.zeros((num_bytes // MOST_SMALL + 16, NUM_COUNTS), np.int32),
         np.zeros(slots, np.uint64),
-        np.empty(slots, np.int32),
         np.zeros(3, np.int64),
     )
 
@@ -88,6 +85,34 @@ def empty_words(capacity: int, num_bytes: int) -> Words:
 def is_full(words: Words) -> bool:
     """Whether the next new word would overfill one of the tables."""
     return words.used[0] == len(words.records) or words.used[2] == len(words.wide)
+
+
+@inlined
+def look_up(slots: np.ndarray, records: np.ndarray, key: int) -> tuple[int, int]:
+    """(slot, number) of the word with hash `key`; (the empty slot where it belongs, -1) when it is new."""
+    mask = np.uint64(len(slots) - 1)
+    slot = key & mask
+    while slots[slot] != np.uint64(0):
+        entry = slots[slot]
+        if (entry ^ key) >> _NUMBER_BITS == np.uint64(0):
+            number = np.int64(entry & _NUMBER) - 1
+            if records[number, KEY] == key:
+                return np.int64(slot), number
+        slot = (slot + np.uint64(1)) & mask
+    return np.int64(slot), np.int64(-1)
+
+
+@kernel
+def _form_of(slots: np.ndarray, key: int) -> tuple[int, int]:
+    """As `look_up` for bare forms, which are told apart by the top of their hash and their place."""
+    mask = np.uint64(len(slots) - 1)
+    slot = key & mask
+    while slots[slot] != np.uint64(0):
+        entry = slots[slot]
+        if (entry ^ key) >> _NUMBER_BITS == np.uint64(0):
+            return np.int64(slot), np.int64(entry & _NUMBER) - 1
+        slot = (slot + np.uint64(1)) & mask
+    return np.int64(slot), np.int64(-1)
 
 
 @inlined
@@ -261,9 +286,9 @@ def add_word(
     """Puts the word data[start:end] with hash `key` into the empty `slot`; returns its number. `lower` is scratch."""
     number = words.used[0]
     words.used[0] += 1
-    words.keys[slot] = key
-    words.numbers[slot] = number
+    words.slots[slot] = key & ~_NUMBER | np.uint64(number + 1)
     record = words.records[number]
+    record[KEY] = key
     row = words.wide[words.used[2]]
     num_chars, bits = char_counts(data, start, end, alphabet, lower, row)
     first, bare_end = bare_span(lower, num_chars, alphabet.classes)
@@ -287,12 +312,12 @@ def add_word(
     record[BARE_HASH] = hashed
     if bare_end > first:
         bits |= _FILLED
-    spot = find(words.bare_keys, hashed)
-    if words.bare_keys[spot] == np.uint64(0):
-        words.bare_keys[spot] = hashed
-        words.bare_numbers[spot] = words.used[1]
+    spot, form = _form_of(words.bare_slots, hashed)
+    if form < 0:
+        form = words.used[1]
         words.used[1] += 1
-    record[FORM] = words.bare_numbers[spot]
+        words.bare_slots[spot] = hashed & ~_NUMBER | np.uint64(form + 1)
+    record[FORM] = np.uint64(form)
     if len(toxic) and toxic[min(np.searchsorted(toxic, hashed), len(toxic) - 1)] == hashed:
         bits |= _TOXIC
     if num_chars > MOST_SMALL:

@@ -20,7 +20,7 @@ THINGS = {
 }  # fmt: skip
 EDGE = ".,;:!?\"'()[]{}<>*`"
 SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]”’]*+(?=\s|\Z)|[。！？]")
-TERMINAL = (".", "!", "?", '"', "'", "”", "。", "！", "？")
+TERMINAL = tuple(".!?‼⁇⁈⁉։؟۔।॥။።፧។៕᠃᠉。．｡！？﹒﹖﹗")
 QUANTITY = re.compile(r"\W*[0-9][0-9.,]*[kmb]?")
 CITATION = re.compile(r"(\[[0-9]*\]|\[edit\])+\Z")
 
