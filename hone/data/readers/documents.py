@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hone.base.errors import HoneError
 from hone.data.readers.listing import File
@@ -17,8 +18,7 @@ SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01
 """A text with a larger share of U+FFFD, which stands for bytes that could not be decoded, was read in the wrong encoding."""
 MOJIBAKE_CHARS = 1 << 18
-_LEAST_CHARS = 3
-_RUN = re.compile(r"[^\x00-\x7f]+")
+MOJIBAKE_LEAST = 3
 
 
 class Document(NamedTuple):
@@ -144,7 +144,7 @@ def is_mojibake(text: str) -> bool:
     """
     table = _byte_table()
     num_twice = num_chars = num_all = 0
-    for part in _RUN.findall(text[:MOJIBAKE_CHARS]):
+    for part in _runs(text[:MOJIBAKE_CHARS]):
         num_all += len(part)
         if len(part) > 1:
             try:
@@ -152,7 +152,15 @@ def is_mojibake(text: str) -> bool:
                 num_twice += len(part)
             except UnicodeError:
                 pass
-    return num_chars >= _LEAST_CHARS and 2 * num_twice >= num_all
+    return num_chars >= MOJIBAKE_LEAST and 2 * num_twice >= num_all
+
+
+def _runs(text: str) -> list[str]:
+    """Runs of other than ASCII characters; a regular expression takes ten times as long."""
+    high = np.zeros(len(text) + 2, bool)
+    high[1:-1] = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) > 127
+    borders = np.flatnonzero(high[1:] != high[:-1]).tolist()
+    return [text[begin:end] for begin, end in zip(borders[::2], borders[1::2])]
 
 
 @cache

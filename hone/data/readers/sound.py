@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from numba import njit
 
-from hone.data.readers.documents import MOJIBAKE_CHARS, Fault, settle
+from hone.data.readers.documents import MOJIBAKE_CHARS, MOJIBAKE_LEAST, Fault, settle
 from hone.data.text.batch import Texts
 
 FINE, UNTIDY, ODD = 0, 1, 2
@@ -25,6 +25,7 @@ def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
         return texts, np.arange(texts.num_texts), []
     faults: list[Fault] = []
     settled: list[bytes] = []
+    same = not (states == UNTIDY).any()
     for index in np.flatnonzero(states == ODD):
         raw = bytes(texts.data[texts.offsets[index] : texts.offsets[index + 1]])
         try:
@@ -34,6 +35,9 @@ def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
         if reason:
             faults.append(Fault(reason, "" if reason == "empty" else text, len(raw)))
         settled.append(b"" if reason else text.encode())
+        same &= settled[-1] == raw
+    if same:  # all of them are sound in truth
+        return texts, np.arange(texts.num_texts), []
     starts = np.cumsum([0, *map(len, settled)]).astype(np.int64)
     new = np.frombuffer(b"".join(settled), np.uint8)
     data, offsets = tidy(texts.data, texts.offsets, states, new, starts)
@@ -98,7 +102,13 @@ def look(data, offsets, plain, marks, classes):
         place = begin
         state = UNTIDY if place == end or data[place] == 10 else FINE
         before, older, after, space_end = 0, 0, place, place
-        run, num_high, num_doubtful, doubtful = 0, 0, 0, False  # characters above ASCII, in runs that may be mojibake
+        run, num_high, num_doubtful, num_pairs, doubtful = (
+            0,
+            0,
+            0,
+            0,
+            False,
+        )  # characters above ASCII, in runs that may be mojibake
         while place < end:
             code = int(data[place])
             if plain[code]:
@@ -150,11 +160,12 @@ def look(data, offsets, plain, marks, classes):
                 break
             if mark & TAIL and (0xC2 <= before < 0xE0 or (0xE0 <= older < 0xF5 and marks[before] & TAIL)):
                 doubtful = True
+                num_pairs += 1
             if mark & SPACE:
                 space_end = place
             older, before = before, code
         num_doubtful += run if doubtful else 0
-        if num_doubtful and (2 * num_doubtful >= num_high or end - begin > MOJIBAKE_CHARS):
+        if num_pairs >= MOJIBAKE_LEAST and (2 * num_doubtful >= num_high or end - begin > MOJIBAKE_CHARS):
             state = ODD
         if state != ODD and end > begin:
             last = end
@@ -182,17 +193,23 @@ def tidy(data, offsets, states, new, starts):
     places = np.zeros(num + 1, np.int64)
     to = 0
     odd = 0
-    for index in range(num):
+    index = 0
+    while index < num:
         begin, end = offsets[index], offsets[index + 1]
+        if states[index] == FINE:
+            first = index
+            while index < num and states[index] == FINE:
+                places[index + 1] = to + offsets[index + 1] - begin
+                index += 1
+            size = offsets[index] - offsets[first]
+            out[to : to + size] = data[begin : begin + size]
+            to += size
+            continue
         if states[index] == ODD:
-            for place in range(starts[odd], starts[odd + 1]):
-                out[to] = new[place]
-                to += 1
+            size = starts[odd + 1] - starts[odd]
+            out[to : to + size] = new[starts[odd] : starts[odd + 1]]
+            to += size
             odd += 1
-        elif states[index] == FINE:
-            for place in range(begin, end):
-                out[to] = data[place]
-                to += 1
         else:
             first = to
             place = begin
@@ -212,5 +229,6 @@ def tidy(data, offsets, states, new, starts):
                 place += 1
             while to > first and _is_space(out[to - 1]):
                 to -= 1
-        places[index + 1] = to
+        index += 1
+        places[index] = to
     return out, places
