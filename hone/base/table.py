@@ -21,6 +21,7 @@ TABLES: tuple[str, ...] = (
     "hone.data:EXTRACTORS",
     "hone.data:FILTERS",
     "hone.data:DEDUPS",
+    "hone.data:SCORERS",
     "hone.data:EDITS",
     "hone.data:DECONTAMINATIONS",
     "hone.data:MIXTURES",

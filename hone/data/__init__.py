@@ -26,6 +26,15 @@ FILTERS = Table(
     },
 )
 
+SCORERS = Table(
+    "scorer",
+    {
+        "hashed_logistic": "hone.data.quality.hashed_logistic:HashedLogistic",
+        "cascade": "hone.data.quality.cascade:Cascade",
+        "function": "hone.data.quality.function:Function",
+    },
+)
+
 DEDUPS = Table(
     "dedup",
     {

@@ -28,8 +28,8 @@ _BATCH_DOCUMENTS = 1 << 16
 _SAMPLES = 3
 
 
-class Scorer(Protocol):
-    """What annotation needs of a scorer: more columns of a batch, of the same names and types for every batch, an empty one too."""
+class Opened(Protocol):
+    """What annotation needs of an opened scorer: more columns of a batch, of the same names and types for every batch, an empty one too."""
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]: ...
 
@@ -71,7 +71,7 @@ def annotate(
     *,
     options: Options,
     identifier: Identifier,
-    scorers: Sequence[Scorer] = (),
+    scorers: Sequence[Opened] = (),
     max_bytes: int | None = None,
     care: Care | None = None,
 ) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def annotate(
     return summary
 
 
-def extra_fields(scorers: Sequence[Scorer]) -> list[tuple[str, Any]]:
+def extra_fields(scorers: Sequence[Opened]) -> list[tuple[str, Any]]:
     """(name, Arrow type) of the columns that `scorers` add, found by asking them about no text."""
     nothing = Texts(np.empty(0, np.uint8), np.zeros(1, np.int64))
     return [
@@ -202,7 +202,7 @@ def _alone(document: Document) -> Batch:
 def _annotated(
     waiting: _Waiting,
     identifier: Identifier,
-    scorers: Sequence[Scorer],
+    scorers: Sequence[Opened],
     set_aside: Callable[[Broken], None],
     care: Care | None,
 ) -> Iterator[dict[str, Any]]:
@@ -244,7 +244,7 @@ def _picked(batch: Batch, numbers: Sequence[int]) -> Batch:
     return Batch(texts, *([column[number] for number in numbers] for column in batch[1:]))
 
 
-def _arrays(batch: Batch, identifier: Identifier, scorers: Sequence[Scorer]) -> dict[str, Any]:
+def _arrays(batch: Batch, identifier: Identifier, scorers: Sequence[Opened]) -> dict[str, Any]:
     """Column name to Arrow array of a batch, with its rows and bytes."""
     texts, count = batch.texts, batch.texts.num_texts
     is_prose = np.fromiter((kind != "code" for kind in batch.kinds), bool, count)

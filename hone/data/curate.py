@@ -43,7 +43,10 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
     with Window("cpu") as window, executor.open() as pool:
         listing = _list(spec, draft, run)
         identifier = Identifier(spec.languages)
-        estimates = _forecast(spec, listing, identifier, draft, window.start_memory_bytes)
+        models = draft.folder / "scorers"
+        scorers = _train(spec, models, run)
+        draft.keep_time()
+        estimates = _forecast(spec, listing, identifier, draft, window.start_memory_bytes, pool.workers)
         draft.predict(estimates)
         _need_space(draft, listing, estimates)
         corpus, reading = _read(spec, listing, draft, run, pool)
@@ -71,6 +74,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
                 "sources": count_by(corpus.columns["group"], sizes, chain.alive),
                 "packing": packing(draft.folder, spec.packing.lengths),
                 "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
+                "scorers": scorers,
                 "warnings": chain.warnings,
             },
         )
@@ -150,14 +154,25 @@ def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) 
 
 
 def _forecast(
-    spec: Settings, listing: Listing, identifier: Identifier, draft: Draft, memory: int
+    spec: Settings, listing: Listing, identifier: Identifier, draft: Draft, memory: int, workers: int
 ) -> dict[str, Estimate]:
     """The forecast, made once: a resumed run is held to what the first one said."""
     note = draft.state / "forecast.json"
     if not note.exists():
-        estimates = forecast(spec, listing, identifier, draft.state / "sample", memory)
+        estimates = forecast(spec, listing, identifier, draft.state / "sample", memory, workers)
         write_atomic(note, json.dumps({name: row.model_dump() for name, row in estimates.items()}).encode())
     return {name: Estimate.model_validate(row) for name, row in json.loads(note.read_text()).items()}
+
+
+def _train(spec: Settings, models: Path, run: Run) -> list[dict[str, Any]]:
+    """Trains what the scorers need into folder `models`; what is known of each, for stats.json."""
+    rows = []
+    for technique in spec.scorers:
+        models.mkdir(exist_ok=True)
+        with run.progress(f"train {technique.kind}", None):
+            figures = technique.train(models)
+        rows.append({"name": technique.kind, "column": technique.column, **figures})
+    return rows
 
 
 def _read(spec: Settings, listing: Listing, draft: Draft, run: Run, pool: Pool) -> tuple[Corpus, dict[str, Any]]:
@@ -174,7 +189,9 @@ def _read(spec: Settings, listing: Listing, draft: Draft, run: Run, pool: Pool) 
     full = False
 
     def task(number: int, max_bytes: int | None) -> Task:
-        return read_task(state, number, groups[number], options, spec.languages, (), max_bytes)
+        return read_task(
+            state, number, groups[number], options, spec.languages, spec.scorers, draft.folder / "scorers", max_bytes
+        )
 
     groups = tasks(listing.files)
     planned = [task(number, spec.max_bytes) for number in range(len(groups))]
@@ -310,6 +327,7 @@ def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str
     draft.record("bytes_per_token", num_bytes / max(tokens, 1), "B/token", note="end-of-text tokens not counted")
     spec = chain.spec
     for slot, techniques in (
+        ("scorer", spec.scorers),
         ("filter", spec.filters),
         ("dedup", spec.dedups),
         ("edit", spec.edits),

@@ -22,6 +22,7 @@ from hone.data.readers.read import head
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.tokenizer import Encoder
+from hone.data.work import opened
 
 SAMPLE_BYTES = 600_000
 _SAMPLE_FILES = 64
@@ -45,11 +46,12 @@ class _Sample(NamedTuple):
 
 
 def forecast(
-    spec: Settings, listing: Listing, identifier: Identifier, folder: Path, start_memory_bytes: int
+    spec: Settings, listing: Listing, identifier: Identifier, folder: Path, start_memory_bytes: int, workers: int
 ) -> dict[str, Estimate]:
     """Estimates of time_s, peak_memory_bytes, train_tokens, kept_bytes; {} when the sample holds no document.
 
-    Reads about SAMPLE_BYTES of the listed files and runs filters, deduplication and tokenization on them in `folder`.
+    Reads about SAMPLE_BYTES of the listed files and runs filters, deduplication, edits and tokenization on them in `folder`.
+    What `workers` can share is taken to be shared evenly.
     """
     begun = time.perf_counter()
     sample = _try_out(spec, listing, identifier, folder)
@@ -65,7 +67,7 @@ def forecast(
     kept = text * kept_fraction
     grow = listing.num_bytes * read_share / sample.file_bytes
     seconds = sample.seconds
-    rest = seconds["read"] * grow + seconds["dedup"] * grow + seconds["encode"] * grow
+    rest = (seconds["read"] + seconds["dedup"] + seconds["encode"]) * grow / workers
     rest += seconds["train"] * min(grow, spec.tokenizer.max_train_bytes / sample.kept_bytes) ** _TRAIN_POWER
     documents = len(sample.corpus) * grow
     growth = psutil.Process().memory_info().rss - start_memory_bytes
@@ -77,7 +79,7 @@ def forecast(
         "time_s": Estimate(
             value=spent + rest,
             unit="s",
-            formula=f"{spent:.1f} s for a {said} + file bytes x its rates (ns/B: {rates}), BPE training to the power {_TRAIN_POWER}",
+            formula=f"{spent:.1f} s for a {said} + file bytes x its rates (ns/B: {rates}), {workers} at a time, BPE training to the power {_TRAIN_POWER}",
         ),
         "peak_memory_bytes": Estimate(
             value=start_memory_bytes + growth,
@@ -112,6 +114,7 @@ def _try_out(spec: Settings, listing: Listing, identifier: Identifier, folder: P
             files,
             shard,
             options=spec.options,
+            scorers=opened(spec.scorers, folder.parent.parent / "scorers"),
             identifier=identifier,
         )
     corpus = Corpus([shard])
@@ -126,6 +129,10 @@ def _try_out(spec: Settings, listing: Listing, identifier: Identifier, folder: P
             state = folder / f"dedup-{number}"
             state.mkdir(exist_ok=True)
             technique.representatives(corpus, alive, state)
+        for number, technique in enumerate((*spec.edits, *spec.decontaminations)):
+            state = folder / f"cut-{number}"
+            state.mkdir(exist_ok=True)
+            (technique.cuts if technique in spec.edits else technique.contaminated)(corpus, alive, state)
     if not alive.any():
         alive[:] = True
     texts = [text for _, text in corpus.texts(shard, 0, alive)]

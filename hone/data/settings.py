@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.data import DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS
+from hone.data import DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, SCORERS
 from hone.data.tokens.rows import Rows
 from hone.data.tokens.tokenizer import Tokenizer
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 class Settings(Stage):
     """What to curate and how; `Data` in stage.py does it."""
 
-    source: str = Field(
+    source: str | tuple[str, ...] = Field(
         "python",
         min_length=1,
-        description="'python' (the library of the running Python: docstrings, sources, texts) or a file or folder of "
-        ".txt .md .rst .html .py .jsonl .warc .wet (each also .gz, .zst) or .parquet.",
+        description="'python' (the library of the running Python: docstrings, sources, texts), a file or folder of .txt .md "
+        ".rst .html, code, .jsonl .warc .arc .wet (each also .gz, .zst) or .parquet, a URL, hf:OWNER/NAME[:CONFIG][:SPLIT], or "
+        "several of them.",
     )
     max_bytes: int | None = Field(None, gt=0, description="Most bytes of text to read, in order of file names.")
     text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
@@ -43,6 +44,9 @@ class Settings(Stage):
     languages: tuple[str, ...] = Field(
         (),
         description="Languages (ISO 639) the identifier chooses among; none: all it knows. Keeping only some is a filter.",
+    )
+    scorers: tuple[Annotated[Technique, Choice(SCORERS)], ...] = Field(
+        (), description="Models that give every document a score, each a column that filters can look at."
     )
     filters: tuple[Annotated[Technique, Choice(FILTERS)], ...] = Field(
         ("length", "gopher_quality", "gopher_repetition"),  # type: ignore[arg-type]

@@ -21,11 +21,11 @@ class Data(Settings):
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """As every stage; says so when the finished artifact it finds was made from files that have changed since."""
-        source = Path(self.source).expanduser().resolve()
-        if self.source != PYTHON and source in Path(out).resolve().parents:
-            raise SpecError(
-                f"{out} lies inside its own source {self.source}", fix="give an output folder outside of the text"
-            )
+        for source in (self.source,) if isinstance(self.source, str) else self.source:
+            if source != PYTHON and Path(source).expanduser().resolve() in Path(out).resolve().parents:
+                raise SpecError(
+                    f"{out} lies inside its own source {source}", fix="give an output folder outside of the text"
+                )
         artifact = super().make(out, parents, run)
         try:
             now = list_source(self.source).digest
@@ -43,17 +43,20 @@ class Data(Settings):
         return artifact
 
     def files(self) -> dict[str, Path]:
-        """The evaluation sets: their content is part of what the artifact is."""
-        found = {}
-        for number, technique in enumerate(self.decontaminations):
-            for place, name in enumerate(technique.evaluations):
-                path = Path(name).expanduser()
-                members = sorted(path.rglob("*")) if path.is_dir() else [path]
-                for member in members:
-                    if member.is_file():
-                        inside = member.relative_to(path).as_posix()
-                        found[f"decontaminations.{number}.evaluations.{place}/{inside}"] = member
-        return found
+        """Evaluation sets and seeds of scorers: their content is part of what the artifact is."""
+        named = [
+            (f"{field}.{number}.{name}", getattr(technique, name, ()))
+            for field, names in (("decontaminations", ("evaluations",)), ("scorers", ("high", "low")))
+            for number, technique in enumerate(getattr(self, field))
+            for name in names
+        ]
+        return {
+            f"{place}.{number}/{member.relative_to(path).as_posix()}": member
+            for place, paths in named
+            for number, path in enumerate(Path(name).expanduser() for name in paths)
+            for member in (sorted(path.rglob("*")) if path.is_dir() else [path])
+            if member.is_file()
+        }
 
     def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Makes the artifact's files in `draft.folder`; every step resumes from `draft.state`."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from hone.base.durable import sha256
 from hone.base.table import Technique
-from hone.data.annotate import Care, Scorer, annotate
+from hone.data.annotate import Care, Opened, annotate
 from hone.data.corpus import Corpus, Part
 from hone.data.executors.task import Task
 from hone.data.language import Identifier
@@ -20,6 +20,12 @@ from hone.data.readers.listing import File
 from hone.data.readers.read import Options
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, Encoder, load
+
+
+class Scorer(Protocol):
+    """What annotation needs of a technique that scores: it opens its model wherever the task runs. Hashable."""
+
+    def open(self, folder: Path) -> Opened: ...
 
 
 class Preparing(Protocol):
@@ -40,17 +46,18 @@ def read(
     files: Sequence[File],
     options: Options,
     languages: tuple[str, ...],
-    scorers: Sequence[Scorer],
+    scorers: tuple[Scorer, ...],
+    models: Path,
     max_bytes: int | None,
     care: Care | None,
 ) -> dict[str, Any]:
-    """Reads `files` into shard `name` of `folder`, with all columns; returns what `annotate` says."""
+    """Reads `files` into shard `name` of `folder`, with all columns; returns what `annotate` says. `models` are the scorers'."""
     return annotate(
         files,
         folder / name,
         options=options,
         identifier=_identifier(languages),
-        scorers=scorers,
+        scorers=opened(scorers, models),
         max_bytes=max_bytes,
         care=care,
     )
@@ -62,13 +69,20 @@ def _identifier(languages: tuple[str, ...]) -> Identifier:
     return Identifier(languages)
 
 
+@functools.lru_cache(maxsize=1)
+def opened(scorers: tuple[Scorer, ...], models: Path) -> tuple[Opened, ...]:
+    """The scorers with their models, which are in folder `models`."""
+    return tuple(scorer.open(models) for scorer in scorers)
+
+
 def read_task(
     state: Path,
     number: int,
     files: Sequence[File],
     options: Options,
     languages: tuple[str, ...],
-    scorers: Sequence[Scorer],
+    scorers: tuple[Scorer, ...],
+    models: Path,
     max_bytes: int | None,
 ) -> Task:
     """The task that reads `files` into shard `number` of `state`."""
@@ -78,10 +92,11 @@ def read_task(
         "options": repr(options),
         "languages": languages,
         "scorers": [repr(scorer) for scorer in scorers],
+        "models": [[path.name, sha256(path)] for path in sorted(models.glob("*")) if path.is_file()],
         "max_bytes": max_bytes,
     }
     shard = f"{name}.parquet"
-    return Task(name, state, (shard, files, options, languages, scorers, max_bytes, None), identity)
+    return Task(name, state, (shard, files, options, languages, scorers, models, max_bytes, None), identity)
 
 
 def careful(task: Task) -> Task | None:

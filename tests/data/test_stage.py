@@ -126,6 +126,33 @@ def test_every_rule_says_what_it_does_alone_and_what_only_it_does(made, source, 
     assert rule["marginal"] == rule["alone"]
 
 
+def test_a_scorer_is_a_column_that_filters_decide_by(tmp_path):
+    from pyarrow import parquet
+
+    for name, words in (("high", WORDS[:9]), ("low", WORDS[9:])):
+        draw = random.Random(name)
+        rows = [" ".join(draw.choices(words, k=80)) for _ in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    (tmp_path / "in").mkdir()
+    draw = random.Random(5)
+    texts = [" ".join(draw.choices(WORDS[:9] if number % 2 else WORDS[9:], k=100)) for number in range(30)]
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    scorer = {"kind": "hashed_logistic", "high": [str(tmp_path / "high.jsonl")], "low": [str(tmp_path / "low.jsonl")]}
+    own = {"kind": "expression", "keep": "quality >= 0.5", "reason": "poor"}
+    spec = spec_of(tmp_path / "in", scorers=[{**scorer, "log_buckets": 12}], filters=[own], dedups=[])
+    made = spec.make(tmp_path / "out", run=QUIET)
+    assert sorted(row["text"] for row in parquet.read_table(made.folder / "documents").to_pylist()) == sorted(
+        texts[1::2]
+    )
+    stats = json.loads((made.folder / "stats.json").read_text())
+    assert stats["scorers"][0]["auc"] > 0.95 and stats["steps"][1]["reasons"]["poor"]["documents"] == 15
+    with pytest.raises(SpecError, match="no signal column 'quality'"):
+        spec_of(tmp_path / "in", filters=[own]).make(tmp_path / "none", run=QUIET)
+    (tmp_path / "low.jsonl").write_text(json.dumps({"text": "something else"}) + "\n")
+    with pytest.raises(DriftError):
+        spec.make(tmp_path / "out", run=QUIET)
+
+
 def test_edits_and_decontamination_leave_nothing_of_what_they_took(tmp_path):
     from pyarrow import parquet
 
@@ -380,6 +407,18 @@ def test_the_spec_is_small_light_and_prints_exactly(tmp_path):
     check = "import sys, hone.data.stage as s; s.Data(); print({'torch', 'pyarrow', 'numpy'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
     assert "torch" not in out and "pyarrow" not in out
+
+
+def test_several_sources(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(story(len(name) + ord(name[0]), 300))
+    spec = spec_of(tmp_path, source=[str(tmp_path / "one"), str(tmp_path / "two")], filters=[], dedups=[])
+    made = spec.make(tmp_path / "out", run=QUIET)
+    assert made.figures["kept_documents"].value == 2
+    assert set(json.loads((made.folder / "stats.json").read_text())["sources"]) == {"one/", "two/"}
+    with pytest.raises(SpecError, match="lies inside its own source"):
+        spec.make(tmp_path / "two" / "out", run=QUIET)
 
 
 def test_the_output_may_not_lie_in_its_own_source(tmp_path):

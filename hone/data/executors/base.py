@@ -20,8 +20,9 @@ RETRIES = 1
 
 
 class Pool(Protocol):
-    """An opened executor. `peak_memory_bytes` is the most that one of its workers held; None when there are none."""
+    """An opened executor: `workers` tasks at a time. `peak_memory_bytes` is the most that a worker held; None without any."""
 
+    workers: int
     peak_memory_bytes: int | None
 
     def map(self, function: Function, tasks: Sequence[Task], rescue: Rescue | None = None) -> Iterator[dict[str, Any]]:

@@ -60,7 +60,7 @@ class _Worker:
 
 class _Processes:
     def __init__(self, workers: int) -> None:
-        self._most = workers
+        self.workers = workers
         self._idle: list[_Worker] = []
         self._busy: dict[Connection, tuple[_Worker, int]] = {}
         self.peak_memory_bytes: int | None = None
@@ -73,7 +73,7 @@ class _Processes:
         try:
             for wanted in range(len(tasks)):
                 while wanted not in results:
-                    self._hand_out(function, tasks, waiting, results, wanted + _AHEAD * self._most)
+                    self._hand_out(function, tasks, waiting, results, wanted + _AHEAD * self.workers)
                     for number, answer, code in self._hear():
                         if answer is not None:
                             results[number] = self._opened(answer)
@@ -98,7 +98,7 @@ class _Processes:
 
     def _hand_out(self, function: Function, tasks: list[Task], waiting: list[int], results: dict, end: int) -> None:
         """Gives work to idle workers, starting them as needed; nothing from number `end` on."""
-        while waiting and waiting[-1] < end and len(self._busy) < self._most:
+        while waiting and waiting[-1] < end and len(self._busy) < self.workers:
             number = waiting.pop()
             before = finished(function, tasks[number])
             if before is not None:

@@ -70,7 +70,7 @@ class Ray(Executor):
 
 class _OnRay:
     def __init__(self, ray: Any, workers: int) -> None:
-        self._ray, self._most = ray, workers
+        self._ray, self.workers = ray, workers
         self._submit = ray.remote(num_cpus=1, max_retries=RETRIES, retry_exceptions=False)(_perform).remote
         self.peak_memory_bytes: int | None = None
 
@@ -81,7 +81,7 @@ class _OnRay:
         following = 0
         try:
             for wanted in range(len(tasks)):
-                while following < min(len(tasks), wanted + _AHEAD * self._most):
+                while following < min(len(tasks), wanted + _AHEAD * self.workers):
                     before = finished(function, tasks[following])
                     if before is None:
                         running[following] = self._submit(function, tasks[following])

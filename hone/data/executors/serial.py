@@ -19,6 +19,7 @@ class Serial(Executor):
 
 
 class _Here:
+    workers = 1
     peak_memory_bytes = None
 
     def map(self, function: Function, tasks: Sequence[Task], rescue: Rescue | None = None) -> Iterator[dict[str, Any]]:

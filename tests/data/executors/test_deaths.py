@@ -52,6 +52,9 @@ def die(folder: Path, number: int, notes: Path, times: int) -> dict:
 class Deadly:
     """A scorer whose library crashes on some text."""
 
+    def open(self, folder: Path) -> Deadly:
+        return self
+
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
         if any("deadly" in text for text in texts.strings()):
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -100,7 +103,9 @@ def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
     (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     state = tmp_path / "state"
     state.mkdir()
-    made = read_task(state, 0, list_source(str(tmp_path / "in")).files, Options(), (), (Deadly(),), None)
+    made = read_task(
+        state, 0, list_source(str(tmp_path / "in")).files, Options(), (), (Deadly(),), tmp_path / "models", None
+    )
     with opened(executor) as pool:
         (summary,) = pool.map(read, [made], careful)
     assert summary["rows"] == 18 and summary["broken"] == {"killed_the_worker": {"documents": 2, "bytes": 36}}

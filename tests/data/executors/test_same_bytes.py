@@ -41,6 +41,9 @@ WORDS = [
 ]
 
 
+NOTICE = "This notice stands below all of them, it says nothing, and it is longer than a hundred bytes so that both edits see it."
+
+
 def story(seed: int, words: int = 240) -> str:
     draw = random.Random(seed)
     return " ".join(" ".join(draw.choices(WORDS, k=12)).capitalize() + "." for _ in range(words // 12))
@@ -51,14 +54,18 @@ def source(tmp_path_factory) -> Path:
     """Six files, each a task of its own, with duplicates across them and one broken row."""
     folder = tmp_path_factory.mktemp("source")
     for number in range(6):
-        rows = [story(number * 1000 + i) for i in range(40)] + [story(5), story(7)]
+        rows = [f"{story(number * 1000 + i)}\n{NOTICE}" for i in range(40)] + [story(5), story(7)]
         (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     (folder / "3.jsonl").open("a").write("{broken\n")
     return folder
 
 
-SPEC = {"tokenizer": {"vocab_size": 400}, "filters": ["length", "gopher_quality"]}
-SMALL_TASKS = "import hone.data.annotate; hone.data.annotate.TASK_BYTES = 1000\n"
+SPEC = {
+    "tokenizer": {"vocab_size": 400},
+    "filters": ["length", "gopher_quality"],
+    "dedups": ["exact", "minhash"],
+    "edits": ["lines", "substrings"],
+}
 
 
 def make(source: Path, out: Path, executor: dict, **changes) -> Artifact:
@@ -78,12 +85,8 @@ def serial(source, tmp_path_factory) -> Artifact:
         return make(source, tmp_path_factory.mktemp("serial") / "data-text", {"kind": "serial"})
 
 
-EXECUTORS = [{"kind": "processes", "workers": 2}, {"kind": "processes", "workers": 3}]
-
-
-@pytest.mark.parametrize("executor", EXECUTORS, ids=str)
-def test_processes_write_what_one_process_writes(serial, source, tmp_path, executor):
-    made = make(source, tmp_path / "data-text", executor)
+def test_processes_write_what_one_process_writes(serial, source, tmp_path):
+    made = make(source, tmp_path / "data-text", {"kind": "processes", "workers": 2})
     assert made.content == serial.content and len(list((made.folder / "documents").iterdir())) == 6
     assert made.figures["worker_memory_bytes"].value > 0
 
@@ -92,6 +95,12 @@ def test_ray_writes_what_one_process_writes(serial, source, tmp_path):
     pytest.importorskip("ray")
     made = make(source, tmp_path / "data-text", {"kind": "ray", "workers": 2, "address": "local"})
     assert made.content == serial.content
+
+
+def test_every_step_took_something(serial):
+    stats = json.loads((serial.folder / "stats.json").read_text())
+    taken = {step["name"]: step["bytes_in"] - step["bytes_out"] for step in stats["steps"]}
+    assert taken["read"] and taken["exact"] and taken["lines"]
 
 
 def test_a_limit_ends_at_the_same_document(source, tmp_path):
