@@ -10,11 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from hone.data.tokens.rows import RowIndex
 
-
-def best_fit(starts: np.ndarray, seq_len: int) -> RowIndex:
-    """The rows of `seq_len` input positions for documents that begin at `starts` (int64 [num_documents + 1]).
+def best_fit(starts: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(firsts, pieces) as a RowIndex has them: the rows of `seq_len` input positions for documents that begin at `starts` (int64 [num_documents + 1]).
 
     Every token that has a next one in its document is an input exactly once. Rows stand in the order of their first
     document, pieces within a row too: a pure function of its arguments.
@@ -26,7 +24,7 @@ def best_fit(starts: np.ndarray, seq_len: int) -> RowIndex:
     row_of = np.full(len(rests), -1, np.int64)
     row_of[order] = rows_of
     num_pieces = int((-(-predictions // seq_len)).sum())
-    return RowIndex(seq_len, *_lay_out(starts.astype(np.int64), predictions, row_of, num_rows, num_pieces, seq_len))
+    return _lay_out(starts.astype(np.int64), predictions, row_of, num_rows, num_pieces, seq_len)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)

@@ -99,7 +99,7 @@ def best_fit_rows(starts: np.ndarray, seq_len: int) -> RowIndex:
         from hone.data.tokens.best_fit import best_fit
     except ImportError:
         raise MissingExtra.of("best-fit packing", "numba", "data") from None
-    return best_fit(starts, seq_len)
+    return RowIndex(seq_len, *best_fit(starts, seq_len))
 
 
 def _paths(folder: Path, split: str, seq_len: int) -> tuple[Path, Path]:

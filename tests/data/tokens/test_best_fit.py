@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from hone.base.errors import ArtifactError, FitError, SpecError
 from hone.data.load import IGNORE, PackedTokens
 from hone.data.order.base import row_means
-from hone.data.tokens.best_fit import best_fit
 from hone.data.tokens.megatron import write_index
-from hone.data.tokens.rows import RowIndex, Rows
+from hone.data.tokens.rows import RowIndex, Rows, best_fit_rows
 
 EOS = 0
 SIZES = st.lists(st.integers(0, 14), max_size=14)
@@ -85,13 +84,13 @@ def rows_of(index: RowIndex) -> list[list[tuple[int, int]]]:
 @settings(max_examples=300, deadline=None)
 @given(SIZES, st.integers(1, 17))
 def test_the_rows_are_those_of_best_fit_decreasing(sizes, seq_len):
-    assert rows_of(best_fit(starts_of(sizes), seq_len)) == by_hand(sizes, seq_len)
+    assert rows_of(best_fit_rows(starts_of(sizes), seq_len)) == by_hand(sizes, seq_len)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(4, 12))
 def test_against_the_optimum(sizes, seq_len):
-    index = best_fit(starts_of(sizes), seq_len)
+    index = best_fit_rows(starts_of(sizes), seq_len)
     best = fewest_rows(sizes, seq_len)
     assert best <= index.num_rows <= 11 / 9 * best + 6 / 9  # Dosa 2007: the tight bound of decreasing order
 
@@ -100,7 +99,7 @@ def test_against_the_optimum(sizes, seq_len):
 def test_large_input_is_nearly_full(seq_len):
     draw = np.random.default_rng(1)
     sizes = np.minimum(draw.lognormal(6, 1.2, 200_000), 50_000).astype(np.int64) + 1
-    index = best_fit(starts_of(sizes), seq_len)
+    index = best_fit_rows(starts_of(sizes), seq_len)
     least = -(-int(sizes.sum()) // seq_len)
     assert least <= index.num_rows <= 1.001 * least
     assert index.padding == index.num_rows * seq_len - sizes.sum()
@@ -124,7 +123,7 @@ def write(folder: Path, documents: list[list[int]], lengths: tuple[int, ...] = (
     flat.tofile(tokens / "train.bin")
     np.save(tokens / "train.starts.npy", starts)
     for seq_len in lengths:
-        best_fit(starts, seq_len).write(tokens, "train")
+        best_fit_rows(starts, seq_len).write(tokens, "train")
     row = {"tokens": len(flat), "documents": len(closed), "bytes": len(flat)}
     meta = {"dtype": "uint16", "vocab_size": 1000, "eos_token_id": EOS, "splits": {"train": row}}
     meta["packing"] = {"kind": "best_fit", "lengths": list(lengths)}
@@ -203,7 +202,7 @@ def test_damaged_rows_are_said(tmp_path):
     (tokens / "train.pieces-8.npy").write_bytes(b"no array")
     with pytest.raises(ArtifactError, match=r"train\.pieces-8\.npy or train\.rows-8\.npy is missing or damaged"):
         PackedTokens(tmp_path).num_rows(8)
-    best_fit(starts_of([4]), 8).write(tokens, "train")
+    best_fit_rows(starts_of([4]), 8).write(tokens, "train")
     np.save(tokens / "train.rows-8.npy", np.array([0, 5]))
     with pytest.raises(ArtifactError, match="do not fit together"):
         PackedTokens(tmp_path).num_rows(8)
@@ -221,7 +220,7 @@ def test_nothing_to_pack(tmp_path):
     assert data.num_rows(8) == 0 and list(data.in_order(2, 8)) == [] and data.packing(8).waste == 0
     with pytest.raises(SpecError, match="too few"):
         data.batch(0, 1, 8, 0)
-    assert best_fit(starts_of([0, 0]), 4).num_rows == 0
+    assert best_fit_rows(starts_of([0, 0]), 4).num_rows == 0
 
 
 def test_settings():
@@ -251,5 +250,5 @@ def test_real_text_wastes_little(shared_data):
     with gzip.open(shared_data / "code" / "permissive-code.jsonl.gz", "rt", encoding="utf8") as file:
         rows = [json.loads(line) for line in file]
     sizes = [max(len(str(value)) for value in row.values()) // 4 + 1 for row in rows]
-    index = best_fit(starts_of(sizes), 4096)
+    index = best_fit_rows(starts_of(sizes), 4096)
     assert index.padding / (index.num_rows * 4096) < 0.01

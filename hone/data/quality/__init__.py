@@ -1,0 +1,1 @@
+"""Quality models: scorers that add a column per model, which filters' expressions then decide by."""

@@ -1,0 +1,227 @@
+"""Features of a text in hashed buckets: runs of words and of letters, counted by a kernel straight from UTF-8 bytes.
+
+A word is what `\\w+` finds, in lower case letter by letter; a letter of a script without spaces (Han, Kana) is a word of
+its own. A run of letters takes whatever parts words as one space. A text's vector is (1 + ln count) x idf in each bucket,
+scaled to length 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from hone.data.text.hashing import BASIS, PRIME, ROLL, code_point, mix, roll_power
+
+_LETTERS = np.uint64(0xD6E8FEB86659FD93)  # tells runs of letters from runs of words
+_TWO, _THREE = np.uint64(0xA5A3564A00000000), np.uint64(0xC2B2AE3D27D4EB4F)
+_LOGS = 1 + np.log(np.maximum(np.arange(1024), 1.0))
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _count(hashed, shift, turn, marks, counts, touched, num):
+    """Counts one occurrence; `num` buckets were touched before, the new number is returned."""
+    bucket = np.int64(hashed >> shift)
+    if marks[bucket] == turn:
+        counts[bucket] += 1
+        return num
+    marks[bucket] = turn
+    counts[bucket] = 1
+    touched[num] = bucket
+    return num + 1
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def collect(data, start, end, table, word_runs, letter_run, shift, turn, marks, counts, touched):
+    """Counts the features of data[start:end] into `counts` of the buckets it lists in `touched`; returns how many.
+
+    `marks` (int64 per bucket) tells by `turn`, another for each text, which counts are of this text.
+    """
+    num = 0
+    word = BASIS
+    inside = False
+    before = before_that = np.uint64(0)
+    num_words = 0
+    ring = np.zeros(max(letter_run, 1), np.uint64)
+    power = roll_power(max(letter_run, 1))
+    rolled = np.uint64(0)
+    num_letters = slot = 0
+    spaced = True
+    place = start
+    while place <= end:
+        # Beyond the end stands one space more, which closes the last word.
+        step = np.int64(1)
+        point = np.int64(32)
+        if place < end:
+            point = np.int64(data[place])
+            if point >= 128:
+                point, step = code_point(data, place, end)
+        letter = table[point] if point < len(table) else np.uint32(point)
+        place += step
+        alone = letter >= 0x2E80 and (letter < 0xA000 or letter >= 0x20000)
+        if inside and (letter == 0 or alone):
+            closing = True
+        else:
+            closing = False
+        for emit in range(2):  # the word before, then a letter that is a word alone
+            if emit == 0:
+                if not closing:
+                    continue
+                inside = False
+            else:
+                if not alone:
+                    continue
+                word = (BASIS ^ np.uint64(letter)) * PRIME
+            now = mix(word)
+            word = BASIS
+            num_words += 1
+            num = _count(now, shift, turn, marks, counts, touched, num)
+            if word_runs > 1 and num_words > 1:
+                num = _count(mix(before * ROLL + now + _TWO), shift, turn, marks, counts, touched, num)
+                if word_runs > 2 and num_words > 2:
+                    three = mix((before_that * ROLL + before) * ROLL + now + _THREE)
+                    num = _count(three, shift, turn, marks, counts, touched, num)
+            before_that = before
+            before = now
+        if letter != 0 and not alone:
+            word = (word ^ np.uint64(letter)) * PRIME
+            inside = True
+        if letter_run > 0:
+            if letter == 0:
+                if spaced:
+                    continue
+                spaced = True
+                letter = np.uint32(32)
+            else:
+                spaced = False
+            rolled = rolled * ROLL + np.uint64(letter) - ring[slot] * power
+            ring[slot] = np.uint64(letter)
+            slot = slot + 1 if slot + 1 < letter_run else 0
+            num_letters += 1
+            if num_letters >= letter_run:
+                num = _count(mix(rolled ^ _LETTERS), shift, turn, marks, counts, touched, num)
+    return num
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _gain(count):
+    return _LOGS[count] if count < len(_LOGS) else 1 + np.log(np.float64(count))
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def frequencies(data, offsets, table, word_runs, letter_run, log_buckets):
+    """In how many of the texts each bucket occurs; int64 [2^log_buckets]."""
+    size = 1 << log_buckets
+    shift = np.uint64(64 - log_buckets)
+    marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
+    found = np.zeros(size, np.int64)
+    for text in range(len(offsets) - 1):
+        num = collect(
+            data,
+            offsets[text],
+            offsets[text + 1],
+            table,
+            word_runs,
+            letter_run,
+            shift,
+            text + 1,
+            marks,
+            counts,
+            touched,
+        )
+        for index in range(num):
+            found[touched[index]] += 1
+    return found
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def margins(data, offsets, table, word_runs, letter_run, log_buckets, weights, idf, bias):
+    """weights . vector + bias of each text; float64 [n]. A text without a word has the bias alone."""
+    size = 1 << log_buckets
+    shift = np.uint64(64 - log_buckets)
+    marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
+    result = np.empty(len(offsets) - 1)
+    for text in range(len(offsets) - 1):
+        num = collect(
+            data,
+            offsets[text],
+            offsets[text + 1],
+            table,
+            word_runs,
+            letter_run,
+            shift,
+            text + 1,
+            marks,
+            counts,
+            touched,
+        )
+        total = square = 0.0
+        for index in range(num):
+            bucket = touched[index]
+            value = _gain(counts[bucket]) * np.float64(idf[bucket])
+            total += value * np.float64(weights[bucket])
+            square += value * value
+        result[text] = bias + (total / np.sqrt(square) if num else 0.0)
+    return result
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def epoch(
+    data,
+    offsets,
+    table,
+    word_runs,
+    letter_run,
+    log_buckets,
+    idf,
+    targets,
+    shares,
+    order,
+    rate,
+    shrink,
+    weights,
+    squares,
+):
+    """One pass of AdaGrad (Duchi et al. 2011) over the texts in `order`; changes `weights` and `squares` (float64 [buckets + 1],
+    the bias last).
+
+    The loss of a text is that of logistic regression times its share, plus shrink / 2 times the squares of the weights it
+    has; `targets` are 0 or 1. Returns the mean loss seen on the way.
+    """
+    size = 1 << log_buckets
+    shift = np.uint64(64 - log_buckets)
+    marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
+    loss = 0.0
+    for turn in range(len(order)):
+        text = order[turn]
+        num = collect(
+            data,
+            offsets[text],
+            offsets[text + 1],
+            table,
+            word_runs,
+            letter_run,
+            shift,
+            turn + 1,
+            marks,
+            counts,
+            touched,
+        )
+        total = square = 0.0
+        for index in range(num):
+            bucket = touched[index]
+            value = _gain(counts[bucket]) * idf[bucket]
+            total += value * weights[bucket]
+            square += value * value
+        scale = 1 / np.sqrt(square) if num else 0.0
+        margin = weights[size] + total * scale
+        signed = margin if targets[text] > 0.5 else -margin
+        loss += shares[text] * (np.log1p(np.exp(-signed)) if signed > -30 else -signed)
+        slope = shares[text] * (1 / (1 + np.exp(-margin)) - targets[text])
+        squares[size] += slope * slope
+        weights[size] -= rate * slope / (np.sqrt(squares[size]) + 1e-12)
+        for index in range(num):
+            bucket = touched[index]
+            change = slope * _gain(counts[bucket]) * idf[bucket] * scale + shrink * weights[bucket]
+            squares[bucket] += change * change
+            weights[bucket] -= rate * change / (np.sqrt(squares[bucket]) + 1e-12)
+    return loss / max(len(order), 1)

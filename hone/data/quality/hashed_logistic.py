@@ -1,0 +1,168 @@
+"""Hashed logistic regression: what tells good seeds from bad ones by their words, at tens of megabytes a second."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.durable import write_atomic
+from hone.base.errors import ArtifactError, MissingExtra
+from hone.data.quality.base import Scorer, area_under_curve
+from hone.data.quality.seeds import Examples, listings, read_examples
+from hone.data.text.batch import Texts
+
+_VERSION = 1
+
+
+class HashedLogistic(Scorer):
+    """Logistic regression on hashed TF-IDF of word runs, trained from good and bad texts. Li et al. 2024, arXiv:2406.11794."""
+
+    paper: ClassVar[str] = "arXiv:2406.11794"
+
+    high: tuple[str, ...] = Field((), description="Files or folders of good texts.")
+    low: tuple[str, ...] = Field((), description="Files or folders of bad texts.")
+    text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
+    log_buckets: int = Field(18, ge=10, le=24, description="Weights, as a power of two.")
+    word_runs: int = Field(2, ge=1, le=3, description="Longest run of words that is a feature.")
+    letter_run: int = Field(0, ge=0, le=8, description="Length of runs of letters that are features too; 0: none.")
+    epochs: int = Field(5, ge=1, description="Passes over the seeds.")
+    learning_rate: float = Field(0.3, gt=0, description="AdaGrad's step.")
+    weight_decay: float = Field(1e-6, ge=0, description="Pull of each weight towards 0 whenever its feature is seen.")
+    held_out: float = Field(0.1, gt=0, lt=1, description="Share of the documents of each side for testing only.")
+    piece_chars: int = Field(4000, ge=100, description="Longer seeds are cut into pieces, each an example.")
+    max_bytes: int = Field(50_000_000, gt=0, description="Most text of each side to learn from, chosen by hash.")
+    seed: int = Field(0, ge=0, description="Of the order in which seeds are seen.")
+
+    def train(self, folder: Path) -> dict[str, float]:
+        """Writes <column>.npz into `folder` unless it is there, made by this spec from these files; returns auc, accuracy,
+        (both of held-out documents) and the numbers of documents."""
+        sides = listings(self.high, self.low)
+        made_by = hashlib.blake2b(digest_size=16)
+        made_by.update(json.dumps([_VERSION, self.model_dump(mode="json", exclude={"high", "low"})]).encode())
+        for side in sides:
+            made_by.update(side.digest.encode())
+        path = folder / f"{self.column}.npz"
+        if path.exists():
+            try:
+                model = _Model.read(path)
+                if model.made_by == made_by.hexdigest():
+                    return model.figures
+            except ArtifactError:
+                pass  # half of an older one; it is made again
+        examples = read_examples(sides, self.text_field, self.held_out, self.piece_chars, self.max_bytes)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, self._fit(examples)._replace(made_by=made_by.hexdigest()).to_bytes())
+        return _Model.read(path).figures
+
+    def open(self, folder: Path) -> _Opened:
+        """The model in `folder`."""
+        return _Opened(self, _Model.read(folder / f"{self.column}.npz"))
+
+    def _fit(self, examples: Examples) -> _Model:
+        features, table = _kernels()
+        learn = np.flatnonzero(~examples.held)
+        texts = Texts.of([examples.texts[place] for place in learn])
+        targets = examples.targets[learn]
+        runs = (table, self.word_runs, self.letter_run, self.log_buckets)
+        seen = features.frequencies(*texts, *runs)
+        idf = np.log((1 + len(learn)) / (1 + seen)) + 1
+        # Both sides weigh the same, whatever their sizes.
+        shares = np.where(targets, 0.5 / targets.mean(), 0.5 / (1 - targets.mean()))
+        weights, squares = np.zeros((2, (1 << self.log_buckets) + 1))
+        for number in range(self.epochs):
+            order = np.argsort(np.random.PCG64([self.seed, number]).random_raw(len(learn)), kind="stable")
+            features.epoch(
+                *texts,
+                *runs,
+                idf,
+                targets.astype(float),
+                shares,
+                order,
+                self.learning_rate,
+                self.weight_decay,
+                weights,
+                squares,
+            )
+        model = _Model(weights[:-1].astype(np.float32), idf.astype(np.float32), float(weights[-1]), {})
+        tested = np.flatnonzero(examples.held)
+        scores = _Opened(self, model).columns(Texts.of([examples.texts[place] for place in tested]))[self.column]
+        truth = examples.targets[tested]
+        figures = {
+            "auc": area_under_curve(truth, scores),
+            "accuracy": float(((scores >= 0.5) == truth).mean()),
+            "held_out": len(tested),
+            "high_documents": examples.num_documents[0],
+            "low_documents": examples.num_documents[1],
+            "broken_documents": examples.num_broken,
+        }
+        return model._replace(figures=figures)
+
+
+class _Model(NamedTuple):
+    """`weights`, `idf` float32 [buckets]; `made_by` is a hash of the spec and the seeds' files."""
+
+    weights: np.ndarray
+    idf: np.ndarray
+    bias: float
+    figures: dict[str, float]
+    made_by: str = ""
+
+    def to_bytes(self) -> bytes:
+        buffer = io.BytesIO()
+        about = json.dumps({"bias": self.bias, "figures": self.figures, "made_by": self.made_by}).encode()
+        np.savez(buffer, weights=self.weights, idf=self.idf, about=np.frombuffer(about, np.uint8))
+        return buffer.getvalue()
+
+    @classmethod
+    def read(cls, path: Path) -> _Model:
+        try:
+            with np.load(path) as arrays:
+                about = json.loads(arrays["about"].tobytes())
+                weights, idf = arrays["weights"], arrays["idf"]
+                if (
+                    weights.ndim != 1
+                    or weights.shape != idf.shape
+                    or weights.dtype != np.float32
+                    or idf.dtype != np.float32
+                ):
+                    raise ValueError(f"arrays of {weights.shape} and {idf.shape}")
+                return cls(weights, idf, about["bias"], about["figures"], about["made_by"])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ArtifactError(
+                f"{path} is no scorer's model: {error}", fix="delete it and run the data stage again"
+            ) from None
+
+
+class _Opened(NamedTuple):
+    spec: HashedLogistic
+    model: _Model
+
+    def __repr__(self) -> str:
+        """What decides the columns, without the weights themselves."""
+        return f"hashed_logistic {self.spec.column} {self.model.made_by}"
+
+    def columns(self, texts: Texts) -> dict[str, np.ndarray]:
+        """{column: float32 [n]}: the chance that a text is a good one, if half of all were."""
+        features, table = _kernels()
+        spec, model = self.spec, self.model
+        margins = features.margins(
+            *texts, table, spec.word_runs, spec.letter_run, spec.log_buckets, model.weights, model.idf, model.bias
+        )
+        return {spec.column: (1 / (1 + np.exp(-margins))).astype(np.float32)}
+
+
+def _kernels():
+    """(the module of kernels, the table of letters); imported when used, since specs must load without numba."""
+    try:
+        from hone.data.quality import features
+        from hone.data.text.hashing import word_table
+    except ImportError:
+        raise MissingExtra.of("hashed_logistic", "numba", "data") from None
+    return features, word_table()
