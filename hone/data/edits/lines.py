@@ -38,7 +38,9 @@ class Lines(Edit):
         2, ge=1, description="Least documents that hold it; 1 also cuts what one document alone repeats."
     )
     keep: int = Field(1, ge=0, description="Copies that stay, in order of document ids.")
-    min_chars: int = Field(20, ge=1, description="Letters and digits below which a window is never cut.")
+    min_chars: int = Field(
+        20, ge=1, description="Letters below which a window is never cut: numbers alone, as in tables, are no repeat."
+    )
     min_left_bytes: int = Field(100, ge=0, description="A document cut below so many bytes is dropped.")
     when: str = Field(
         "kind != 'code'", description="Expression that picks the documents that take part; 'True' for all."

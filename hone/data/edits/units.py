@@ -80,7 +80,7 @@ def units_of(
     """(text, start, end, hash, chars) of every unit that is not blank, in order.
 
     `start` and `end` count bytes of the text. The hash is over letters without case and digits as one; ASCII punctuation and
-    spaces are passed over, and `chars` counts the characters that are not.
+    spaces are passed over; `chars` counts the characters that are not, without digits.
     """
     most = len(offsets) - 1
     for at in range(offsets[0], offsets[-1]):
@@ -112,7 +112,7 @@ def units_of(
                 if byte:
                     value = (value ^ np.uint64(byte)) * _MULTIPLIER
                     value ^= value >> _SHIFT
-                    seen += byte < 0x80 or byte >= 0xC0
+                    seen += (byte < 0x80 and byte != 48) or byte >= 0xC0
             text[count], starts[count], ends[count] = number, line - base, stop - base
             hashes[count], chars[count] = value, seen
             count += 1

@@ -49,7 +49,7 @@ def expected(corpus: Memory, spec: Lines, alive=None) -> list[str]:
         for place in range(len(spans[index]) - spec.window + 1):
             parts = [corpus.words[index][a:b] for a, b in spans[index][place : place + spec.window]]
             key = tuple(map(normal, parts))
-            if sum(map(len, key)) >= spec.min_chars:
+            if sum(len(part.replace("0", "")) for part in key) >= spec.min_chars:
                 holders[key].append((index, place))
     gone = defaultdict(set)
     for copies in holders.values():
