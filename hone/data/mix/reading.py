@@ -46,8 +46,7 @@ class Reading:
         if self.chosen is not None:
             for share in self.chosen.shares:
                 run.say(f"{share.source}: {share.weight:.1%} of the rows, {share.epochs:.2f} epochs; {share.reason}")
-        self.feed = self.sources.feed(self.chosen, self.curriculum, total, seed)
-        self.feed.batch(0, 1, seq_len, seed)  # a curriculum that does not fit is said before any work
+        self.feed = self.sources.feed(self.chosen, self.curriculum, total, seq_len, seed)
 
     def estimates(self) -> dict[str, Estimate]:
         """How often each source should be read."""

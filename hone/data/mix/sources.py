@@ -92,13 +92,20 @@ class Sources:
         rows = [Source(name, part.num_tokens, _sampler(part)) for name, part in self.parts.items()]
         return (mixture or Proportional(kind="proportional", max_epochs=float("inf"))).weigh(rows, budget)
 
-    def feed(self, chosen: Chosen | None, curriculum: Curriculum, total: int, seed: int) -> Feed:
-        """What a training of `total` rows reads; every source goes through its own rows by `curriculum`."""
+    def feed(self, chosen: Chosen | None, curriculum: Curriculum, total: int, seq_len: int, seed: int) -> Feed:
+        """What a training of `total` rows reads; every source goes through its own rows by `curriculum`.
+
+        Raises SpecError when the curriculum does not fit one of the sources.
+        """
         if chosen is None:
-            return OrderedTokens(self.train, curriculum, total)
-        mixed = MixedTokens(self.parts, chosen.weights)
-        totals = mixed.totals(total, seed)
-        ordered = {name: OrderedTokens(self.parts[name], curriculum, totals.get(name, 0)) for name in self.parts}
+            whole = OrderedTokens(self.train, curriculum, total)
+            whole.sequence(seq_len, seed)
+            return whole
+        totals = MixedTokens(self.parts, chosen.weights).totals(total, seed)
+        ordered = {name: OrderedTokens(part, curriculum, totals.get(name, 0)) for name, part in self.parts.items()}
+        for feed in ordered.values():
+            if feed.total:
+                feed.sequence(seq_len, seed)
         return MixedTokens(ordered, chosen.weights)
 
     def epochs(self, chosen: Chosen, total: int, seq_len: int, seed: int) -> dict[str, float]:

@@ -10,10 +10,7 @@ from hone.data.order.base import Curriculum, Sequence
 
 
 class OrderedTokens:
-    """The Feed of a training of `total` rows of `data` in the order of `curriculum`.
-
-    Raises SpecError at the first row when the curriculum does not fit the data.
-    """
+    """The Feed of a training of `total` rows of `data` in the order of `curriculum`."""
 
     def __init__(self, data: PackedTokens, curriculum: Curriculum, total: int) -> None:
         self.data, self.curriculum, self.total = data, curriculum, total
@@ -31,6 +28,10 @@ class OrderedTokens:
                 f"row {int(indices.max())} of an order made for {self.total} rows",
                 fix="order as many rows as are trained on",
             )
+        return self.data.cut(self.sequence(seq_len, seed)(indices), seq_len)
+
+    def sequence(self, seq_len: int, seed: int) -> Sequence:
+        """The curriculum's order, kept. Raises SpecError when it does not fit the data."""
         if self._made is None or self._made[0] != (seq_len, seed):
             self._made = (seq_len, seed), self.curriculum.sequence(self.data, seq_len, self.total, seed)
-        return self.data.cut(self._made[1](indices), seq_len)
+        return self._made[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.data import CURRICULA, MIXTURES
-from hone.data.load import PackedTokens
+from hone.data.load import IGNORE, PackedTokens
 from hone.data.mix.mixed import MixedTokens, Shares, floor_sum
 from hone.data.mix.sources import Joined, Sources, by_column
 from tests.data.artifacts import numbered, write_artifact
@@ -128,7 +130,7 @@ def test_sources_of_several_folders(folder, tmp_path):
     assert unweighted.weights == pytest.approx({"long": 8 / 11, "short": 3 / 11})
     chosen = sources.choose(MIXTURES.read("unimax"), 1000)
     assert chosen.weights == pytest.approx({"long": 0.5, "short": 0.5})
-    feed = sources.feed(chosen, CURRICULA.read("random"), 100, 0)
+    feed = sources.feed(chosen, CURRICULA.read("random"), 100, 10, 0)
     batch = feed.batch(9, 10, 10, 0)
     assert batch.tokens.shape == (10, 10)
     plain = MixedTokens(sources.parts, chosen.weights).batch(9, 10, 10, 0)
@@ -139,10 +141,32 @@ def test_sources_of_several_folders(folder, tmp_path):
 def test_one_source_is_read_as_ever(folder):
     sources = Sources({"only": folder})
     assert sources.choose(None, 100) is None
-    feed = sources.feed(None, CURRICULA.read("random"), 90, 4)
+    feed = sources.feed(None, CURRICULA.read("random"), 90, 11, 4)
     for step in range(30):
         one, other = feed.batch(step, 3, 11, 4), PackedTokens(folder).batch(step, 3, 11, 4)
         assert all((a == b).all() for a, b in zip(one, other))
+
+
+def test_groups_of_best_fit_rows_keep_documents_whole(folder):
+    pytest.importorskip("numba")
+    data = PackedTokens(folder)
+    data.meta = {**data.meta, "packing": {"kind": "best_fit", "lengths": []}}
+    for part in by_column(data, "group").values():
+        expected = sorted((int(a), int(b)) for document in part.documents() for a, b in pairwise(document))
+        batch = part.cut(np.arange(part.num_rows(40)), 40)
+        seen = zip(batch.tokens.ravel().tolist(), batch.targets.ravel().tolist())
+        assert sorted(pair for pair in seen if pair[1] != IGNORE) == expected
+        assert part.num_rows(40) == part.num_documents / 2, "two documents of 19 predictions a row"
+
+
+def test_a_curriculum_that_fits_one_source_only_is_said_at_once(folder):
+    sources = Sources({"only": folder}, "group")
+    chosen = sources.choose(
+        MIXTURES.read({"kind": "fixed", "weights": {"a": 1, "b": 20, "c": 0}, "max_epochs": 99}), 5000
+    )
+    warmup = CURRICULA.read({"kind": "warmup_then_random", "fraction": 0.9, "signal": "bytes", "hard": "high"})
+    with pytest.raises(SpecError, match="an epoch has 20"):
+        sources.feed(chosen, warmup, 500, 10, 0)
 
 
 def test_what_cannot_be_mixed_is_said(folder, tmp_path):
