@@ -13,6 +13,7 @@ from hone.data.readers.documents import Fault, Options, Piece, Unreadable, poiso
 from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.fast import Fast
 from hone.data.readers.listing import File
+from hone.data.readers.remote import is_lost
 from hone.data.readers.streams import head, open_raw, open_stream, zstandard
 
 MAX_RECORD_BYTES = 32 << 20
@@ -87,6 +88,8 @@ def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quir
         except (HoneError, Unreadable):
             raise
         except (OSError, EOFError, ValueError, RuntimeError) as error:
+            if is_lost(error):
+                raise
             yield from held
             after = None if compression is None else _next_record(stream, last + 1, compression)
             if after is None:

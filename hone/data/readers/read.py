@@ -33,6 +33,7 @@ from hone.data.readers.encodings import guess, marked
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
 from hone.data.readers.listing import File
+from hone.data.readers.remote import is_lost, unreachable
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
 from hone.data.readers.streams import head, open_stream
 from hone.data.text.batch import Texts
@@ -96,6 +97,8 @@ def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
         except BaseException as error:
             if not poisoned(error):
                 raise
+            if file.url and is_lost(error):  # what is wrong is not the file
+                raise unreachable(file.url, error) from None
             yield Fault(_reason(error), str(error), file.size).broken(file.name)
             return
         if item is None:

@@ -8,6 +8,7 @@ from typing import IO, Any
 from hone.base.errors import HoneError, MachineError, MissingExtra, SpecError
 
 HUB = "hf:"
+_CLIENTS = ("aiohttp", "requests", "urllib3", "httpx", "httpcore", "botocore", "google", "azure", "huggingface_hub")
 _PARQUET_BRANCH = "refs/convert/parquet"
 
 
@@ -26,7 +27,22 @@ def open_remote(url: str) -> IO[bytes]:
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise _unreachable(url, error) from None
+        raise unreachable(url, error) from None
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` says that the connection failed, not that what came over it is wrong."""
+    home = type(error).__module__.partition(".")[0]
+    return isinstance(error, ConnectionError | TimeoutError) or home in _CLIENTS
+
+
+def unreachable(url: str, error: BaseException) -> MachineError:
+    """The error that says so."""
+    said = str(error).strip().split("\n")[0][:200] or type(error).__name__
+    return MachineError(
+        f"{url} cannot be reached: {said}",
+        fix="check address, network and access rights and run it again, or copy it to a local folder",
+    )
 
 
 def find(source: str) -> list[tuple[str, str, int]]:
@@ -105,7 +121,7 @@ def _walk(system: Any, root: str, source: str) -> list[tuple[str, int]]:
     except Exception as error:
         if type(error).__name__ in ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError"):
             return []
-        raise _unreachable(source, error) from None
+        raise unreachable(source, error) from None
     return sorted((path, int(row.get("size") or 0)) for path, row in rows.items() if row.get("type") != "directory")
 
 
@@ -128,10 +144,3 @@ def _system(url: str) -> tuple[Any, str]:
         raise SpecError(
             f"source {url}: {error}", fix="give a path or a URL fsspec knows, such as s3://bucket/folder"
         ) from None
-
-
-def _unreachable(url: str, error: Exception) -> MachineError:
-    said = str(error).strip().split("\n")[0][:200] or type(error).__name__
-    return MachineError(
-        f"{url} cannot be reached: {said}", fix="check address, network and access rights, or copy it to a local folder"
-    )

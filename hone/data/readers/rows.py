@@ -12,6 +12,7 @@ from hone.base.lazy import lazy
 from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options, Unreadable
 from hone.data.readers.encodings import marked
 from hone.data.readers.listing import File
+from hone.data.readers.remote import is_lost
 from hone.data.readers.streams import MAX_EXPANSION, open_raw, open_stream
 from hone.data.text.batch import Texts
 
@@ -183,7 +184,7 @@ def read_parquet(file: File, options: Options) -> Iterator[Rows | Fault]:
         with open_raw(file) as raw, parquet.ParquetFile(raw if file.url else file.path) as table:
             yield from _table_rows(table, file, options)
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, PermissionError):
+        if isinstance(error, PermissionError) or is_lost(error):
             raise
         raise Unreadable("bad_parquet", str(error)) from None
 

@@ -225,6 +225,36 @@ def test_a_remote_archive_can_be_searched_for_its_next_record(memory, shared_dat
     assert [item.reason for item in found if isinstance(item, Broken)] == ["damaged_record"] and len(found) == 16
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.warc", "a.warc.gz", "a.html", "a.py"])
+def test_a_connection_that_breaks_is_no_broken_file(memory, monkeypatch, name):
+    memory.pipe(f"/far/{name}", b"x" * 100)
+    (file,) = list_source("memory://far").files
+
+    class Cut:
+        """An open file whose connection is gone."""
+
+        closed = False
+
+        def __getattr__(self, attribute):
+            raise ConnectionError("reset by peer")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.closed = True
+
+        def close(self):
+            self.closed = True
+
+        def readable(self):
+            return True
+
+    monkeypatch.setattr(type(memory), "open", lambda *arguments, **options: Cut())
+    with pytest.raises(MachineError, match="reset by peer"):
+        list(read_file(file, Options()))
+
+
 @pytest.fixture
 def hub(memory, monkeypatch):
     """A hub with three data sets: one converted with two configs, one plain with its own files, one empty."""
