@@ -31,11 +31,13 @@ def read_evaluations(paths: tuple[str, ...], fields: tuple[str, ...]) -> list[Ex
     file without a header the fields are numbers, from 0. Raises SpecError for what is not there, cannot be read, or has none
     of the fields.
     """
-    return [example for path in paths for name, file in _files(path) for example in _examples(name, file, fields)]
+    return [
+        example for path in paths for name, file in evaluation_files(path) for example in _examples(name, file, fields)
+    ]
 
 
-def _files(path: str) -> list[tuple[str, Path]]:
-    """(name, file) of the evaluation files at or below `path`."""
+def evaluation_files(path: str) -> list[tuple[str, Path]]:
+    """(name, file) of the evaluation files at or below `path`. Raises SpecError when there is none."""
     root = Path(path).expanduser()
     if root.is_file():
         return [(root.name, root)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,7 @@ from pydantic import Field
 
 from hone.base.errors import MissingExtra, SpecError
 from hone.data.contamination.base import Decontamination, Found
-from hone.data.contamination.evaluation import Example, read_evaluations
+from hone.data.contamination.evaluation import Example, evaluation_files, read_evaluations
 from hone.data.corpus import Corpus
 from hone.data.edits.cuts import Cuts, cut_whole
 from hone.data.edits.rows import ranks, save
@@ -71,11 +73,11 @@ class NGrams(Decontamination):
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
         """Finds the hits of each shard of `corpus` among the documents `chosen`, unless they are in `state`."""
-        self._search(corpus, chosen, state, self._index(self._read())[0])
+        self._search(corpus, chosen, state, self._indexed()[1])
 
     def contaminated(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Found:
-        examples = self._read()
-        index, warnings = self._index(examples)
+        examples, index, warnings = self._indexed()
+        warnings = list(warnings)
         hits = np.concatenate([np.empty(0, _HIT), *self._search(corpus, alive, state, index)])
         hits = self._uncommon(hits)
         pairs = _pairs(index, hits)
@@ -90,50 +92,33 @@ class NGrams(Decontamination):
         figures["documents"] = {"looked_through": int(alive.sum()), "hit": len(documents)}
         if not len(documents):
             warnings.append(
-                f"decontamination '{self.kind or 'ngrams'}' found none of {len(examples)} examples in {int(alive.sum())} "
-                f"documents: check evaluations and fields ({', '.join(self.fields) or 'all'})"
+                f"none of {len(examples)} examples stands in any of {int(alive.sum())} documents: check evaluations and "
+                f"fields ({', '.join(self.fields) or 'all'}) if that is a surprise"
             )
         return Found(dropped, cuts, figures, self._show(corpus, examples, pairs, hits), warnings)
 
-    def _read(self) -> list[Example]:
+    def _indexed(self) -> tuple[list[Example], Index, list[str]]:
+        """The examples, their n-grams and warnings; read once for all shards that one process looks through."""
         if not self.evaluations:
             raise SpecError(
                 "decontamination 'ngrams' names no evaluation set",
                 fix="set evaluations to files or folders of examples",
             )
-        return read_evaluations(self.evaluations, self.fields)
-
-    def _index(self, examples: list[Example]) -> tuple[Index, list[str]]:
-        """The examples' n-grams, and a warning for each set that has none. Raises SpecError when no set has any."""
-        owner = np.repeat(np.arange(len(examples)), [len(example.texts) for example in examples])
-        texts = Texts.of([text for example in examples for text in example.texts])
-        text, key, words = _kernels().grams_of(*texts, self.words, min(self.shortest, self.words))
-        owner = owner[text]
-        order = np.lexsort((owner, key))
-        key, owner, lengths = key[order], owner[order], np.unique(words)
-        fresh = np.ones(len(key), bool)
-        fresh[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1])
-        key, owner = key[fresh], owner[fresh]
-        keys, first = np.unique(key, return_index=True)
-        num_grams = np.bincount(owner, minlength=len(examples))
-        found: dict[str, int] = defaultdict(int)
-        for example, count in zip(examples, num_grams.tolist()):
-            found[example.evaluation] += count
-        empty = [name for name, count in found.items() if not count]
-        if len(empty) == len(found):
-            raise SpecError(
-                f"no text of {len(examples)} evaluation examples has {min(self.shortest, self.words)} words",
-                fix="lower shortest, or name other fields",
-            )
-        warnings = [f"evaluation set {name}: every text is too short to be looked for" for name in empty]
-        return Index(keys, np.append(first, len(key)), owner, lengths, num_grams), warnings
+        stamp = tuple(
+            (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+            for path in self.evaluations
+            for _, file in evaluation_files(path)
+        )
+        return _read_and_index(self.evaluations, self.fields, self.words, min(self.shortest, self.words), stamp)
 
     def _search(self, corpus: Corpus, chosen: np.ndarray, state: Path, index: Index) -> list[np.ndarray]:
         """The hits of each shard of `corpus`."""
         found = []
         table, bits = _kernels().table_of(index.keys)
+        # A resumed run whose evaluation sets have changed finds no file of this name, and looks again.
+        which = hashlib.blake2b(index.keys.tobytes(), digest_size=8).hexdigest()
         for number, shard, first, _ in corpus.spans():
-            path = state / f"hits-{number:05d}.npy"
+            path = state / f"hits-{which}-{number:05d}.npy"
             if not path.exists():
                 parts = [np.empty(0, _HIT)]
                 for indices, texts in corpus.batches(shard, first, chosen):
@@ -203,6 +188,39 @@ class NGrams(Decontamination):
                 for document, hit in row["samples"]
             ]
         return rows
+
+
+@functools.lru_cache(maxsize=1)
+def _read_and_index(
+    evaluations: tuple[str, ...], fields: tuple[str, ...], words: int, shortest: int, stamp: tuple
+) -> tuple[list[Example], Index, list[str]]:
+    """The examples, their n-grams, and a warning for each set that has none. Raises SpecError when no set has any.
+
+    `stamp` tells the files from what they were when they were read last.
+    """
+    examples = read_evaluations(evaluations, fields)
+    owner = np.repeat(np.arange(len(examples)), [len(example.texts) for example in examples])
+    texts = Texts.of([text for example in examples for text in example.texts])
+    text, key, lengths = _kernels().grams_of(*texts, words, shortest)
+    owner = owner[text]
+    order = np.lexsort((owner, key))
+    key, owner = key[order], owner[order]
+    fresh = np.ones(len(key), bool)
+    fresh[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1])
+    key, owner = key[fresh], owner[fresh]
+    keys, first = np.unique(key, return_index=True)
+    num_grams = np.bincount(owner, minlength=len(examples))
+    found: dict[str, int] = defaultdict(int)
+    for example, count in zip(examples, num_grams.tolist()):
+        found[example.evaluation] += count
+    empty = [name for name, count in found.items() if not count]
+    if len(empty) == len(found):
+        raise SpecError(
+            f"no text of {len(examples)} evaluation examples has {shortest} words",
+            fix="lower shortest, or name other fields",
+        )
+    warnings = [f"evaluation set {name}: every text is too short to be looked for" for name in empty]
+    return examples, Index(keys, np.append(first, len(key)), owner, np.unique(lengths), num_grams), warnings
 
 
 def _pairs(index: Index, hits: np.ndarray) -> np.ndarray:
