@@ -92,7 +92,9 @@ def read_task(
         "options": repr(options),
         "languages": languages,
         "scorers": [repr(scorer) for scorer in scorers],
-        "models": [[path.name, sha256(path)] for path in sorted(models.glob("*")) if path.is_file()],
+        "models": [
+            [path.relative_to(models).as_posix(), sha256(path)] for path in sorted(models.rglob("*")) if path.is_file()
+        ],
         "max_bytes": max_bytes,
     }
     shard = f"{name}.parquet"

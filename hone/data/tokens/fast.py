@@ -52,7 +52,7 @@ class FastBPE(NamedTuple):
         """The ids of `text`; None when it has characters that the two libraries may take for different things."""
         if not text.isascii():
             suspects = _suspects(self.normalizer is not None)
-            if suspects is not None and suspects.search(text):
+            if suspects is not None and suspects[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any():
                 return None
         if self.raw.pattern is None and self.normalized.pattern is None:
             return self._plain(self._normalize(text))
@@ -204,16 +204,16 @@ def _byte_letters() -> dict[str, int]:
 
 
 @functools.cache
-def _suspects(unassigned: bool) -> re.Pattern[str] | None:
-    """Finds characters (None: there are none) on whose class the libraries' regular expressions disagree, each having its own edition of Unicode.
+def _suspects(unassigned: bool) -> np.ndarray | None:
+    """Which code points (bool [1114112]; None: none of them) may be of another class in each library's own edition of Unicode.
 
     With `unassigned` also those that Python does not know yet: of all others it can tell whether they are in NFC, since
     normalization never changes for a character once it is assigned.
     """
     import tiktoken
 
+    suspects = np.zeros(sys.maxunicode + 1, bool)
     text = "".join(chr(code) for code in range(0x80, sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
-    found: set[str] = set()
     for inside, outside in ((r"\p{L}", r"[^\p{L}]"), (r"\p{N}", r"[^\p{N}]"), (r"\s", r"\S")):
         one = tokenizers.normalizers.Replace(tokenizers.Regex(outside + "+"), "").normalize_str(text)
         bytes_only = {bytes([byte]): byte for byte in range(256)}
@@ -221,20 +221,10 @@ def _suspects(unassigned: bool) -> re.Pattern[str] | None:
             "probe", pat_str=inside, mergeable_ranks=bytes_only, special_tokens={"<|never|>": 256}
         )
         other = probe.encode_to_numpy(text, disallowed_special=()).astype(np.uint8).tobytes().decode()
-        found |= set(one) ^ set(other)
+        for char in set(one) ^ set(other):
+            suspects[ord(char)] = True
     if unassigned:
-        found |= {char for char in text if unicodedata.category(char) == "Cn"}
-    if not found:
-        return None
-    return re.compile("[" + "".join(f"{re.escape(first)}-{re.escape(last)}" for first, last in _runs(found)) + "]")
-
-
-def _runs(chars: set[str]) -> list[tuple[str, str]]:
-    """Ranges of neighbouring characters."""
-    runs: list[tuple[str, str]] = []
-    for char in sorted(chars):
-        if runs and ord(char) == ord(runs[-1][1]) + 1:
-            runs[-1] = (runs[-1][0], char)
-        else:
-            runs.append((char, char))
-    return runs
+        for char in text:
+            if unicodedata.category(char) == "Cn":
+                suspects[ord(char)] = True
+    return suspects if suspects.any() else None

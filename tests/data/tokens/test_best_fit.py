@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import ArtifactError, FitError, SpecError
+from hone.base.run import Run
 from hone.data.load import IGNORE, PackedTokens
 from hone.data.order.base import row_means
+from hone.data.stage import Data
 from hone.data.tokens.megatron import write_index
 from hone.data.tokens.rows import RowIndex, Rows, best_fit_rows
 
@@ -252,3 +254,27 @@ def test_real_text_wastes_little(shared_data):
     sizes = [max(len(str(value)) for value in row.values()) // 4 + 1 for row in rows]
     index = best_fit_rows(starts_of(sizes), 4096)
     assert index.padding / (index.num_rows * 4096) < 0.01
+
+
+def test_the_stage_packs_by_best_fit(tmp_path):
+    """Settings to rows: the files are there, mapped, the same each time, and the tokens are those of the stream."""
+    (tmp_path / "in").mkdir()
+    rows = [
+        json.dumps({"text": f"Document {number} says: " + "some more words, " * (number * 7 % 40)})
+        for number in range(60)
+    ]
+    (tmp_path / "in" / "rows.jsonl").write_text("\n".join(rows))
+    common = {"source": str(tmp_path / "in"), "tokenizer": {"vocab_size": 300}, "filters": [], "dedups": []}
+    shape = {"kind": "best_fit", "lengths": [32, 64], "megatron": True}
+    made = Data.read({**common, "packing": shape}).make(tmp_path / "a", run=Run(quiet=True))
+    stream = Data.read(common).make(tmp_path / "b", run=Run(quiet=True))
+    one, other = PackedTokens(made.folder), PackedTokens(stream.folder)
+    assert one.kind == "best_fit" and other.kind == "stream" and (one.tokens == other.tokens).all()
+    assert isinstance(one.row_index(64).pieces, np.memmap)
+    names = {path.name for path in (made.folder / "tokens").iterdir()}
+    expected = {f"{split}.{part}" for split in ("train", "val") for part in ("idx", "rows-32.npy", "pieces-64.npy")}
+    assert expected <= names and not {path.name for path in (stream.folder / "tokens").iterdir()} & expected
+    stats = json.loads((made.folder / "stats.json").read_text())["packing"]
+    assert stats["64"]["best_fit"]["rows"] == one.num_rows(64) and stats["64"]["stream"]["rows"] == other.num_rows(64)
+    assert Data.read({**common, "packing": shape}).make(tmp_path / "c", run=Run(quiet=True)).content == made.content
+    assert Data.from_overrides({"packing": "best_fit"}).packing.kind == "best_fit"
