@@ -95,7 +95,7 @@ PIECES = [
 ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=9).map(b"".join), min_size=1, max_size=5),
     st.randoms(use_true_random=False),
