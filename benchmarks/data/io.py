@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import io
 import json
 import subprocess
 import tempfile
@@ -83,9 +82,9 @@ def documents(file: File, options: Options | None = None) -> int:
     return sum(isinstance(item, Document) for item in read_file(file, options or Options()))
 
 
-def warc_of(pages: dict[str, bytes]) -> bytes:
+def warc_of(pages: dict[str, bytes]) -> list[bytes]:
     """The pages as response records."""
-    out = io.BytesIO()
+    out = []
     for number, (name, raw) in enumerate(pages.items()):
         block = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
         head = (
@@ -93,8 +92,8 @@ def warc_of(pages: dict[str, bytes]) -> bytes:
             f"WARC-Record-ID: <urn:uuid:00000000-0000-0000-0000-{number:012d}>\r\n"
             f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(block)}\r\n\r\n"
         )
-        out.write(head.encode() + block + b"\r\n\r\n")
-    return out.getvalue()
+        out.append(head.encode() + block + b"\r\n\r\n")
+    return out
 
 
 def peer_seconds(peers: str | None, name: str, path: Path) -> float | None:
@@ -161,8 +160,9 @@ def rows(data: Path, peers: str | None = None, megabytes: float = 60) -> list[di
         row("jsonl, documents", best(lambda: documents(jsonl)))
 
         pages = {name: raw for name, raw in gold(data)[0].items() if not settle(decode_page(raw)[:100])[0]}
-        raw = warc_of(pages)
-        for ending, content in ((".warc", raw), (".warc.gz", gzip.compress(raw))):
+        records = warc_of(pages)
+        raw = b"".join(records)
+        for ending, content in ((".warc", raw), (".warc.gz", b"".join(map(gzip.compress, records)))):
             path = Path(name) / f"a{ending}"
             path.write_bytes(content)
             warc = File(path, path.name, len(content), "warc", ".gz" if ending.endswith("gz") else "")
