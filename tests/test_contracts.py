@@ -124,8 +124,9 @@ def columns():
         "日本語の文章。" * 50,
         "x" * 5000,
     ]
-    rows = [signals(text, lexicon=("line",)) for text in texts]
+    rows = [signals(text) for text in texts]
     made = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    made["toxic_words"] = np.linspace(0, 1, len(texts))
     made["kind"] = np.array(["text"] * len(texts), object)
     made["language"] = np.array(["en"] * len(texts), object)
     made["language_score"] = np.ones(len(texts))

@@ -32,6 +32,7 @@ SCORERS = Table(
         "hashed_logistic": "hone.data.quality.hashed_logistic:HashedLogistic",
         "cascade": "hone.data.quality.cascade:Cascade",
         "function": "hone.data.quality.function:Function",
+        "lexicon": "hone.data.quality.lexicon:Lexicon",
     },
 )
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from hone.base.errors import MissingExtra, SpecError
+from hone.base.errors import MissingExtra
 from hone.data.text.batch import Texts
 
 SIGNALS: dict[str, str] = {
@@ -63,7 +61,6 @@ SIGNALS: dict[str, str] = {
     "public_ips": "int64",
     "phones": "int64",
     "cards": "int64",
-    "toxic_words": "float64",
 }
 """Column name to type. Ratios are per word or per character, fractions are of lines, words or characters; 0 where the
 document has none. Words end at Unicode white space; lengths are in characters. What is not plain by its name:
@@ -78,8 +75,7 @@ upper_lines: lines of which more than half is upper case. boilerplate_words: wor
 c4_lines: lines that C4 keeps; c4_sentences: sentences in them; c4_loose_sentences: the same without the rule that a line
 ends with punctuation, as FineWeb runs it. long_lines: lines of 200 characters or more.
 emails, public_ips, phones, cards: what looks like personal data and passes its check (RFC 5321 shape, public IPv4 range,
-E.164 or North American grouping, Luhn). toxic_words: words at which a word or phrase of the lexicon begins, per word; not
-a number (nan) where no lexicon was named.
+E.164 or North American grouping, Luhn).
 """
 
 
@@ -89,42 +85,23 @@ def normalize(text: str) -> str:
     return "\n".join([line.rstrip(" \t") for line in text.split("\n")]).strip("\n").rstrip()
 
 
-def read_lexicon(path: Path) -> tuple[str, ...]:
-    """The words and phrases of a lexicon: UTF-8, one a line, '#' begins a comment. Raises SpecError without any."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(
-            f"the lexicon {path} cannot be read: {error}", fix="name a UTF-8 file, one entry a line"
-        ) from None
-    entries = tuple(sorted({line for line in lines if line and not line.startswith("#")}))
-    if not entries:
-        raise SpecError(f"the lexicon {path} has no entry", fix="write one word or phrase a line")
-    return entries
-
-
-def signals_of(texts: Texts, lexicon: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type that SIGNALS names.
-
-    `lexicon` names the words and phrases that `toxic_words` counts; without one that column is not a number.
-    """
+def signals_of(texts: Texts) -> dict[str, np.ndarray]:
+    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type that SIGNALS names."""
     try:
         from hone.data.text import measure
     except ImportError as error:
         raise MissingExtra.of("measuring texts", error.name or "numba", "data") from None
-    counts, mtld = measure.counts_of(texts, lexicon or ())
+    counts, mtld = measure.counts_of(texts)
     columns = measure.columns_of(counts)
     columns["bytes"] = np.diff(texts.offsets)
     columns["mtld"] = mtld
     columns["compression_ratio"] = columns["bytes"] / np.maximum(_compressed(texts), 1)
-    if lexicon is None:
-        columns["toxic_words"] = np.full(texts.num_texts, np.nan)
     return {name: columns[name].astype(kind, copy=False) for name, kind in SIGNALS.items()}
 
 
-def signals(text: str, lexicon: Sequence[str] | None = None) -> dict[str, float | int]:
+def signals(text: str) -> dict[str, float | int]:
     """The value of every column in SIGNALS for one document."""
-    return {name: column[0].item() for name, column in signals_of(Texts.of([text]), lexicon).items()}
+    return {name: column[0].item() for name, column in signals_of(Texts.of([text])).items()}
 
 
 def _compressed(texts: Texts) -> np.ndarray:

@@ -46,7 +46,7 @@ class Data(Settings):
         """Evaluation sets and seeds of scorers: their content is part of what the artifact is."""
         named = [
             (f"{field}.{number}.{name}", getattr(technique, name, ()))
-            for field, names in (("decontaminations", ("evaluations",)), ("scorers", ("high", "low")))
+            for field, names in (("decontaminations", ("evaluations",)), ("scorers", ("high", "low", "words")))
             for number, technique in enumerate(getattr(self, field))
             for name in names
         ]

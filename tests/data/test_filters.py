@@ -13,6 +13,7 @@ import pytest
 from benchmarks.data.signals import decide, natural
 from hone.base.errors import SpecError
 from hone.data import FILTERS
+from hone.data.quality.lexicon import _Opened
 from hone.data.signals import normalize, signals
 from hone.data.text.batch import Texts
 
@@ -25,12 +26,9 @@ PROSE = (
 
 
 def columns_of(text: str, kind: str = "prose", language: str = "en", score: float = 0.99) -> dict[str, np.ndarray]:
-    row = {
-        "kind": kind,
-        "language": language,
-        "language_score": score,
-        **signals(normalize(text), ("darn", "bad word")),
-    }
+    texts = Texts.of([normalize(text)])
+    row = {"kind": kind, "language": language, "language_score": score, **signals(normalize(text))}
+    row["toxic_words"] = _Opened("toxic_words", ("darn", "bad word")).columns(texts)["toxic_words"][0]
     return {name: np.array([value]) for name, value in row.items()}
 
 
@@ -117,8 +115,8 @@ def test_limits_of_options():
 
 
 def test_toxicity_without_a_lexicon_is_an_error():
-    columns = columns_of(PROSE) | {"toxic_words": np.array([np.nan])}
-    with pytest.raises(SpecError, match="without a lexicon"):
+    columns = {name: column for name, column in columns_of(PROSE).items() if name != "toxic_words"}
+    with pytest.raises(SpecError, match="which a lexicon adds"):
         FILTERS.read("toxicity").decide(columns)
 
 

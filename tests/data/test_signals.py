@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.base.errors import SpecError
-from hone.data import FILTERS
+from hone.base.errors import ArtifactError, SpecError
+from hone.data import FILTERS, SCORERS
 from hone.data.corpus import schema
 from hone.data.expression import columns_of
-from hone.data.signals import SIGNALS, normalize, read_lexicon, signals, signals_of
+from hone.data.quality.lexicon import _Opened
+from hone.data.signals import SIGNALS, normalize, signals, signals_of
 from hone.data.text.batch import Texts
 from tests.data.text import oracle
 
@@ -43,9 +44,10 @@ few_words = st.lists(st.sampled_from(["a", "bb", "the", "#x", "3", "..."]), max_
 
 
 def check(texts: list[str]) -> None:
-    columns = signals_of(Texts.of(texts), LEXICON)
+    columns = signals_of(Texts.of(texts))
     assert list(columns) == list(SIGNALS)
     assert {name: str(column.dtype) for name, column in columns.items()} == SIGNALS
+    columns["toxic_words"] = _Opened("toxic_words", LEXICON).columns(Texts.of(texts))["toxic_words"]
     for index, text in enumerate(texts):
         for name, value in oracle.signals(text, LEXICON).items():
             assert columns[name][index] == pytest.approx(value, rel=1e-12), (name, text)
@@ -134,20 +136,23 @@ def test_nothing_is_measured_as_nothing():
     assert row["words"] == row["lines"] == row["bytes"] == 0 and row["flesch"] == row["mtld"] == 0
 
 
-def test_without_a_lexicon_toxicity_is_not_a_number():
-    assert np.isnan(signals("darn")["toxic_words"])
-    assert signals_of(Texts.of(["Darn, a bad  word!"]), LEXICON)["toxic_words"][0] == 2 / 4
-
-
-def test_a_lexicon_is_a_file_of_lines(tmp_path):
+def test_a_lexicon_is_files_of_lines(tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("# mild\ndarn\n\nbad word\ndarn\n", encoding="utf8")
-    assert read_lexicon(path) == ("bad word", "darn")
+    scorer = SCORERS.read({"kind": "lexicon", "words": [str(path)]})
+    assert scorer.train(tmp_path / "models") == {"entries": 2}
+    opened = scorer.open(tmp_path / "models")
+    assert opened.columns(Texts.of(["Darn, a bad  word!", "badword", ""]))["toxic_words"].tolist() == [2 / 4, 0, 0]
+    assert opened.columns(Texts.of([]))["toxic_words"].dtype == np.float64
     path.write_text("# nothing\n", encoding="utf8")
     with pytest.raises(SpecError, match="no entry"):
-        read_lexicon(path)
+        scorer.train(tmp_path)
     with pytest.raises(SpecError, match="cannot be read"):
-        read_lexicon(tmp_path / "absent.txt")
+        SCORERS.read({"kind": "lexicon", "words": ["absent.txt"]}).train(tmp_path)
+    with pytest.raises(SpecError, match="no file"):
+        SCORERS.read("lexicon").train(tmp_path)
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        scorer.open(tmp_path / "nowhere")
 
 
 @settings(max_examples=200, deadline=None)
@@ -196,7 +201,7 @@ def test_hostile_runs_take_linear_time(unit):
 
 
 def test_filters_use_columns_that_exist():
-    there = set(schema().names)
+    there = {*schema().names, "toxic_words"}
     for name in FILTERS:
         technique = FILTERS.read(name)
         for rule in technique.rules():

@@ -9,14 +9,13 @@ import numpy as np
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.data.expression import evaluate
 from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 
 
 class Toxicity(Filter):
     """Drops documents with words of the lexicon; at 0 with any, as C4 does. Raffel et al. 2019, arXiv:1910.10683.
 
-    The lexicon is a file that the user names; none comes with the package. A list of words knows no context: C4's took
+    The scorer `lexicon` adds the column from files that the user names; none comes with the package. A list of words knows no context: C4's took
     away pages about health, in dialects and by minorities far more often than others (Dodge et al. 2021,
     arXiv:2104.08758). Look at the samples, and at the drop rate of each group, before keeping the limit at 0.
     """
@@ -30,10 +29,9 @@ class Toxicity(Filter):
 
     def decide(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """As every filter; raises SpecError when the documents were annotated without a lexicon."""
-        unknown = evaluate("toxic_words != toxic_words", columns)
-        if unknown.any():
+        if "toxic_words" not in columns:
             raise SpecError(
-                f"toxicity: {int(unknown.sum())} of {len(unknown)} documents were annotated without a lexicon",
-                fix="name one: data.lexicon=words.txt (UTF-8, one word or phrase a line)",
+                "the filter toxicity needs the column toxic_words, which a lexicon adds",
+                fix="name one among the scorers: {kind: lexicon, words: [words.txt]}",
             )
         return super().decide(columns)

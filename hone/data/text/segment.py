@@ -29,7 +29,7 @@ def fold(hashed: int, value: int) -> int:
     return hashed ^ (hashed >> np.uint64(32))
 
 
-@kernel
+@inlined
 def code_point(data: np.ndarray, place: int) -> tuple[int, int]:
     """(code point, bytes) of the character that begins at `place` of valid UTF-8."""
     first = np.int64(data[place])

@@ -81,7 +81,7 @@ def empty_words(capacity: int, num_bytes: int) -> Words:
     )
 
 
-@kernel
+@inlined
 def is_full(words: Words) -> bool:
     """Whether the next new word would overfill one of the tables."""
     return words.used[0] == len(words.records) or words.used[2] == len(words.wide)
@@ -102,7 +102,7 @@ def look_up(slots: np.ndarray, records: np.ndarray, key: int) -> tuple[int, int]
     return np.int64(slot), np.int64(-1)
 
 
-@kernel
+@inlined
 def _form_of(slots: np.ndarray, key: int) -> tuple[int, int]:
     """As `look_up` for bare forms, which are told apart by the top of their hash and their place."""
     mask = np.uint64(len(slots) - 1)
@@ -121,7 +121,7 @@ def class_of(code: int, classes: np.ndarray) -> int:
     return np.int64(classes[code]) if code < len(classes) else 0
 
 
-@kernel
+@inlined
 def among(code: int, choices: np.ndarray) -> bool:
     """Whether `code` is one of `choices`."""
     for choice in choices:  # noqa: SIM110
@@ -130,7 +130,7 @@ def among(code: int, choices: np.ndarray) -> bool:
     return False
 
 
-@kernel
+@inlined
 def stands_at(pattern: np.ndarray, codes: np.ndarray, place: int, end: int) -> bool:
     """Whether codes[place:end] begins with `pattern`."""
     if place < 0 or place + len(pattern) > end:
@@ -141,7 +141,7 @@ def stands_at(pattern: np.ndarray, codes: np.ndarray, place: int, end: int) -> b
     return True
 
 
-@kernel
+@inlined
 def bare_span(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[int, int]:
     """(first, end) of a word without the punctuation around."""
     first, end = 0, num_chars
@@ -152,7 +152,7 @@ def bare_span(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
     return first, end
 
 
-@kernel
+@inlined
 def syllables(lower: np.ndarray, first: int, end: int) -> int:
     """Groups of vowels (a e i o u y) of an English word; a last e is silent unless it makes the only group or ends -le."""
     groups, before = 0, False
@@ -184,7 +184,7 @@ def c4_end(lower: np.ndarray, end: int) -> bool:
     return not (end >= 3 and lower[end - 1] == _DOT and lower[end - 2] == _DOT and lower[end - 3] == _DOT)
 
 
-@kernel
+@inlined
 def end_flags(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[int, int]:
     """(flags of how the word ends, 1 when a sentence ends with it)."""
     last = lower[num_chars - 1]
@@ -203,7 +203,7 @@ def end_flags(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
     return bits, np.int64(ends)
 
 
-@kernel
+@inlined
 def pattern_flags(lower: np.ndarray, num_chars: int, first: int, end: int, alphabet: Alphabet) -> int:
     """The bits of the patterns that the word fits."""
     bits, letters = 0, np.uint64(0)
@@ -233,7 +233,7 @@ def pattern_flags(lower: np.ndarray, num_chars: int, first: int, end: int, alpha
     return bits
 
 
-@kernel
+@inlined
 def is_quantity(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> bool:
     """Whether the word is a number as counters write it: 3, 1,204, 2.5k, (17."""
     place = 0
@@ -248,7 +248,7 @@ def is_quantity(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> bool:
     return place == num_chars
 
 
-@kernel
+@inlined
 def char_counts(
     data: np.ndarray, start: int, end: int, alphabet: Alphabet, lower: np.ndarray, row: np.ndarray
 ) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def signals(text: str, lexicon: Sequence[str] = ()) -> dict[str, float | int]:
         "whitespace_ratio": sum(char.isspace() for char in text) / num_chars,
         "paren_ratio": (text.count("(") + text.count(")")) / num_chars,
         "url_ratio": sum(len(word) for word in words if re.search(r"https?://|www\.", lower(word))) / num_chars,
-        "number_words": sum(bool(re.search("[0-9]", word)) and word not in lettered for word in words) / num_words,
+        "number_words": sum(bool(re.search("[0-9]", word)) and not any(map(str.isalpha, word)) for word in words) / num_words,
         "upper_lines": sum(mostly_upper(line) for line in lines) / num_lines,
         "boilerplate_words": sum(map(boilerplate, lines)) / num_words,
         "c4_lines": len(kept) / num_lines,

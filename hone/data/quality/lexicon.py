@@ -1,0 +1,74 @@
+"""Lexicon: how often the words and phrases of lists that the user names occur in a document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from hone.base.durable import write_atomic
+from hone.base.errors import ArtifactError, SpecError
+from hone.data.quality.base import Scorer
+from hone.data.text.batch import Texts
+
+
+class Lexicon(Scorer):
+    """Counts the words at which an entry of the lists begins, per word; the filter `toxicity` decides by it.
+
+    An entry is a word or a phrase. Case and the punctuation around words do not matter; words are what white space parts, so
+    in Chinese or Thai little is found. No list comes with the package. Costs a second pass over the text.
+    """
+
+    column: str = Field("toxic_words", description="Name of the column.")
+    words: tuple[str, ...] = Field((), description="Files of entries: UTF-8, one a line, '#' begins a comment.")
+
+    def model_post_init(self, context: Any) -> None:
+        if isinstance(self.words, str) or not all(self.words):
+            raise ValueError("words is a list of file names")
+
+    def train(self, folder: Path) -> dict[str, float]:
+        """Gathers the entries in <column>.txt of `folder`. Raises SpecError when a file cannot be read or none has an entry."""
+        entries: set[str] = set()
+        for name in self.words:
+            entries |= read_entries(Path(name).expanduser())
+        if not entries:
+            raise SpecError("the lexicon has no file", fix="name one: {kind: lexicon, words: [words.txt]}")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / f"{self.column}.txt", "\n".join(sorted(entries)).encode())
+        return {"entries": float(len(entries))}
+
+    def open(self, folder: Path) -> _Opened:
+        """The entries in `folder`."""
+        path = folder / f"{self.column}.txt"
+        try:
+            return _Opened(self.column, tuple(path.read_text(encoding="utf8").split("\n")))
+        except OSError as error:
+            raise ArtifactError(f"the lexicon {path} cannot be read: {error}") from None
+
+
+class _Opened(NamedTuple):
+    column: str
+    entries: tuple[str, ...]
+
+    def columns(self, texts: Texts) -> dict[str, np.ndarray]:
+        """Hits per word, float64 [num_texts]."""
+        from hone.data.text import measure
+
+        counts, _ = measure.counts_of(texts, self.entries)
+        return {self.column: measure.columns_of(counts)["toxic_words"]}
+
+
+def read_entries(path: Path) -> set[str]:
+    """The words and phrases of one file. Raises SpecError when it cannot be read or has none."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"the lexicon {path} cannot be read: {error}", fix="name a UTF-8 file, one entry a line"
+        ) from None
+    entries = {line for line in lines if line and not line.startswith("#")}
+    if not entries:
+        raise SpecError(f"the lexicon {path} has no entry", fix="write one word or phrase a line")
+    return entries
