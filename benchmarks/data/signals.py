@@ -88,7 +88,9 @@ def peer(texts: list[str], interpreter: Path) -> dict[str, Any]:
         source, out = Path(folder) / "texts.json", Path(folder) / "out.json"
         source.write_text(json.dumps(texts))
         script = Path(__file__).with_name("peers_signals.py")
-        subprocess.run([str(interpreter), "-P", str(script), str(source), str(out)], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [str(interpreter), "-P", str(script), str(source), str(out)], check=True, stdout=subprocess.DEVNULL
+        )
         return json.loads(out.read_text())
 
 

@@ -1,6 +1,6 @@
 """Encoding through tiktoken beside `tokenizers`, with the tokens compared; best-fit packing beside the stream, with its waste.
 
-    python -m benchmarks.data.tokenize --data ../shared/data
+    python -m benchmarks.data.tokens --data ../shared/data
 
 Speeds are per second of process CPU time of one thread, best of three.
 """

@@ -1,6 +1,6 @@
 """HTML: F1 and speed of the extractors on 181 pages with gold articles, beside plain calls of trafilatura and resiliparse.
 
-    python -m benchmarks.data.html --data ../shared/data --peers /path/to/an/interpreter/with/trafilatura
+    python -m benchmarks.data.pages --data ../shared/data --peers /path/to/an/interpreter/with/trafilatura
 
 F1 is the article extraction benchmark's: mean precision and recall of 4-word shingles a page. Speed is megabytes of HTML
 per second of process CPU time of one thread, decoding included, best of three (twice for the slow ones).

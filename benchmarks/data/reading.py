@@ -1,6 +1,6 @@
 """Reading: Parquet, jsonl and WARC to documents, beside Arrow, json, orjson, fastwarc and warcio on the same files.
 
-    python -m benchmarks.data.io --data ../shared/data --peers /path/to/an/interpreter/with/orjson,warcio
+    python -m benchmarks.data.reading --data ../shared/data --peers /path/to/an/interpreter/with/orjson,warcio
 
 Speeds are megabytes of text (Parquet, jsonl) or of records (WARC) per second of process CPU time of one thread, best of
 three. hone's include the checks of every text (UTF-8, NFC, NUL, mojibake, line ends) and the documents' ids.
@@ -22,7 +22,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from benchmarks.data.corpus import corpus
-from benchmarks.data.html import gold
+from benchmarks.data.pages import gold
 from hone.data.readers.documents import settle
 from hone.data.readers.encodings import decode_page
 from hone.data.readers.extractor import Extractor
