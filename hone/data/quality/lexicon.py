@@ -45,7 +45,7 @@ class Lexicon(Scorer):
         try:
             return _Opened(self.column, tuple(path.read_text(encoding="utf8").split("\n")))
         except OSError as error:
-            raise ArtifactError(f"the lexicon {path} cannot be read: {error}") from None
+            raise ArtifactError(f"the lexicon {path} cannot be read: {error}", fix="train the scorer again") from None
 
 
 class _Opened(NamedTuple):
