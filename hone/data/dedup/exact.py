@@ -12,7 +12,7 @@ from hone.data.dedup.base import Dedup, lowest_ids, need_numba
 
 
 class Exact(Dedup):
-    """Drops documents whose normalized text is in the corpus already (BLAKE2b, first 64 bits)."""
+    """Drops documents whose normalized text is in the corpus already (64-bit hash of words, spaces and line breaks)."""
 
     reason: ClassVar[str] = "exact_duplicate"
 
