@@ -177,6 +177,13 @@ def _data(line: Line) -> list[str]:
             escape(found["words"]),
             *(table(("step and reason", "dropped"), reasons) if reasons else [""]),
         ]
+        rules = [
+            [escape(name), escape(reason), code(keep), *sizes] for name, reason, keep, *sizes in found["rules"]["rows"]
+        ]
+        if rules:
+            parts += table(
+                ("filter", "reason", "a document stays if", "drops alone", "only it drops"), rules, numbers=3
+            )
     return parts
 
 

@@ -296,5 +296,6 @@ def estimates(line: Line) -> dict[str, Any] | None:
         )
     if few:
         said = "Other figures: estimate over measurement"
-        groups.append(("Other figures", both(lambda width: bars.ratios(few, width, said, mixed=True), FULL)))
+        room = FULL if len(groups) % 2 == 0 else HALF  # alone in its row, or beside another
+        groups.append(("Other figures", both(lambda width: bars.ratios(few, width, said, mixed=True), room)))
     return {"charts": groups, "rows": [(check, compare.error_words(check)) for check in checks]}

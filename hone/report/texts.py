@@ -57,6 +57,7 @@ def data(line: Line, row: Row) -> dict[str, Any]:
         "words": f"{row.id}: {', '.join(words)}." if words else row.id,
         "falls": falls,
         "reasons": reasons,
+        "rules": _rules(steps),
         "shares": shares,
         "samples": [_sample(entry) for entry in (row.content.get("sample.jsonl") or [])[:3]],
     }
@@ -93,6 +94,25 @@ def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list
             _sample(entry)
         )
     return list(found.values())
+
+
+def _rules(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rules that meet documents: (filter, reason, expression, bytes dropped alone, bytes only it drops); how many meet none."""
+    rows, idle = [], 0
+    for step in steps:
+        for rule in mappings(step.get("rules")):
+            sides = [rule.get(side) for side in ("alone", "marginal")]
+            sizes = finite([tuple(side.get("bytes") if isinstance(side, dict) else None for side in sides)])
+            if not sizes:
+                continue
+            if not any(sizes[0]):
+                idle += 1
+                continue
+            shown = [units.show_bytes(size) if size else "nothing" for size in sizes[0]]
+            rows.append(
+                (-sizes[0][0], str(step.get("name", "?")), str(rule.get("reason")), str(rule.get("keep")), *shown)
+            )
+    return {"rows": [row[1:] for row in sorted(rows)], "idle": idle}
 
 
 def _sample(entry: dict[str, Any]) -> dict[str, str]:

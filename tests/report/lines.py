@@ -116,6 +116,17 @@ class LineMaker:
                     "reasons": {reason: {"documents": row[0], "bytes": row[1]} for reason, row in losses.items()},
                 }
             )
+            if step == "rules":
+                sizes = {"too few words": (320_000, 300_000), "repeated lines": (1_500_000, 0), "no braces": (0, 0)}
+                steps[-1]["rules"] = [
+                    {
+                        "reason": reason,
+                        "keep": "words >= 50" + self.hostile,
+                        "alone": {"documents": 3, "bytes": alone},
+                        "marginal": {"documents": 1, "bytes": only},
+                    }
+                    for reason, (alone, only) in sizes.items()
+                ]
             documents, num_bytes = after, bytes_after
         write_json(
             draft.folder / "stats.json",

@@ -88,6 +88,16 @@ def test_reasons_join_counts_and_samples(whole: Path) -> None:
     assert len(reasons["near: near copy (Jaccard >= 0.8)"]["samples"]) == 2
 
 
+def test_rules_that_met_documents_are_shown_the_largest_first(whole: Path) -> None:
+    line = collect(whole)
+    rules = texts.data(line, line.rows[0])["rules"]
+    assert [(name, reason, *sizes) for name, reason, _, *sizes in rules["rows"]] == [
+        ("rules", "repeated lines", "1.43 MiB", "nothing"),
+        ("rules", "too few words", "312 KiB", "293 KiB"),
+    ]
+    assert rules["idle"] == 1
+
+
 def test_estimates_start_with_time_and_memory(whole: Path) -> None:
     found = sections.estimates(collect(whole))
     assert found is not None
