@@ -4,20 +4,21 @@
     python -m benchmarks.effect work/curricula val_loss train-random train-staged train-warmup
 
 FOLDER FIGURE BASE ARM...: an arm is all artifacts ARM-0, ARM-1, ... of the folder. Each arm's mean against that of BASE goes
-to ledger/effect.jsonl, with the 95 % interval of the difference (Welch 1947: variances are not taken to be equal).
+to ledger/effect.jsonl, with the 95 % interval of the difference (Welch 1947: variances are not taken to be equal). The
+line's report shows the same of all its arms.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ledger import append, table
+from hone.base.interval import welch
 
 
 def seeds(folder: Path, arm: str, figure: str) -> list[float]:
@@ -32,22 +33,10 @@ def seeds(folder: Path, arm: str, figure: str) -> list[float]:
     return found
 
 
-def difference(base: list[float], arm: list[float]) -> tuple[float, float]:
-    """(mean of `arm` less that of `base`, half of its 95 % interval), by Welch's test."""
-    from scipy.stats import t
-
-    parts = [statistics.variance(values) / len(values) for values in (base, arm)]
-    error = math.sqrt(sum(parts))
-    if error == 0:
-        return statistics.mean(arm) - statistics.mean(base), 0.0
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (base, arm), strict=True))
-    return statistics.mean(arm) - statistics.mean(base), float(t.ppf(0.975, freedom)) * error
-
-
 def row(folder: Path, figure: str, base: str, arm: str) -> dict[str, Any]:
     """The ledger's row of one arm."""
     without, with_it = seeds(folder, base, figure), seeds(folder, arm, figure)
-    by, half = difference(without, with_it)
+    found = welch(without, with_it)
     return {
         "figure": f"{figure}, {arm} against {base}",
         "value": statistics.mean(with_it),
@@ -56,9 +45,9 @@ def row(folder: Path, figure: str, base: str, arm: str) -> dict[str, Any]:
         "spread": statistics.stdev(with_it),
         "peer": base,
         "peer_value": statistics.mean(without),
-        "difference": by,
-        "interval": half,
-        "note": f"difference {by:+.3f}, 95 % interval +-{half:.3f} (Welch)",
+        "difference": found.by,
+        "interval": found.half,
+        "note": f"difference {found.by:+.3f}, 95 % interval +-{found.half:.3f} (Welch)",
     }
 
 

@@ -1,0 +1,90 @@
+"""Student's t and Welch's interval: the printed table, scipy where it is there, and what must hold of any numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.base.interval import half_width, incomplete_beta, t_quantile, t_tail, welch
+
+TABLE = {
+    1: (3.078, 6.314, 12.706, 63.657),
+    2: (1.886, 2.920, 4.303, 9.925),
+    3: (1.638, 2.353, 3.182, 5.841),
+    4: (1.533, 2.132, 2.776, 4.604),
+    10: (1.372, 1.812, 2.228, 3.169),
+    30: (1.310, 1.697, 2.042, 2.750),
+    120: (1.289, 1.658, 1.980, 2.617),
+    math.inf: (1.282, 1.645, 1.960, 2.576),
+}
+"""Quantiles .90, .95, .975, .995 by degrees of freedom, as statistics books print them."""
+VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6)
+
+
+@pytest.mark.parametrize("freedom", TABLE)
+def test_quantiles_are_those_of_the_printed_table(freedom: float) -> None:
+    for probability, value in zip((0.90, 0.95, 0.975, 0.995), TABLE[freedom], strict=True):
+        assert t_quantile(probability, freedom) == pytest.approx(value, abs=5.1e-4)
+        assert t_quantile(1 - probability, freedom) == pytest.approx(-value, abs=5.1e-4)
+
+
+def test_quantiles_of_one_and_two_degrees_are_their_closed_forms() -> None:
+    for probability in (0.5, 0.6, 0.9, 0.975, 0.9999):
+        assert t_quantile(probability, 1) == pytest.approx(math.tan(math.pi * (probability - 0.5)), rel=1e-10)
+        both = 2 * probability - 1
+        assert t_quantile(probability, 2) == pytest.approx(both * math.sqrt(2 / (1 - both**2)), rel=1e-10)
+
+
+@given(st.floats(0.001, 0.999), st.floats(0.5, 1e5))
+def test_quantiles_are_those_of_scipy(probability: float, freedom: float) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    assert t_quantile(probability, freedom) == pytest.approx(
+        float(stats.t.ppf(probability, freedom)), rel=1e-7, abs=1e-9
+    )
+    assert t_tail(2.0, freedom) == pytest.approx(float(stats.t.sf(2.0, freedom)), rel=1e-7)
+
+
+@given(st.floats(0, 1), st.floats(0.05, 300), st.floats(0.05, 300))
+def test_incomplete_beta_is_that_of_scipy(x: float, a: float, b: float) -> None:
+    special = pytest.importorskip("scipy.special")
+    assert incomplete_beta(x, a, b) == pytest.approx(float(special.betainc(a, b, x)), rel=1e-8, abs=1e-12)
+
+
+def test_welch_by_hand() -> None:
+    # Variances 4 and 9, two values each: errors 2 and 4.5, freedom 6.5^2 / (2^2 + 4.5^2).
+    found = welch([0.0, math.sqrt(8)], [10.0, 10 + math.sqrt(18)])
+    assert found.by == pytest.approx(10 + math.sqrt(4.5) - math.sqrt(2))
+    assert found.freedom == pytest.approx(6.5**2 / (4 + 4.5**2))
+    assert found.half == pytest.approx(t_quantile(0.975, found.freedom) * math.sqrt(6.5))
+
+
+@given(VALUES, VALUES)
+def test_welch_is_that_of_scipy_and_mirrors(base: list[float], other: list[float]) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    found, back = welch(base, other), welch(other, base)
+    assert found.by == -back.by and found.half == back.half
+    scale = max(map(abs, base + other), default=0) + 1e-300
+    if (
+        max(base) - min(base) > 1e-6 * scale and max(other) - min(other) > 1e-6 * scale
+    ):  # else scipy warns of cancellation
+        interval = stats.ttest_ind(other, base, equal_var=False).confidence_interval()
+        assert found.by - found.half == pytest.approx(interval.low, rel=1e-6, abs=1e-9 * scale)
+        assert found.by + found.half == pytest.approx(interval.high, rel=1e-6, abs=1e-9 * scale)
+
+
+def test_without_spread_the_interval_has_no_width() -> None:
+    same, other = welch([2.0, 2.0], [2.0, 2.0, 2.0]), welch([2.0, 2.0], [3.0, 3.0])
+    assert same == (0.0, 0.0, math.inf) and not same.clear
+    assert other == (1.0, 0.0, math.inf) and other.clear
+
+
+def test_tiny_spreads_keep_their_freedom() -> None:
+    found = welch([0.0, 1e-160], [1e-160, 3e-160])
+    assert found.freedom == pytest.approx(welch([0.0, 1.0], [1.0, 3.0]).freedom) and found.half >= 0
+
+
+def test_the_interval_of_a_mean() -> None:
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.302652729911275 / math.sqrt(3))
