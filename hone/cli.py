@@ -172,11 +172,9 @@ def _circumstances(options: dict[str, str]):
 
 
 def _spec_options(options: dict[str, str]) -> dict[str, str]:
-    """The options that are fields of a stage, not circumstances."""
+    """The options that are no circumstances: fields of stages, and inputs."""
     return {
-        name: value
-        for name, value in options.items()
-        if name not in _RUN_OPTIONS and not name.startswith(("from.", "executor."))
+        name: value for name, value in options.items() if name not in _RUN_OPTIONS and not name.startswith("executor.")
     }
 
 
@@ -255,7 +253,7 @@ def _stage(words: list[str], options: dict[str, str]) -> int:
         print(_stage_help(verb, cls))
         return 0
     inputs = {name.removeprefix("from."): value for name, value in options.items() if name.startswith("from.")}
-    changes = _spec_options(options)
+    changes = {name: value for name, value in _spec_options(options).items() if not name.startswith("from.")}
     if verb == "data":
         if len(words) > 1:
             changes["source"] = _need(words, "SOURCE")

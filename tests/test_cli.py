@@ -200,6 +200,7 @@ def test_no_tokenizer(model):
         (["run", "nothing.yaml"], ["no file nothing.yaml"]),
         (["run", "pyproject.toml"], ["pyproject.toml", "YAML"]),
         (["run", "recipes/tiny.yaml", "--data.sorce=x"], ["sorce", "did you mean 'source'"]),
+        (["run", "recipes/tiny.yaml", "--from.data=x"], ["no stage 'from'"]),
         (["run", "recipes/tiny.yaml", "--redo=nothing", "--work=/tmp/none"], ["--redo=nothing", "train-base"]),
         (["data", "/nowhere/at/all", "--out=/tmp/x"], ["/nowhere/at/all"]),
         (["report", "/nowhere"], ["/nowhere"]),

@@ -17,6 +17,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ print(json.dumps({"version": trafilatura.__version__, "seconds": time.process_ti
 """
 
 
+@cache
 def gold(folder: Path) -> tuple[dict[str, bytes], dict[str, str]]:
     """({page: HTML}, {page: article}) of the article extraction benchmark."""
     with tarfile.open(folder / "web" / "article-extraction-benchmark.tar") as archive:
@@ -56,15 +58,16 @@ def shingles(text: str) -> Counter:
     return Counter(tuple(words[i : i + 4]) for i in range(len(words) - 3))
 
 
-def f1(found: dict[str, str], wanted: dict[str, str]) -> float:
-    """The benchmark's metric."""
+def score(found: dict[str, str], wanted: dict[str, str]) -> tuple[float, float, float]:
+    """(F1, precision, recall): the benchmark's metric, the means over pages of precision and recall in 4-word shingles."""
     precision = recall = 0.0
     for name, article in wanted.items():
         mine, theirs = shingles(found[name]), shingles(article)
         hits, extra, missed = (sum(part.values()) for part in (mine & theirs, mine - theirs, theirs - mine))
         precision += hits / (hits + extra) if hits + extra else float(not missed)
         recall += hits / (hits + missed) if hits + missed else float(not extra)
-    return 2 * precision * recall / (precision + recall) / len(wanted)
+    precision, recall = precision / len(wanted), recall / len(wanted)
+    return 2 * precision * recall / (precision + recall), precision, recall
 
 
 def plain_calls() -> dict[str, Callable[[bytes], str]]:
@@ -100,7 +103,7 @@ def rows(data: Path, peers: str | None = None) -> list[dict[str, Any]]:
     others: dict[str, tuple[float, float]] = {}
     for name, call in plain_calls().items():
         found, seconds = measured(call, pages, 2)
-        others[name] = (f1(found, articles), size / seconds)
+        others[name] = (score(found, articles)[0], size / seconds)
     if peers:
         others |= pinned(peers, pages, articles, size)
     result = []
@@ -109,7 +112,7 @@ def rows(data: Path, peers: str | None = None) -> list[dict[str, Any]]:
         found, seconds = measured(
             lambda raw, extractor=extractor: page_text(raw, extractor), pages, 3 if kind == "fast" else 2
         )
-        mine = (f1(found, articles), size / seconds)
+        mine = (score(found, articles)[0], size / seconds)
         for peer, theirs in others.items():
             for what, unit, value, peer_value in zip(("F1", "speed"), ("", "MB/s per core"), mine, theirs):
                 result.append(
@@ -142,7 +145,7 @@ def pinned(
     answer = json.loads(done.stdout)
     return {
         f"trafilatura {answer['version']} as FineWeb calls it": (
-            f1(answer["found"], articles),
+            score(answer["found"], articles)[0],
             size / answer["seconds"],
         )
     }

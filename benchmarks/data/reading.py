@@ -23,11 +23,11 @@ from pyarrow import parquet
 
 from benchmarks.data.corpus import corpus
 from benchmarks.data.pages import gold
-from hone.data.readers.documents import settle
+from hone.data.readers.documents import Batch, Document, Options, settle
 from hone.data.readers.encodings import decode_page
 from hone.data.readers.extractor import Extractor
 from hone.data.readers.listing import File
-from hone.data.readers.read import Batch, Document, Options, read_batches, read_file
+from hone.data.readers.read import read_batches, read_file
 
 _ROUNDS = 3
 _PEERS = {

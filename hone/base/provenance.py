@@ -12,9 +12,14 @@ from typing import Any
 _RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "pyarrow")
 
 
-@cache
 def provenance() -> dict[str, Any]:
-    """Who made it: hone's version and commit, package versions, arguments."""
+    """Who made it: hone's version and commit, package versions; and when: now."""
+    return {**_source(), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+
+
+@cache
+def _source() -> dict[str, Any]:
+    """What stays as it is while the process runs."""
     packages = {}
     for name in _RECORDED_PACKAGES:
         try:
@@ -43,5 +48,4 @@ def provenance() -> dict[str, Any]:
         "commit": commit or None,
         "dirty": dirty,
         "packages": packages,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

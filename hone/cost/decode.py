@@ -11,18 +11,19 @@ from hone.measure.machine import Machine
 
 STREAMED = 0.95
 """Part of the read rate at which the GPU's kernels stream weights (up to STREAM_ROWS rows) and pages. On an H200
-(benchmarks/ledger/ops.jsonl): weights 0.97 to 0.94 with 1 to 16 rows, 0.92 and 0.87 with 64; pages 0.77 with one row of
-32,768 tokens, 1.0 with 64 rows of 4,096."""
+(benchmarks/ledger/ops.jsonl): weights 0.97 to 0.92 with 1 to 16 rows, 0.91 and 0.87 with 64; pages 0.78 with one row of
+32,768 tokens, 0.98 with 64 rows of 4,096."""
 
 QUANTIZED = 0.6
-"""The same of weights in 4 or 8 bits, whose codes are turned into numbers on the way: 0.51 to 0.61 and 0.60 to 0.81 there."""
+"""The same of weights in 4 or 8 bits, whose codes are turned into numbers on the way: 0.52 to 0.71 and 0.60 to 0.85 there."""
 
 STREAM_ROWS = 64
 """Rows up to which the kernel that streams weights runs (hone.ops.dispatch, `linear`); then the library's."""
 
 KERNEL_S = 1.5e-6
 """What a kernel of a CUDA graph costs beside its traffic: starting up, and waiting for the last block of the one before.
-Small kernels of the same ledger take 3.6 to 4.0 us for 0.4 to 1.3 us of traffic, products that stream less than 2 us."""
+Small kernels of the same ledger take 3.6 to 4.7 us for 0.4 to 1.3 us of traffic; products that stream take 1.0 to 2.3 us
+more than theirs with 1 to 16 rows."""
 
 LAYER_KERNELS = 7
 """Kernels of an attention layer beside its matmuls: two norms (one with the sum), rotation and page write, attention and

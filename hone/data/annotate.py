@@ -13,7 +13,7 @@ import numpy as np
 from hone.base.lazy import lazy
 from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.language import NO_LANGUAGE, Identifier
-from hone.data.readers.documents import Batch, Broken, Document, Options, poisoned
+from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Options, poisoned
 from hone.data.readers.listing import File
 from hone.data.readers.read import read_batches, read_file
 from hone.data.signals import signals_of
@@ -118,6 +118,7 @@ def annotate(
             if summary["full"]:
                 break
         flush()
+    summary["broken"] = dict(broken)  # it travels between processes
     return summary
 
 
@@ -231,7 +232,7 @@ def _annotated(
                     raise
                 reason = f"failed_{type(error).__name__}"
         if reason:
-            set_aside(Broken(reason, one.sources[0], next(one.texts.strings())[:400], one.texts.num_bytes))
+            set_aside(Broken(reason, one.sources[0], next(one.texts.strings())[:SAMPLE_CHARS], one.texts.num_bytes))
         else:
             good.append(number)
     if good:

@@ -18,12 +18,10 @@ from hone.data.corpus import Corpus
 from hone.data.edits.cuts import Cuts, figures
 from hone.data.executors.base import Pool
 from hone.data.expression import evaluate
-from hone.data.results import SAMPLE_CHARS, step_row
+from hone.data.readers.documents import SAMPLE_CHARS
+from hone.data.results import CUT_OUT, step_row
 from hone.data.settings import Settings
 from hone.data.work import prepare, prepare_tasks
-
-CUT_OUT = "cut_out"
-"""The reason under which stats.json counts what was cut out of documents that stay."""
 
 
 class Chain:

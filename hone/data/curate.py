@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import shutil
+import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -31,7 +32,7 @@ from hone.data.results import count_by, write_documents, write_samples, write_st
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
-from hone.data.work import careful, encode, encode_tasks, read, read_task
+from hone.data.work import Models, careful, encode, encode_tasks, read, read_task
 from hone.measure.window import Window
 
 
@@ -42,26 +43,29 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
     executor = EXECUTORS.read(run.executor)
     with Window("cpu") as window, executor.open() as pool:
         listing = _list(spec, draft, run)
+        clock = Clock(draft)
         identifier = Identifier(spec.languages)
-        models = draft.folder / "scorers"
-        scorers = _train(spec, models, run)
-        draft.keep_time()
-        estimates = _forecast(spec, listing, identifier, draft, window.start_memory_bytes, pool.workers)
+        models, scorers = _train(spec, draft.folder / "scorers", run)
+        clock.done("train")
+        estimates = _forecast(spec, listing, identifier, models, draft, window.start_memory_bytes, pool.workers)
         draft.predict(estimates)
         _need_space(draft, listing, estimates)
-        corpus, reading = _read(spec, listing, draft, run, pool)
+        clock.done("forecast")
+        corpus, reading = _read(spec, listing, models, draft, run, pool)
+        clock.done("read")
         chain = Chain(spec, corpus, run, pool)
         chain.filter()
-        draft.keep_time()
+        clock.done("filter")
         for step in (chain.deduplicate, chain.edit, chain.decontaminate):
             step(draft)
-            draft.keep_time()
+            clock.done(step.__name__)
         splits = split(corpus, chain.alive, spec.validation_fraction)
         encoder = _tokenizer(spec, corpus, splits["train"], draft)
         if encoder.why_slow:
             run.say(f"tokenizing the slow way (about a fifth of tiktoken's speed): {encoder.why_slow}")
-        draft.keep_time()
+        clock.done("tokenizer")
         rows = _tokenize(spec, corpus, splits, encoder, draft, run, pool)
+        clock.done("tokenize")
         write_documents(corpus, splits, draft.state, draft.folder / "documents")
         others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
         write_samples(corpus, chain.drops, chain.alive, chain.likes, others, spec.num_samples, draft.folder)
@@ -78,6 +82,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
                 "warnings": chain.warnings,
             },
         )
+        clock.done("write")
     _record(draft, corpus, chain, rows, reading["bytes_out"])
     draft.record_window(window)
     if pool.peak_memory_bytes is not None:
@@ -87,6 +92,23 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
             "B",
             note="the largest worker; peak_memory_bytes is this process",
         )
+
+
+class Clock:
+    """Seconds of each step in the artifact's log/seconds.json, those of killed runs before this one added."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft, self._path = draft, draft.log / "seconds.json"
+        self._begun = time.monotonic()
+
+    def done(self, step: str) -> None:
+        """Notes the seconds since the step before; a durable step of the stage."""
+        now = time.monotonic()
+        seconds = json.loads(self._path.read_text(encoding="utf8")) if self._path.exists() else {}
+        seconds[step] = seconds.get(step, 0.0) + now - self._begun
+        write_atomic(self._path, json.dumps(seconds, indent=1).encode())
+        self._begun = now
+        self._draft.keep_time()
 
 
 def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.ndarray]:
@@ -154,28 +176,30 @@ def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) 
 
 
 def _forecast(
-    spec: Settings, listing: Listing, identifier: Identifier, draft: Draft, memory: int, workers: int
+    spec: Settings, listing: Listing, identifier: Identifier, models: Models, draft: Draft, memory: int, workers: int
 ) -> dict[str, Estimate]:
     """The forecast, made once: a resumed run is held to what the first one said."""
     note = draft.state / "forecast.json"
     if not note.exists():
-        estimates = forecast(spec, listing, identifier, draft.state / "sample", memory, workers)
+        estimates = forecast(spec, listing, identifier, models, draft.state / "sample", memory, workers)
         write_atomic(note, json.dumps({name: row.model_dump() for name, row in estimates.items()}).encode())
     return {name: Estimate.model_validate(row) for name, row in json.loads(note.read_text()).items()}
 
 
-def _train(spec: Settings, models: Path, run: Run) -> list[dict[str, Any]]:
-    """Trains what the scorers need into folder `models`; what is known of each, for stats.json."""
+def _train(spec: Settings, folder: Path, run: Run) -> tuple[Models, list[dict[str, Any]]]:
+    """Trains what the scorers need into `folder`; the models, and what is known of each scorer, for stats.json."""
     rows = []
     for technique in spec.scorers:
-        models.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with run.progress(f"train {technique.kind}", None):
-            figures = technique.train(models)
+            figures = technique.train(folder)
         rows.append({"name": technique.kind, "column": technique.column, **figures})
-    return rows
+    return Models.of(folder), rows
 
 
-def _read(spec: Settings, listing: Listing, draft: Draft, run: Run, pool: Pool) -> tuple[Corpus, dict[str, Any]]:
+def _read(
+    spec: Settings, listing: Listing, models: Models, draft: Draft, run: Run, pool: Pool
+) -> tuple[Corpus, dict[str, Any]]:
     """All documents as a Corpus in `draft.state`, and the 'read' row of stats.json with samples of the broken."""
     options = spec.options
     state = draft.state / "read"
@@ -189,9 +213,7 @@ def _read(spec: Settings, listing: Listing, draft: Draft, run: Run, pool: Pool) 
     full = False
 
     def task(number: int, max_bytes: int | None) -> Task:
-        return read_task(
-            state, number, groups[number], options, spec.languages, spec.scorers, draft.folder / "scorers", max_bytes
-        )
+        return read_task(state, number, groups[number], options, spec.languages, spec.scorers, models, max_bytes)
 
     groups = tasks(listing.files)
     planned = [task(number, spec.max_bytes) for number in range(len(groups))]

@@ -18,11 +18,11 @@ from hone.data.annotate import annotate
 from hone.data.corpus import BATCH_BYTES, Corpus
 from hone.data.language import Identifier
 from hone.data.readers.listing import File, Listing
-from hone.data.readers.read import head
+from hone.data.readers.streams import head
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.tokenizer import Encoder
-from hone.data.work import opened
+from hone.data.work import Models, opened
 
 SAMPLE_BYTES = 600_000
 _SAMPLE_FILES = 64
@@ -48,7 +48,13 @@ class _Sample(NamedTuple):
 
 
 def forecast(
-    spec: Settings, listing: Listing, identifier: Identifier, folder: Path, start_memory_bytes: int, workers: int
+    spec: Settings,
+    listing: Listing,
+    identifier: Identifier,
+    models: Models,
+    folder: Path,
+    start_memory_bytes: int,
+    workers: int,
 ) -> dict[str, Estimate]:
     """Estimates of time_s, peak_memory_bytes, train_tokens, kept_bytes; {} when the sample holds no document.
 
@@ -56,7 +62,7 @@ def forecast(
     What `workers` can share is taken to be shared evenly.
     """
     begun = time.perf_counter()
-    sample = _try_out(spec, listing, identifier, folder)
+    sample = _try_out(spec, listing, identifier, models, folder)
     if sample is None:
         return {}
     spent = time.perf_counter() - begun
@@ -101,7 +107,7 @@ def forecast(
     }
 
 
-def _try_out(spec: Settings, listing: Listing, identifier: Identifier, folder: Path) -> _Sample | None:
+def _try_out(spec: Settings, listing: Listing, identifier: Identifier, models: Models, folder: Path) -> _Sample | None:
     """Every step on a sample, timed."""
     folder.mkdir(exist_ok=True)
     files, file_bytes = _choose(listing, folder)
@@ -109,9 +115,9 @@ def _try_out(spec: Settings, listing: Listing, identifier: Identifier, folder: P
     for name in ("pyarrow.parquet", "tokenizers"):
         importlib.import_module(name)
     smallest = {file.format: file for file in sorted(files, key=lambda file: -file.size)}
-    _curate(spec, list(smallest.values()), identifier, folder / "first", {})
+    _curate(spec, list(smallest.values()), identifier, models, folder / "first", {})
     seconds: dict[str, float] = {}
-    found = _curate(spec, files, identifier, folder / "sample", seconds)
+    found = _curate(spec, files, identifier, models, folder / "sample", seconds)
     if found is None:
         return None
     corpus, alive, kept_bytes = found
@@ -121,7 +127,7 @@ def _try_out(spec: Settings, listing: Listing, identifier: Identifier, folder: P
 
 
 def _curate(
-    spec: Settings, files: list[File], identifier: Identifier, folder: Path, seconds: dict[str, float]
+    spec: Settings, files: list[File], identifier: Identifier, models: Models, folder: Path, seconds: dict[str, float]
 ) -> tuple[Corpus, np.ndarray, int] | None:
     """(documents of `files`, which are kept, their bytes), every step timed into `seconds`; None where there are none."""
     folder.mkdir(exist_ok=True)
@@ -131,7 +137,7 @@ def _curate(
             files,
             shard,
             options=spec.options,
-            scorers=opened(spec.scorers, folder.parent.parent.parent / "scorers"),
+            scorers=opened(spec.scorers, models),
             identifier=identifier,
         )
     corpus = Corpus([shard])

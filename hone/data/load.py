@@ -36,7 +36,9 @@ class Feed(Protocol):
     """Where a training's batches come from: rows of an endless sequence that depends on nothing but the seed."""
 
     def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> Batch:
-        """The batch of optimizer step `step` (from 0), a pure function of its arguments."""
+        """The batch of optimizer step `step` (from 0): a pure function of its arguments, so a resumed run sees the same data."""
+        first = step * batch_size
+        return self.rows(np.arange(first, first + batch_size, dtype=np.int64), seq_len, seed)
 
     def rows(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
         """Rows number `indices` (int64 [B], from 0) of the sequence; step s of batches of B takes s B .. s B + B - 1."""
@@ -60,7 +62,7 @@ class Packing(NamedTuple):
         return (self.padding + self.borders) / self.positions if self.positions else 0.0
 
 
-class PackedTokens:
+class PackedTokens(Feed):
     """One split of a data artifact: all its documents end to end, each closed by the end-of-text token.
 
     `tokens` is the memory map (uint16 or uint32 [num_tokens]), `starts` int64 [num_documents + 1] where each document begins.
@@ -153,17 +155,12 @@ class PackedTokens:
         parted = int((self.starts[:-1] // seq_len != last // seq_len).sum())
         return Packing(rows, rows * seq_len, rows * seq_len - (self.num_tokens - 1), self.num_documents - 1, parted)
 
-    def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> Batch:
-        """The batch of optimizer step `step` (from 0): a pure function of its arguments, so a resumed run sees the same data.
+    def rows(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
+        """Rows number `indices` (int64 [B]) of the endless shuffled sequence of epochs; what `batch` takes B at a time.
 
         An epoch is every row once, in an order drawn from (seed, epoch). Every token that has a next one in its own
         document is a target's input exactly once an epoch. Raises SpecError when the split has nothing to predict.
         """
-        first = step * batch_size
-        return self.rows(np.arange(first, first + batch_size, dtype=np.int64), seq_len, seed)
-
-    def rows(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
-        """Rows number `indices` (int64 [B]) of the endless shuffled sequence of epochs; what `batch` takes B at a time."""
         num_rows = self.need_rows(seq_len)
         windows = [int(self.order(seed, int(index) // num_rows, num_rows)[int(index) % num_rows]) for index in indices]
         return self.cut(np.asarray(windows, np.int64), seq_len)

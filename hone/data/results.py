@@ -13,12 +13,14 @@ from hone.base.durable import write_atomic, write_jsonl
 from hone.base.lazy import lazy
 from hone.data.corpus import Corpus, publish
 from hone.data.edits.cuts import apply_cuts
+from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.text.batch import Texts
 
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
-SAMPLE_CHARS = 400
+CUT_OUT = "cut_out"
+"""The reason under which stats.json counts what was cut out of documents that stay."""
 _MOST_ROWS = 40
 
 
@@ -33,7 +35,7 @@ def step_row(
 ) -> dict[str, Any]:
     """One step of stats.json. `sizes` bytes, `before` and `after` bool, `reasons` object, all [num_documents].
 
-    `left` are the bytes after a step that cuts; what it takes from documents that stay is counted as 'cut_out'.
+    `left` are the bytes after a step that cuts; what it takes from documents that stay is counted as CUT_OUT.
     """
     left = sizes if left is None else left
     row = {
@@ -47,7 +49,7 @@ def step_row(
     }
     cut = int((sizes - left)[after].sum())
     if cut:
-        row["reasons"]["cut_out"] = {"documents": 0, "bytes": cut}
+        row["reasons"][CUT_OUT] = {"documents": 0, "bytes": cut}
     return row
 
 

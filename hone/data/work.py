@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from hone.data.annotate import Care, Opened, annotate
 from hone.data.corpus import Corpus, Part
 from hone.data.executors.task import Task
 from hone.data.language import Identifier
+from hone.data.readers.documents import Options
 from hone.data.readers.listing import File
-from hone.data.readers.read import Options
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, Encoder, load
 
@@ -26,6 +26,18 @@ class Scorer(Protocol):
     """What annotation needs of a technique that scores: it opens its model wherever the task runs. Hashable."""
 
     def open(self, folder: Path) -> Opened: ...
+
+
+class Models(NamedTuple):
+    """The scorers' models: their folder, and (name, hash) of each file in it."""
+
+    folder: Path
+    files: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> Models:
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        return cls(folder, tuple((path.relative_to(folder).as_posix(), sha256(path)) for path in paths))
 
 
 class Preparing(Protocol):
@@ -47,11 +59,11 @@ def read(
     options: Options,
     languages: tuple[str, ...],
     scorers: tuple[Scorer, ...],
-    models: Path,
+    models: Models,
     max_bytes: int | None,
     care: Care | None,
 ) -> dict[str, Any]:
-    """Reads `files` into shard `name` of `folder`, with all columns; returns what `annotate` says. `models` are the scorers'."""
+    """Reads `files` into shard `name` of `folder`, with all columns; returns what `annotate` says."""
     return annotate(
         files,
         folder / name,
@@ -70,9 +82,9 @@ def _identifier(languages: tuple[str, ...]) -> Identifier:
 
 
 @functools.lru_cache(maxsize=1)
-def opened(scorers: tuple[Scorer, ...], models: Path) -> tuple[Opened, ...]:
-    """The scorers with their models, which are in folder `models`."""
-    return tuple(scorer.open(models) for scorer in scorers)
+def opened(scorers: tuple[Scorer, ...], models: Models) -> tuple[Opened, ...]:
+    """The scorers with their models."""
+    return tuple(scorer.open(models.folder) for scorer in scorers)
 
 
 def read_task(
@@ -82,7 +94,7 @@ def read_task(
     options: Options,
     languages: tuple[str, ...],
     scorers: tuple[Scorer, ...],
-    models: Path,
+    models: Models,
     max_bytes: int | None,
 ) -> Task:
     """The task that reads `files` into shard `number` of `state`."""
@@ -92,9 +104,7 @@ def read_task(
         "options": repr(options),
         "languages": languages,
         "scorers": [repr(scorer) for scorer in scorers],
-        "models": [
-            [path.relative_to(models).as_posix(), sha256(path)] for path in sorted(models.rglob("*")) if path.is_file()
-        ],
+        "models": models.files,
         "max_bytes": max_bytes,
     }
     shard = f"{name}.parquet"
@@ -116,10 +126,15 @@ def careful(task: Task) -> Task | None:
 
 def prepare(folder: Path, technique: Preparing, part: Part, chosen: np.ndarray) -> dict[str, Any]:
     """Lets `technique` look at one shard, of which `chosen` (bool, the shard's documents) take part."""
-    everyone = np.zeros(part.first + len(chosen), bool)  # untouched pages take no memory
-    everyone[part.first :] = chosen
-    technique.prepare(Corpus.of(part), everyone, folder)
+    technique.prepare(Corpus.of(part), _by_document(part, chosen), folder)
     return {"rows": int(chosen.sum())}
+
+
+def _by_document(part: Part, here: np.ndarray) -> np.ndarray:
+    """`here` (bool, the shard's documents) at their places in the whole corpus, up to the shard's end."""
+    everyone = np.zeros(part.first + len(here), bool)  # untouched pages take no memory
+    everyone[part.first :] = here
+    return everyone
 
 
 def prepare_tasks(technique: Technique, corpus: Corpus, alive: np.ndarray, state: Path) -> list[Task]:
@@ -140,11 +155,8 @@ def prepare_tasks(technique: Technique, corpus: Corpus, alive: np.ndarray, state
 
 def encode(folder: Path, part: Part, chosen: dict[str, np.ndarray], tokenizer: Path, which: str) -> dict[str, Any]:
     """The tokens of one shard; `chosen` (bool, the shard's documents) are those of each split. `which` is the tokenizer's hash."""
-    everyone = {}
-    for split, here in chosen.items():
-        everyone[split] = np.zeros(part.first + len(here), bool)
-        everyone[split][part.first :] = here
-    encode_shards(Corpus.of(part), everyone, _encoder(tokenizer, which), folder)
+    splits = {split: _by_document(part, here) for split, here in chosen.items()}
+    encode_shards(Corpus.of(part), splits, _encoder(tokenizer, which), folder)
     return {"rows": int(sum(here.sum() for here in chosen.values()))}
 
 

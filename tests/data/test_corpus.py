@@ -14,8 +14,8 @@ from hone.data.annotate import annotate, tasks
 from hone.data.corpus import Corpus
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
+from hone.data.readers.documents import Options
 from hone.data.readers.listing import File, list_source
-from hone.data.readers.read import Options
 from hone.data.signals import SIGNALS, signals, signals_of
 from hone.data.stage import Data
 from hone.data.text.batch import Texts

@@ -11,8 +11,8 @@ from hone.data import DEDUPS
 from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
 from hone.data.language import Identifier
+from hone.data.readers.documents import Options
 from hone.data.readers.listing import list_source
-from hone.data.readers.read import Options
 
 
 def corpus_of(tmp_path, texts: list[str], name: str = "in") -> Corpus:

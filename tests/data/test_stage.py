@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,34 +23,9 @@ from hone.base.run import Run
 from hone.data.load import PackedTokens
 from hone.data.stage import Data
 from hone.data.tokens.tokenizer import load
+from tests.data.stories import WORDS, story
 
 QUIET = Run(quiet=True)
-WORDS = [
-    "the",
-    "be",
-    "to",
-    "of",
-    "and",
-    "that",
-    "have",
-    "with",
-    "house",
-    "river",
-    "mountain",
-    "letter",
-    "green",
-    "quickly",
-    "under",
-    "walked",
-    "seven",
-    "bright",
-]
-
-
-def story(seed: int, words: int = 120) -> str:
-    draw = random.Random(seed)
-    sentences = [" ".join(draw.choices(WORDS, k=12)).capitalize() + "." for _ in range(words // 12)]
-    return " ".join(sentences)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +127,27 @@ def test_a_scorer_is_a_column_that_filters_decide_by(tmp_path):
     (tmp_path / "low.jsonl").write_text(json.dumps({"text": "something else"}) + "\n")
     with pytest.raises(DriftError):
         spec.make(tmp_path / "out", run=QUIET)
+
+
+def test_a_scorer_trained_again_in_its_place_is_opened_again(tmp_path):
+    def kept(high: list[str], low: list[str]) -> list[str]:
+        draw = random.Random(1)
+        for name, words in (("high", high), ("low", low)):
+            rows = [" ".join(draw.choices(words, k=80)) for _ in range(60)]
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        seeds = {name: [str(tmp_path / f"{name}.jsonl")] for name in ("high", "low")}
+        scorer = {"kind": "hashed_logistic", **seeds, "log_buckets": 12}
+        own = {"kind": "expression", "keep": "quality >= 0.5", "reason": "poor"}
+        spec = spec_of(tmp_path / "in", scorers=[scorer], filters=[own], dedups=[])
+        made = spec.make(tmp_path / "out", run=QUIET)
+        texts = [row["text"] for row in read_jsonl(made.folder / "sample.jsonl")]
+        shutil.rmtree(made.folder)
+        return texts
+
+    (tmp_path / "in").mkdir()
+    for name, words in (("one", WORDS[:9]), ("two", WORDS[9:])):
+        (tmp_path / "in" / f"{name}.txt").write_text(" ".join(words * 12))
+    assert kept(WORDS[:9], WORDS[9:]) != kept(WORDS[9:], WORDS[:9])
 
 
 def test_edits_and_decontamination_leave_nothing_of_what_they_took(tmp_path):

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +67,43 @@ def write_data(folder: Path, num_documents: int = 120, seed: int = 0) -> Path:
     }
     (folder / "tokens" / "meta.json").write_text(json.dumps(meta))
     return folder
+
+
+_CHILD = """
+import json, sys
+from hone.base.artifact import Artifact
+from hone.base.run import Run
+from hone.train.stage import Train
+spec, data, out = sys.argv[1:]
+print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data)}, Run(quiet=True)).content)
+"""
+
+
+def content_after_kills(
+    spec: dict[str, Any], data: Path, out: Path, targets: Iterable[int], pause: Callable[[], float] = lambda: 0.0
+) -> str:
+    """The content of `out` as a training of `spec` makes it that is killed `pause()` seconds after steps.jsonl has each of
+    `targets` rows, and is then left to finish. Fails when no kill came in time."""
+    command = [sys.executable, "-c", _CHILD, json.dumps(spec), str(data), str(out)]
+    kills = 0
+    for target in targets:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        path = out.with_name(f"{out.name}.partial") / "steps.jsonl"
+        deadline = time.monotonic() + 120
+        while child.poll() is None and time.monotonic() < deadline:
+            if path.exists() and path.read_text().count("\n") >= target:
+                time.sleep(pause())
+                child.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        child.wait()
+        kills += child.returncode == -signal.SIGKILL
+        child.stdout.close()
+        if out.exists():
+            break
+    assert kills, "no kill came in time to mean anything"
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return finished.stdout.strip()
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +19,7 @@ from hone.data.mix.reading import Reading
 from hone.data.mix.sources import Sources
 from hone.train.stage import Train
 from tests.data.mix.test_medu import Fake
-from tests.train.conftest import SHAPE, write_data
+from tests.train.conftest import SHAPE, content_after_kills, write_data
 
 SPEC = {
     "model": SHAPE.model_dump(),
@@ -98,9 +94,8 @@ def test_mixtures_train_and_say_what_they_read(mixture, table_folder, tmp_path):
             assert figure.value == pytest.approx(figure.estimate.value, abs=4 * 32 / 400)
         else:
             assert f"epochs_{name}" not in made.figures
-    assert [row["kind"] for row in made.techniques if row["slot"] == "mixture"] == [
-        table and made.manifest["spec"]["mixture"]["kind"]
-    ]
+    (technique,) = [row for row in made.techniques if row["slot"] == "mixture"]
+    assert technique["kind"] == made.manifest["spec"]["mixture"]["kind"]
 
 
 def test_utilimax_learns_from_runs_on_one_source_each(table_folder, tmp_path):
@@ -172,16 +167,6 @@ def test_several_data_folders(table_folder, data_folder, tmp_path):
         Train.read(SPEC).make(tmp_path / "x", {**parents, "model.two": Artifact.read(data_folder)}, QUIET)
 
 
-CHILD = """
-import json, sys
-from hone.base.artifact import Artifact
-from hone.base.run import Run
-from hone.train.stage import Train
-spec, data, out = sys.argv[1:]
-print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data)}, Run(quiet=True)).content)
-"""
-
-
 def test_a_kill_changes_no_byte_of_a_mixture_by_curriculum(table_folder, tmp_path):
     spec = {
         **SPEC,
@@ -191,25 +176,7 @@ def test_a_kill_changes_no_byte_of_a_mixture_by_curriculum(table_folder, tmp_pat
     }
     expected = Train.read(spec).make(tmp_path / "train-whole", {"data": Artifact.read(table_folder)}, QUIET)
     out = tmp_path / "train-killed"
-    command = [sys.executable, "-c", CHILD, json.dumps(spec), str(table_folder), str(out)]
-    kills = 0
-    for target in (7, 22):
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        path = out.with_name("train-killed.partial") / "steps.jsonl"
-        deadline = time.monotonic() + 120
-        while child.poll() is None and time.monotonic() < deadline:
-            if path.exists() and path.read_text().count("\n") >= target:
-                child.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.001)
-        child.wait()
-        kills += child.returncode == -signal.SIGKILL
-        child.stdout.close()
-        if out.exists():
-            break
-    assert kills, "no kill came in time to mean anything"
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert finished.stdout.strip() == expected.content
+    assert content_after_kills(spec, table_folder, out, (7, 22)) == expected.content
 
 
 def test_mistakes_are_named_before_any_work(table_folder, data_folder, tmp_path):

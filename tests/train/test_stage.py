@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.train.stage import Train
-from tests.train.conftest import SHAPE, write_data
+from tests.train.conftest import SHAPE, content_after_kills, write_data
 
 SPEC = {
     "model": SHAPE.model_dump(),
@@ -99,43 +95,15 @@ def test_checkpoints_do_not_change_the_result(trained, data_folder, tmp_path):
     assert again.content == trained.content
 
 
-CHILD = """
-import sys
-from hone.base.artifact import Artifact
-from hone.base.run import Run
-from hone.train.stage import Train
-spec, data, out = sys.argv[1:]
-import json
-print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data)}, Run(quiet=True)).content)
-"""
-
-
 @pytest.mark.parametrize(("precision", "spans"), [("fp32", [(1, 15), (20, 35), (40, 55)]), ("fp16", [(10, 50)])])
 def test_kills_at_random_moments_change_no_byte(precision, spans, data_folder, tmp_path):
     spec = {**SPEC, "steps": 60, "precision": precision}
     expected = Train.read(spec).make(tmp_path / "train-whole", {"data": Artifact.read(data_folder)}, QUIET)
     out = tmp_path / "train-killed"
-    command = [sys.executable, "-c", CHILD, json.dumps(spec), str(data_folder), str(out)]
     draw = random.Random(precision)
-    kills = 0
-    for target in (draw.randint(*span) for span in spans):
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        path = out.with_name("train-killed.partial") / "steps.jsonl"
-        deadline = time.monotonic() + 120
-        while child.poll() is None and time.monotonic() < deadline:
-            if path.exists() and path.read_text().count("\n") >= target:
-                time.sleep(draw.random() * 0.02)
-                child.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.001)
-        child.wait()
-        kills += child.returncode == -signal.SIGKILL
-        child.stdout.close()
-        if out.exists():
-            break
-    assert kills, "no kill came in time to mean anything"
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert finished.stdout.strip() == expected.content
+    targets = (draw.randint(*span) for span in spans)
+    content = content_after_kills(spec, data_folder, out, targets, pause=lambda: draw.random() * 0.02)
+    assert content == expected.content
     Artifact.read(out).verify()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from hone.data.edits.characters import ALONE, MARK, SMALL, WORD, code_at, kind_of, size_at
+from hone.data.edits.characters import ALONE, MARK, SMALL, WORD, kind_of
+from hone.data.text.segment import code_point
 
 _BASE = np.uint64(0x9FB21C651E98DF25)
 _FINAL = np.uint64(0xD6E8FEB86659FD93)
@@ -32,10 +33,7 @@ def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.n
     value = np.uint64(0)
     at = 0
     while at < len(data):
-        code = np.int64(data[at])
-        size = 1
-        if code >= 0x80:
-            code, size = code_at(data, at), size_at(data, at)
+        code, size = code_point(data, at)
         kind = kind_of(code)
         if kind == WORD or (kind == MARK and inside):
             if not inside:

@@ -7,6 +7,8 @@ import unicodedata
 import numpy as np
 from numba import njit
 
+from hone.data.text.segment import code_point
+
 BETWEEN, WORD, ALONE, MARK = 0, 1, 2, 3
 """Punctuation and space; part of a word; a word of its own (scripts without spaces); attached to what comes before it."""
 
@@ -69,20 +71,6 @@ def size_at(data: np.ndarray, at: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def code_at(data: np.ndarray, at: int) -> int:
-    """The code point of the character that begins at `at`."""
-    byte = np.int64(data[at])
-    if byte < 0x80:
-        return byte
-    if byte < 0xE0:
-        return (byte & 0x1F) << 6 | (np.int64(data[at + 1]) & 0x3F)
-    if byte < 0xF0:
-        return (byte & 0xF) << 12 | (np.int64(data[at + 1]) & 0x3F) << 6 | (np.int64(data[at + 2]) & 0x3F)
-    tail = (np.int64(data[at + 2]) & 0x3F) << 6 | (np.int64(data[at + 3]) & 0x3F)
-    return (byte & 7) << 18 | (np.int64(data[at + 1]) & 0x3F) << 12 | tail
-
-
-@njit(cache=True, nogil=True)
 def before(data: np.ndarray, at: int) -> int:
     """Where the character begins that ends at `at`."""
     at -= 1
@@ -94,6 +82,6 @@ def before(data: np.ndarray, at: int) -> int:
 @njit(cache=True, nogil=True)
 def joined(data: np.ndarray, left: int, right: int) -> bool:
     """Whether the character that ends at `left` and the one that begins at `right` would belong together side by side."""
-    code = code_at(data, before(data, left))
-    one, other = kind_of(code), kind_of(code_at(data, right))
+    code, _ = code_point(data, before(data, left))
+    one, other = kind_of(code), kind_of(code_point(data, right)[0])
     return other == MARK or code == 0x200D or (other == WORD and one in (WORD, MARK))

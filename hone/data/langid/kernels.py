@@ -51,6 +51,24 @@ class Tables(NamedTuple):
     limits: np.ndarray  # float64 [6]: temperature, its exponent, and the four bounds of `_answer`
 
 
+class Scratch(NamedTuple):
+    """What is known of the text in hand."""
+
+    codes: np.ndarray  # int32: its letters, 0 between runs
+    buckets: np.ndarray  # int32: its n-grams
+    sums: np.ndarray  # int32 [lanes]: their rows added up
+    votes: np.ndarray  # int64 [scripts]: bytes of its letters
+    seen: np.ndarray  # int64 [2]: letters, visible characters
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _scratch():
+    codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
+    buckets = np.empty(len(SIZES) * len(codes), np.int32)
+    sums = np.zeros(_MAX_LANES, np.int32)
+    return Scratch(codes, buckets, sums, np.zeros(MARK + 1, np.int64), np.zeros(2, np.int64))
+
+
 @njit(cache=True, nogil=True, boundscheck=False)
 def _fold(data, start, end, letters, codes, n, votes, seen):
     """Appends the letters of data[start:end] to codes[n:], 0 between runs; returns the new n.
@@ -101,8 +119,9 @@ def _fold(data, start, end, letters, codes, n, votes, seen):
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _read(data, start, end, letters, codes, votes, seen):
-    """The letters of one text, whole or by windows, in `codes`; returns their number with the spaces."""
+def _read(data, start, end, letters, scratch):
+    """The letters of one text, whole or by windows, in the codes; returns their number with the spaces."""
+    codes, votes, seen = scratch.codes, scratch.votes, scratch.seen
     votes[:] = 0
     seen[:] = 0
     codes[0] = 0
@@ -230,6 +249,18 @@ def _add(buckets, k, rows, words, base, stride, sums):
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
+def _sum(data, start, end, tables, scratch):
+    """(script, n-grams) of one text, whose rows are added up in the sums; no n-grams where no language has its script."""
+    length = _read(data, start, end, tables.letters, scratch)
+    script = _script(scratch.votes)
+    if tables.base[script] < 0:
+        return script, 0
+    k = _grams(scratch.codes, length, script, scratch.buckets)
+    _add(scratch.buckets, k, tables.rows, tables.words, tables.base[script], tables.stride[script], scratch.sums)
+    return script, k
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
 def _answer(sums, k, script, votes, seen, tables):
     """(lane, probability) of the text's language, (-1, 0.0) for unknown."""
     temperature, exponent, deviations, standard, least_share, least_score = tables.limits
@@ -267,20 +298,12 @@ def identify(data, offsets, tables):
     scripts = np.zeros(n, np.int64)
     lanes = np.full(n, -1, np.int64)
     scores = np.zeros(n, np.float64)
-    codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
-    buckets = np.empty(len(SIZES) * len(codes), np.int32)
-    sums = np.empty(_MAX_LANES, np.int32)
-    votes = np.zeros(MARK + 1, np.int64)
-    seen = np.zeros(2, np.int64)
+    scratch = _scratch()
     for text in range(n):
-        length = _read(data, offsets[text], offsets[text + 1], tables.letters, codes, votes, seen)
-        script = _script(votes)
+        script, k = _sum(data, offsets[text], offsets[text + 1], tables, scratch)
         scripts[text] = script
-        if tables.base[script] < 0:
-            continue
-        k = _grams(codes, length, script, buckets)
-        _add(buckets, k, tables.rows, tables.words, tables.base[script], tables.stride[script], sums)
-        lanes[text], scores[text] = _answer(sums, k, script, votes, seen, tables)
+        if k > 0:
+            lanes[text], scores[text] = _answer(scratch.sums, k, script, scratch.votes, scratch.seen, tables)
     return scripts, lanes, scores
 
 
@@ -291,20 +314,11 @@ def weigh(data, offsets, tables):
     scripts = np.zeros(n, np.int64)
     grams = np.zeros(n, np.int64)
     all_sums = np.zeros((n, tables.fit.shape[1]), np.int32)
-    codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
-    buckets = np.empty(len(SIZES) * len(codes), np.int32)
-    sums = np.zeros(_MAX_LANES, np.int32)
-    votes = np.zeros(MARK + 1, np.int64)
-    seen = np.zeros(2, np.int64)
+    scratch = _scratch()
     for text in range(n):
-        length = _read(data, offsets[text], offsets[text + 1], tables.letters, codes, votes, seen)
-        script = _script(votes)
-        scripts[text] = script
-        if tables.base[script] < 0:
-            continue
-        grams[text] = _grams(codes, length, script, buckets)
-        _add(buckets, grams[text], tables.rows, tables.words, tables.base[script], tables.stride[script], sums)
-        all_sums[text] = sums[: all_sums.shape[1]]
+        scripts[text], grams[text] = _sum(data, offsets[text], offsets[text + 1], tables, scratch)
+        if grams[text] > 0:
+            all_sums[text] = scratch.sums[: all_sums.shape[1]]
     return scripts, grams, all_sums
 
 
@@ -312,13 +326,10 @@ def weigh(data, offsets, tables):
 def count(data, offsets, letters):
     """int32 [scripts, 2^BUCKET_BITS]: how often each n-gram occurs in texts of each script."""
     counts = np.zeros((MARK, 1 << BUCKET_BITS), np.int32)
-    codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
-    buckets = np.empty(len(SIZES) * len(codes), np.int32)
-    votes = np.zeros(MARK + 1, np.int64)
-    seen = np.zeros(2, np.int64)
+    scratch = _scratch()
     for text in range(len(offsets) - 1):
-        length = _read(data, offsets[text], offsets[text + 1], letters, codes, votes, seen)
-        script = _script(votes)
-        for i in range(_grams(codes, length, script, buckets)):
-            counts[script, buckets[i]] += 1
+        length = _read(data, offsets[text], offsets[text + 1], letters, scratch)
+        script = _script(scratch.votes)
+        for i in range(_grams(scratch.codes, length, script, scratch.buckets)):
+            counts[script, scratch.buckets[i]] += 1
     return counts

@@ -103,7 +103,7 @@ class Mixture(Technique):
     def caps(self, sources: Sequence[Source], budget: float) -> np.ndarray:
         """The largest weight each source may have, float64 [n]. Raises SpecError when they sum to less than one."""
         check_sources(sources)
-        tokens = np.array([source.tokens for source in sources], float)
+        tokens = sizes(sources)
         caps = self.max_epochs * tokens / budget
         if caps.sum() < 1 - 1e-12:
             most = budget / tokens.sum()
@@ -127,6 +127,11 @@ class Mixture(Technique):
             for share in shares
             if share.weight > 0
         }
+
+
+def sizes(sources: Sequence[Source]) -> np.ndarray:
+    """Tokens of every source, float64 [n]."""
+    return np.array([source.tokens for source in sources], float)
 
 
 def more(epochs: float) -> str:

@@ -30,10 +30,8 @@ class Boosted:
     Deterministic: no sampling of rows or columns. `fit` takes x float [n, d] and y float [n].
     """
 
-    def __init__(
-        self, *, trees: int = 300, rate: float = 0.1, leaves: int = 31, least: int = 20, shrink: float = 0.0
-    ) -> None:
-        self.trees, self.rate, self.leaves, self.least, self.shrink = trees, rate, leaves, least, shrink
+    def __init__(self, *, trees: int = 300, rate: float = 0.1, leaves: int = 31, least: int = 20) -> None:
+        self.trees, self.rate, self.leaves, self.least = trees, rate, leaves, least
         self._edges: list[np.ndarray] = []
         self._grown: list[_Tree] = []
         self._base = 0.0
@@ -91,7 +89,7 @@ class Boosted:
                 rows[child] = part
                 best[child] = self._split(bins, target, part)
         for node, part in rows.items():
-            value[node] = self.rate * float(target[part].sum()) / (len(part) + self.shrink)
+            value[node] = self.rate * float(target[part].sum()) / len(part)
         return _Tree(
             np.array(feature), np.array(border, np.uint8), np.array(left), np.array(right), np.array(value), max(level)
         )
@@ -111,8 +109,8 @@ class Boosted:
         if not allowed.any():
             return 0.0, 0, 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            gain = sums**2 / (counts + self.shrink) + (total - sums) ** 2 / (n - counts + self.shrink)
-        gain = np.where(allowed, gain - total**2 / (n + self.shrink), 0.0)
+            gain = sums**2 / counts + (total - sums) ** 2 / (n - counts)
+        gain = np.where(allowed, gain - total**2 / n, 0.0)
         column, place = divmod(int(np.argmax(gain)), shape[1])
         return float(gain[column, place]), column, place
 

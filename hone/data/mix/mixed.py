@@ -19,7 +19,7 @@ class Shares:
     """Which source each row of a mixture is from: row i falls at (i x golden ratio + offset) mod 1 among the weights.
 
     A pure function of the row: the share that a source has had after n rows is off its weight by O(log n) rows (below 8
-    in ten million), where independent draws would be off by O(sqrt n). `weights` are positive and sum to 1.
+    in half a million), where independent draws would be off by O(sqrt n). `weights` are positive and sum to 1.
     """
 
     def __init__(self, weights: np.ndarray, seed: int) -> None:
@@ -57,7 +57,7 @@ class Shares:
         return span[indices - first], ranks[indices - first]
 
 
-class MixedTokens:
+class MixedTokens(Feed):
     """The Feed of several sources in the shares `weights`; a source with weight 0 is never read.
 
     Each source is read in its own order (an epoch of its own rows after another). Raises SpecError for sources with
@@ -86,11 +86,6 @@ class MixedTokens:
     def totals(self, num_rows: int, seed: int) -> dict[str, int]:
         """Rows of each source among the first `num_rows`."""
         return dict(zip(self.names, self.shares(seed).before(num_rows)))
-
-    def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> Batch:
-        """The batch of optimizer step `step` (from 0), a pure function of its arguments."""
-        first = step * batch_size
-        return self.rows(np.arange(first, first + batch_size, dtype=np.int64), seq_len, seed)
 
     def rows(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
         """Rows number `indices` (int64 [B]) of the endless mixture."""

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hone.data.mix.base import Mixture, Source
+from hone.data.mix.base import Mixture, Source, sizes
 
 
 class Proportional(Mixture):
     """Weights in proportion to tokens: every source is seen equally often."""
 
     def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
-        tokens = np.array([source.tokens for source in sources], float)
+        tokens = sizes(sources)
         share = tokens / tokens.sum()
         return share, [None] * len(sources), [f"has {part:.1%} of all tokens" for part in share]

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.data.mix.base import Chosen, Mixture, Source, by_source, shares
+from hone.data.mix.base import Chosen, Mixture, Source, by_source, shares, sizes
 from hone.data.mix.boosting import Boosted
 from hone.data.mix.simplex import fill
 
@@ -68,7 +68,7 @@ class RegMix(Mixture):
             "runs": len(runs.loss),
             "best_run_loss": float(runs.loss.min()),
             "predicted_loss": float(predict(chosen[None])[0]),
-            "predicted_loss_by_size": float(predict(fill(_sizes(sources), caps)[None])[0]),
+            "predicted_loss_by_size": float(predict(fill(sizes(sources), caps)[None])[0]),
             "rank_correlation": agreement,
         }
         said = (
@@ -177,10 +177,6 @@ def _short(names: list[str]) -> list[str]:
     while len(names) > 1 and all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
         shared += 1
     return ["_".join(part[shared:]) for part in parts]
-
-
-def _sizes(sources: Sequence[Source]) -> np.ndarray:
-    return np.array([source.tokens for source in sources], float)
 
 
 def _features(x: np.ndarray) -> np.ndarray:

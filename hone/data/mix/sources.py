@@ -15,7 +15,7 @@ from hone.data.mix.base import Chosen, Mixture, Source
 from hone.data.mix.mixed import MixedTokens
 from hone.data.mix.proportional import Proportional
 from hone.data.order.base import Curriculum
-from hone.data.order.documents import texts_of
+from hone.data.order.documents import named, texts_of
 from hone.data.order.ordered import OrderedTokens
 
 
@@ -84,9 +84,9 @@ class Sources:
         if mixture is None and len(self.parts) == 1:
             return None
         if len(self.parts) < 2:
-            only = next(iter(self.parts))
+            found = f"one source, '{next(iter(self.parts))}'" if self.parts else "no source with text"
             raise SpecError(
-                f"mixture '{mixture and mixture.kind}' has one source, '{only}': there is nothing to mix",
+                f"mixture '{mixture and mixture.kind}' has {found}: there is nothing to mix",
                 fix="give several data inputs (data.NAME: FOLDER), set mixture.by to a column with several values, or drop it",
             )
         rows = [Source(name, part.num_tokens, _sampler(part)) for name, part in self.parts.items()]
@@ -126,13 +126,8 @@ class Sources:
 
 def by_column(data: PackedTokens, by: str) -> dict[str, PackedTokens]:
     """The documents of `data` parted by a column of names, in order of the names; sources with less than two tokens left out."""
-    values = data.columns(by)[by]
-    if np.issubdtype(values.dtype, np.floating):
-        raise SpecError(
-            f"mixture.by = '{by}' is a column of fractions, not of names", fix="take one such as group or language"
-        )
-    known, codes = np.unique(values.astype(str), return_inverse=True)
-    parts = {name: data.part(np.flatnonzero(codes == number)) for number, name in enumerate(known.tolist())}
+    known, codes = named(data.columns(by)[by], f"mixture.by = '{by}'")
+    parts = {name: data.part(np.flatnonzero(codes == number)) for number, name in enumerate(known)}
     return {name: part for name, part in parts.items() if part.num_tokens > 1}
 
 

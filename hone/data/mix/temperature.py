@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from hone.data.mix.base import Mixture, Source
+from hone.data.mix.base import Mixture, Source, sizes
 
 
 class Temperature(Mixture):
@@ -18,7 +18,7 @@ class Temperature(Mixture):
     temperature: float = Field(3.33, gt=0, description="T; 3.33 is the power 0.3 of XLM-R and mT5.")
 
     def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
-        tokens = np.array([source.tokens for source in sources], float)
+        tokens = sizes(sources)
         share = tokens / tokens.sum()
         # Relative to the largest: a low temperature would otherwise underflow all at once.
         wanted = (tokens / tokens.max()) ** (1 / self.temperature)

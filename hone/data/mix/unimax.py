@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hone.data.mix.base import Mixture, Source
+from hone.data.mix.base import Mixture, Source, sizes
 
 
 class UniMax(Mixture):
@@ -20,7 +20,7 @@ class UniMax(Mixture):
     paper: ClassVar[str] = "arXiv:2304.09151"
 
     def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
-        tokens = np.array([source.tokens for source in sources], float)
+        tokens = sizes(sources)
         given = np.zeros(len(sources))
         reasons = [""] * len(sources)
         left = budget

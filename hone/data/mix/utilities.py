@@ -22,13 +22,11 @@ def read_table(path: Path | str) -> Table:
     try:
         table = json.loads(Path(path).expanduser().read_text(encoding="utf8"))
     except FileNotFoundError:
-        raise SpecError(f"mixture.utilities: no file {path}", fix="check the path") from None
+        raise SpecError(f"mixture.table: no file {path}", fix="check the path") from None
     except (ValueError, OSError, RecursionError) as error:
-        raise SpecError(
-            f"mixture.utilities: {path} is no JSON: {error}", fix="write {source: {task: number}}"
-        ) from None
+        raise SpecError(f"mixture.table: {path} is no JSON: {error}", fix="write {source: {task: number}}") from None
     if not (isinstance(table, dict) and table and all(_is_row(row) for row in table.values())):
-        raise SpecError(f"mixture.utilities: {path} is no table of numbers", fix="write {source: {task: number}}")
+        raise SpecError(f"mixture.table: {path} is no table of numbers", fix="write {source: {task: number}}")
     return {source: {task: float(value) for task, value in row.items()} for source, row in table.items()}
 
 
@@ -64,12 +62,12 @@ def scale(table: Table, sources: Sequence[Source], lower_is_better: bool) -> tup
 
     A task on which all sources are alike says nothing and is 1 for all. Raises SpecError for a hole in the table.
     """
-    rows = by_source(table, sources, "mixture.utilities")
+    rows = by_source(table, sources, "the table of utilities")
     tasks = list(rows[0])
     for source, row in zip(sources, rows):
         if set(row) != set(tasks) or not tasks or not np.isfinite(list(row.values())).all():
             raise SpecError(
-                f"mixture.utilities: '{source.name}' has {row}, '{sources[0].name}' has the tasks {', '.join(tasks) or 'none'}",
+                f"the table of utilities: '{source.name}' has {row}, '{sources[0].name}' has the tasks {', '.join(tasks) or 'none'}",
                 fix="give every source one finite number for every task",
             )
     values = np.array([[row[task] for task in tasks] for row in rows], float)

@@ -78,28 +78,14 @@ class ByDifficulty(Curriculum):
         return np.where(known, column, np.median(column[known]))
 
 
-class Orders:
-    """Random orders of epochs, the same that training without a curriculum uses, the last two kept."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        self.rows, self.seed = rows, seed
-        self._kept: dict[int, np.ndarray] = {}
-
-    def __call__(self, epoch: int) -> np.ndarray:
-        """All rows in the random order of `epoch`, int64 [rows]."""
-        if epoch not in self._kept:
-            while len(self._kept) >= 2:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[epoch] = shuffled(self.rows, self.seed, epoch)
-        return self._kept[epoch]
-
-
 class Epochs:
-    """A Sequence made of epochs: `order(epoch, chosen)` puts the rows that random order would show in another order."""
+    """A Sequence made of epochs: `order(epoch, chosen)` puts the rows that random order would show in another order.
+
+    The last two epochs are kept.
+    """
 
     def __init__(self, rows: int, total: int, seed: int, order: Callable[[int, np.ndarray], np.ndarray]) -> None:
-        self.rows, self.total, self.order = rows, total, order
-        self._random = Orders(rows, seed)
+        self.rows, self.total, self.seed, self.order = rows, total, seed, order
         self._kept: dict[int, np.ndarray] = {}
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
@@ -118,7 +104,7 @@ class Epochs:
         if epoch not in self._kept:
             while len(self._kept) >= 2:
                 self._kept.pop(next(iter(self._kept)))
-            chosen = self._random(epoch)[: self.total - epoch * self.rows]
+            chosen = shuffled(self.rows, self.seed, epoch)[: self.total - epoch * self.rows]
             self._kept[epoch] = self.order(epoch, chosen)
         return self._kept[epoch]
 

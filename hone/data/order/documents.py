@@ -44,6 +44,15 @@ def texts_of(folder: Path, split: str, places: np.ndarray) -> list[str]:
     return found
 
 
+def named(values: np.ndarray, option: str) -> tuple[list[str], np.ndarray]:
+    """(names in order, the place among them of each document's, int64) of a column. Raises SpecError for fractions; `option`
+    says which field asked for the column."""
+    if np.issubdtype(values.dtype, np.floating):
+        raise SpecError(f"{option} is a column of fractions, not of names", fix="take one such as group or language")
+    names, codes = np.unique(values.astype(str), return_inverse=True)
+    return names.tolist(), codes
+
+
 def _files(folder: Path) -> list[Path]:
     """The shards of the table, in order."""
     try:

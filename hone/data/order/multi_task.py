@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from hone.base.errors import SpecError
 from hone.data.load import PackedTokens
 from hone.data.order.base import Curriculum, Epochs, Sequence, row_means
+from hone.data.order.documents import named
 
 
 class MultiTask(Curriculum):
@@ -33,10 +33,7 @@ class MultiTask(Curriculum):
 
     def sources(self, data: PackedTokens, seq_len: int) -> np.ndarray:
         """The source that most of each row's tokens are from, numbered in order of names; int64 [num_rows]."""
-        names = data.columns(self.by)[self.by]
-        if np.issubdtype(names.dtype, np.floating):
-            raise SpecError(f"curriculum.by = '{self.by}' is a column of fractions", fix="take one that names sources")
-        known, codes = np.unique(names.astype(str), return_inverse=True)
+        known, codes = named(data.columns(self.by)[self.by], f"curriculum.by = '{self.by}'")
         best = np.full(data.num_rows(seq_len), -1.0)
         source = np.zeros(len(best), np.int64)
         for number in range(len(known)):

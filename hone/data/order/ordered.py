@@ -5,21 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from hone.base.errors import SpecError
-from hone.data.load import Batch, PackedTokens
+from hone.data.load import Batch, Feed, PackedTokens
 from hone.data.order.base import Curriculum, Sequence
 
 
-class OrderedTokens:
+class OrderedTokens(Feed):
     """The Feed of a training of `total` rows of `data` in the order of `curriculum`."""
 
     def __init__(self, data: PackedTokens, curriculum: Curriculum, total: int) -> None:
         self.data, self.curriculum, self.total = data, curriculum, total
         self._made: tuple[tuple[int, int], Sequence] | None = None
-
-    def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> Batch:
-        """The batch of optimizer step `step` (from 0), a pure function of its arguments."""
-        first = step * batch_size
-        return self.rows(np.arange(first, first + batch_size, dtype=np.int64), seq_len, seed)
 
     def rows(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
         """Rows number `indices` (int64 [B]) of the training; SpecError beyond its end, which the order was made for."""

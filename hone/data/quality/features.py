@@ -7,6 +7,8 @@ scaled to length 1.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -15,6 +17,22 @@ from hone.data.text.hashing import BASIS, PRIME, ROLL, code_point, mix, roll_pow
 _LETTERS = np.uint64(0xD6E8FEB86659FD93)  # tells runs of letters from runs of words
 _TWO, _THREE = np.uint64(0xA5A3564A00000000), np.uint64(0xC2B2AE3D27D4EB4F)
 _LOGS = 1 + np.log(np.maximum(np.arange(1024), 1.0))
+
+
+class Scratch(NamedTuple):
+    """The counts of one text, bucket by bucket, with room for those of the next."""
+
+    shift: np.uint64  # what takes a hash to its bucket
+    marks: np.ndarray  # int64 [buckets]: the turn that a count is of
+    counts: np.ndarray  # int32 [buckets]
+    touched: np.ndarray  # int64 [buckets], of which the first are the text's
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _scratch(log_buckets):
+    size = 1 << log_buckets
+    marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
+    return Scratch(np.uint64(64 - log_buckets), marks, counts, touched)
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -31,11 +49,12 @@ def _count(hashed, shift, turn, marks, counts, touched, num):
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def collect(data, start, end, table, word_runs, letter_run, shift, turn, marks, counts, touched):
-    """Counts the features of data[start:end] into `counts` of the buckets it lists in `touched`; returns how many.
+def collect(data, start, end, table, word_runs, letter_run, turn, scratch):
+    """Counts the features of data[start:end] into the counts of the buckets it lists as touched; returns how many.
 
-    `marks` (int64 per bucket) tells by `turn`, another for each text, which counts are of this text.
+    `turn` is another for each text.
     """
+    shift, marks, counts, touched = scratch
     num = 0
     word = BASIS
     inside = False
@@ -111,23 +130,11 @@ def _gain(count):
 def frequencies(data, offsets, table, word_runs, letter_run, log_buckets):
     """In how many of the texts each bucket occurs; int64 [2^log_buckets]."""
     size = 1 << log_buckets
-    shift = np.uint64(64 - log_buckets)
-    marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
+    scratch = _scratch(log_buckets)
+    touched = scratch[3]
     found = np.zeros(size, np.int64)
     for text in range(len(offsets) - 1):
-        num = collect(
-            data,
-            offsets[text],
-            offsets[text + 1],
-            table,
-            word_runs,
-            letter_run,
-            shift,
-            text + 1,
-            marks,
-            counts,
-            touched,
-        )
+        num = collect(data, offsets[text], offsets[text + 1], table, word_runs, letter_run, text + 1, scratch)
         for index in range(num):
             found[touched[index]] += 1
     return found
@@ -136,24 +143,11 @@ def frequencies(data, offsets, table, word_runs, letter_run, log_buckets):
 @njit(cache=True, nogil=True, boundscheck=False)
 def margins(data, offsets, table, word_runs, letter_run, log_buckets, weights, idf, bias):
     """weights . vector + bias of each text; float64 [n]. A text without a word has the bias alone."""
-    size = 1 << log_buckets
-    shift = np.uint64(64 - log_buckets)
-    marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
+    scratch = _scratch(log_buckets)
+    _, _, counts, touched = scratch
     result = np.empty(len(offsets) - 1)
     for text in range(len(offsets) - 1):
-        num = collect(
-            data,
-            offsets[text],
-            offsets[text + 1],
-            table,
-            word_runs,
-            letter_run,
-            shift,
-            text + 1,
-            marks,
-            counts,
-            touched,
-        )
+        num = collect(data, offsets[text], offsets[text + 1], table, word_runs, letter_run, text + 1, scratch)
         total = square = 0.0
         for index in range(num):
             bucket = touched[index]
@@ -188,24 +182,12 @@ def epoch(
     has; `targets` are 0 or 1. Returns the mean loss seen on the way.
     """
     size = 1 << log_buckets
-    shift = np.uint64(64 - log_buckets)
-    marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
+    scratch = _scratch(log_buckets)
+    _, _, counts, touched = scratch
     loss = 0.0
     for turn in range(len(order)):
         text = order[turn]
-        num = collect(
-            data,
-            offsets[text],
-            offsets[text + 1],
-            table,
-            word_runs,
-            letter_run,
-            shift,
-            turn + 1,
-            marks,
-            counts,
-            touched,
-        )
+        num = collect(data, offsets[text], offsets[text + 1], table, word_runs, letter_run, turn + 1, scratch)
         total = square = 0.0
         for index in range(num):
             bucket = touched[index]

@@ -1,4 +1,4 @@
-"""Careful: main text of web pages by trafilatura, slower and with the best precision."""
+"""Careful: main text of web pages by trafilatura, much slower than the fast one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Careful(Extractor):
     comments: bool = Field(False, description="Keep readers' comments.")
     tables: bool = Field(True, description="Keep the text of tables.")
     second_opinion: bool = Field(
-        False, description="Compare with two other algorithms where the first finds little; a third slower."
+        False, description="Compare with two other algorithms where the first finds little; slower."
     )
 
     def extract(self, page: str) -> str:

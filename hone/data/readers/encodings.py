@@ -31,7 +31,11 @@ def guess(raw: bytes) -> str:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)  # a character cut at the end is no mistake
     except UnicodeDecodeError:
-        return _detector()(start) or "utf-8"
+        try:
+            from resiliparse.parse.encoding import detect_encoding
+        except ImportError:
+            raise MissingExtra.of("finding out encodings", "resiliparse", "data") from None
+        return detect_encoding(start) or "utf-8"
     return "utf-8"
 
 
@@ -41,8 +45,10 @@ def decode_page(raw: bytes, served: str | None = None) -> str:
     Pages that say Latin-1 and are valid UTF-8 are UTF-8 in truth. Bytes without meaning become U+FFFD.
     Raises MissingExtra without resiliparse.
     """
-    from resiliparse.parse.encoding import bytes_to_str
-
+    try:
+        from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+    except ImportError:
+        raise MissingExtra.of("reading HTML", "resiliparse", "data") from None
     name = marked(raw)
     if name:
         return raw.decode(name, "replace")
@@ -60,7 +66,7 @@ def decode_page(raw: bytes, served: str | None = None) -> str:
             return raw.decode("cp1252" if served in ("iso8859_1", "ascii") else served)
         except UnicodeDecodeError:
             pass
-    return bytes_to_str(raw, _detector()(raw, from_html_meta=True) or "utf-8", errors="replace")
+    return bytes_to_str(raw, detect_encoding(raw, from_html_meta=True) or "utf-8", errors="replace")
 
 
 def _known(name: str | None) -> str | None:
@@ -69,11 +75,3 @@ def _known(name: str | None) -> str | None:
         return codecs.lookup(name.strip().strip("\"'")).name.replace("-", "_") if name else None
     except (LookupError, ValueError):
         return None
-
-
-def _detector():
-    try:
-        from resiliparse.parse.encoding import detect_encoding
-    except ImportError:
-        raise MissingExtra.of("finding out encodings", "resiliparse", "data") from None
-    return detect_encoding

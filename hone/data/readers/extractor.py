@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hone.base.errors import MissingExtra
 from hone.base.table import Technique
 from hone.data.readers.encodings import decode_page
 
@@ -17,8 +16,4 @@ class Extractor(Technique):
 
 def page_text(raw: bytes, extractor: Extractor, served: str | None = None) -> str:
     """Main text of an HTML page in bytes; `served` is the encoding the server named. Raises MissingExtra, ValueError."""
-    try:
-        import resiliparse  # noqa: F401
-    except ImportError:
-        raise MissingExtra.of("reading HTML", "resiliparse", "data") from None
     return extractor.extract(decode_page(raw, served))

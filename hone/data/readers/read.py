@@ -35,10 +35,8 @@ from hone.data.readers.fast import Fast
 from hone.data.readers.listing import File
 from hone.data.readers.remote import is_lost, unreachable
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
-from hone.data.readers.streams import head, open_stream
+from hone.data.readers.streams import open_stream
 from hone.data.text.batch import Texts
-
-__all__ = ["END_OF_TEXT", "Batch", "Broken", "Document", "Options", "head", "poisoned", "read_batches", "read_file"]
 
 END_OF_TEXT = "<|endoftext|>"
 """Parts documents in text files (a common dump format) and closes each one in the packed tokens."""

@@ -102,13 +102,9 @@ def look(data, offsets, plain, marks, classes):
         place = begin
         state = UNTIDY if place == end or data[place] == 10 else FINE
         before, older, after, space_end = 0, 0, place, place
-        run, num_high, num_doubtful, num_pairs, doubtful = (
-            0,
-            0,
-            0,
-            0,
-            False,
-        )  # characters above ASCII, in runs that may be mojibake
+        # Characters above ASCII, in runs that may be mojibake.
+        run, num_high, num_doubtful, num_pairs = 0, 0, 0, 0
+        doubtful = False
         while place < end:
             code = int(data[place])
             if plain[code]:

@@ -76,6 +76,16 @@ def roll_power(n):
     return power
 
 
+@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+def _letter(data, place, end, table):
+    """(what `table` has for the character that begins at `place`, its bytes)."""
+    byte = data[place]
+    if byte < 128:
+        return table[byte], np.int64(1)
+    point, step = code_point(data, place, end)
+    return (table[point] if point < _TABLE_SIZE else np.uint32(0)), step
+
+
 @njit(cache=True, nogil=True, boundscheck=False)
 def next_shingles(data, end, table, ring, state, out):
     """Writes hashes of the next runs of len(ring) words into `out` (uint64); returns how many, 0 at the text's end.
@@ -90,15 +100,8 @@ def next_shingles(data, end, table, ring, state, out):
     count = 0
     while place < end:
         letter = np.uint32(0)
-        step = np.int64(1)
         while place < end:  # what stands before the word
-            byte = data[place]
-            if byte < 128:
-                letter = table[byte]
-                step = np.int64(1)
-            else:
-                point, step = code_point(data, place, end)
-                letter = table[point] if point < _TABLE_SIZE else np.uint32(0)
+            letter, step = _letter(data, place, end, table)
             place += step
             if letter != 0:
                 break
@@ -109,13 +112,7 @@ def next_shingles(data, end, table, ring, state, out):
             word = (word ^ np.uint64(letter)) * PRIME
             if place >= end:
                 break
-            byte = data[place]
-            if byte < 128:
-                letter = table[byte]
-                step = np.int64(1)
-            else:
-                point, step = code_point(data, place, end)
-                letter = table[point] if point < _TABLE_SIZE else np.uint32(0)
+            letter, step = _letter(data, place, end, table)
             place += step
             if letter == 0:
                 break

@@ -118,10 +118,9 @@ class Attention(GroupedHeads):
     qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
 
     def num_params(self, hidden_size: int) -> int:
-        (qkv, _), _ = shapes = self.matmuls(hidden_size)
-        weights = sum(n_out * k_in for n_out, k_in in shapes)
+        (qkv, _), _ = self.matmuls(hidden_size)
         biases = qkv * self.qkv_bias + hidden_size * self.out_bias
-        return weights + biases + 2 * self.head_dim * self.qk_norm
+        return super().num_params(hidden_size) + biases + 2 * self.head_dim * self.qk_norm
 
     def mixing(self) -> Attending:
         return Attending(self.num_heads, self.num_kv_heads, self.head_dim, self.window)

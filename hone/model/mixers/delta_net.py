@@ -44,7 +44,7 @@ class DeltaNet(Recurrent):
         return ((sum(self.rows()), hidden_size), (hidden_size, self.num_heads * self.state_shape[1]))
 
     def num_params(self, hidden_size: int) -> int:
-        weights = sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
+        weights = super().num_params(hidden_size)
         return weights + self.state_shape[1] + 2 * self.num_heads * self.gated
 
     def mixing_flops(self, seq_len: int) -> float:

@@ -59,7 +59,7 @@ class GatedLinear(Recurrent):
     def num_params(self, hidden_size: int) -> int:
         keys, values = self.num_heads * self.head_dim, self.state_shape[1]
         biases = keys if self.gate == "channel" else 2 * self.num_heads
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size)) + biases + values
+        return super().num_params(hidden_size) + biases + values
 
     def mixing_flops(self, seq_len: int) -> float:
         """The recurrence with its decay."""

@@ -34,7 +34,7 @@ class Linformer(GroupedHeads):
     rope: Rope = Field(default_factory=Rope, description="Rotary positions of queries and, before E, of keys.")
 
     def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size)) + 2 * self.max_seq_len * self.rank
+        return super().num_params(hidden_size) + 2 * self.max_seq_len * self.rank
 
     def mixing_flops(self, seq_len: int) -> float:
         """Keys and values through E and F, then attention to `rank` rows."""

@@ -59,7 +59,7 @@ class MLA(Mixer):
         )
 
     def num_params(self, hidden_size: int) -> int:
-        weights = sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size))
+        weights = super().num_params(hidden_size)
         return weights + self.latent_dim + (self.q_latent_dim or 0)
 
     def mixing_flops(self, seq_len: int) -> float:

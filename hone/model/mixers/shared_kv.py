@@ -55,7 +55,7 @@ class SharedKV(Mixer):
         return ((queries, hidden_size), (hidden_size, queries))
 
     def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size)) + self.head_dim * self.qk_norm
+        return super().num_params(hidden_size) + self.head_dim * self.qk_norm
 
     def mixing_flops(self, seq_len: int) -> float:
         return 4.0 * self.num_heads * self.head_dim * mean_positions(seq_len, self.window)

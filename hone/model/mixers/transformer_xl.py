@@ -42,7 +42,7 @@ class TransformerXL(Mixer):
 
     def num_params(self, hidden_size: int) -> int:
         inner = self.num_heads * self.head_dim
-        return sum(n_out * k_in for n_out, k_in in self.matmuls(hidden_size)) + inner * hidden_size + 2 * inner
+        return super().num_params(hidden_size) + inner * hidden_size + 2 * inner
 
     def mixing_flops(self, seq_len: int) -> float:
         """Content and position scores and the weighted sum over what a segment's rectangle holds."""

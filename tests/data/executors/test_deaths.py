@@ -14,10 +14,11 @@ from hone.base.errors import ArtifactError, MachineError, SpecError
 from hone.data import EXECUTORS
 from hone.data.executors import task as task_module
 from hone.data.executors.task import Task, finished, need_known, perform
+from hone.data.readers.documents import Options
+from hone.data.readers.extractor import Extractor
 from hone.data.readers.listing import list_source
-from hone.data.readers.read import Options
 from hone.data.text.batch import Texts
-from hone.data.work import careful, read, read_task
+from hone.data.work import Models, careful, read, read_task
 
 ALL = [{"kind": "serial"}, {"kind": "processes", "workers": 2}, {"kind": "ray", "workers": 2, "address": "local"}]
 OTHERS = ALL[1:]
@@ -47,6 +48,15 @@ def die(folder: Path, number: int, notes: Path, times: int) -> dict:
         note.write_text("x" * (before + 1))
         os.kill(os.getpid(), signal.SIGKILL)
     return square(folder, number)
+
+
+class DeadlyExtractor(Extractor):
+    """An extractor whose library crashes on some pages."""
+
+    def extract(self, page: str) -> str:
+        if "deadly" in page:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return page
 
 
 class Deadly:
@@ -104,7 +114,14 @@ def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
     state = tmp_path / "state"
     state.mkdir()
     made = read_task(
-        state, 0, list_source(str(tmp_path / "in")).files, Options(), (), (Deadly(),), tmp_path / "models", None
+        state,
+        0,
+        list_source(str(tmp_path / "in")).files,
+        Options(),
+        (),
+        (Deadly(),),
+        Models.of(tmp_path / "models"),
+        None,
     )
     with opened(executor) as pool:
         (summary,) = pool.map(read, [made], careful)
@@ -112,6 +129,25 @@ def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
     table = parquet.read_table(state / "documents-00000.parquet")
     assert table.column("text").to_pylist() == [text for text in texts if "fine" in text]
     assert table.column("score").to_pylist() == [0.5] * 18
+
+
+@pytest.mark.parametrize("executor", OTHERS, ids=lambda row: row["kind"])
+def test_the_file_whose_reader_dies_is_set_aside_alone(tmp_path, executor):
+    from pyarrow import parquet
+
+    (tmp_path / "in").mkdir()
+    for name, text in (("a", "the first is fine"), ("b", "this one is deadly"), ("c", "the last is fine")):
+        (tmp_path / "in" / f"{name}.html").write_text(text)
+    state = tmp_path / "state"
+    state.mkdir()
+    files, options = list_source(str(tmp_path / "in")).files, Options(extractor=DeadlyExtractor())
+    made = read_task(state, 0, files, options, (), (), Models.of(tmp_path / "models"), None)
+    with opened(executor) as pool:
+        (summary,) = pool.map(read, [made], careful)
+    assert summary["rows"] == 2 and summary["broken"] == {"killed_the_reader": {"documents": 1, "bytes": 18}}
+    assert [row["source"] for row in summary["samples"]] == ["b.html"]
+    table = parquet.read_table(state / "documents-00000.parquet")
+    assert table.column("text").to_pylist() == ["the first is fine", "the last is fine"]
 
 
 def test_a_result_that_is_short_changed_or_unknown_is_an_error(tmp_path):

@@ -18,35 +18,9 @@ from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.data import annotate
 from hone.data.stage import Data
-
-WORDS = [
-    "the",
-    "be",
-    "to",
-    "of",
-    "and",
-    "that",
-    "have",
-    "with",
-    "house",
-    "river",
-    "mountain",
-    "letter",
-    "green",
-    "quickly",
-    "under",
-    "walked",
-    "seven",
-    "bright",
-]
-
+from tests.data.stories import story
 
 NOTICE = "This notice stands below all of them, it says nothing, and it is longer than a hundred bytes so that both edits see it."
-
-
-def story(seed: int, words: int = 240) -> str:
-    draw = random.Random(seed)
-    return " ".join(" ".join(draw.choices(WORDS, k=12)).capitalize() + "." for _ in range(words // 12))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +28,7 @@ def source(tmp_path_factory) -> Path:
     """Six files, each a task of its own, with duplicates across them and one broken row."""
     folder = tmp_path_factory.mktemp("source")
     for number in range(6):
-        rows = [f"{story(number * 1000 + i)}\n{NOTICE}" for i in range(40)] + [story(5), story(7)]
+        rows = [f"{story(number * 1000 + i, 240)}\n{NOTICE}" for i in range(40)] + [story(5, 240), story(7, 240)]
         (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     (folder / "3.jsonl").open("a").write("{broken\n")
     return folder

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hone.data.readers.archives import MAX_RECORD_BYTES
+from hone.data.readers.documents import Broken, Document, Options
 from hone.data.readers.listing import File
-from hone.data.readers.read import Broken, Document, Options, read_file
+from hone.data.readers.read import read_file
 
 
 def items(path: Path) -> list[Document | Broken]:

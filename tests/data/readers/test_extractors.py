@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
-import tarfile
-from collections import Counter
-from functools import cache
-from pathlib import Path
-
 import pytest
 
+from benchmarks.data.pages import gold, score
 from hone.base.errors import MissingExtra, SpecError
 from hone.data import EXTRACTORS
 from hone.data.readers.careful import Careful
 from hone.data.readers.encodings import decode_page, guess
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast, tidied
-
-
-@cache
-def gold(path: Path) -> tuple[dict[str, bytes], dict[str, str]]:
-    """({page: HTML}, {page: article}) of the article extraction benchmark."""
-    with tarfile.open(path) as archive:
-        articles = json.load(archive.extractfile("ground-truth.json"))
-        pages = {
-            Path(name).name[: -len(".html.gz")]: gzip.decompress(archive.extractfile(name).read())
-            for name in sorted(archive.getnames())
-            if name.endswith(".html.gz")
-        }
-    return pages, {name: row["articleBody"] for name, row in articles.items()}
-
-
-def shingles(text: str) -> Counter:
-    words = re.findall(r"\w+", text)
-    if len(words) < 4:
-        return Counter([tuple(words)] if words else [])
-    return Counter(tuple(words[i : i + 4]) for i in range(len(words) - 3))
-
-
-def score(found: dict[str, str], wanted: dict[str, str]) -> tuple[float, float, float]:
-    """(F1, precision, recall): the benchmark's metric, the means over pages of precision and recall in 4-word shingles."""
-    precision = recall = 0.0
-    for name, article in wanted.items():
-        mine, theirs = shingles(found[name]), shingles(article)
-        hits, extra, missed = (sum(part.values()) for part in (mine & theirs, mine - theirs, theirs - mine))
-        precision += hits / (hits + extra) if hits + extra else float(not missed)
-        recall += hits / (hits + missed) if hits + missed else float(not extra)
-    precision, recall = precision / len(wanted), recall / len(wanted)
-    return 2 * precision * recall / (precision + recall), precision, recall
 
 
 def test_the_metric():
@@ -61,14 +22,14 @@ def test_the_metric():
 
 @pytest.mark.parametrize(("extractor", "least"), [(Fast(), 0.955), (Careful(), 0.955)], ids=["fast", "careful"])
 def test_main_text_of_gold_pages(shared_data, extractor, least):
-    pages, articles = gold(shared_data / "web" / "article-extraction-benchmark.tar")
+    pages, articles = gold(shared_data)
     assert len(pages) == 181
     f1, precision, recall = score({name: page_text(raw, extractor) for name, raw in pages.items()}, articles)
     assert f1 >= least and precision > 0.93 and recall > 0.97
 
 
 def test_what_the_fast_extractor_adds_is_worth_it(shared_data):
-    pages, articles = gold(shared_data / "web" / "article-extraction-benchmark.tar")
+    pages, articles = gold(shared_data)
 
     def f1(extractor):
         return score({name: page_text(raw, extractor) for name, raw in pages.items()}, articles)[0]

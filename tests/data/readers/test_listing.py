@@ -12,8 +12,9 @@ import pytest
 from hone.base.errors import MachineError, MissingExtra, SpecError
 from hone.data.readers import remote
 from hone.data.readers.code import fault_of, language_of, licence_of
+from hone.data.readers.documents import Broken, Document, Options
 from hone.data.readers.listing import list_source
-from hone.data.readers.read import Broken, Document, Options, read_file
+from hone.data.readers.read import read_file
 
 MIT = (
     "MIT License\n\nPermission is hereby granted, free of charge, to any person\nobtaining a copy of this software ..."

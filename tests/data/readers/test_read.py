@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hone.base.errors import SpecError
+from hone.data.readers.documents import Broken, Document, Options
 from hone.data.readers.extractor import Extractor
 from hone.data.readers.listing import File, list_source
-from hone.data.readers.read import Broken, Document, Options, read_file
+from hone.data.readers.read import read_file
 
 TEXT = "Once upon a time there was a reader.\nIt read."
 

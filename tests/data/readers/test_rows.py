@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from hone.data.readers import rows
-from hone.data.readers.documents import is_mojibake, settle
+from hone.data.readers.documents import Batch, Broken, Document, Options, is_mojibake, settle
 from hone.data.readers.listing import list_source
-from hone.data.readers.read import Batch, Broken, Document, Options, read_batches, read_file
+from hone.data.readers.read import read_batches, read_file
 from hone.data.readers.sound import ODD, _plain, _tables, look, settle_batch
 from hone.data.text.batch import Texts
 
