@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import time
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +14,8 @@ _RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic",
 
 def provenance() -> dict[str, Any]:
     """Who made it: hone's version and commit, package versions; and when: now."""
-    return {**_source(), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    now = datetime.now(UTC).isoformat(timespec="microseconds")  # finer than a stage is short: it tells their order
+    return {**_source(), "time": now.replace("+00:00", "Z")}
 
 
 @cache

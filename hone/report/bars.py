@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from markupsafe import Markup
@@ -93,6 +93,39 @@ def ranges(rows: Sequence[tuple[str, float, float]], width: float, unit: str, la
                 line(x(low), middle, x(high), middle, "range"),
                 dot(x(low), middle, 5, "point best"),
                 dot(x(high), middle, 4, "point other"),
+            )
+        )
+    return drawing(width, bottom + 26, label, *parts)
+
+
+def means(
+    rows: Sequence[tuple[str, Sequence[float], float | None]], width: float, words: Sequence[str], label: str
+) -> Markup:
+    """Of each (name, values, half of the mean's interval): the values as dots, their mean as a larger one on its interval.
+
+    The first row's mean is drawn through all rows; `words` stand at the rows' ends.
+    """
+    step, size = 36.0, 13.0
+    name_width = min(width * 0.42, max(text_width(name, size) for name, *_ in rows) + 14)
+    value_width = max(text_width(text, size) for text in words) + 14
+    centers = [fmean(values) for _, values, _ in rows]
+    reach = [value for _, values, _ in rows for value in values]
+    reach += [center + way * (half or 0) for center, (*_, half) in zip(centers, rows, strict=True) for way in (-1, 1)]
+    x = Scale(*spread_domain(reach, log=False), name_width, width - value_width)
+    bottom = step * len(rows)
+    parts: list[Any] = [x_axis(x, bottom, count=5 if width > 500 else 3, top=0)]
+    parts.append(line(x(centers[0]), 0, x(centers[0]), bottom, "leader"))
+    for index, ((name, values, half), center, shown) in enumerate(zip(rows, centers, words, strict=True)):
+        middle = index * step + step / 2
+        said = f"{name}: mean {center!r}" + (f", 95 % interval +-{half!r}" if half else "") + f", {len(values)} values"
+        parts.append(
+            group(
+                said,
+                text(name_width - 12, middle + 4, fit(name, name_width - 12, size), "barlabel", "end"),
+                line(x(center - half), middle, x(center + half), middle, "range") if half else None,
+                *(dot(x(value), middle, 3.5, "point seed") for value in values),
+                dot(x(center), middle, 6, "point best" if index else "point right"),
+                text(width - 4, middle + 4, shown, "barvalue", "end"),
             )
         )
     return drawing(width, bottom + 26, label, *parts)

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.artifact import MANIFEST, Artifact
-from hone.base.errors import ArtifactError
+from hone.base.errors import ArtifactError, SpecError
 from hone.base.figure import Figure
+from hone.base.spec import read_yaml
 
 _ABSURD = 1e30
 KINDS = ("foreign", "data", "train", "compress", "eval", "serve")
 """Stages in the order in which a line runs them; unknown kinds come last."""
+RECIPE = "recipe.yaml"
+"""What `hone run` leaves in a line's folder; the report takes the order of the stages from it."""
 CONTENT = {
     "data": ("stats.json", "dropped.jsonl", "sample.jsonl"),
     "train": ("steps.jsonl",),
@@ -139,7 +142,7 @@ def collect(folder: Path | str) -> Line:
             fix="run the line first (`hone run RECIPE`), or point at the folder that holds its artifacts",
         )
     _join(rows, problems)
-    return Line(folder.resolve().name, folder, _parents_first(rows), problems)
+    return Line(folder.resolve().name, folder, _parents_first(rows, _recipe_order(folder)), problems)
 
 
 def _read(path: Path, problems: list[tuple[str, str]]) -> Row:
@@ -208,12 +211,27 @@ def _join(rows: list[Row], problems: list[tuple[str, str]]) -> None:
         row.parents = joined
 
 
-def _parents_first(rows: list[Row]) -> list[Row]:
-    """Topological order; among the free, by stage, then by when they were made, then by name."""
+def _recipe_order(folder: Path) -> list[str]:
+    """Names of the stages in the recipe that lies with the line, those with branches without what the branches add."""
+    try:
+        recipe = read_yaml(folder / RECIPE)
+    except (SpecError, OSError):
+        return []
+    stages = mappings(recipe.get("stages")) if isinstance(recipe, dict) else []
+    return ["-".join(str(stage[key]) for key in ("stage", "name") if stage.get(key)) for stage in stages]
+
+
+def _parents_first(rows: list[Row], recipe: list[str]) -> list[Row]:
+    """Topological order; among the free, by stage, then by their places in the recipe, then by when they were made."""
+    places: dict[str, int] = {}
+    for row in rows:
+        known = [name for name in recipe if f"{row.id}-".startswith(f"{name}-")]
+        places[row.id] = recipe.index(max(known, key=len)) if known else len(recipe)
 
     def rank(row: Row) -> tuple:
         kind = KINDS.index(row.kind) if row.kind in KINDS else len(KINDS)
-        return kind, str(row.provenance.get("time", "")), row.id
+        branch = [places[parent.id] for parent in row.parents if parent.id in places] if recipe else []
+        return kind, places[row.id], branch, str(row.provenance.get("time", "")), row.id
 
     waiting, ordered, placed = sorted(rows, key=rank), [], set[str]()
     ids = {row.id for row in rows}

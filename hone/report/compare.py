@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -200,6 +201,23 @@ def setting(path: str, value: Any) -> str:
         kind = str(value.get("kind") or "on").replace("_", " ")
         return kind if name in kind else f"{kind} as {name}"
     return f"{value} {name}" if isinstance(value, str) and path not in ("model", "data", "draft") else f"{name} {value}"
+
+
+def short(value: Any) -> str:
+    """A spec's value in a few words: 'on', 'none', 'model (num tokens 4)', techniques as `technique_words` has them."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        rest = ", ".join(
+            f"{key.replace('_', ' ')} {entry}"
+            for key, entry in value.items()
+            if key != "kind" and not isinstance(entry, dict | list)
+        )
+        kind = str(value.get("kind") or "").replace("_", " ")
+        return f"{kind} {f'({rest})' if rest else ''}".strip()
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        return technique_words(value)
+    return "none" if value is None or value == [] else value if isinstance(value, str) else json.dumps(value)
 
 
 def checks(line: Line) -> list[Check]:

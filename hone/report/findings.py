@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import fmean
 
-from hone.report import compare, units
+from hone.report import arms, compare, units
 from hone.report.collect import Line, Row, mappings
 
 TOLERATED = 0.05
@@ -24,8 +26,40 @@ class Finding:
 
 def findings(line: Line) -> list[Finding]:
     """Up to four sentences for the head of the page, each computed from the figures of one section."""
-    found = [_compression(line), _serving(line), _data(line), _estimates(line), _training(line)]
+    found = [_effect(line), _compression(line), _serving(line), _data(line), _estimates(line), _training(line)]
     return [finding for finding in found if finding is not None][:4]
+
+
+def _effect(line: Line) -> Finding | None:
+    """The clearest effect of an arm over seeds; where no arm has one, the first comparison."""
+    found = [
+        (trial, trial.figures[0], effect)
+        for trial in arms.trials(line)
+        for effect in trial.effects(trial.figures[0])
+        if effect.difference is not None
+    ]
+    if not found:
+        return None
+
+    def strength(entry: tuple[arms.Trial, str, arms.Effect]) -> float:
+        by, half, _ = entry[2].difference or (0.0, 0.0, 0.0)
+        return abs(by) / half if half else math.inf if by else 0.0
+
+    trial, name, effect = max(found, key=strength) if any(e.difference.clear for *_, e in found) else found[0]
+    difference = effect.difference
+    assert difference is not None, "left out above"
+    base = trial.arms[0]
+    seeds = f"{len(effect.values)} seeds" if len(effect.values) == len(base.values(name)) else "these seeds"
+    half = units.fixed(difference.half, units.decimals(difference.half))
+    by = f"{units.fixed(difference.by, units.decimals(difference.half), signed=True)} ± {half}"
+    change = units.signed_percent(difference.by / abs(base_mean)) if (base_mean := fmean(base.values(name))) else by
+    value = change if difference.clear else "no clear effect"
+    text = f"{effect.arm.label} against {base.short}: {units.label(name)} {by}"
+    return Finding(value, f"{text}{f' {unit}' if (unit := _unit(effect, name)) else ''}, {seeds}", "effect")
+
+
+def _unit(effect: arms.Effect, name: str) -> str:
+    return effect.arm.rows[0].figures[name].unit if name in effect.arm.rows[0].figures else ""
 
 
 def _compression(line: Line) -> Finding | None:

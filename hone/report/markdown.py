@@ -9,6 +9,11 @@ from hone.report.chain import facts
 from hone.report.collect import Line, Row
 from hone.report.findings import findings
 
+_EFFECT = (
+    "Artifacts that differ in nothing but their seed are one arm; each is set against the first of its kind in the recipe. "
+    "The interval is of the difference of their means (Welch's): where it holds 0, these seeds show no difference."
+)
+
 
 def render(line: Line) -> str:
     """The report of `line` as Markdown text."""
@@ -19,7 +24,8 @@ def render(line: Line) -> str:
         parts += [f"- {code(name)}: {escape(what)}" for name, what in line.problems]
     parts += ["", "## The chain", *_chain(line)]
     parts += (
-        _quality(line)
+        _effects(line)
+        + _quality(line)
         + _speed(line)
         + _serving(line)
         + _estimates(line)
@@ -67,6 +73,34 @@ def _chain(line: Line) -> list[str]:
         for row in line.rows
     ]
     return table(("artifact", "made from", "figures"), rows, numbers=3)
+
+
+def _effects(line: Line) -> list[str]:
+    found = sections.effects(line)
+    parts = ["## Effect over seeds", "", _EFFECT, ""] if found else []
+    head = ("arm", "verdict", "seeds", "mean", "standard deviation", "difference", "95 % interval")
+    for entry in found:
+        for table_ in (entry["main"], *entry["others"]):
+            title = ", ".join(filter(None, (units.label(table_["name"]), table_["unit"], table_["better"])))
+            rows = [
+                [
+                    escape(row["label"]),
+                    escape(row["verdict"]),
+                    str(row["n"]),
+                    row["mean"],
+                    row["spread"] or "-",
+                    row["difference"] or "-",
+                    row["interval"] or "-",
+                ]
+                for row in table_["rows"]
+            ]
+            parts += [f"### {escape(entry['trial'].title)}: {escape(title)}", *table(head, rows, numbers=2)]
+        parts += [
+            f"- {escape(row['label'])}: {', '.join(code(id) for id, *_ in row['artifacts'])}"
+            for row in entry["main"]["rows"]
+        ]
+        parts.append("")
+    return parts
 
 
 def _quality(line: Line) -> list[str]:

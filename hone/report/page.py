@@ -26,6 +26,7 @@ def render(line: Line) -> str:
 
 def _context(line: Line) -> dict[str, Any]:
     anchors = {row.id: f"artifact-{place}" for place, row in enumerate(line.rows, 1)}
+    effects = sections.effects(line)
     datas = [texts.data(line, row) for row in line.of("data")]
     context = {
         "line": line,
@@ -37,6 +38,9 @@ def _context(line: Line) -> dict[str, Any]:
         "chain": Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(
             chain(line, 1080.0, anchors), chain(line, 358.0, anchors)
         ),
+        "effects": effects,
+        "lone": [entry for entry in effects if not entry["chart"]],
+        "effects_compared": sections.comparisons(effects),
         "losses": sections.losses(line),
         "distilled": any(sections.taught(row) for row in line.of("train")),
         "quality": sections.quality(line),
@@ -53,6 +57,7 @@ def _context(line: Line) -> dict[str, Any]:
     }
     titles = [
         ("chain", "Chain", True),
+        ("effect", "Effect over seeds", effects),
         ("loss", "Training", context["losses"]),
         ("quality", "Quality", context["quality"]),
         ("speed", "Speed", context["speeds"]),

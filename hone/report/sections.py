@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 from markupsafe import Markup
 
-from hone.report import bars, charts, compare, units
+from hone.report import arms, bars, charts, compare, units
 from hone.report.collect import Line, Row, finite
 
 FULL, HALF, PHONE = 1098.0, 516.0, 326.0
@@ -62,6 +61,73 @@ def losses(line: Line) -> list[tuple[Row, Markup, str]]:
 def taught(row: Row) -> bool:
     """Whether a training run had a teacher: its training loss is then another quantity."""
     return row.parent("teacher") is not None
+
+
+def effects(line: Line) -> list[dict[str, Any]]:
+    """Every trial of arms over seeds: its chart, its table, and the tables of its other figures."""
+    found = []
+    for trial in arms.trials(line):
+        tables = [_effect_table(trial, name) for name in trial.figures]
+        if tables:
+            chart = _means(trial, tables[0]) if len(trial.arms) > 1 else None
+            found.append({"trial": trial, "chart": chart, "main": tables[0], "others": tables[1:]})
+    return found
+
+
+def comparisons(found: list[dict[str, Any]]) -> int:
+    """How many differences with an interval these trials show."""
+    tables = [table for entry in found for table in (entry["main"], *entry["others"])]
+    return sum(bool(row["interval"]) for table in tables for row in table["rows"])
+
+
+def _effect_table(trial: arms.Trial, name: str) -> dict[str, Any]:
+    """One figure of a trial's arms, in words of one precision; fractions in percent."""
+    effects = trial.effects(name)
+    figure = next(row.figures[name] for arm in trial.arms for row in arm.rows if row.value(name) is not None)
+    percent = name in units.PERCENT or figure.unit == "fraction"
+    scale, unit = (100.0, "%") if percent else (1.0, figure.unit)
+    spreads = [effect.spread * scale for effect in effects if effect.spread]
+    places = units.decimals(min(spreads, default=abs(effects[0].mean * scale) or 1.0))
+
+    def words(value: float | None, *, signed: bool = False) -> str:
+        return "" if value is None else units.fixed(value * scale, places, signed=signed)
+
+    rows = []
+    for effect in effects:
+        found = effect.difference
+        good = arms.direction(name) * found.by if found is not None and found.clear else 0
+        ends = [words(found.by + way * found.half, signed=True) for way in (-1, 1)] if found is not None else []
+        rows.append(
+            {
+                "effect": effect,
+                "label": effect.arm.label,
+                "n": len(effect.values),
+                "mean": words(effect.mean),
+                "spread": words(effect.spread),
+                "difference": words(found.by, signed=True) if found is not None else "",
+                "interval": " to ".join(ends),
+                "verdict": effect.verdict,
+                "tone": "good" if good > 0 else "bad" if good < 0 else "",
+                "stem": (stem := arms.stem([row.id for row in effect.arm.rows])),
+                "artifacts": [
+                    (row.id, row.id.removeprefix(stem), units.exact(row.value(name), figure.unit))
+                    for row in effect.arm.rows
+                ],
+            }
+        )
+    better = {1: "higher is better", -1: "lower is better", 0: ""}[arms.direction(name)]
+    return {"name": name, "unit": unit, "rows": rows, "better": better, "note": figure.note}
+
+
+def _means(trial: arms.Trial, table: dict[str, Any]) -> Markup:
+    scale = 100.0 if table["unit"] == "%" else 1.0
+    effects = [row["effect"] for row in table["rows"]]
+    rows = [
+        (effect.arm.short, [value * scale for value in effect.values], effect.half and effect.half * scale)
+        for effect in effects
+    ]
+    said = f"{units.label(table['name'])} of {len(rows)} arms over their seeds, with 95 % intervals"
+    return both(lambda width: bars.means(rows, width, [row["mean"] for row in table["rows"]], said), FULL)
 
 
 def quality(line: Line) -> dict[str, Any] | None:
@@ -224,7 +290,11 @@ def serving(line: Line) -> dict[str, Any] | None:
         ],
         "paths": [units.first_upper(path.rpartition(".")[2].replace("_", " ")) for path in paths],
         "rows": [
-            {"row": row, "model": _model_words(line, row), "settings": [_short(_at(row, line, path)) for path in paths]}
+            {
+                "row": row,
+                "model": _model_words(line, row),
+                "settings": [compare.short(_at(row, line, path)) for path in paths],
+            }
             for row in rows
         ],
         "figures": [name for name in SERVING if any(row.value(name) is not None for row in rows)],
@@ -252,20 +322,6 @@ def _at(row: Row, line: Line, path: str) -> Any:
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, dict):
-        rest = ", ".join(
-            f"{key.replace('_', ' ')} {entry}"
-            for key, entry in value.items()
-            if key != "kind" and not isinstance(entry, dict | list)
-        )
-        kind = str(value.get("kind") or "").replace("_", " ")
-        return f"{kind} {f'({rest})' if rest else ''}".strip()
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def estimates(line: Line) -> dict[str, Any] | None:

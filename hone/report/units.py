@@ -42,7 +42,7 @@ NAMES = {
     "acceptance_rate": "drafted tokens accepted",
     "kv_cache_bytes": "KV cache",
 }
-_PERCENT = {"mfu", "sparsity", "top1_agreement", "prefix_hit_rate", "acceptance_rate", "relative_output_error"}
+PERCENT = {"mfu", "sparsity", "top1_agreement", "prefix_hit_rate", "acceptance_rate", "relative_output_error"}
 _COUNTS = {"tokens", "documents", "parameters", "requests", "params"}
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ((1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))
@@ -84,7 +84,7 @@ def show(value: float | None, unit: str = "", name: str = "", digits: int = 3) -
         return ABSENT
     if not math.isfinite(value):
         return three(value)
-    if name in _PERCENT or unit in ("fraction", "%"):
+    if name in PERCENT or unit in ("fraction", "%"):
         return f"{three(value * (1 if unit == '%' else 100), digits)} %"
     if unit in ("B", "bytes"):
         return show_bytes(value, digits)
@@ -157,6 +157,17 @@ def _small_prefix(value: float, unit: str, digits: int) -> str:
         if size >= scale * 0.9995:
             return f"{three(value / scale, digits)} {prefix}{unit}"
     return f"{three(value, digits)} {unit}"
+
+
+def decimals(step: float) -> int:
+    """Decimals with which `step` shows three significant digits: 0.138 -> 3, 12.4 -> 1; none for 0."""
+    return min(max(0, 2 - math.floor(math.log10(step * (1 + 1e-9)))), 9) if step > 0 and math.isfinite(step) else 0
+
+
+def fixed(value: float, places: int, *, signed: bool = False) -> str:
+    """`value` with so many decimals: '-0.144', '14,008'."""
+    text = f"{value:+,.{places}f}" if signed else f"{value:,.{places}f}"
+    return text.lstrip("+-") if float(text.replace(",", "")) == 0 else text
 
 
 def signed_percent(ratio: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.durable import write_atomic
-from hone.report import charts, compare, markdown, page
+from hone.report import arms, charts, compare, markdown, page
 from hone.report.chain import chain
 from hone.report.collect import Line, collect
 from hone.report.findings import findings
@@ -94,6 +94,7 @@ def rows(line: Line) -> dict[str, Any]:
             "points": [asdict(point) for point in points],
             "left_out": [row.id for row in left_out],
         },
+        "effects": [_trial(trial) for trial in arms.trials(line)],
         "serving": [
             {
                 "base": pair.base.id,
@@ -108,6 +109,34 @@ def rows(line: Line) -> dict[str, Any]:
         "artifacts": artifacts,
     }
     return without_nan(found)
+
+
+def _trial(trial: arms.Trial) -> dict[str, Any]:
+    """Arms over seeds of one stage, each figure of each with what sets it apart from the first arm's."""
+    return {
+        "kind": trial.kind,
+        "on": trial.name,
+        "arms": [
+            {"label": arm.label, "fields": dict(arm.fields), "artifacts": [row.id for row in arm.rows]}
+            for arm in trial.arms
+        ],
+        "figures": {
+            name: [
+                {
+                    "arm": trial.arms.index(effect.arm),
+                    "values": effect.values,
+                    "mean": effect.mean,
+                    "stdev": effect.spread,
+                    "half_interval": effect.half,
+                    "difference": effect.difference and effect.difference.by,
+                    "difference_half_interval": effect.difference and effect.difference.half,
+                    "verdict": effect.verdict,
+                }
+                for effect in trial.effects(name)
+            ]
+            for name in trial.figures
+        },
+    }
 
 
 def without_nan(values: Any) -> Any:

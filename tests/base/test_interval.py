@@ -21,7 +21,7 @@ TABLE = {
     math.inf: (1.282, 1.645, 1.960, 2.576),
 }
 """Quantiles .90, .95, .975, .995 by degrees of freedom, as statistics books print them."""
-VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6)
+VALUES = st.lists(st.integers(-(10**6), 10**6).map(lambda value: value / 1000), min_size=2, max_size=6)
 
 
 @pytest.mark.parametrize("freedom", TABLE)
@@ -63,19 +63,17 @@ def test_welch_by_hand() -> None:
     assert found.half == pytest.approx(t_quantile(0.975, found.freedom) * math.sqrt(6.5))
 
 
+@pytest.mark.filterwarnings("ignore:Precision loss")
 @settings(deadline=None)
 @given(VALUES, VALUES)
 def test_welch_is_that_of_scipy_and_mirrors(base: list[float], other: list[float]) -> None:
     stats = pytest.importorskip("scipy.stats")
     found, back = welch(base, other), welch(other, base)
     assert found.by == -back.by and found.half == back.half
-    scale = max(map(abs, base + other), default=0) + 1e-300
-    if (
-        max(base) - min(base) > 1e-6 * scale and max(other) - min(other) > 1e-6 * scale
-    ):  # else scipy warns of cancellation
+    if len(set(base)) > 1 or len(set(other)) > 1:
         interval = stats.ttest_ind(other, base, equal_var=False).confidence_interval()
-        assert found.by - found.half == pytest.approx(interval.low, rel=1e-6, abs=1e-9 * scale)
-        assert found.by + found.half == pytest.approx(interval.high, rel=1e-6, abs=1e-9 * scale)
+        assert found.by - found.half == pytest.approx(interval.low, rel=1e-6, abs=1e-6)
+        assert found.by + found.half == pytest.approx(interval.high, rel=1e-6, abs=1e-6)
 
 
 def test_without_spread_the_interval_has_no_width() -> None:

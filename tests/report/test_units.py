@@ -83,3 +83,19 @@ def test_three_digits_are_right(value: float) -> None:
 )
 def test_every_number_has_words(value: float, unit: str) -> None:
     assert units.show(value, unit) and units.exact(value, unit) and units.ticks([value], unit)
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "words"),
+    [
+        (0.138, -0.14389, "-0.144"),
+        (12.44, 14008.26, "+14,008.3"),
+        (2700.0, 3718.2, "+3,718"),
+        (0.0, 2.0, "+2"),
+        (1.0, -0.0001, "0.00"),
+        (0.1 - 1e-17, 0.25, "+0.250"),
+        (float("inf"), 1.0, "+1"),
+    ],
+)
+def test_decimals_follow_the_spread(step: float, value: float, words: str) -> None:
+    assert units.fixed(value, units.decimals(step), signed=True) == words
