@@ -15,9 +15,12 @@ from hone.base.table import TABLES
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hone"
 FLOORS = {
-    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 4, "model": 5, "data": 5,
-    "eval": 6, "serve": 6, "train": 7, "compress": 8, "plan": 9, "recipe": 10, "cli": 10, "": 11,
+    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 4, "model": 5, "data": 6,
+    "eval": 7, "serve": 7, "train": 8, "compress": 9, "plan": 10, "recipe": 11, "cli": 11, "": 12,
 }  # fmt: skip
+"""Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus."""
+TOP = {"recipe", "cli"}
+"""They know each other."""
 FORBIDDEN = {"utils", "common", "helpers", "misc", "core"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
@@ -55,7 +58,7 @@ def broken_floors(graph: dict[str, set[str]]) -> list[str]:
         for target in targets
         if room(module) != room(target)
         and FLOORS[room(target)] >= FLOORS[room(module)]
-        and not (FLOORS[room(module)] == 10 and FLOORS[room(target)] == 10)
+        and not (room(module) in TOP and room(target) in TOP)
     ]
 
 
@@ -100,6 +103,7 @@ def test_no_import_circle():
 def test_the_checks_can_fail():
     up = {"hone.base.spec": {"hone.train.loop"}, "hone.train.loop": set()}
     assert broken_floors(up) == ["hone.base.spec -> hone.train.loop"]
+    assert broken_floors({"hone.model.decoder": {"hone.data.load"}}) == ["hone.model.decoder -> hone.data.load"]
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
 
 

@@ -30,6 +30,7 @@ SCORERS = Table(
     "scorer",
     {
         "hashed_logistic": "hone.data.quality.hashed_logistic:HashedLogistic",
+        "neural": "hone.data.quality.neural:Neural",
         "cascade": "hone.data.quality.cascade:Cascade",
         "function": "hone.data.quality.function:Function",
         "lexicon": "hone.data.quality.lexicon:Lexicon",

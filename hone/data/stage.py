@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.base.table import Technique
 from hone.data.readers.listing import PYTHON, list_source
 from hone.data.settings import Settings
 
@@ -45,9 +47,10 @@ class Data(Settings):
     def files(self) -> dict[str, Path]:
         """Evaluation sets and seeds of scorers: their content is part of what the artifact is."""
         named = [
-            (f"{field}.{number}.{name}", getattr(technique, name, ()))
+            (f"{place}.{name}", getattr(technique, name, ()))
             for field, names in (("decontaminations", ("evaluations",)), ("scorers", ("high", "low", "words")))
-            for number, technique in enumerate(getattr(self, field))
+            for number, outer in enumerate(getattr(self, field))
+            for place, technique in _within(f"{field}.{number}", outer)
             for name in names
         ]
         return {
@@ -63,3 +66,12 @@ class Data(Settings):
         from hone.data.curate import curate
 
         curate(self, draft, run)
+
+
+def _within(place: str, technique: Technique) -> Iterator[tuple[str, Technique]]:
+    """(place, technique) of `technique` and of those that are its fields, as a cascade's scorers are."""
+    yield place, technique
+    for name in type(technique).model_fields:
+        value = getattr(technique, name)
+        if isinstance(value, Technique):
+            yield from _within(f"{place}.{name}", value)

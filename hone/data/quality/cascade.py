@@ -17,6 +17,7 @@ _PART = Choice(
         "scorer",
         {
             "hashed_logistic": "hone.data.quality.hashed_logistic:HashedLogistic",
+            "neural": "hone.data.quality.neural:Neural",
             "function": "hone.data.quality.function:Function",
         },
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import zipfile
@@ -14,56 +13,36 @@ from pydantic import Field
 
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, MissingExtra
-from hone.data.quality.base import Scorer, area_under_curve
-from hone.data.quality.seeds import Examples, listings, read_examples
+from hone.data.quality.seeds import Examples, Known, Seeded
 from hone.data.text.batch import Texts
 
-_VERSION = 1
 
-
-class HashedLogistic(Scorer):
+class HashedLogistic(Seeded):
     """Logistic regression on hashed TF-IDF of word runs, trained from good and bad texts. Li et al. 2024, arXiv:2406.11794."""
 
     paper: ClassVar[str] = "arXiv:2406.11794"
 
-    high: tuple[str, ...] = Field((), description="Files or folders of good texts.")
-    low: tuple[str, ...] = Field((), description="Files or folders of bad texts.")
-    text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
     log_buckets: int = Field(18, ge=10, le=24, description="Weights, as a power of two.")
     word_runs: int = Field(2, ge=1, le=3, description="Longest run of words that is a feature.")
     letter_run: int = Field(0, ge=0, le=8, description="Length of runs of letters that are features too; 0: none.")
     epochs: int = Field(5, ge=1, description="Passes over the seeds.")
     learning_rate: float = Field(0.3, gt=0, description="AdaGrad's step.")
     weight_decay: float = Field(1e-6, ge=0, description="Pull of each weight towards 0 whenever its feature is seen.")
-    held_out: float = Field(0.1, gt=0, lt=1, description="Share of the documents of each side for testing only.")
-    piece_chars: int = Field(4000, ge=100, description="Longer seeds are cut into pieces, each an example.")
-    max_bytes: int = Field(50_000_000, gt=0, description="Most text of each side to learn from, chosen by hash.")
-    seed: int = Field(0, ge=0, description="Of the order in which seeds are seen.")
-
-    def train(self, folder: Path) -> dict[str, float]:
-        """Writes <column>.npz into `folder` unless it is there, made by this spec from these files; returns auc, accuracy,
-        (both of held-out documents) and the numbers of documents."""
-        sides = listings(self.high, self.low)
-        made_by = hashlib.blake2b(digest_size=16)
-        made_by.update(json.dumps([_VERSION, self.model_dump(mode="json", exclude={"high", "low"})]).encode())
-        for side in sides:
-            made_by.update(side.digest.encode())
-        path = folder / f"{self.column}.npz"
-        if path.exists():
-            try:
-                model = _Model.read(path)
-                if model.made_by == made_by.hexdigest():
-                    return model.figures
-            except ArtifactError:
-                pass  # half of an older one; it is made again
-        examples = read_examples(sides, self.text_field, self.held_out, self.piece_chars, self.max_bytes)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, self._fit(examples)._replace(made_by=made_by.hexdigest()).to_bytes())
-        return _Model.read(path).figures
 
     def open(self, folder: Path) -> _Opened:
         """The model in `folder`."""
-        return _Opened(self, _Model.read(folder / f"{self.column}.npz"))
+        return _Opened(self, _Model.read(self._path(folder)))
+
+    def known(self, folder: Path) -> Known:
+        model = _Model.read(self._path(folder))
+        return Known(model.made_by, model.figures)
+
+    def fit(self, examples: Examples, made_by: str, folder: Path) -> None:
+        """Writes <column>.npz."""
+        write_atomic(self._path(folder), self._fit(examples)._replace(made_by=made_by).to_bytes())
+
+    def _path(self, folder: Path) -> Path:
+        return folder / f"{self.column}.npz"
 
     def _fit(self, examples: Examples) -> _Model:
         features, table = _kernels()
@@ -91,18 +70,8 @@ class HashedLogistic(Scorer):
                 squares,
             )
         model = _Model(weights[:-1].astype(np.float32), idf.astype(np.float32), float(weights[-1]), {})
-        tested = np.flatnonzero(examples.held)
-        scores = _Opened(self, model).columns(Texts.of([examples.texts[place] for place in tested]))[self.column]
-        truth = examples.targets[tested]
-        figures = {
-            "auc": area_under_curve(truth, scores),
-            "accuracy": float(((scores >= 0.5) == truth).mean()),
-            "held_out": len(tested),
-            "high_documents": examples.num_documents[0],
-            "low_documents": examples.num_documents[1],
-            "broken_documents": examples.num_broken,
-        }
-        return model._replace(figures=figures)
+        tested = Texts.of([examples.texts[place] for place in np.flatnonzero(examples.held)])
+        return model._replace(figures=examples.figures(_Opened(self, model).columns(tested)[self.column]))
 
 
 class _Model(NamedTuple):
