@@ -197,6 +197,8 @@ def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extrac
         )
     except (UnicodeDecodeError, LookupError):
         return Fault("wrong_encoding", url, len(raw))
+    except Unreadable as stop:
+        return Fault(stop.args[0], url, len(raw))
     except BaseException as error:
         if not poisoned(error):
             raise

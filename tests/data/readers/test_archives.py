@@ -211,7 +211,9 @@ def test_pages_are_read_in_every_encoding(tmp_path, record, body, lines):
         (PAGE.replace("Fluß", "Flu\0ß").encode(), ["Content-Type: text/plain"], "binary"),
         (PAGE.encode().decode("latin-1").encode(), [HTML], "mojibake"),
         (b"", [HTML], "empty"),
+        (b"<div>" * 100_000 + b"text", [HTML], "nested_too_deeply"),
     ],
+    ids=["encoding", "compression", "cut", "bomb", "binary", "mojibake", "empty", "deep"],
 )
 def test_pages_that_are_none(tmp_path, record, body, lines, reason):
     path = tmp_path / "a.warc"

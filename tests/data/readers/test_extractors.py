@@ -8,6 +8,7 @@ from benchmarks.data.pages import gold, score
 from hone.base.errors import MissingExtra, SpecError
 from hone.data import EXTRACTORS
 from hone.data.readers.careful import Careful
+from hone.data.readers.documents import Unreadable
 from hone.data.readers.encodings import decode_page, guess
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast, tidied
@@ -112,3 +113,18 @@ def test_pages_that_declare_nothing(encoding):
 def test_what_cannot_be_decoded_is_marked():
     raw = b"<meta charset='utf-8'>" + b"plain words, many of them. " * 20 + b"\xff\xfe\xfa\x81\x00"
     assert "plain words" in decode_page(raw, "utf-8")
+
+
+def nested(tag: str, depth: int, close: bool) -> bytes:
+    return (f"<{tag}>" * depth + "A sentence." + (f"</{tag}>" * depth if close else "")).encode()
+
+
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize(("tag", "deep"), [("div", True), ("span", True), ("p", False), ("br", False), ("li", False)])
+def test_only_pages_that_nest_too_deeply_are_refused(tag, deep, close):
+    assert page_text(nested(tag, 100, close), Fast())
+    if not deep:  # the next one ends the one before
+        assert page_text(nested(tag, 10_000, close), Fast())
+        return
+    with pytest.raises(Unreadable, match="nested_too_deeply"):
+        page_text(nested(tag, 100_000, close), Fast())
