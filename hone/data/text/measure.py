@@ -16,7 +16,7 @@ from hone.data.text.hashing import mix
 from hone.data.text.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
 from hone.data.text.scan import LINES, NUM_TOTALS, PARAGRAPHS, WORDS, Scratch, empty_scratch, scan
 from hone.data.text.segment import find, fold, kernel
-from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, FORM, Alphabet, Words, empty_words
+from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words, empty_words
 
 (
     DUP_LINES, DUP_LINE_CHARS, DUP_PARAGRAPHS, DUP_PARAGRAPH_CHARS, NGRAMS, DIFFERENT, EMAILS, ADDRESSES, PHONES, CARDS,
@@ -24,11 +24,12 @@ from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, FORM, Alphabet, 
 ) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 19))  # fmt: skip
 """Places in a document's row, after its totals; NGRAMS is the first of nine."""
 NUM_COLUMNS = TOXIC + 1
-_FIRST_WORDS = 1 << 15
-_MOST_WORDS = 3 << 13
-"""Different words kept from document to document; above it the table starts anew: it must fit a core's cache."""
+_ROOM_WORDS = 1 << 17
+"""Room for different words, kept from document to document; a batch of few bytes has less. When three quarters are taken the
+table starts anew: it should fit a core's share of the cache."""
 _LEAST_DIGITS = 4
-_TOXIC_FIRST, _FILLED = tables.flag("toxic_first"), tables.flag("filled")
+_TOXIC_FIRST = tables.flag("toxic_first")
+_LATEST = (1 << 31) - 1
 
 
 @kernel
@@ -36,7 +37,7 @@ def phrase_hash(words: Words, ids: np.ndarray, first: int, end: int) -> int:
     """Hash of the bare forms of words first..end of a document; never 0."""
     hashed = np.uint64(7)
     for index in range(first, end):
-        hashed = fold(hashed, words.records[ids[index], BARE_HASH])
+        hashed = fold(hashed, words.others[ids[index], BARE_HASH])
     return max(mix(hashed), np.uint64(1))
 
 
@@ -55,22 +56,16 @@ def toxic_words(words: Words, ids: np.ndarray, num_words: int, phrases: np.ndarr
 
 
 @kernel
-def repeats(words: Words, scratch: Scratch, table: Table, row: np.ndarray, stamps: np.ndarray, stamp: int) -> tuple:
-    """Fills the part of `row` about what repeats itself. Returns (MTLD, next free stamp)."""
-    num_words = row[WORDS]
+def repeats(scratch: Scratch, table: Table, row: np.ndarray, filled: int, last: np.ndarray, clock: int) -> float:
+    """Fills the part of `row` about what repeats itself; `filled` entries of `scratch.forms` are looked at. Returns MTLD."""
     row[DUP_LINES], row[DUP_LINE_CHARS] = duplicates(scratch.line_hashes, scratch.line_chars, row[LINES], table)
     row[DUP_PARAGRAPHS], row[DUP_PARAGRAPH_CHARS] = duplicates(
         scratch.paragraph_hashes, scratch.paragraph_chars, row[PARAGRAPHS], table
     )
-    ngrams(scratch.ids, scratch.places, num_words, table, row[NGRAMS:DIFFERENT])
-    forms = scratch.ids  # no longer needed as words
-    filled = 0
-    for index in range(num_words):
-        number = forms[index]
-        forms[filled] = words.records[number, FORM]
-        filled += (words.records[number, FLAGS] & np.uint64(_FILLED)) != 0
-    row[DIFFERENT], mtld, stamp = diversity(forms, filled, stamps, stamp)
-    return mtld, stamp
+    ngrams(scratch.ids, scratch.places, row[WORDS], table, row[NGRAMS:DIFFERENT])
+    # The rooms for n-grams are free again.
+    row[DIFFERENT], mtld = diversity(scratch.forms, filled, last, clock, table.chosen, table.grams)
+    return mtld
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -83,22 +78,28 @@ def measure(
     for index in range(num_texts):
         largest = max(largest, offsets[index + 1] - offsets[index])
     scratch, table = empty_scratch(largest), empty_table(largest)
-    words = empty_words(_FIRST_WORDS, largest)
-    stamps, stamp = np.zeros(_FIRST_WORDS, np.int32), 1
+    room = min(capacity_for(np.int64(offsets[num_texts] - offsets[0]) // 32), _ROOM_WORDS)
+    words = empty_words(room, largest)
+    last, clock = np.zeros(room, np.int32), 1
     firsts, ends = np.zeros(4, np.int64), np.zeros(4, np.int64)
     counts, mtld = np.zeros((num_texts, NUM_COLUMNS), np.int64), np.zeros(num_texts)
     for index in range(num_texts):
         start, end, row = offsets[index], offsets[index + 1], counts[index]
-        if words.used[0] > _MOST_WORDS:
-            words = empty_words(_FIRST_WORDS, largest)
-            stamps, stamp = np.zeros(_FIRST_WORDS, np.int32), 1
-        while not scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS]):
-            room = 4 * len(words.records)
-            words = empty_words(room, room + largest)
-            stamps, stamp = np.zeros(room, np.int32), 1
+        if words.used[0] > 3 * (len(words.records) >> 2):
+            words = empty_words(room, largest)
+            last, clock = np.zeros(room, np.int32), 1
+        filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
+        while filled < 0:
+            more = 4 * len(words.records)
+            words = empty_words(more, more + largest)
+            last, clock = np.zeros(more, np.int32), 1
+            filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
         if longest > 0:
             row[TOXIC] = toxic_words(words, scratch.ids, row[WORDS], phrases, longest)
-        mtld[index], stamp = repeats(words, scratch, table, row, stamps, stamp)
+        if clock > _LATEST - filled:
+            last[:], clock = 0, 1
+        mtld[index] = repeats(scratch, table, row, filled, last, clock)
+        clock += filled
         if row[ATS]:
             row[EMAILS] = personal.emails(data, start, end)
         if row[DIGITS] >= _LEAST_DIGITS:
@@ -118,7 +119,7 @@ def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> 
         words, scratch = empty_words(capacity_for(num_bytes), num_bytes), empty_scratch(num_bytes)
         scan(data, offsets[index], offsets[index + 1], words, nothing, alphabet, scratch, total)
         if total[WORDS]:
-            firsts[index] = words.records[scratch.ids[0], BARE_HASH]
+            firsts[index] = words.others[scratch.ids[0], BARE_HASH]
             wholes[index] = phrase_hash(words, scratch.ids, 0, total[WORDS])
             longest = max(longest, total[WORDS])
     return firsts, wholes, longest
@@ -127,7 +128,7 @@ def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> 
 @functools.cache
 def alphabet() -> Alphabet:
     """The tables of hone.data.text.tables as the kernels take them."""
-    return Alphabet(tables.byte_kinds(), tables.spaces(), tables.classes(), tables.lower_case(), *tables.patterns())
+    return Alphabet(tables.spaces(), w.ascii_sums(), tables.classes(), tables.lower_case(), *tables.patterns())
 
 
 @functools.lru_cache(maxsize=4)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.segment import kernel
+from hone.data.text.segment import kernel, next_within
 
-DOT, DASH, AT, SPACE, PLUS, OPEN, CLOSE = (np.uint8(ord(char)) for char in ".-@ +()")
+DOT, DASH, AT, PLUS, ZERO, NINE = (ord(char) for char in ".-@+09")
 _LOCAL = np.zeros(256, np.bool_)
 _LOCAL[
     np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+/=?^_`{|}~.-", np.uint8)
@@ -55,9 +55,12 @@ def _domain(data: np.ndarray, first: int, end: int) -> bool:
 def emails(data: np.ndarray, start: int, end: int) -> int:
     """E-mail addresses: a local part of 1 to 64 characters (RFC 5321, unquoted), '@' and a domain."""
     count = 0
-    for place in range(start, end):
-        if data[place] != AT:
-            continue
+    after = start
+    while True:
+        place = next_within(data, after, end, AT, AT)
+        if place == end:
+            return count
+        after = place + 1
         first = place
         while first > start and _LOCAL[data[first - 1]] and place - first <= 4 * MAX_LOCAL:
             first -= 1
@@ -78,7 +81,6 @@ def emails(data: np.ndarray, start: int, end: int) -> int:
         while last > place + 1 and (data[last - 1] == DOT or data[last - 1] == DASH):
             last -= 1
         count += not doubled and _domain(data, place + 1, last)
-    return count
 
 
 @kernel
@@ -145,9 +147,13 @@ def numbers(data: np.ndarray, start: int, end: int, out: np.ndarray, firsts: np.
     """
     out[:] = 0
     place = start
-    while place < end:
-        if not _digit(data[place]) or (place > start and _wordlike(data[place - 1])):
-            place += 1
+    while True:
+        place = next_within(data, place, end, ZERO, NINE)
+        if place == end:
+            return
+        if place > start and _wordlike(data[place - 1]):
+            while place < end and _digit(data[place]):
+                place += 1
             continue
         address, stop = _address(data, place, end)
         if address >= 0 and not (place > start and data[place - 1] == DOT):

@@ -11,17 +11,26 @@ from hone.data.text.segment import find, inlined, kernel
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _EMPTY = np.uint64(0)
+_LATEST = (1 << 31) - 1
+"""The last number of a word in clocks of int32, which then begin anew."""
 FACTOR_PERCENT = 72
 """A factor of MTLD ends when its types are at most this share of its words."""
 
 
 class Table(NamedTuple):
-    """Room for one hash table and the n-grams at each place; the largest document fits."""
+    """Room for one hash table and the n-grams at each place; the largest document fits.
+
+    `last` int32 says for each slot of word pairs when it was last used, in words of all documents (`clock` int64 [1] is the
+    next one's number): so it need not be cleared. `marks` uint8: one place before the first is for what is not wanted.
+    """
 
     keys: np.ndarray
     counts: np.ndarray
     grams: np.ndarray
     chosen: np.ndarray
+    last: np.ndarray
+    clock: np.ndarray
+    marks: np.ndarray
 
 
 @kernel
@@ -39,7 +48,13 @@ def empty_table(num_bytes: int) -> Table:
     most = num_bytes // 2 + 2
     slots = capacity_for(most)
     return Table(
-        np.empty(slots, np.uint64), np.empty(slots, np.int32), np.empty(most + 1, np.int32), np.empty(most, np.int32)
+        np.empty(slots, np.uint64),
+        np.empty(slots, np.int32),
+        np.empty(most + 1, np.int32),
+        np.empty(most, np.int32),
+        np.zeros(2 * slots, np.int32),
+        np.ones(1, np.int64),
+        np.empty(most + 1, np.uint8),
     )
 
 
@@ -72,6 +87,43 @@ def _slot_of(keys: np.ndarray, key: int, shift: int) -> int:
 
 
 @kernel
+def _shift_for(slots: int) -> int:
+    """How far a product of 64 bits is shifted to be below `slots`, a power of two."""
+    shift = np.uint64(64)
+    while slots > 1:
+        slots >>= 1
+        shift -= np.uint64(1)
+    return shift
+
+
+@kernel
+def _perhaps_repeated(ids: np.ndarray, num_words: int, table: Table) -> int:
+    """Writes into `table.chosen` the places of all word pairs that occur again, and of a few others; returns how many.
+
+    Every pair has a slot; one that finds another there marks both. Whether they are equal is for the caller to see.
+    """
+    clock = table.clock[0]
+    if clock > _LATEST - num_words:
+        table.last[:] = 0
+        clock = 1
+    table.clock[0] = clock + num_words
+    slots = capacity_for(2 * num_words)
+    shift, last, marks, chosen = _shift_for(slots), table.last, table.marks, table.chosen
+    for index in range(num_words - 1):
+        key = np.uint64(ids[index]) << np.uint64(32) | np.uint64(ids[index + 1])
+        slot = key * _SPREAD >> shift
+        other = last[slot] - clock
+        last[slot] = clock + index
+        marks[index + 1] = other >= 0
+        marks[max(other, -1) + 1] = 1  # where there is no other: a place that no one reads
+    left = 0
+    for index in range(num_words - 1):
+        chosen[left] = index
+        left += marks[index + 1]
+    return left
+
+
+@kernel
 def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, out: np.ndarray) -> None:
     """Characters of repeated n-grams into `out` (int64 [9]): for n = 2, 3, 4 those of the most frequent n-gram, all its
     occurrences together; for 5 to 10 those in the union of the n-grams seen before.
@@ -80,30 +132,26 @@ def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, ou
     keys are equal n-grams; where either of them is unique the n-gram is too, and its place is left out from then on.
     """
     out[:] = 0
+    if num_words < 2:
+        return
     grams, chosen = table.grams, table.chosen
-    for index in range(num_words):
-        grams[index] = ids[index]
-        chosen[index] = index
-    grams[num_words] = -1
-    num_chosen = num_words
+    num_chosen = _perhaps_repeated(ids, num_words, table)
+    grams[: num_words + 1] = -1
     for n in range(2, 11):
         if num_chosen < 2:
             return
         slots = capacity_for(num_chosen)
         keys, counts = table.keys[:slots], table.counts[:slots]
         keys[:] = _EMPTY
-        shift = np.uint64(64)
-        while slots > 1:
-            slots >>= 1
-            shift -= np.uint64(1)
+        shift = _shift_for(slots)
         repeated, first, end = 0, 0, 0
         for index in range(num_chosen):
             place = chosen[index]
-            after = grams[place + 1]
+            one, after = (ids[place], ids[place + 1]) if n == 2 else (grams[place], grams[place + 1])
             if after < 0:
                 grams[place] = -1
                 continue
-            key = np.uint64(grams[place] + 1) << np.uint64(32) | np.uint64(after)
+            key = np.uint64(one + 1) << np.uint64(32) | np.uint64(after)
             slot = _slot_of(keys, key, shift)
             grams[place] = np.int32(slot)
             if keys[slot] == _EMPTY:
@@ -140,41 +188,50 @@ def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, ou
 
 
 @kernel
-def _factors(forms: np.ndarray, num_words: int, step: int, stamps: np.ndarray, stamp: int) -> tuple[float, int]:
-    """(factors of one direction, the last stamp used). Each factor has a stamp of its own: no clearing in between."""
-    factors, kinds, tokens = 0, 0, 0
-    place = 0 if step > 0 else num_words - 1
-    for _ in range(num_words):
-        form = forms[place]
-        place += step
-        tokens += 1
-        if stamps[form] != stamp:
-            stamps[form] = stamp
-            kinds += 1
-        if 100 * kinds <= FACTOR_PERCENT * tokens:
-            factors += 1
-            stamp += 1
-            kinds, tokens = 0, 0
+def _factors(seen: np.ndarray, num_words: int, forwards: bool) -> float:
+    """Factors of one direction: `seen` holds where the form of each word stood last, for backwards where it stands next.
+
+    A form is new to a factor when that is not within it.
+    """
+    factors, score, first = 0, 0, 0 if forwards else num_words - 1
+    for index in range(num_words):
+        place = index if forwards else num_words - 1 - index
+        new = seen[place] < first if forwards else seen[place] > first
+        score += FACTOR_PERCENT - (100 if new else 0)
+        if score >= 0:
+            factors, score = factors + 1, 0
+            first = place + (1 if forwards else -1)
+    tokens = num_words - first if forwards else first + 1
+    kinds = (FACTOR_PERCENT * tokens - score) // 100
     part = (1 - kinds / tokens) / (1 - FACTOR_PERCENT / 100) if tokens else 0.0
-    return factors + part, stamp + 1
+    return factors + part
 
 
 @kernel
-def diversity(forms: np.ndarray, num_words: int, stamps: np.ndarray, stamp: int) -> tuple[int, float, int]:
-    """(different forms, MTLD, next free stamp) of the words with numbers `forms`. McCarthy and Jarvis 2010.
+def diversity(
+    forms: np.ndarray, num_words: int, last: np.ndarray, clock: int, before: np.ndarray, after: np.ndarray
+) -> tuple[int, float]:
+    """(different forms, MTLD) of the words with numbers `forms`. McCarthy and Jarvis 2010.
 
     MTLD is the mean length of the stretches ("factors") over which the share of different words sinks to 0.72, counted
     once forwards and once backwards; a text that never sinks so far has its own length.
+
+    `last` says for each form when it was last seen, in words of all documents; nothing of this one was before `clock`.
+    `before` and `after` are scratch: where each word's form stood last and stands next.
     """
     if num_words == 0:
-        return 0, 0.0, stamp
+        return 0, 0.0
     different = 0
+    following = after[1:]  # what comes after no word is written before the first
     for index in range(num_words):
-        if stamps[forms[index]] != stamp:
-            stamps[forms[index]] = stamp
-            different += 1
-    forwards, stamp = _factors(forms, num_words, 1, stamps, stamp + 1)
-    backwards, stamp = _factors(forms, num_words, -1, stamps, stamp)
+        form = forms[index]
+        place = last[form] - clock
+        last[form] = clock + index
+        before[index] = max(place, -1)
+        following[index] = num_words
+        after[max(place, -1) + 1] = index
+        different += place < 0
+    forwards, backwards = _factors(before, num_words, True), _factors(following, num_words, False)
     one = num_words / forwards if forwards > 0 else float(num_words)
     other = num_words / backwards if backwards > 0 else float(num_words)
-    return different, (one + other) / 2, stamp
+    return different, (one + other) / 2

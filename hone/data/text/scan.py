@@ -9,15 +9,17 @@ from numba import njit
 
 from hone.data.text import tables
 from hone.data.text.hashing import mix
-from hone.data.text.segment import code_point, fold, inlined, kernel, word_end
-from hone.data.text.tables import LEAD_BYTE, NEWLINE_BYTE, WORD_BYTE, flag
+from hone.data.text.segment import BLOCK, code_point, find_words, fold, inlined, kernel, word_key
+from hone.data.text.tables import flag
 from hone.data.text.words import (
     CAPITALS,
     CHARS,
     FLAGS,
+    FORM_SHIFT,
+    HIGH,
+    LOW,
     NUM_COUNTS,
     SENTENCES,
-    SMALL_COUNTS,
     WIDE_ROW,
     Alphabet,
     Words,
@@ -33,9 +35,15 @@ from hone.data.text.words import (
 ) = range(NUM_COUNTS, NUM_COUNTS + 22)  # fmt: skip
 """Places in the totals of a document, after the sums of its words' counts."""
 NUM_TOTALS = TEXT_HASH + 1
-_FIRST, _LAST, _ANY, _BEFORE, _SECOND_LAST, _TRAILING, _LONG, _POLICY, _CART = range(NUM_TOTALS, NUM_TOTALS + 9)
-"""Places in the state of a line, after the same sums: flags of its first, last and any word, of the two before ..."""
-NUM_STATE = _CART + 1
+(
+    _LINE_WORDS, _LINE_CHARS, _LINE_CAPITALS, _LINE_SENTENCES, _LINE_GAPS, _FIRST, _LAST, _ANY, _BEFORE, _SECOND_LAST,
+    _LONG, _POLICY, _CART, _PART_CHARS, _PART_FILLED,
+) = range(15)  # fmt: skip
+"""Places in the state of a line: its counts, flags of its first, last and any word, of the one before the last, whether one
+plain space lies before the last, what was found; then two of the paragraph, which its lines leave as they are."""
+NUM_STATE = _PART_FILLED + 1
+_WHOLE, _PART, _HASHED = range(3)
+"""Places in the hashes: of the text, its paragraph and its line so far."""
 
 _STOPS = (1 << len(tables.STOP_WORDS)) - 1
 _BULLET, _ELLIPSIS, _TERMINAL, _C4 = flag("bullet"), flag("ellipsis"), flag("terminal"), flag("c4_terminal")
@@ -45,14 +53,21 @@ _PRIVACY, _POLICY_WORD, _COOKIE = (flag(x) for x in ("privacy", "policy", "cooki
 _THING, _QUANTITY, _SIGN_IN, _READ, _MORE = (flag(x) for x in ("thing", "quantity", "sign_in", "read", "more"))
 _ITEMS, _IN, _CART_WORD, _WIDE = (flag(x) for x in ("items", "in", "cart", "wide"))
 _PHRASE = _IPSUM | _USE_FIRST | _COOKIES | _POLICY_WORD
+_FILLED = flag("filled")
+_RARE = _PHRASE | _CART_WORD | _WIDE
 MAX_WORD_CHARS, SHORT_LINE_CHARS, LONG_LINE_CHARS, MAX_EDITED_WORDS = 1000, 30, 200, 10
 _HIGH = np.uint64(0x100)
+_LANES = np.uint64(0x00FF00FF00FF00FF)
+_CHUNK_WORDS = 256
+"""Words taken at once: as many as sums of bytes in 16 bits can hold."""
 
 
 class Scratch(NamedTuple):
-    """Room for the parts of one document: words (`ids`, `places`: characters before each, one space between), lines, paragraphs."""
+    """Room for the parts of one document: words (`ids`, `places`: characters before each, one space between,
+    `forms`: numbers of bare forms, where a word has one), lines, paragraphs; and what passes from step to step."""
 
     ids: np.ndarray
+    forms: np.ndarray
     places: np.ndarray
     line_hashes: np.ndarray
     line_chars: np.ndarray
@@ -60,6 +75,11 @@ class Scratch(NamedTuple):
     paragraph_chars: np.ndarray
     lower: np.ndarray
     line: np.ndarray
+    hashes: np.ndarray
+    edges: np.ndarray
+    keys: np.ndarray
+    tail: np.ndarray
+    state: np.ndarray
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -68,6 +88,7 @@ def empty_scratch(num_bytes: int) -> Scratch:
     most = num_bytes // 2 + 2
     return Scratch(
         np.empty(most, np.int32),
+        np.empty(most + 1, np.int32),
         np.empty(most + 1, np.int64),
         np.empty(most, np.uint64),
         np.empty(most, np.int64),
@@ -75,6 +96,11 @@ def empty_scratch(num_bytes: int) -> Scratch:
         np.empty(most, np.int64),
         np.empty(num_bytes + 1, np.int32),
         np.zeros(NUM_STATE, np.int64),
+        np.zeros(3, np.uint64),
+        np.zeros(2 * _CHUNK_WORDS + 1, np.int64),
+        np.zeros(_CHUNK_WORDS, np.uint64),
+        np.zeros(BLOCK + 8, np.uint8),
+        np.zeros(4, np.int64),
     )
 
 
@@ -93,8 +119,8 @@ def policy_phrase(bits: int, before: int, second: int) -> bool:
 @kernel
 def boilerplate(line: np.ndarray, chars: int) -> int:
     """Words of a line that RefinedWeb's line rules take away."""
-    num_words = line[WORDS]
-    if num_words == 1 or 2 * line[CAPITALS] > chars:
+    num_words = line[_LINE_WORDS]
+    if num_words == 1 or 2 * line[_LINE_CAPITALS] > chars:
         return num_words
     if num_words == 2 and line[_FIRST] & _QUANTITY and line[_LAST] & _THING:
         return num_words
@@ -107,10 +133,10 @@ def boilerplate(line: np.ndarray, chars: int) -> int:
 
 
 @kernel
-def end_line(line: np.ndarray, hashed: int, total: np.ndarray, scratch: Scratch) -> int:
-    """Adds a finished line to the totals and empties it. Returns its characters."""
-    chars = line[CHARS] + line[GAPS]
-    if line[WORDS]:
+def end_line(line: np.ndarray, hashed: int, trailing: bool, total: np.ndarray, scratch: Scratch) -> None:
+    """Adds a finished line to the totals and empties it. `trailing`: white space stands at its end."""
+    chars = line[_LINE_CHARS] + line[_LINE_GAPS]
+    if line[_LINE_WORDS]:
         number = total[LINES]
         scratch.line_hashes[number] = hashed
         scratch.line_chars[number] = chars
@@ -120,136 +146,236 @@ def end_line(line: np.ndarray, hashed: int, total: np.ndarray, scratch: Scratch)
         total[SHORT_LINES] += chars <= SHORT_LINE_CHARS
         total[LONG_LINES] += chars >= LONG_LINE_CHARS
         total[BULLET_LINES] += (line[_FIRST] & _BULLET) != 0
-        if not line[_TRAILING]:
+        if not trailing:
             total[ELLIPSIS_LINES] += (last & _ELLIPSIS) != 0
             total[PUNCTUATED_LINES] += (last & _TERMINAL) != 0
         javascript = (line[_ANY] & _JAVASCRIPT) != 0
         total[JAVASCRIPT_LINES] += javascript
         total[POLICY_LINES] += line[_POLICY]
         total[STOPS] |= line[_ANY] & _STOPS
-        total[UPPER_LINES] += 2 * line[CAPITALS] > chars
+        total[UPPER_LINES] += 2 * line[_LINE_CAPITALS] > chars
         total[BOILERPLATE_WORDS] += boilerplate(line, chars)
-        if line[WORDS] >= 3 and not (line[_LONG] or javascript or line[_POLICY]):
-            sentences = max(line[SENTENCES], 1)
+        if line[_LINE_WORDS] >= 3 and not (line[_LONG] or javascript or line[_POLICY]):
+            sentences = max(line[_LINE_SENTENCES], 1)
             total[C4_LOOSE_SENTENCES] += sentences
             if last & _C4:
                 total[C4_LINES] += 1
                 total[C4_SENTENCES] += sentences
-        for index in range(GAPS):
-            total[index] += line[index]
-    total[GAPS] += line[GAPS]
-    line[:] = 0
-    return chars
+        line[_PART_FILLED] = 1
+    total[WORDS] += line[_LINE_WORDS]
+    total[GAPS] += line[_LINE_GAPS]
+    line[_PART_CHARS] += chars
+    line[:_PART_CHARS] = 0
+
+
+@kernel
+def end_paragraph(hashed: int, line: np.ndarray, total: np.ndarray, scratch: Scratch) -> None:
+    """Notes a finished paragraph if it holds a word, and empties it."""
+    if line[_PART_FILLED]:
+        scratch.paragraph_hashes[total[PARAGRAPHS]] = hashed
+        scratch.paragraph_chars[total[PARAGRAPHS]] = line[_PART_CHARS]
+        total[PARAGRAPHS] += 1
+    line[_PART_CHARS], line[_PART_FILLED] = 0, 0
+
+
+@kernel
+def take_gap(data: np.ndarray, place: int, end: int, line: np.ndarray, total: np.ndarray, scratch: Scratch) -> None:
+    """Takes the white space data[place:end] between two words, and the ends of lines and paragraphs in it."""
+    hashes = scratch.hashes
+    hashed, trailing = hashes[_HASHED], False
+    while place < end:
+        byte = data[place]
+        if byte != 10:
+            width = 1 if byte < 128 else code_point(data, place)[1]
+            for index in range(place, place + width):
+                hashed = fold(hashed, _HIGH + np.uint64(data[index]))
+            line[_LINE_GAPS] += 1
+            trailing = True
+            place += width
+            continue
+        run = place
+        while run < end and data[run] == byte:
+            run += 1
+        run -= place
+        end_line(line, mix(hashed), trailing, total, scratch)
+        part = mix(fold(hashes[_PART], hashed))
+        hashes[_WHOLE] = mix(fold(hashes[_WHOLE], hashed) + np.uint64(run))
+        if run == 1:
+            part = fold(part, _HIGH)
+            line[_PART_CHARS] += 1
+        else:
+            end_paragraph(part, line, total, scratch)
+            part = np.uint64(1)
+        hashes[_PART] = part
+        total[NEWLINES] += run
+        hashed, trailing = np.uint64(1), False
+        place += run
+    hashes[_HASHED] = hashed
 
 
 @inlined
-def take_word(number: int, adjacent: bool, words: Words, line: np.ndarray, total: np.ndarray) -> int:
-    """Adds word `number` to its line and returns its characters; `adjacent`: one plain space lies before it."""
+def keep(
+    line: np.ndarray, num_words: int, chars: int, capitals: int, sentences: int, gaps: int, last: int, anything: int
+) -> None:
+    """Adds to a line what was counted since the last time."""
+    line[_LINE_WORDS] += num_words
+    line[_LINE_CHARS] += chars
+    line[_LINE_CAPITALS] += capitals
+    line[_LINE_SENTENCES] += sentences
+    line[_LINE_GAPS] += gaps
+    line[_LAST], line[_ANY] = last, anything
+
+
+@kernel
+def take_rare(
+    number: int, adjacent: bool, before: int, second: int, second_adjacent: bool, words: Words, line: np.ndarray,
+    total: np.ndarray,
+) -> int:  # fmt: skip
+    """What only a few words ask for: phrases that end with word `number`, counts above a byte. Returns its characters.
+
+    `before` and `second` are flags of the words before it; `adjacent` and `second_adjacent`: one plain space lies before
+    this word, before the one before.
+    """
     bits = np.int64(words.records[number, FLAGS])
-    chars = np.int64(words.small[number, 8 * SMALL_COUNTS])
+    chars = np.int64(words.records[number, LOW] & np.uint64(255))
     if bits & _WIDE:
-        row = words.records[number, WIDE_ROW]
+        row = np.int64(words.others[number, WIDE_ROW])
         chars = np.int64(words.wide[row, CHARS])
         for index in range(NUM_COUNTS):
-            line[index] += words.wide[row, index]
-    else:
-        for index in range(NUM_COUNTS):
-            line[index] += words.small[number, 8 * SMALL_COUNTS + index]
-    if line[WORDS] == 0:
-        line[_FIRST] = bits
-    line[WORDS] += 1
-    line[_ANY] |= bits
-    if chars > total[MAX_WORD]:
-        total[MAX_WORD] = chars
-    if chars > MAX_WORD_CHARS:
-        line[_LONG] = 1
-    before, second = line[_LAST], line[_BEFORE]
+            total[index] += words.wide[row, index]
+        line[_LINE_CAPITALS] += words.wide[row, CAPITALS]
+        line[_LINE_SENTENCES] += words.wide[row, SENTENCES]
+        if chars > MAX_WORD_CHARS:
+            line[_LONG] = 1
     if bits & _PHRASE and adjacent:
-        # _SECOND_LAST says whether one plain space parts the two words before.
         if bits & _IPSUM and before & _LOREM:
             total[LOREM_IPSUM] += 1
-        if policy_phrase(bits, before, second if line[_SECOND_LAST] else 0):
+        if policy_phrase(bits, before, second if second_adjacent else 0):
             line[_POLICY] = 1
     if bits & _CART_WORD and before & _IN and second & _ITEMS:
         line[_CART] = 1
-    line[_BEFORE] = before
-    line[_LAST] = bits
-    line[_SECOND_LAST] = adjacent
     return chars
 
 
 @kernel
-def end_paragraph(hashed: int, chars: int, filled: bool, total: np.ndarray, scratch: Scratch) -> None:
-    """Notes a finished paragraph that holds a word."""
-    if filled:
-        scratch.paragraph_hashes[total[PARAGRAPHS]] = hashed
-        scratch.paragraph_chars[total[PARAGRAPHS]] = chars
-        total[PARAGRAPHS] += 1
+def take_words(
+    data: np.ndarray, gap: int, first: int, num_words: int, filled: int, words: Words, scratch: Scratch,
+    total: np.ndarray,
+) -> int:  # fmt: skip
+    """Adds `num_words` words, known by number, of which the first is the document's word `first`, to their lines.
+
+    `gap` is where the white space before it begins. Returns how many entries `scratch.forms` then has, `filled` of which
+    are those of the words before.
+    """
+    line, edges, ids, places, hashes = scratch.line, scratch.edges, scratch.ids, scratch.places, scratch.hashes
+    even_low = odd_low = even_high = odd_high = np.uint64(0)
+    place, longest = places[first], total[MAX_WORD]
+    # What every word changes is kept out of memory, and put back where a gap or a rare word asks for it.
+    hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, 0, 0, 0
+    since, last, before, anything, adjacent = first, line[_LAST], line[_BEFORE], line[_ANY], line[_SECOND_LAST] > 0
+    fresh = line[_LINE_WORDS] == 0
+    for index in range(num_words):
+        number = ids[first + index]
+        start = edges[2 * index]
+        second_adjacent, adjacent = adjacent, False
+        if start - gap == 1 and data[gap] == 32:
+            hashed = fold(hashed, _HIGH + np.uint64(32))
+            gaps += 1
+            adjacent = not fresh
+        elif start > gap:
+            now = first + index
+            keep(line, now - since, place - begun - (now - since), capitals, sentences, gaps, last, anything)
+            hashes[_HASHED] = hashed
+            take_gap(data, gap, start, line, total, scratch)
+            hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, 0, 0, 0
+            since, anything = now, line[_ANY]
+            fresh = line[_LINE_WORDS] == 0
+            if fresh:
+                last, before, second_adjacent = 0, 0, False
+        gap = edges[2 * index + 1]
+        flags, low, high = words.records[number, FLAGS], words.records[number, LOW], words.records[number, HIGH]
+        bits = np.int64(flags)
+        even_low += low & _LANES
+        odd_low += low >> np.uint64(8) & _LANES
+        even_high += high & _LANES
+        odd_high += high >> np.uint64(8) & _LANES
+        chars = np.int64(low & np.uint64(255))
+        if bits & _RARE:
+            chars = take_rare(number, adjacent, last, before, second_adjacent, words, line, total)
+        longest = max(longest, chars)
+        place += chars + 1
+        places[first + index + 1] = place
+        scratch.forms[filled] = np.int32(flags >> np.uint64(FORM_SHIFT))
+        filled += (bits & _FILLED) != 0
+        capitals += np.int64(high >> np.uint64(8 * (CAPITALS - 8)) & np.uint64(255))
+        sentences += np.int64(low >> np.uint64(8 * SENTENCES) & np.uint64(255))
+        if fresh:
+            line[_FIRST], fresh = bits, False
+        anything |= bits
+        before, last = last, bits
+        hashed = fold(hashed, scratch.keys[index])
+    now = first + num_words
+    keep(line, now - since, place - begun - (now - since), capitals, sentences, gaps, last, anything)
+    line[_BEFORE], line[_SECOND_LAST], hashes[_HASHED] = before, adjacent, hashed
+    total[MAX_WORD] = longest
+    for index in range(4):
+        shift = np.uint64(16 * index)
+        total[2 * index] += np.int64(even_low >> shift & np.uint64(0xFFFF))
+        total[2 * index + 1] += np.int64(odd_low >> shift & np.uint64(0xFFFF))
+        total[2 * index + 8] += np.int64(even_high >> shift & np.uint64(0xFFFF))
+        total[2 * index + 9] += np.int64(odd_high >> shift & np.uint64(0xFFFF))
+    return filled
+
+
+@kernel
+def find_numbers(
+    data: np.ndarray, first: int, num_words: int, words: Words, toxic: np.ndarray, alphabet: Alphabet, scratch: Scratch
+) -> bool:  # fmt: skip
+    """Writes the numbers of `num_words` words, whose edges are known, into `scratch.ids`, from its place `first` on.
+
+    All hashes come before all look-ups: the processor has many of either under way at once. False when `words` is too full.
+    """
+    edges, keys, ids = scratch.edges, scratch.keys, scratch.ids
+    for index in range(num_words):
+        keys[index] = word_key(data, edges[2 * index], edges[2 * index + 1])
+    for index in range(num_words):
+        slot, number = look_up(words.slots, words.records, keys[index])
+        if number < 0:
+            if is_full(words):
+                return False
+            start, end = edges[2 * index], edges[2 * index + 1]
+            number = add_word(data, start, end, slot, keys[index], words, alphabet, toxic, scratch.lower)
+        ids[first + index] = number
+    return True
 
 
 @kernel
 def scan(
     data: np.ndarray, start: int, end: int, words: Words, toxic: np.ndarray, alphabet: Alphabet, scratch: Scratch,
     total: np.ndarray,
-) -> bool:  # fmt: skip
-    """Reads data[start:end] into `scratch` and `total` (int64 [NUM_TOTALS]); False when `words` is too full to go on."""
+) -> int:  # fmt: skip
+    """Reads data[start:end] into `scratch` and `total` (int64 [NUM_TOTALS]). Returns the entries of `scratch.forms`; -1 when
+    `words` is too full to go on."""
+    line, hashes, edges, state = scratch.line, scratch.hashes, scratch.edges, scratch.state
     total[:] = 0
-    line = scratch.line
     line[:] = 0
-    count, place = 0, start
+    hashes[:] = 1
     scratch.places[0] = 0
-    whole = part = hashed = np.uint64(1)
-    part_chars, part_words, gap_bytes, plain = 0, False, 0, False
-    while place < end:
-        byte = data[place]
-        kind = alphabet.kinds[byte]
-        if kind == NEWLINE_BYTE:
-            run = place
-            while run < end and data[run] == byte:
-                run += 1
-            run -= place
-            part_words = part_words or line[WORDS] > 0
-            part_chars += end_line(line, mix(hashed), total, scratch)
-            part, whole = mix(fold(part, hashed)), mix(fold(whole, hashed) + np.uint64(run))
-            if run == 1:
-                part, part_chars = fold(part, _HIGH), part_chars + 1
-            else:
-                end_paragraph(part, part_chars, part_words, total, scratch)
-                part, part_chars, part_words = np.uint64(1), 0, False
-            total[NEWLINES] += run
-            hashed, gap_bytes = np.uint64(1), 0
-            place += run
-            continue
-        width = 1
-        if kind == LEAD_BYTE:
-            width = 0
-            code, size = code_point(data, place)
-            for space in alphabet.spaces:
-                if code == space:
-                    width = size
-        if kind != WORD_BYTE and width > 0:
-            for index in range(place, place + width):
-                hashed = fold(hashed, _HIGH + np.uint64(data[index]))
-            line[GAPS] += 1
-            line[_TRAILING] = 1
-            gap_bytes += 1
-            plain = byte == 32
-            place += width
-            continue
-        stop, key = word_end(data, place, end, alphabet.kinds, alphabet.spaces)
-        slot, number = look_up(words.slots, words.records, key)
-        if number < 0:
-            if is_full(words):
-                return False
-            number = add_word(data, place, stop, slot, key, words, alphabet, toxic, scratch.lower)
-        chars = take_word(number, gap_bytes == 1 and plain and line[WORDS] > 0, words, line, total)
-        scratch.ids[count] = number
-        scratch.places[count + 1] = scratch.places[count] + chars + 1
-        count += 1
-        line[_TRAILING] = 0
-        hashed, gap_bytes, place = fold(hashed, key), 0, stop
-    part_words = part_words or line[WORDS] > 0
-    part_chars += end_line(line, mix(hashed), total, scratch)
-    end_paragraph(mix(fold(part, hashed)), part_chars, part_words, total, scratch)
-    total[TEXT_HASH] = np.int64(mix(fold(whole, hashed)))
-    return True
+    state[0], state[1], state[2], state[3] = start, 1, 0, 0
+    count, filled, gap = 0, 0, start
+    while state[0] < end:
+        found = find_words(data, end, alphabet.spaces, edges, scratch.tail, state)
+        num_words = found >> 1
+        if not find_numbers(data, count, num_words, words, toxic, alphabet, scratch):
+            return -1
+        filled = take_words(data, gap, count, num_words, filled, words, scratch, total)
+        count += num_words
+        if num_words:
+            gap = edges[2 * num_words - 1]
+            edges[0] = edges[2 * num_words]
+    trailing = gap < end and data[end - 1] != 10
+    take_gap(data, gap, end, line, total, scratch)
+    end_line(line, mix(hashes[_HASHED]), trailing, total, scratch)
+    end_paragraph(mix(fold(hashes[_PART], hashes[_HASHED])), line, total, scratch)
+    total[TEXT_HASH] = np.int64(mix(fold(hashes[_WHOLE], hashes[_HASHED])))
+    return filled

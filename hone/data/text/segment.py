@@ -10,16 +10,17 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from hone.data.text.hashing import mix
-from hone.data.text.tables import LEAD_BYTE, WORD_BYTE
+from hone.data.text.tables import LEAD_BYTES, SPACE_BYTES
 
 kernel = njit(cache=True, nogil=True, boundscheck=False, _nrt=False)
 """For functions that allocate nothing and are called by kernels only: without reference counts, which cost more than
 the work where an array is handed to a small function for every word."""
 inlined = njit(cache=True, nogil=True, boundscheck=False, _nrt=False, forceinline=True)
 _SEED = np.uint64(0x243F6A8885A308D3)
-_PLAIN = np.uint64(0x2121212121212121)
-_HIGH_BITS = np.uint64(0x8080808080808080)
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
+BLOCK = 64
+"""Bytes looked at in one step."""
 
 
 @inlined
@@ -41,21 +42,6 @@ def code_point(data: np.ndarray, place: int) -> tuple[int, int]:
     if first < 0xF0:
         return (first & 0x0F) << 12 | middle, 3
     return (first & 0x07) << 18 | middle << 6 | np.int64(data[place + 3]) & 0x3F, 4
-
-
-@kernel
-def space_width(data: np.ndarray, place: int, kinds: np.ndarray, spaces: np.ndarray) -> int:
-    """Bytes of the white space that begins at `place`; 0 when there is none."""
-    kind = kinds[data[place]]
-    if kind == WORD_BYTE:
-        return 0
-    if kind != LEAD_BYTE:
-        return 1
-    code, width = code_point(data, place)
-    for space in spaces:
-        if code == space:
-            return width
-    return 0
 
 
 @intrinsic
@@ -81,37 +67,123 @@ def zeros_below(typing: Any, value: Any) -> Any:
     return types.int64(types.uint64), build
 
 
-@inlined
-def word_end(data: np.ndarray, place: int, end: int, kinds: np.ndarray, spaces: np.ndarray) -> tuple[int, int]:
-    """(end, hash) of the word that begins at `place`: it ends before white space or at `end`. The hash is never 0.
+@intrinsic
+def bytes_within(typing: Any, data: Any, place: Any, low: Any, high: Any) -> Any:
+    """Which of data[place:place + 64] are `low` to `high`, as the bits of a uint64, the first byte lowest; no check of bounds.
 
-    Eight bytes are looked at in one step as long as they are plain ASCII above the space; others one by one.
+    One comparison of vectors: LLVM makes of it what the processor has.
     """
-    first, hashed, packed, filled = place, _SEED, np.uint64(0), 0
-    limit = len(data) - 8
+    byte, lanes = ir.IntType(8), ir.VectorType(ir.IntType(8), 64)
+
+    def spread(builder: Any, value: Any) -> Any:
+        one = builder.insert_element(ir.Constant(lanes, ir.Undefined), builder.trunc(value, byte), ir.IntType(32)(0))
+        first = ir.Constant(ir.VectorType(ir.IntType(32), 64), None)
+        return builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), first)
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start = context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(start, [args[1]]), lanes.as_pointer())
+        above = builder.sub(builder.load(pointer, align=1), spread(builder, args[2]))
+        within = builder.icmp_unsigned("<=", above, spread(builder, builder.sub(args[3], args[2])))
+        return builder.bitcast(within, ir.IntType(64))
+
+    return types.uint64(data, types.int64, types.int64, types.int64), build
+
+
+@kernel
+def next_within(data: np.ndarray, place: int, end: int, low: int, high: int) -> int:
+    """Where the first byte of data[place:end] that is `low` to `high` stands; `end` when there is none."""
     while place < end:
-        if filled == 0 and place <= limit:
-            chunk = eight_bytes(data, place)
-            odd = ((chunk - _PLAIN) | chunk) & _HIGH_BITS
-            filled = min(zeros_below(odd) >> 3, end - place)
-            place += filled
-            if filled == 8:
-                hashed, filled = mix(hashed + chunk), 0
-                continue
-            packed = chunk & ((np.uint64(1) << np.uint64(8 * filled)) - np.uint64(1))
-            if place == end:
-                break
-        byte = data[place]
-        kind = kinds[byte]
-        if kind != WORD_BYTE and (kind != LEAD_BYTE or space_width(data, place, kinds, spaces) > 0):
-            break
-        packed |= np.uint64(byte) << np.uint64(8 * filled)
-        filled += 1
-        place += 1
-        if filled == 8:
-            hashed, packed, filled = mix(hashed + packed), np.uint64(0), 0
-    hashed = mix(hashed + packed + np.uint64(place - first) * _LENGTH)
-    return place, max(hashed, np.uint64(1))
+        if place + BLOCK > len(data):
+            if low <= data[place] <= high:
+                return place
+            place += 1
+            continue
+        found = bytes_within(data, place, low, high)
+        if found:
+            return min(place + zeros_below(found), end)
+        place += BLOCK
+    return end
+
+
+@kernel
+def _white(data: np.ndarray, place: int, size: int, spaces: np.ndarray) -> tuple[int, int]:
+    """(which of data[place:place + 64] are white, as bits; bytes that a wide space has beyond them). From `size` on all are."""
+    white = bytes_within(data, place, *SPACE_BYTES[0]) | bytes_within(data, place, *SPACE_BYTES[1])
+    leads = bytes_within(data, place, *LEAD_BYTES[0]) | bytes_within(data, place, *LEAD_BYTES[1])
+    if size < BLOCK:
+        inside = (_ONE << np.uint64(size)) - _ONE
+        white |= ~inside
+        leads &= inside
+    beyond = 0
+    while leads:
+        at = zeros_below(leads)
+        leads &= leads - _ONE
+        code, width = code_point(data, place + at)
+        if code <= spaces[-1]:
+            for space in spaces:
+                if code == space:
+                    white |= ((_ONE << np.uint64(width)) - _ONE) << np.uint64(at)
+                    beyond = max(at + width - BLOCK, 0)
+    return white, beyond
+
+
+@kernel
+def find_words(
+    data: np.ndarray, end: int, spaces: np.ndarray, edges: np.ndarray, tail: np.ndarray, state: np.ndarray
+) -> int:
+    """Writes where each next word of a text begins and ends into `edges` (int64 [n]), until at least n - 64 stand there or
+    the text is over; returns how many. `tail` uint8 [72] is scratch.
+
+    `state` int64 [4] begins as (first byte of the text, 1, 0, 0) and carries on from call to call: next byte, whether the
+    one before is white, how many of the next belong to a wide space, how many of `edges` are already there: 1 when the last
+    call left a word begun, whose first byte its caller has moved to the front.
+    """
+    place, before, beyond, found = state[0], np.uint64(state[1]), state[2], state[3]
+    while place < end and found < len(edges) - BLOCK:
+        size = end - place
+        belongs = (_ONE << np.uint64(beyond)) - _ONE
+        if place + BLOCK <= len(data):
+            white, beyond = _white(data, place, size, spaces)
+        else:
+            for index in range(size):
+                tail[index] = data[place + index]
+            white, beyond = _white(tail, 0, size, spaces)
+        white |= belongs
+        turns = white ^ (white << _ONE | before)
+        before = white >> np.uint64(BLOCK - 1)
+        while turns:
+            edges[found] = place + zeros_below(turns)
+            found += 1
+            turns &= turns - _ONE
+        place += BLOCK
+    if place >= end and before == 0:
+        edges[found] = end
+        found += 1
+        before = _ONE
+    state[0], state[1], state[2], state[3] = place, np.int64(before), beyond, found & 1
+    return found
+
+
+@inlined
+def word_key(data: np.ndarray, first: int, end: int) -> int:
+    """Hash of the word data[first:end], never 0: of its bytes eight by eight, then of what is left and its length."""
+    size = end - first
+    hashed = _SEED
+    if size < 16 and first + 16 <= len(data):  # without a branch by length, which no processor foresees
+        low, high = eight_bytes(data, first), eight_bytes(data, first + 8)
+        hashed = mix(hashed + low) if size >= 8 else hashed
+        packed = high if size >= 8 else low
+    else:
+        place = first
+        while place + 8 <= end:
+            hashed = mix(hashed + eight_bytes(data, place))
+            place += 8
+        packed = np.uint64(0)
+        for index in range(end - place):
+            packed |= np.uint64(data[place + index]) << np.uint64(8 * index)
+    packed &= (_ONE << np.uint64(8 * (size & 7))) - _ONE
+    return max(mix(hashed + packed + np.uint64(size) * _LENGTH), _ONE)
 
 
 @inlined

@@ -9,8 +9,10 @@ import numpy as np
 
 ALPHABETIC, ALPHANUMERIC, UPPER_CASE, EDGE, CLOSER, TERMINAL, BULLET, FULL_STOP = (1 << bit for bit in range(8))
 """Bits of `classes`: what str.isalpha, str.isalnum and str.isupper say of a character, and the marks below."""
-WORD_BYTE, SPACE_BYTE, NEWLINE_BYTE, LEAD_BYTE = range(4)
-"""Kinds of bytes: part of a word, white space, line break, first byte of what may be a wide space."""
+SPACE_BYTES = ((9, 13), (28, 32))
+"""The white bytes of ASCII, as ranges."""
+LEAD_BYTES = ((0xC2, 0xC2), (0xE1, 0xE3))
+"""First bytes of what may be a wide space, as ranges."""
 EDGE_PUNCTUATION = ".,;:!?\"'()[]{}<>*`"
 """What is taken from both ends of a word to make it bare."""
 CLOSERS = "\"')]”’"
@@ -63,20 +65,6 @@ _PATTERNS = (
 def flag(name: str) -> int:
     """The bit that stands for `name` of FLAGS."""
     return 1 << FLAGS.index(name)
-
-
-@functools.cache
-def byte_kinds() -> np.ndarray:
-    """uint8 [256]: the kind of each byte."""
-    kinds = np.full(256, WORD_BYTE, np.uint8)
-    for code in range(128):
-        if chr(code).isspace():
-            kinds[code] = SPACE_BYTE
-    kinds[ord("\n")] = NEWLINE_BYTE
-    for code in spaces():
-        if code >= 128:
-            kinds[chr(code).encode()[0]] = LEAD_BYTE
-    return kinds
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from numba import njit
 
 from hone.data.text import tables
 from hone.data.text.hashing import mix
-from hone.data.text.segment import code_point, fold, inlined, kernel
+from hone.data.text.segment import code_point, fold, inlined, kernel, zeros_below
 
 (
     CHARS, HASHES, ELLIPSES, LETTERED, SENTENCES, DIGITS, UPPERS, ALNUMS, PARENS, BRACES, URLS, URL_CHARS, NUMBERS,
@@ -25,38 +26,47 @@ _QUANTITY = np.array([ord(char) for char in "0123456789.,"], np.int32)
 _BULLET, _ELLIPSIS, _END, _C4_END = (tables.flag(name) for name in ("bullet", "ellipsis", "terminal", "c4_terminal"))
 _QUANTITY_FLAG, _LETTER = tables.flag("quantity"), tables.flag("letter")
 _FILLED, _TOXIC, _WIDE = tables.flag("filled"), tables.flag("toxic_first"), tables.flag("wide")
+_VOWELS = sum(1 << ord(char) - 97 for char in "aeiouy")
+_ONE = np.uint64(1)
+_URL_LETTERS, _WWW_LETTERS = (np.uint64(sum(1 << ord(char) % 64 for char in set(text))) for text in ("http:/", "w."))
 _DOT, _ELLIPSIS_MARK, _HASH, _OPEN, _CLOSE, _BRACE, _AT = (ord(char) for char in ".…#(){@")
 
 
-KEY, FLAGS, SMALL_COUNTS, BARE_HASH, FORM, WIDE_ROW = 0, 1, 2, 4, 5, 6
-"""Places in a word's record of eight uint64; SMALL_COUNTS are 16 bytes."""
+KEY, FLAGS, LOW, HIGH = range(4)
+"""Places in a word's record of four uint64: hash of the raw word; bits of tables.FLAGS, the number of its bare form above
+them; its counts as bytes, CHARS to UPPERS and ALNUMS to ATS."""
+BARE_HASH, WIDE_ROW = range(2)
+"""Places in what is seldom asked of a word: hash of its bare form, its row of wide counts."""
+FORM_SHIFT = len(tables.FLAGS)
 MOST_SMALL = 255
 _NUMBER_BITS, _NUMBER = np.uint64(28), np.uint64((1 << 28) - 1)
+_TAG_BITS = np.uint64(32)
 
 
 class Words(NamedTuple):
     """Every different word seen so far, by open addressing.
 
-    `slots` uint64 [power of two] holds, where not 0, the number of a word + 1 (lowest 28 bits) and the top of its hash.
-    Frequent words come first and so have low numbers: what is looked at most lies together. `records` uint64 [words, 8],
-    one cache line each: hash of the raw word, bits of tables.FLAGS, counts as bytes, hash and number of the bare form.
-    `small` is the same memory as uint8 [words, 64]. Counts above 255 stand in `wide` int32 [rows, NUM_COUNTS].
-    `bare_slots` is the table of bare forms, like `slots`; `used` int64 [3]: words, bare forms, wide rows.
+    `slots` uint32 [power of two] holds, where not 0, the number of a word + 1 and above it bits 32 and up of its hash.
+    Frequent words come first and so have low numbers: what is looked at most lies together. `records` uint64 [words, 4],
+    two to a cache line, and `others` uint64 [words, 2] are described above. Counts above 255 stand in `wide` int32
+    [rows, NUM_COUNTS]. `bare_slots` uint64 is the table of bare forms: number + 1 (lowest 28 bits) and the top of the
+    hash. `used` int64 [3]: words, bare forms, wide rows.
     """
 
     slots: np.ndarray
     records: np.ndarray
-    small: np.ndarray
+    others: np.ndarray
     wide: np.ndarray
     bare_slots: np.ndarray
     used: np.ndarray
 
 
 class Alphabet(NamedTuple):
-    """What bytes and code points are and which patterns to look for: the tables of hone.data.text.tables."""
+    """What bytes and code points are and which patterns to look for: the tables of hone.data.text.tables,
+    and what characters of ASCII add to the counts."""
 
-    kinds: np.ndarray
     spaces: np.ndarray
+    sums: np.ndarray
     classes: np.ndarray
     lower: np.ndarray
     codes: np.ndarray
@@ -70,11 +80,10 @@ class Alphabet(NamedTuple):
 def empty_words(capacity: int, num_bytes: int) -> Words:
     """A table with room for `capacity` (a power of two) words, among them the long ones of a text of `num_bytes`."""
     slots = 2 * capacity
-    records = np.zeros((capacity, 8), np.uint64)
     return Words(
-        np.zeros(slots, np.uint64),
-        records,
-        records.view(np.uint8),
+        np.zeros(slots, np.uint32),
+        np.zeros((capacity, 4), np.uint64),
+        np.zeros((capacity, 2), np.uint64),
         np.zeros((num_bytes // MOST_SMALL + 16, NUM_COUNTS), np.int32),
         np.zeros(slots, np.uint64),
         np.zeros(3, np.int64),
@@ -88,14 +97,20 @@ def is_full(words: Words) -> bool:
 
 
 @inlined
+def entry_of(key: int, number: int, mask: int) -> int:
+    """What stands in `slots`, of which there are mask + 1, for word `number` with hash `key`."""
+    return np.uint32(key >> _TAG_BITS & ~mask & np.uint64(0xFFFFFFFF) | np.uint64(number + 1))
+
+
+@inlined
 def look_up(slots: np.ndarray, records: np.ndarray, key: int) -> tuple[int, int]:
     """(slot, number) of the word with hash `key`; (the empty slot where it belongs, -1) when it is new."""
     mask = np.uint64(len(slots) - 1)
     slot = key & mask
-    while slots[slot] != np.uint64(0):
-        entry = slots[slot]
-        if (entry ^ key) >> _NUMBER_BITS == np.uint64(0):
-            number = np.int64(entry & _NUMBER) - 1
+    while slots[slot] != np.uint32(0):
+        entry = np.uint64(slots[slot])
+        if (entry ^ key >> _TAG_BITS) & ~mask & np.uint64(0xFFFFFFFF) == np.uint64(0):
+            number = np.int64(entry & mask) - 1
             if records[number, KEY] == key:
                 return np.int64(slot), number
         slot = (slot + np.uint64(1)) & mask
@@ -104,7 +119,10 @@ def look_up(slots: np.ndarray, records: np.ndarray, key: int) -> tuple[int, int]
 
 @inlined
 def _form_of(slots: np.ndarray, key: int) -> tuple[int, int]:
-    """As `look_up` for bare forms, which are told apart by the top of their hash and their place."""
+    """(slot, number) of the bare form with hash `key`; (the empty slot where it belongs, -1) when it is new.
+
+    Forms are told apart by the top of their hash and their place.
+    """
     mask = np.uint64(len(slots) - 1)
     slot = key & mask
     while slots[slot] != np.uint64(0):
@@ -155,11 +173,11 @@ def bare_span(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
 @inlined
 def syllables(lower: np.ndarray, first: int, end: int) -> int:
     """Groups of vowels (a e i o u y) of an English word; a last e is silent unless it makes the only group or ends -le."""
-    groups, before = 0, False
+    groups, before = 0, 0
     for index in range(first, end):
         code = lower[index]
-        vowel = code == 97 or code == 101 or code == 105 or code == 111 or code == 117 or code == 121
-        groups += vowel and not before
+        vowel = _VOWELS >> (code - 97) & 1 if 97 <= code <= 122 else 0
+        groups += vowel & ~before
         before = vowel
     if groups > 1 and lower[end - 1] == 101 and not among(lower[end - 2], _SILENT_AFTER_NOT):
         groups -= 1
@@ -188,6 +206,8 @@ def c4_end(lower: np.ndarray, end: int) -> bool:
 def end_flags(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[int, int]:
     """(flags of how the word ends, 1 when a sentence ends with it)."""
     last = lower[num_chars - 1]
+    if class_of(last, classes) & tables.ALPHANUMERIC:
+        return 0, 0
     bits = 0
     dots = num_chars >= 3 and last == _DOT and lower[num_chars - 2] == _DOT and lower[num_chars - 3] == _DOT
     if dots or last == _ELLIPSIS_MARK:
@@ -204,14 +224,14 @@ def end_flags(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
 
 
 @inlined
-def pattern_flags(lower: np.ndarray, num_chars: int, first: int, end: int, alphabet: Alphabet) -> int:
-    """The bits of the patterns that the word fits."""
-    bits, letters = 0, np.uint64(0)
-    for place in range(num_chars):
-        letters |= np.uint64(1) << np.uint64(lower[place] & 63)
-    for index in range(len(alphabet.modes)):
-        if alphabet.letters[index] & ~letters:
-            continue
+def pattern_flags(lower: np.ndarray, num_chars: int, first: int, end: int, letters: int, alphabet: Alphabet) -> int:
+    """The bits of the patterns that the word fits; `letters` are its own, as those of the patterns in `alphabet`."""
+    bits, likely = 0, np.uint64(0)
+    for index in range(len(alphabet.modes)):  # without a branch: the compiler makes vectors of it
+        likely |= np.uint64(alphabet.letters[index] & ~letters == 0) << np.uint64(index)
+    while likely:
+        index = zeros_below(likely)
+        likely &= likely - _ONE
         pattern = alphabet.codes[alphabet.offsets[index] : alphabet.offsets[index + 1]]
         size, mode = len(pattern), alphabet.modes[index]
         if mode == tables.STARTS:
@@ -248,17 +268,70 @@ def is_quantity(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> bool:
     return place == num_chars
 
 
+@functools.cache
+def ascii_sums() -> np.ndarray:
+    """uint64 [128, 2]: what each character of ASCII adds to the counts of a word, as bytes of LOW and HIGH.
+
+    LETTERED counts letters here; ellipses and what asks for the whole word are not in it.
+    """
+    sums = np.zeros((128, NUM_COUNTS), np.uint8)
+    for code, row in enumerate(sums):
+        char = chr(code)
+        row[CHARS], row[LETTERED], row[ALNUMS], row[CAPITALS] = 1, char.isalpha(), char.isalnum(), char.isupper()
+        row[DIGITS], row[UPPERS] = char.isdigit(), char.isupper()
+        for place, marks in ((HASHES, "#"), (PARENS, "()"), (BRACES, "{"), (ATS, "@")):
+            row[place] = char in marks
+    return sums.view("<u8").astype(np.uint64)
+
+
 @inlined
-def char_counts(
+def count_of(low: int, high: int, place: int) -> int:
+    """One count of a word from its counts as bytes."""
+    half = low if place < 8 else high
+    return np.int64(half >> np.uint64(8 * (place & 7)) & np.uint64(255))
+
+
+@inlined
+def plain_counts(
+    data: np.ndarray, start: int, end: int, alphabet: Alphabet, lower: np.ndarray
+) -> tuple[int, int, int, int]:
+    """(LOW, HIGH, letters as in Alphabet.letters, classes of any character) of a word of ASCII without two dots in a row, and
+    the word in lower case in `lower`. LOW is 0 for any other word and a long one."""
+    low = high = letters = np.uint64(0)
+    kinds, before = 0, 0
+    if end - start > MOST_SMALL:
+        return low, high, letters, kinds
+    for index in range(end - start):
+        code = data[start + index]
+        if code >= 128 or (code == _DOT and before == _DOT):
+            return np.uint64(0), np.uint64(0), letters, kinds
+        before = code
+        low += alphabet.sums[code, 0]
+        high += alphabet.sums[code, 1]
+        kinds |= alphabet.classes[code]
+        small = alphabet.lower[code]
+        lower[index] = small
+        letters |= _ONE << np.uint64(small & 63)
+    lettered = count_of(low, high, LETTERED)
+    if lettered > 1:
+        low -= np.uint64(lettered - 1) << np.uint64(8 * LETTERED)
+    elif lettered == 0 and count_of(low, high, DIGITS) > 0:
+        high += _ONE << np.uint64(8 * (NUMBERS - 8))
+    return low, high, letters, kinds
+
+
+@kernel
+def any_counts(
     data: np.ndarray, start: int, end: int, alphabet: Alphabet, lower: np.ndarray, row: np.ndarray
-) -> tuple[int, int]:
-    """Fills `row` with the counts of characters and `lower` with the word in lower case. Returns (characters, flags)."""
+) -> tuple[int, int, int]:
+    """(characters, letters, classes of any character) of any word, its counts in `row`, the word in lower case in `lower`."""
     row[:] = 0
-    num_chars, dots, place = 0, 0, start
+    num_chars, dots, place, letters, kinds = 0, 0, start, np.uint64(0), 0
     while place < end:
         code, width = code_point(data, place)
         place += width
         kind = class_of(code, alphabet.classes)
+        kinds |= kind
         row[LETTERED] |= (kind & tables.ALPHABETIC) != 0
         row[ALNUMS] += (kind & tables.ALPHANUMERIC) != 0
         row[CAPITALS] += (kind & tables.UPPER_CASE) != 0
@@ -271,11 +344,41 @@ def char_counts(
         row[SENTENCES] += (kind & tables.FULL_STOP) != 0
         dots = dots + 1 if code == _DOT else 0
         row[ELLIPSES] += code == _ELLIPSIS_MARK or (dots > 0 and dots % 3 == 0)
-        lower[num_chars] = alphabet.lower[code] if code < len(alphabet.lower) else code
+        small = alphabet.lower[code] if code < len(alphabet.lower) else code
+        lower[num_chars] = small
+        letters |= _ONE << np.uint64(small & 63)
         num_chars += 1
     row[CHARS] = num_chars
     row[NUMBERS] = row[DIGITS] > 0 and row[LETTERED] == 0
-    return num_chars, _LETTER if row[LETTERED] else 0
+    return num_chars, letters, kinds
+
+
+@inlined
+def number_of_urls(lower: np.ndarray, num_chars: int, letters: int) -> int:
+    """How often a word has what a web address begins with."""
+    if _URL_LETTERS & ~letters and _WWW_LETTERS & ~letters:
+        return 0
+    urls = 0
+    for place in range(num_chars):
+        if lower[place] == 104 or lower[place] == 119:
+            urls += stands_at(_HTTP, lower, place, num_chars) or stands_at(_HTTPS, lower, place, num_chars)
+            urls += stands_at(_WWW, lower, place, num_chars)
+    return urls
+
+
+@inlined
+def bare_form(lower: np.ndarray, first: int, end: int, words: Words) -> tuple[int, int]:
+    """(hash, number) of a bare form, which is added where it is new."""
+    hashed = _ONE
+    for place in range(first, end):
+        hashed = fold(hashed, np.uint64(lower[place]))
+    hashed = mix(hashed)
+    spot, form = _form_of(words.bare_slots, hashed)
+    if form < 0:
+        form = words.used[1]
+        words.used[1] += 1
+        words.bare_slots[spot] = hashed & ~_NUMBER | np.uint64(form + 1)
+    return hashed, form
 
 
 @kernel
@@ -286,46 +389,43 @@ def add_word(
     """Puts the word data[start:end] with hash `key` into the empty `slot`; returns its number. `lower` is scratch."""
     number = words.used[0]
     words.used[0] += 1
-    words.slots[slot] = key & ~_NUMBER | np.uint64(number + 1)
-    record = words.records[number]
-    record[KEY] = key
-    row = words.wide[words.used[2]]
-    num_chars, bits = char_counts(data, start, end, alphabet, lower, row)
-    first, bare_end = bare_span(lower, num_chars, alphabet.classes)
-    at_end, ends_sentence = end_flags(lower, num_chars, alphabet.classes)
-    row[SENTENCES] += ends_sentence
-    bits |= at_end | pattern_flags(lower, num_chars, first, bare_end, alphabet)
+    words.slots[slot] = entry_of(key, number, np.uint64(len(words.slots) - 1))
+    row, num_chars = words.wide[words.used[2]], end - start
+    low, high, letters, kinds = plain_counts(data, start, end, alphabet, lower)
+    if low == 0:
+        num_chars, letters, kinds = any_counts(data, start, end, alphabet, lower, row)
+        if num_chars <= MOST_SMALL:
+            for index in range(8):
+                low |= np.uint64(row[index]) << np.uint64(8 * index)
+                high |= np.uint64(row[index + 8]) << np.uint64(8 * index)
+    first, bare_end = bare_span(lower, num_chars, alphabet.classes) if kinds & tables.EDGE else (0, num_chars)
+    bits, ends_sentence = end_flags(lower, num_chars, alphabet.classes)
+    bits |= pattern_flags(lower, num_chars, first, bare_end, letters, alphabet)
     if class_of(lower[0], alphabet.classes) & tables.BULLET:
         bits |= _BULLET
     if is_quantity(lower, num_chars, alphabet.classes):
         bits |= _QUANTITY_FLAG
-    if row[LETTERED]:
-        row[SYLLABLES] = syllables(lower, first, bare_end) if bare_end > first else 1
-    for place in range(num_chars):
-        if lower[place] == 104 or lower[place] == 119:
-            row[URLS] += stands_at(_HTTP, lower, place, num_chars) or stands_at(_HTTPS, lower, place, num_chars)
-            row[URLS] += stands_at(_WWW, lower, place, num_chars)
-    row[URL_CHARS] = num_chars if row[URLS] else 0
-    hashed = np.uint64(1)
-    for place in range(first, bare_end):
-        hashed = mix(fold(hashed, np.uint64(lower[place])))
-    record[BARE_HASH] = hashed
     if bare_end > first:
         bits |= _FILLED
-    spot, form = _form_of(words.bare_slots, hashed)
-    if form < 0:
-        form = words.used[1]
-        words.used[1] += 1
-        words.bare_slots[spot] = hashed & ~_NUMBER | np.uint64(form + 1)
-    record[FORM] = np.uint64(form)
+    vowels = 0
+    if kinds & tables.ALPHABETIC:
+        bits |= _LETTER
+        vowels = syllables(lower, first, bare_end) if bare_end > first else 1
+    urls = number_of_urls(lower, num_chars, letters)
+    hashed, form = bare_form(lower, first, bare_end, words)
+    words.others[number, BARE_HASH] = hashed
     if len(toxic) and toxic[min(np.searchsorted(toxic, hashed), len(toxic) - 1)] == hashed:
         bits |= _TOXIC
     if num_chars > MOST_SMALL:
+        row[SENTENCES] += ends_sentence
+        row[SYLLABLES], row[URLS], row[URL_CHARS] = vowels, urls, num_chars if urls else 0
         bits |= _WIDE
-        record[WIDE_ROW] = words.used[2]
+        words.others[number, WIDE_ROW] = words.used[2]
         words.used[2] += 1
     else:
-        for index in range(NUM_COUNTS):
-            words.small[number, 8 * SMALL_COUNTS + index] = row[index]
-    record[FLAGS] = np.uint64(bits)
+        low += np.uint64(ends_sentence) << np.uint64(8 * SENTENCES)
+        high += np.uint64(vowels) << np.uint64(8 * (SYLLABLES - 8)) | np.uint64(urls) << np.uint64(8 * (URLS - 8))
+        high += np.uint64(num_chars if urls else 0) << np.uint64(8 * (URL_CHARS - 8))
+    words.records[number, KEY], words.records[number, LOW], words.records[number, HIGH] = key, low, high
+    words.records[number, FLAGS] = np.uint64(bits) | np.uint64(form) << np.uint64(FORM_SHIFT)
     return number
