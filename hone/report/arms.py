@@ -125,6 +125,8 @@ class Trial:
             return True
         if name.endswith(("memory_bytes", "growth_bytes")) or name == "energy_j":
             return False  # of the whole process, in which other stages ran before
+        if name.startswith(("epochs_", "weight_")):
+            return False  # what was set, to within a row
         return any(len(set(arm.values(name))) > 1 for arm in self.arms)
 
     def effects(self, name: str) -> list[Effect]:

@@ -21,8 +21,8 @@ KINDS = ("foreign", "data", "train", "compress", "eval", "serve")
 RECIPE = "recipe.yaml"
 """What `hone run` leaves in a line's folder; the report takes the order of the stages from it."""
 CONTENT = {
-    "data": ("stats.json", "dropped.jsonl", "sample.jsonl"),
-    "train": ("steps.jsonl",),
+    "data": ("stats.json", "dropped.jsonl", "sample.jsonl", "contamination.jsonl"),
+    "train": ("steps.jsonl", "mixture.json"),
     "compress": ("layers.jsonl",),
     "serve": ("samples.jsonl",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.report import compare, origin, sections, texts, units
+from hone.report import compare, curation, origin, sections, texts, units
 from hone.report.chain import facts
 from hone.report.collect import Line, Row
 from hone.report.findings import findings
@@ -29,6 +29,7 @@ def render(line: Line) -> str:
         + _speed(line)
         + _serving(line)
         + _estimates(line)
+        + _mixtures(line)
         + _data(line)
         + _repeat(line)
         + _machines(line)
@@ -206,7 +207,7 @@ def _data(line: Line) -> list[str]:
         found = texts.data(line, row)
         reasons = [[escape(reason["name"]), escape(reason["words"])] for reason in found["reasons"]]
         parts += [
-            f"## What the filters dropped: {code(row.id)}",
+            f"## Data, kept and dropped: {code(row.id)}",
             "",
             escape(found["words"]),
             *(table(("step and reason", "dropped"), reasons) if reasons else [""]),
@@ -218,6 +219,62 @@ def _data(line: Line) -> list[str]:
             parts += table(
                 ("filter", "reason", "a document stays if", "drops alone", "only it drops"), rules, numbers=3
             )
+        parts += _more_data(row)
+    return parts
+
+
+def _more_data(row: Row) -> list[str]:
+    """Groups, scorers and evaluation examples of a data artifact."""
+    found = curation.of(row)
+    parts = [f"Files of other kinds, not read: {escape(found['skipped'])}.", ""] if found["skipped"] else []
+    for groups in found["groups"]:
+        rows = [
+            [
+                escape(entry["name"]),
+                escape(", ".join(entry["far"])) or "-",
+                entry["documents"],
+                entry["dropped"],
+                *entry["scores"],
+            ]
+            for entry in groups["rows"]
+        ]
+        head = ("group", "takes far more of it than of the rest", "documents read", "dropped")
+        head += tuple(f"mean {escape(score)}" for score in groups["scores"])
+        parts += [f"### Drop rates by {escape(groups['title'])}", *table(head, rows, numbers=2)]
+    if found["scorers"]:
+        rows = [
+            [
+                escape(scorer["name"]),
+                code(scorer["column"]),
+                *(escape(scorer[key]) or "-" for key in ("quality", "learned", "dear")),
+            ]
+            for scorer in found["scorers"]
+        ]
+        head = ("scorer", "column", "on texts it did not learn from", "made from", "sent to the dear scorer")
+        parts += ["### Scores", *table(head, rows, numbers=5)]
+    for step in found["contamination"]:
+        head = ("evaluation set", "examples", "too short", "found", "of those looked for", "documents that hold any")
+        rows = [[escape(name), *counts] for name, *counts in step["sets"]]
+        parts += [f"### Evaluation examples found in the text: {escape(step['name'])}", *table(head, rows)]
+        parts += [f"- {escape(example['name'])}: {example['words']}" for example in step["examples"]]
+        parts.append("")
+    return parts
+
+
+def _mixtures(line: Line) -> list[str]:
+    parts = []
+    for found in curation.mixtures(line):
+        rows = [
+            [
+                escape(share["source"]),
+                escape(share["reason"]),
+                *(share[key] or "-" for key in ("tokens", "wanted", "weight", "epochs", "utility", "loss")),
+            ]
+            for share in found["shares"]
+        ]
+        head = ("source", "why", "tokens", "wanted", "given", "epochs", "utility", "validation loss")
+        runs = ", ".join(code(run) for run in found["runs"])
+        parts += [f"## Mixture {escape(found['kind'])}: {runs}", *table(head, rows, numbers=2)]
     return parts
 
 

@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from hone.base.spec import dump_yaml
-from hone.report import compare, origin, sections, texts, units
+from hone.report import compare, curation, origin, sections, texts, units
 from hone.report.chain import chain, facts
 from hone.report.collect import Line
 from hone.report.findings import findings
@@ -27,7 +27,7 @@ def render(line: Line) -> str:
 def _context(line: Line) -> dict[str, Any]:
     anchors = {row.id: f"artifact-{place}" for place, row in enumerate(line.rows, 1)}
     effects = sections.effects(line)
-    datas = [texts.data(line, row) for row in line.of("data")]
+    datas = [texts.data(line, row) | curation.of(row) for row in line.of("data")]
     context = {
         "line": line,
         "anchors": anchors,
@@ -48,6 +48,7 @@ def _context(line: Line) -> dict[str, Any]:
         "serving": sections.serving(line),
         "estimates": sections.estimates(line),
         "datas": datas,
+        "mixtures": curation.mixtures(line),
         "sayings": texts.sayings(line),
         "machines": origin.machines(line),
         "errors": {(check.row.id, check.figure.name): compare.error_words(check) for check in compare.checks(line)},
@@ -63,7 +64,8 @@ def _context(line: Line) -> dict[str, Any]:
         ("speed", "Speed", context["speeds"]),
         ("serving", "Serving", context["serving"]),
         ("estimates", "Estimates", context["estimates"]),
-        ("data", "Dropped text", datas),
+        ("mixture", "Mixture", context["mixtures"]),
+        ("data", "Data", datas),
         ("text", "Generated text", context["sayings"]),
         ("repeat", "Commands", True),
         ("artifacts", "Figures", True),

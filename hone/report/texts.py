@@ -8,6 +8,9 @@ from hone.report import bars, units
 from hone.report.collect import Line, Row, finite, mappings, sound
 from hone.report.sections import both
 
+CUT_OUT = "cut_out"
+"""The reason under which stats.json counts what was cut out of documents that stay."""
+
 
 def data(line: Line, row: Row) -> dict[str, Any]:
     """Waterfalls, reasons with samples, languages and sources of one data artifact."""
@@ -38,7 +41,7 @@ def data(line: Line, row: Row) -> dict[str, Any]:
         if row.value(name) is not None
     ]
     shares = []
-    for title, key in (("Languages", "languages"), ("Sources", "sources")):
+    for title, key in (("Languages kept", "languages"), ("Sources kept", "sources")):
         table = stats.get(key)
         if isinstance(table, dict) and table:
             entries = finite_items(table)
@@ -85,7 +88,9 @@ def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list
             name = f"{step.get('name', '?')}: {reason}"
             found[str(step.get("name")), str(reason)] = {
                 "name": name,
-                "words": f"{units.show(documents, 'documents')}, {units.show_bytes(size)}",
+                "words": _cut_words(step, size)
+                if reason == CUT_OUT
+                else f"{units.show(documents, 'documents')}, {units.show_bytes(size)}",
                 "samples": [],
             }
     for entry in dropped:
@@ -94,6 +99,14 @@ def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list
             _sample(entry)
         )
     return list(found.values())
+
+
+def _cut_words(step: dict[str, Any], size: float) -> str:
+    """What an edit took out of documents that stay."""
+    figures = step.get("figures")
+    documents = figures.get("cut_documents") if isinstance(figures, dict) else None
+    where = units.show(float(documents), "documents") if sound(documents) else "documents"
+    return f"{units.show_bytes(size)} out of {where} that stay"
 
 
 def _rules(steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def show_bytes(value: float, digits: int = 3) -> str:
     for size, unit in _BINARY:
         if abs(value) >= size * 0.9995:
             return f"{three(value / size, digits)} {unit}"
-    return f"{three(value, digits)} B"
+    return f"{value:.0f} B" if float(value).is_integer() else f"{three(value, digits)} B"
 
 
 def seconds(value: float, digits: int = 3) -> str:

@@ -127,11 +127,58 @@ class LineMaker:
                     }
                     for reason, (alone, only) in sizes.items()
                 ]
+            if step == "tests":
+                steps[-1]["figures"] = {
+                    "evaluations": {
+                        "gsm8k" + self.hostile: {"examples": 1319, "too_short": 19, "hit": 13, "documents": 7}
+                    },
+                    "documents": {"looked_through": 4001, "hit": 7},
+                }
             documents, num_bytes = after, bytes_after
+        write_jsonl(
+            draft.folder / "contamination.jsonl",
+            [
+                {
+                    "step": "tests",
+                    "evaluation": "gsm8k",
+                    "row": row,
+                    "documents": 13 - row,
+                    "text": f"Natalia sold clips to {48 + row} of her friends" + self.hostile,
+                    "samples": [{"id": "a1", "source": "lib/sale.py", "text": "sold clips to" + self.hostile}],
+                }
+                for row in range(13)
+            ],
+        )
         write_json(
             draft.folder / "stats.json",
             {
                 "steps": steps,
+                "scorers": [
+                    {"name": "lexicon", "column": "toxic_words", "entries": 412.0},
+                    {
+                        "name": "cascade",
+                        "column": "quality",
+                        "cheap_auc": 0.934,
+                        "cheap_accuracy": 0.871,
+                        "cheap_held_out": 240,
+                        "dear_share": 0.187,
+                    },
+                ],
+                "groups": {
+                    "group": {
+                        "python": {
+                            "documents": 4000,
+                            "dropped": {"rules: too few words": 40},
+                            "scores": {"quality": 0.71},
+                        },
+                        "docstrings" + self.hostile: {
+                            "documents": 2100,
+                            "dropped": {"rules: too few words": 1164, "near: near copy": 30},
+                            "scores": {"quality": 0.32},
+                        },
+                    },
+                },
+                "packing": {"256": {"stream": {"rows": 28_985, "waste": 0.00028, "parted": 459}}},
                 "languages": {
                     "en": {"documents": documents, "bytes": num_bytes},
                     "de": {"documents": 91, "bytes": 400_000},
