@@ -15,6 +15,7 @@ from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.language import NO_LANGUAGE, Identifier
 from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Options, poisoned
 from hone.data.readers.listing import File
+from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file
 from hone.data.signals import signals_of
 from hone.data.text.batch import Texts
@@ -23,7 +24,7 @@ pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
 TASK_BYTES = 4 << 20
-"""Input bytes a task gathers: the unit that a kill can cost. A larger file is a task of its own."""
+"""Input bytes a task gathers: the unit that a kill can cost. A larger file is a task of its own, or several (readers/parts.py)."""
 _BATCH_DOCUMENTS = 1 << 16
 _SAMPLES = 3
 
@@ -52,11 +53,16 @@ class Care(NamedTuple):
         return False
 
 
-def tasks(files: Sequence[File]) -> list[list[File]]:
-    """`files` in order, cut into groups of about TASK_BYTES."""
+def tasks(files: Sequence[File], options: Options) -> list[list[File]]:
+    """`files` in order, cut into groups of about TASK_BYTES; each part of a file that is cut is a group."""
     groups: list[list[File]] = []
     size = TASK_BYTES
     for file in files:
+        cut = parts(file, options)
+        if len(cut) > 1:
+            groups += [[part] for part in cut]
+            size = TASK_BYTES
+            continue
         if size >= TASK_BYTES:
             groups.append([])
             size = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +17,78 @@ from hone.base.table import Technique
 from hone.data.corpus import Corpus
 from hone.data.edits.cuts import Cuts, figures
 from hone.data.executors.base import Pool
-from hone.data.expression import evaluate
+from hone.data.executors.task import need_known
+from hone.data.filters.decide import causes
 from hone.data.readers.documents import SAMPLE_CHARS
-from hone.data.results import CUT_OUT, step_row
+from hone.data.results import CUT_OUT, Dropped, added, lowest, ranked, step_row
 from hone.data.settings import Settings
-from hone.data.work import prepare, prepare_tasks
+from hone.data.work import decide, decide_tasks, decided_path, prepare, prepare_tasks
 
 
 class Chain:
     """The steps in the order in which they are called: who is still alive, why the others are not.
 
-    `drops` holds (step, reasons object [n]) per step, `likes` (int [n]) which document stands for each, `pieces` samples
-    of what was cut out, `steps` the rows of stats.json.
+    `dropped` holds samples of what each step dropped, `pieces` of what was cut out, `steps` the rows of stats.json.
     """
 
     def __init__(self, spec: Settings, corpus: Corpus, run: Run, pool: Pool) -> None:
         self.spec, self.corpus, self.run, self.pool = spec, corpus, run, pool
         self.alive = np.ones(len(corpus), bool)
-        self.likes = np.arange(len(corpus))
         self.steps: list[dict[str, Any]] = []
-        self.drops: list[tuple[str, np.ndarray]] = []
+        self.dropped: list[Dropped] = []
+        self._gone_by = np.zeros(len(corpus), np.uint16)  # 0, or 1 + the place in:
+        self._causes: list[tuple[str, int, str]] = []
         self.pieces: list[dict[str, str]] = []
         self.warnings: list[str] = []
 
-    def filter(self) -> None:
-        """Applies every filter to the columns. Raises SpecError when one leaves nothing."""
-        columns = self.corpus.columns
-        fails = np.zeros(len(self.corpus), np.uint16)
-        for technique in self.spec.filters:
-            for _, failed in _failures(technique, columns):
-                fails += failed
-        for technique in self.spec.filters:
-            sizes = columns["bytes"]
-            rules = [
-                {
-                    "reason": rule.reason,
-                    "keep": rule.keep,
-                    "alone": _count(failed, sizes),
-                    "marginal": _count(failed & (fails == 1), sizes),
-                }
-                for rule, failed in _failures(technique, columns)
-            ]
-            _, reasons = technique.decide(columns)
-            self._drop(technique.kind, "filter", reasons, alone=_count(reasons != "", sizes), rules=rules)
+    def filter(self, draft: Draft) -> None:
+        """Applies every filter to the columns, a shard at a time. Raises SpecError when one leaves nothing."""
+        filters, few = self.spec.filters, self.spec.num_samples
+        if not filters:
+            return
+        state = draft.state / "filter"
+        state.mkdir(exist_ok=True)
+        planned = decide_tasks(self.corpus, filters, few, state)
+        totals: list[dict[str, Any]] = []
+        samples: list[dict[str, list[tuple[str, int]]]] = [{} for _ in filters]
+        with self.run.progress("filter", len(planned)) as bar:
+            for part, summary in zip(self.corpus.parts(), self.pool.map(decide, planned)):
+                gone_by = np.load(state / decided_path(part))
+                self._gone_by[part.first : part.first + len(gone_by)] = gone_by
+                for best, row in zip(samples, summary["filters"]):
+                    for reason, found in row.pop("samples").items():
+                        here = [(ident, number + part.first) for ident, number in found]
+                        best[reason] = sorted([*best.get(reason, []), *here])[:few]
+                totals = added(totals, summary["filters"]) if totals else summary["filters"]
+                bar.advance()
+                draft.keep_time()
+        need_known(state, planned)
+        self._causes = [(filters[place].kind, place, reason) for place, reason in causes(filters)]
+        self.alive = self._gone_by == 0
+        for technique, row, best in zip(filters, totals, samples):
+            reasons = ranked(row["reasons"])
+            self.steps.append({"name": technique.kind, "slot": "filter", **row, "reasons": reasons})
+            for reason in sorted(best):
+                self.dropped += [Dropped(technique.kind, reason, index, index) for _, index in best[reason]]
+            if not row["documents_out"]:
+                worst = max(reasons, key=lambda reason: reasons[reason]["documents"])
+                self._none_left(technique.kind, "filter", row["documents_in"], worst, reasons[worst]["documents"])
+            if row["documents_out"] == row["documents_in"]:
+                self._warn(f"filter '{technique.kind}' dropped nothing")
 
     def deduplicate(self, draft: Draft) -> None:
         """Applies every deduplication."""
         for number, technique in enumerate(self.spec.dedups):
             state = self._prepared(technique, draft, f"dedup-{number}")
             stands = technique.representatives(self.corpus, self.alive, state)
-            gone = self.alive & (stands != np.arange(len(stands)))
-            self.likes[gone] = stands[gone]
-            self._drop(technique.kind, "dedup", np.where(gone, technique.reason, "").astype(object))
+            self.corpus.columns.forget("text_hash")
+            before = self.alive
+            self.alive = before & (stands == np.arange(len(stands)))
+            sizes = self.corpus.columns["bytes"]
+            self.steps.append(step_row(technique.kind, "dedup", sizes, before, self.alive, technique.reason))
+            self._settle(technique, "dedup", before, stands)
+            if self.alive.sum() == before.sum():
+                self._warn(f"dedup '{technique.kind}' dropped nothing")
 
     def edit(self, draft: Draft) -> None:
         """Cuts parts out of documents; whoever has nothing left goes."""
@@ -102,15 +122,6 @@ class Chain:
                 draft.keep_time()
         return state
 
-    def _drop(self, name: str, slot: str, reasons: np.ndarray, **more: Any) -> None:
-        before = self.alive
-        self.alive = before & (reasons == "")
-        sizes = self.corpus.columns["bytes"]
-        self.steps.append({**step_row(name, slot, sizes, before, self.alive, reasons), **more})
-        self._settle(name, slot, before, reasons)
-        if self.alive.sum() == before.sum():
-            self._warn(f"{slot} '{name}' dropped nothing")
-
     def _cut(
         self, technique: Any, slot: str, dropped: np.ndarray, cuts: Sequence[Cuts], counts: dict[str, Any]
     ) -> None:
@@ -120,18 +131,19 @@ class Chain:
         sizes = self.corpus.columns["bytes"]
         self.corpus.cut(cuts)
         left = self.corpus.columns["bytes"]
-        reasons = np.where(before & (dropped | (left == 0)), technique.reason, "").astype(object)
-        self.alive = before & (reasons == "")
-        self.steps.append({**step_row(name, slot, sizes, before, self.alive, reasons, left), "figures": counts})
-        self._settle(name, slot, before, reasons)
+        self.alive = before & ~(dropped | (left == 0))
+        row = step_row(name, slot, sizes, before, self.alive, technique.reason, left)
+        self.steps.append({**row, "figures": counts})
+        self._settle(technique, slot, before)
         if self.alive.sum() == before.sum() and not any(len(one.document) for one in cuts):
             self._warn(f"{slot} '{name}' cut nothing" if slot == "edit" else f"{slot} '{name}' found nothing")
 
     def _samples(self, name: str, cuts: Sequence[Cuts]) -> list[dict[str, str]]:
         """The first piece cut out of each of a few documents, those with the lowest ids."""
         touched = np.unique(np.concatenate([np.empty(0, np.int64), *(one.document for one in cuts)]))
-        ids, rows = self.corpus.columns["id"], []
-        few = touched[np.argsort(ids[touched], kind="stable")][: self.spec.num_samples]
+        rows = []
+        few = lowest(self.corpus.columns["id"], touched, self.spec.num_samples)
+        sources = self.corpus.at("source", few.tolist())
         chosen = np.zeros(len(self.corpus), bool)
         chosen[few] = True
         for (_, shard, first, end), one in zip(self.corpus.spans(), cuts):
@@ -140,31 +152,40 @@ class Chain:
                     at = int(np.searchsorted(one.document, index))
                     begin = texts.offsets[place]
                     piece = bytes(texts.data[begin + one.start[at] : begin + one.end[at]]).decode("utf8", "replace")
-                    source = str(self.corpus.columns["source"][index])
+                    source = sources[int(index)]
                     rows.append({"step": name, "reason": CUT_OUT, "source": source, "text": piece[:SAMPLE_CHARS]})
         return rows
 
-    def _settle(self, name: str, slot: str, before: np.ndarray, reasons: np.ndarray) -> None:
-        """Notes who was dropped. Raises SpecError when nobody is left."""
-        self.drops.append((name, np.where(before, reasons, "")))
+    def _settle(self, technique: Any, slot: str, before: np.ndarray, stands: np.ndarray | None = None) -> None:
+        """Notes samples of who was dropped; `stands` (int [n]): for whom. Raises SpecError when nobody is left."""
+        gone = np.flatnonzero(before & ~self.alive)
+        step = self._causes[-1][1] + 1 if self._causes else 0
+        self._causes.append((technique.kind, step, technique.reason))
+        self._gone_by[gone] = len(self._causes)
+        few = lowest(self.corpus.columns["id"], gone, self.spec.num_samples).tolist()
+        self.dropped += [
+            Dropped(technique.kind, technique.reason, index, index if stands is None else int(stands[index]))
+            for index in few
+        ]
         if not self.alive.any():
-            worst = Counter(reasons[before]).most_common(1)[0]
-            raise SpecError(
-                f"{slot} '{name}' dropped all {before.sum()} documents that reached it, {worst[1]} of them for '{worst[0]}'",
-                fix=f"loosen or remove {slot} '{name}', or give it other text",
-            )
+            self._none_left(technique.kind, slot, int(before.sum()), technique.reason, len(gone))
+
+    @property
+    def drops(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(step, reasons object [n], '' where the step did not drop the document) of each step, one at a time."""
+        for _, numbered in itertools.groupby(enumerate(self._causes), lambda row: row[1][1]):
+            rows = list(numbered)
+            reasons = np.full(len(self._causes) + 1, "", object)
+            for number, (_, _, reason) in rows:
+                reasons[number + 1] = reason
+            yield rows[0][1][0], reasons[self._gone_by]
+
+    def _none_left(self, name: str, slot: str, num_before: int, reason: str, num_gone: int) -> None:
+        raise SpecError(
+            f"{slot} '{name}' dropped all {num_before} documents that reached it, {num_gone} of them for '{reason}'",
+            fix=f"loosen or remove {slot} '{name}', or give it other text",
+        )
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
         self.run.say(f"note: {text}")
-
-
-def _failures(technique: Any, columns: Any) -> Any:
-    """(rule, bool [n] of the documents that do not meet it) of a filter, each rule as if it stood alone."""
-    applies = evaluate(technique.when, columns)
-    for rule in technique.rules():
-        yield rule, applies & ~evaluate(rule.keep, columns)
-
-
-def _count(chosen: np.ndarray, sizes: np.ndarray) -> dict[str, int]:
-    return {"documents": int(chosen.sum()), "bytes": int(sizes[chosen].sum())}

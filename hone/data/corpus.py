@@ -61,24 +61,35 @@ def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
 class Columns(Mapping[str, np.ndarray]):
     """Columns of all shards by name, each [num_documents], read when it is first asked for and then kept.
 
-    Short texts (id, group, kind, language) are numpy strings; the others are object arrays that hold each text once.
+    Short texts (group, kind, language) are numpy strings, ids numpy bytes (strings unless `compact`); the others are
+    object arrays that hold each text once.
     """
 
-    def __init__(self, shards: Sequence[Path], names: Sequence[str]) -> None:
-        self._shards, self._names = list(shards), list(names)
+    def __init__(self, shards: Sequence[Path], names: Sequence[str], *, compact: bool = True) -> None:
+        self._shards, self._names, self._compact = list(shards), list(names), compact
         self._read: dict[str, np.ndarray] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._read:
             if name not in self._names:
                 raise KeyError(name)
-            parts = [parquet.read_table(shard, columns=[name]).column(0) for shard in self._shards]
-            column = pa.chunked_array(
-                [chunk for part in parts for chunk in part.chunks],
-                schema().field(name).type if not parts else parts[0].type,
-            )
-            self._read[name] = _as_numpy(column, name)
+            parts = (parquet.read_table(shard, columns=[name]).column(0) for shard in self._shards)
+            if name == "id" and self._compact:  # one shard after the other: what reading takes is gone before the next
+                self._read[name] = np.concatenate([np.empty(0, "S1"), *map(_ascii, parts)])
+            elif name in schema().names and not pa.types.is_string(kind := schema().field(name).type):
+                empty = np.empty(0, kind.to_pandas_dtype())
+                self._read[name] = np.concatenate([empty, *(part.to_numpy() for part in parts)])
+            else:
+                chunked = list(parts)
+                chunks = [chunk for part in chunked for chunk in part.chunks]
+                kind = chunked[0].type if chunked else schema().field(name).type
+                self._read[name] = _as_numpy(pa.chunked_array(chunks, kind), name)
         return self._read[name]
+
+    def forget(self, *names: str) -> None:
+        """Lets go of the memory of columns as the shards hold them; they are read again when they are asked for again."""
+        for name in names:
+            self._read.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -91,6 +102,17 @@ class Columns(Mapping[str, np.ndarray]):
         self._read[name] = values
         if name not in self._names:
             self._names.append(name)
+
+
+def _ascii(column: Any) -> np.ndarray:
+    """An Arrow column of ASCII strings, mostly of one length, as numpy bytes."""
+    strings = pa.concat_arrays(column.cast(pa.large_string()).chunks or [pa.array([], pa.large_string())])
+    texts = Texts.from_arrow(strings)
+    sizes = np.diff(texts.offsets)
+    if len(sizes) and sizes[0] and (sizes == sizes[0]).all():
+        first = int(texts.offsets[0])
+        return texts.data[first : first + texts.num_bytes].copy().view(f"S{sizes[0]}")
+    return np.array([text.encode() for text in texts.strings()], bytes) if len(sizes) else np.empty(0, "S1")
 
 
 def _as_numpy(column: Any, name: str) -> np.ndarray:
@@ -160,6 +182,21 @@ class Corpus:
     def num_bytes(self) -> int:
         """UTF-8 bytes of all texts."""
         return int(self.columns["bytes"].sum())
+
+    def held(self, shard: Path) -> Columns:
+        """The columns of one shard alone, as it holds them (ids as strings)."""
+        return Columns([shard], list(self.columns), compact=False)
+
+    def at(self, name: str, indices: Sequence[int]) -> dict[int, Any]:
+        """{index: value of column `name`} for a few documents; the column of all is not read."""
+        found = {}
+        wanted = np.unique(np.asarray(indices, np.int64))
+        for _, shard, first, end in self.spans():
+            here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, end)]
+            if len(here):
+                column = parquet.read_table(shard, columns=[name]).column(0).take(pa.array(here - first))
+                found.update(zip(here.tolist(), column.to_pylist()))
+        return found
 
     def spans(self) -> Iterator[tuple[int, Path, int, int]]:
         """(number, path, first, end) of each shard: documents `first`..`end` of the corpus lie in it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import shutil
 import time
 from collections import Counter
@@ -28,11 +29,11 @@ from hone.data.forecast import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
 from hone.data.readers.listing import Listing, list_source
-from hone.data.results import count_by, write_documents, write_samples, write_stats
+from hone.data.results import by_group, count_by, scorer_rows, write_samples, write_stats
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
-from hone.data.work import Models, careful, encode, encode_tasks, read, read_task
+from hone.data.work import Models, careful, encode, encode_tasks, read, read_task, write, write_tasks
 from hone.measure.window import Window
 
 
@@ -46,39 +47,44 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         clock = Clock(draft)
         identifier = Identifier(spec.languages)
         models, scorers = _train(spec, draft.folder / "scorers", run)
-        clock.done("train")
-        estimates = _forecast(spec, listing, identifier, models, draft, window.start_memory_bytes, pool.workers)
+        train_s = clock.done("train")
+        estimates = _forecast(
+            spec, listing, identifier, models, draft, window.start_memory_bytes, pool.workers, train_s
+        )
         draft.predict(estimates)
         _need_space(draft, listing, estimates)
         clock.done("forecast")
         corpus, reading = _read(spec, listing, models, draft, run, pool)
         clock.done("read")
         chain = Chain(spec, corpus, run, pool)
-        chain.filter()
+        chain.filter(draft)
         clock.done("filter")
         for step in (chain.deduplicate, chain.edit, chain.decontaminate):
             step(draft)
             clock.done(step.__name__)
         splits = split(corpus, chain.alive, spec.validation_fraction)
         encoder = _tokenizer(spec, corpus, splits["train"], draft)
+        corpus.columns.forget("family")
         if encoder.why_slow:
             run.say(f"tokenizing the slow way (about a fifth of tiktoken's speed): {encoder.why_slow}")
         clock.done("tokenizer")
         rows = _tokenize(spec, corpus, splits, encoder, draft, run, pool)
         clock.done("tokenize")
-        write_documents(corpus, splits, draft.state, draft.folder / "documents")
+        _write(corpus, splits, draft, run, pool)
         others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
-        write_samples(corpus, chain.drops, chain.alive, chain.likes, others, spec.num_samples, draft.folder)
+        write_samples(corpus, chain.dropped, chain.alive, others, spec.num_samples, draft.folder)
         sizes = corpus.columns["bytes"]
+        scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
         write_stats(
             draft.folder / "stats.json",
             {
                 "steps": [reading, *chain.steps],
-                "languages": count_by(corpus.columns["language"], sizes, chain.alive),
-                "sources": count_by(corpus.columns["group"], sizes, chain.alive),
+                "languages": count_by(corpus, "language", sizes, chain.alive),
+                "sources": count_by(corpus, "group", sizes, chain.alive),
                 "packing": packing(draft.folder, spec.packing.lengths),
                 "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
-                "scorers": scorers,
+                "scorers": scorer_rows(scorers, corpus.columns),
+                "groups": {name: by_group(corpus.columns[name], chain.drops, scores) for name in ("language", "group")},
                 "warnings": chain.warnings,
             },
         )
@@ -101,14 +107,15 @@ class Clock:
         self._draft, self._path = draft, draft.log / "seconds.json"
         self._begun = time.monotonic()
 
-    def done(self, step: str) -> None:
-        """Notes the seconds since the step before; a durable step of the stage."""
+    def done(self, step: str) -> float:
+        """Notes the seconds since the step before, and returns those of all runs; a durable step of the stage."""
         now = time.monotonic()
         seconds = json.loads(self._path.read_text(encoding="utf8")) if self._path.exists() else {}
         seconds[step] = seconds.get(step, 0.0) + now - self._begun
         write_atomic(self._path, json.dumps(seconds, indent=1).encode())
         self._begun = now
         self._draft.keep_time()
+        return seconds[step]
 
 
 def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.ndarray]:
@@ -118,10 +125,10 @@ def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.nd
     """
     families = corpus.columns["family"]
     there = np.unique(families[alive])
-    below = there[there < np.uint64(int(fraction * 2**64))]
+    num_below = int(np.searchsorted(there, np.uint64(int(fraction * 2**64))))
     if fraction > 0 and len(there) > 1:
-        below = there[: min(max(len(below), 1), len(there) - 1)]
-    val = alive & np.isin(families, below)
+        num_below = min(max(num_below, 1), len(there) - 1)
+    val = alive & (families <= there[num_below - 1]) if num_below else np.zeros(len(alive), bool)
     return {"train": alive & ~val, "val": val}
 
 
@@ -176,12 +183,26 @@ def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) 
 
 
 def _forecast(
-    spec: Settings, listing: Listing, identifier: Identifier, models: Models, draft: Draft, memory: int, workers: int
+    spec: Settings,
+    listing: Listing,
+    identifier: Identifier,
+    models: Models,
+    draft: Draft,
+    memory: int,
+    workers: int,
+    train_s: float,
 ) -> dict[str, Estimate]:
-    """The forecast, made once: a resumed run is held to what the first one said."""
+    """The forecast, made once: a resumed run is held to what the first one said. `train_s` the scorers' training took."""
     note = draft.state / "forecast.json"
     if not note.exists():
         estimates = forecast(spec, listing, identifier, models, draft.state / "sample", memory, workers)
+        if spec.scorers and "time_s" in estimates:
+            time_s = estimates["time_s"]
+            said = {
+                "value": train_s + time_s.value,
+                "formula": f"{train_s:.1f} s to train the scorers + {time_s.formula}",
+            }
+            estimates["time_s"] = time_s.model_copy(update=said)
         write_atomic(note, json.dumps({name: row.model_dump() for name, row in estimates.items()}).encode())
     return {name: Estimate.model_validate(row) for name, row in json.loads(note.read_text()).items()}
 
@@ -215,7 +236,7 @@ def _read(
     def task(number: int, max_bytes: int | None) -> Task:
         return read_task(state, number, groups[number], options, spec.languages, spec.scorers, models, max_bytes)
 
-    groups = tasks(listing.files)
+    groups = tasks(listing.files, options)
     planned = [task(number, spec.max_bytes) for number in range(len(groups))]
     with run.progress("read", listing.num_bytes, "B") as bar, closing(pool.map(read, planned, careful)) as results:
         for number, summary in enumerate(results):
@@ -333,6 +354,22 @@ def _tokenize(
             draft.keep_time()
     need_known(state, planned)
     return pack(corpus, splits, encoder, state, draft.folder / "tokens", spec.packing, durable=draft.keep_time)
+
+
+def _write(corpus: Corpus, splits: dict[str, np.ndarray], draft: Draft, run: Run, pool: Pool) -> None:
+    """The kept documents of every shard that kept any, as `documents/`."""
+    state, folder = draft.state / "documents", draft.folder / "documents"
+    state.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    planned = write_tasks(corpus, splits, state)
+    left = [task for task in planned if not (folder / f"{task.name}.parquet").exists()]  # moved before a kill
+    with run.progress("write", len(planned)) as bar:
+        bar.advance(len(planned) - len(left))
+        for task, _ in zip(left, pool.map(write, left)):
+            os.replace(state / f"{task.name}.parquet", folder / f"{task.name}.parquet")
+            bar.advance()
+            draft.keep_time()
+    need_known(state, planned)
 
 
 def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]], input_bytes: int) -> None:

@@ -18,6 +18,7 @@ from hone.data.annotate import annotate
 from hone.data.corpus import BATCH_BYTES, Corpus
 from hone.data.language import Identifier
 from hone.data.readers.listing import File, Listing
+from hone.data.readers.rows import first_rows
 from hone.data.readers.streams import head
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
@@ -31,7 +32,7 @@ _LEAST_HEAD_BYTES = 8192
 _TRAIN_POWER = 0.85
 # Fitted to runs of 3 to 40 MB: what stays resident beyond the sample's own peak.
 _LATER_BYTES = 60 << 20
-_BYTES_A_DOCUMENT = 1500
+_BYTES_A_DOCUMENT = 130
 _COPIES_OF_A_GROUP = 9
 _FIRST = "première"
 """Encoded before time is taken: what text beyond ASCII needs is made once."""
@@ -205,16 +206,19 @@ def _choose(listing: Listing, folder: Path) -> tuple[list[File], int]:
     for file in spread:
         size = file.size
         part = max(int(size * share), _LEAST_HEAD_BYTES)
-        if size > part and file.format in ("text", "jsonl", "warc"):
+        if size > part and file.format in ("text", "jsonl", "warc", "parquet"):
+            prefix = folder / f"prefix-{len(chosen)}"
             try:
-                content, size = head(file, part), part
+                if file.format == "parquet":
+                    size = first_rows(file, part, prefix)
+                else:
+                    content, size = head(file, part), part
+                    prefix.write_bytes(content[: content.rfind(b"\n") + 1] or content)
             except HoneError:
                 raise
             except Exception:  # it is broken; reading it will say so
                 continue
-            prefix = folder / f"prefix-{len(chosen)}"
-            prefix.write_bytes(content[: content.rfind(b"\n") + 1] or content)
-            file = File(prefix, file.name, len(content), file.format)
+            file = File(prefix, file.name, prefix.stat().st_size, file.format)
         chosen.append(file)
         total += size
         if total >= SAMPLE_BYTES:

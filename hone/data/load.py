@@ -15,7 +15,7 @@ import numpy as np
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.order.documents import columns_of
-from hone.data.tokens.rows import RowIndex, best_fit_rows
+from hone.data.tokens.rows import RowIndex, best_fit_count, best_fit_rows
 
 IGNORE = -100
 """Target that no loss may count: the next document's first token, and padding."""
@@ -145,9 +145,12 @@ class PackedTokens(Feed):
         """What rows of `seq_len` waste, made as `kind` says; none: as this split's are."""
         predictions = np.maximum(np.diff(self.starts) - 1, 0)
         if (kind or self.kind) == "best_fit":
-            index = self.row_index(seq_len)
+            rows = (
+                self.row_index(seq_len).num_rows if seq_len in self._indices else best_fit_count(self.starts, seq_len)
+            )
+            positions = rows * seq_len
             parted = int((predictions > seq_len).sum())
-            return Packing(index.num_rows, index.num_rows * seq_len, index.padding, 0, parted)
+            return Packing(rows, positions, positions - int(predictions.sum()), 0, parted)
         rows = max(-(-(self.num_tokens - 1) // seq_len), 0)
         if not rows:
             return Packing(0, 0, 0, 0)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hone.base.durable import write_atomic, write_jsonl
 from hone.base.lazy import lazy
-from hone.data.corpus import Corpus, publish
-from hone.data.edits.cuts import apply_cuts
+from hone.data.corpus import Corpus, Part
+from hone.data.edits.cuts import Cuts, apply_cuts
 from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.text.batch import Texts
 
@@ -24,20 +24,31 @@ CUT_OUT = "cut_out"
 _MOST_ROWS = 40
 
 
+class Dropped(NamedTuple):
+    """A sample of what step `step` dropped: document `index`; `like` is the document that stands for it, itself if none does."""
+
+    step: str
+    reason: str
+    index: int
+    like: int
+
+
 def step_row(
     name: str,
     slot: str,
     sizes: np.ndarray,
     before: np.ndarray,
     after: np.ndarray,
-    reasons: np.ndarray,
+    reason: str,
     left: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """One step of stats.json. `sizes` bytes, `before` and `after` bool, `reasons` object, all [num_documents].
+    """One step of stats.json that drops for one reason. `sizes` bytes, `before` and `after` bool, all [num_documents].
 
     `left` are the bytes after a step that cuts; what it takes from documents that stay is counted as CUT_OUT.
     """
     left = sizes if left is None else left
+    gone = before & ~after
+    num_gone = int(gone.sum())
     row = {
         "name": name,
         "slot": slot,
@@ -45,7 +56,7 @@ def step_row(
         "bytes_in": int(sizes[before].sum()),
         "documents_out": int(after.sum()),
         "bytes_out": int(left[after].sum()),
-        "reasons": count_by(reasons, sizes, before & ~after),
+        "reasons": {reason: {"documents": num_gone, "bytes": int(sizes[gone].sum())}} if num_gone else {},
     }
     cut = int((sizes - left)[after].sum())
     if cut:
@@ -53,94 +64,146 @@ def step_row(
     return row
 
 
-def count_by(labels: np.ndarray, sizes: np.ndarray, chosen: np.ndarray) -> dict[str, dict[str, int]]:
-    """{label: {documents, bytes}} of the chosen documents, most bytes first; beyond 40 labels the rest is '(other)'."""
-    names, inverse = np.unique(labels[chosen].astype(str), return_inverse=True)
-    documents = np.bincount(inverse, minlength=len(names))
-    num_bytes = np.bincount(inverse, weights=sizes[chosen], minlength=len(names)).astype(np.int64)
-    order = sorted(range(len(names)), key=lambda index: (-num_bytes[index], names[index]))
-    rows = {
-        str(names[index]): {"documents": int(documents[index]), "bytes": int(num_bytes[index])}
-        for index in order[:_MOST_ROWS]
-    }
-    rest = order[_MOST_ROWS:]
-    if rest:
-        rows["(other)"] = {"documents": int(documents[rest].sum()), "bytes": int(num_bytes[rest].sum())}
-    return rows
+def counted(labels: np.ndarray, sizes: np.ndarray) -> dict[str, dict[str, int]]:
+    """{label: {documents, bytes}}."""
+    names, inverse = np.unique(labels.astype(str), return_inverse=True)
+    documents = np.bincount(inverse, minlength=len(names)).tolist()
+    num_bytes = np.bincount(inverse, weights=sizes, minlength=len(names)).astype(np.int64).tolist()
+    return {str(name): {"documents": count, "bytes": size} for name, count, size in zip(names, documents, num_bytes)}
 
 
-def write_documents(corpus: Corpus, splits: Mapping[str, np.ndarray], state: Path, folder: Path) -> None:
-    """Writes the kept documents with all their columns and their split, one Parquet file a shard that kept any."""
-    folder.mkdir(exist_ok=True)
-    for number, shard, first, end in corpus.spans():
-        out = folder / f"{number:05d}.parquet"
-        kept = np.zeros(end - first, bool)
-        names = np.full(end - first, "", object)
-        for split, chosen in splits.items():
-            kept |= chosen[first:end]
-            names[chosen[first:end]] = split
-        if out.exists() or not kept.any():
-            continue
-        temporary = state / "documents.tmp"
-        with parquet.ParquetFile(shard) as source:
-            schema = source.schema_arrow.insert(2, pa.field("split", pa.string()))
-            with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
-                done = 0
-                for batch in source.iter_batches(batch_size=512):
-                    here = slice(done, done + len(batch))
-                    done += len(batch)
-                    table = _without_cuts(pa.Table.from_batches([batch]), corpus, number, first + here.start)
-                    table = table.add_column(2, "split", pa.array(names[here], pa.string()))
-                    writer.write_table(table.filter(pa.array(kept[here])))
-        publish(temporary, out)
+def added(one: Any, other: Any) -> Any:
+    """Counts of two shards together: numbers are added, what stands inside of lists and mappings too, names stay."""
+    if isinstance(one, dict):
+        both = {key: added(one[key], other[key]) if key in other else one[key] for key in one}
+        return both | {key: value for key, value in other.items() if key not in one}
+    if isinstance(one, list):
+        return [added(*pair) for pair in zip(one, other, strict=True)]
+    return one if isinstance(one, str) else one + other
 
 
-def _without_cuts(table: Any, corpus: Corpus, number: int, first: int) -> Any:
-    """Rows of shard `number` that begin at document `first`, with their texts and 'bytes' as they are after all cuts."""
-    cuts = corpus.cuts[number]
+def ranked(rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Most bytes first; beyond 40 labels the rest is '(other)'."""
+    order = sorted(rows, key=lambda label: (-rows[label]["bytes"], label))
+    shown = {label: rows[label] for label in order[:_MOST_ROWS]}
+    for label in order[_MOST_ROWS:]:
+        shown["(other)"] = added(shown.get("(other)", {"documents": 0, "bytes": 0}), rows[label])
+    return shown
+
+
+def count_by(corpus: Corpus, name: str, sizes: np.ndarray, chosen: np.ndarray) -> dict[str, dict[str, int]]:
+    """{label: {documents, bytes}} of the chosen documents by column `name`, ranked; read a shard at a time."""
+    rows: dict[str, dict[str, int]] = {}
+    for _, shard, first, end in corpus.spans():
+        here = chosen[first:end]
+        rows = added(rows, counted(corpus.held(shard)[name][here], sizes[first:end][here]))
+    return ranked(rows)
+
+
+def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
+    """Those `count` of `indices` (int [k]) whose `ids` (bytes [n]) are lowest, in their order: a fixed random choice."""
+    if len(indices) > count > 0:
+        heads = ids[indices].astype("S8").view(">u8").astype(np.uint64)
+        indices = indices[heads <= np.partition(heads, count - 1)[count - 1]]
+    return indices[np.argsort(ids[indices], kind="stable")][:count]
+
+
+def by_group(
+    labels: np.ndarray, drops: Sequence[tuple[str, np.ndarray]], scores: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, Any]]:
+    """What became of each group: {label: {documents, dropped: {'step: reason': documents}, scores: {column: mean}}}.
+
+    `labels`, the reasons in `drops` ('' where a step did not drop it) and `scores` are all [num_documents]. Most documents
+    first; beyond 40 labels the rest is '(other)'. A score that is no number anywhere in a group has no mean.
+    """
+    names, codes = np.unique(labels.astype(str), return_inverse=True)
+    order = np.argsort(-np.bincount(codes, minlength=len(names)), kind="stable")
+    codes = np.minimum(np.argsort(order, kind="stable")[codes], _MOST_ROWS)
+    shown = [str(names[place]) for place in order[:_MOST_ROWS]] + ["(other)"] * (len(names) > _MOST_ROWS)
+    counts = np.bincount(codes, minlength=len(shown))
+    dropped: list[dict[str, int]] = [{} for _ in shown]
+    for step, reasons in drops:
+        gone = np.flatnonzero(reasons != "")
+        for reason in sorted(set(reasons[gone])):
+            lost = np.bincount(codes[gone[reasons[gone] == reason]], minlength=len(shown))
+            for place in np.flatnonzero(lost):
+                key = f"{step}: {reason}"
+                dropped[place][key] = dropped[place].get(key, 0) + int(lost[place])
+    means: list[dict[str, float]] = [{} for _ in shown]
+    for column, values in scores.items():
+        known = np.isfinite(values)
+        numbers = np.bincount(codes[known], minlength=len(shown))
+        sums = np.bincount(codes[known], weights=values[known], minlength=len(shown))
+        for place in np.flatnonzero(numbers):
+            means[place][column] = float(sums[place] / numbers[place])
+    rows = zip(shown, counts.tolist(), dropped, means)
+    return {name: {"documents": count, "dropped": lost, "scores": mean} for name, count, lost, mean in rows}
+
+
+def scorer_rows(scorers: Sequence[dict[str, Any]], columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """What is known of each scorer, with the share of documents that a cascade gave to its dear one."""
+    dear = [columns.get(f"{row['column']}_dear") for row in scorers]
+    return [
+        {**row, "dear_share": float(read.mean())} if read is not None and len(read) else dict(row)
+        for row, read in zip(scorers, dear)
+    ]
+
+
+def write_kept(part: Part, splits: Mapping[str, np.ndarray], out: Path) -> int:
+    """Writes the kept documents of one shard with all their columns and their split to the Parquet file `out`; how many.
+
+    `splits` maps a split to those of the shard's documents that are in it (bool).
+    """
+    kept = np.logical_or.reduce(list(splits.values()))
+    names = np.full(len(kept), "", object)
+    for split, chosen in splits.items():
+        names[chosen] = split
+    with parquet.ParquetFile(part.shard) as source:
+        schema = source.schema_arrow.insert(2, pa.field("split", pa.string()))
+        with parquet.ParquetWriter(out, schema, compression="zstd") as writer:
+            done = 0
+            for batch in source.iter_batches(batch_size=512):
+                here = slice(done, done + len(batch))
+                table = _without_cuts(pa.Table.from_batches([batch]), part.cuts, part.first + done)
+                table = table.add_column(2, "split", pa.array(names[here], pa.string()))
+                writer.write_table(table.filter(pa.array(kept[here])))
+                done += len(batch)
+    return int(kept.sum())
+
+
+def _without_cuts(table: Any, cuts: Cuts, first: int) -> Any:
+    """Rows that begin at document `first`, with their texts and 'bytes' as they are after `cuts`."""
     if not len(cuts.document) or not len(table):
         return table
     documents = np.arange(first, first + len(table))
     texts = apply_cuts(Texts.from_arrow(table.column("text").combine_chunks()), documents, cuts)
-    for name, values in (("text", texts.to_arrow()), ("bytes", pa.array(corpus.columns["bytes"][documents]))):
+    for name, values in (("text", texts.to_arrow()), ("bytes", pa.array(np.diff(texts.offsets)))):
         table = table.set_column(table.schema.get_field_index(name), name, values)
     return table
 
 
 def write_samples(
     corpus: Corpus,
-    drops: list[tuple[str, np.ndarray]],
+    dropped: Sequence[Dropped],
     kept: np.ndarray,
-    likes: np.ndarray,
     others: list[dict[str, str]],
     num_samples: int,
     folder: Path,
 ) -> None:
-    """Writes dropped.jsonl (a few documents per step and reason) and sample.jsonl (a few kept ones).
-
-    `drops` holds (step, reasons object [num_documents], '' where the step did not drop it); `likes` (int) names
-    the document that stands for a dropped duplicate; `others` are rows that come first. Which few: those with the lowest
-    ids, a fixed random choice.
-    """
-    ids = corpus.columns["id"]
-    order = np.argsort(ids, kind="stable")
-    picked: list[tuple[str, str, int]] = []
-    for step, reasons in drops:
-        for reason in sorted(set(reasons[reasons != ""])):
-            picked += [(step, reason, int(index)) for index in order[reasons[order] == reason][:num_samples]]
-    shown = [int(index) for index in order[kept[order]][: 4 * num_samples]]
+    """Writes dropped.jsonl (`others`, then `dropped`) and sample.jsonl (the kept ones with the lowest ids)."""
+    shown = lowest(corpus.columns["id"], np.flatnonzero(kept), 4 * num_samples).tolist()
     # Of what was dropped its text as it was read: an edit may have cut all of it.
-    texts = _texts(Corpus(corpus.shards), [index for _, _, index in picked])
+    texts = _texts(Corpus(corpus.shards), [one.index for one in dropped])
     kept_texts = _texts(corpus, shown)
-    source = corpus.columns["source"]
+    source = corpus.at("source", [*shown, *(index for one in dropped for index in (one.index, one.like))])
     rows = list(others)
-    for step, reason, index in picked:
-        row = {"step": step, "reason": reason, "source": str(source[index]), "text": texts[index]}
-        if likes[index] != index:
-            row["duplicate_of"] = str(source[likes[index]])
+    for one in dropped:
+        row = {"step": one.step, "reason": one.reason, "source": source[one.index], "text": texts[one.index]}
+        if one.like != one.index:
+            row["duplicate_of"] = source[one.like]
         rows.append(row)
     write_jsonl(folder / "dropped.jsonl", rows)
-    write_jsonl(folder / "sample.jsonl", [{"source": str(source[index]), "text": kept_texts[index]} for index in shown])
+    write_jsonl(folder / "sample.jsonl", [{"source": source[index], "text": kept_texts[index]} for index in shown])
 
 
 def _texts(corpus: Corpus, indices: list[int]) -> dict[int, str]:

@@ -15,9 +15,12 @@ from hone.base.table import Technique
 from hone.data.annotate import Care, Opened, annotate
 from hone.data.corpus import Corpus, Part
 from hone.data.executors.task import Task
+from hone.data.filters import decide as deciding
+from hone.data.filters.base import Filter
 from hone.data.language import Identifier
 from hone.data.readers.documents import Options
 from hone.data.readers.listing import File
+from hone.data.results import write_kept
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, Encoder, load
 
@@ -38,6 +41,27 @@ class Models(NamedTuple):
     def of(cls, folder: Path) -> Models:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         return cls(folder, tuple((path.relative_to(folder).as_posix(), sha256(path)) for path in paths))
+
+
+def decide(folder: Path, part: Part, filters: Sequence[Filter], num_samples: int) -> dict[str, Any]:
+    """What dropped each document of a shard, as a file; `filters` of the summary are the rows of filters/decide.py."""
+    gone_by, rows = deciding.decide(filters, Corpus.of(part).held(part.shard), num_samples)
+    np.save(folder / decided_path(part), gone_by)
+    return {"rows": len(gone_by), "filters": rows}
+
+
+def decided_path(part: Part) -> str:
+    """Where `decide` writes."""
+    return f"filter-{part.number:05d}.npy"
+
+
+def decide_tasks(corpus: Corpus, filters: Sequence[Filter], num_samples: int, state: Path) -> list[Task]:
+    """The tasks of filtering each shard."""
+    said = [technique.model_dump(mode="json") for technique in filters]
+    return [
+        Task(f"filter-{part.number:05d}", state, (part, tuple(filters), num_samples), [said, num_samples, seen(part)])
+        for part in corpus.parts()
+    ]
 
 
 class Preparing(Protocol):
@@ -100,7 +124,7 @@ def read_task(
     """The task that reads `files` into shard `number` of `state`."""
     name = f"documents-{number:05d}"
     identity = {
-        "files": [[file.name, file.size] for file in files],
+        "files": [[file.name, file.size, file.part] for file in files],
         "options": repr(options),
         "languages": languages,
         "scorers": [repr(scorer) for scorer in scorers],
@@ -174,6 +198,22 @@ def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path,
         chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
         identity = [which, seen(part), [[split, digest(here)] for split, here in chosen.items()]]
         made.append(Task(f"tokens-{part.number:05d}", state, (part, chosen, tokenizer, which), identity))
+    return made
+
+
+def write(folder: Path, part: Part, chosen: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The kept documents of one shard as a table of their own; `chosen` as for `encode`."""
+    return {"rows": write_kept(part, chosen, folder / f"{part.number:05d}.parquet")}
+
+
+def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], state: Path) -> list[Task]:
+    """The tasks of writing the kept documents of each shard that kept any."""
+    made = []
+    for part, size in zip(corpus.parts(), corpus.sizes):
+        chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
+        if any(here.any() for here in chosen.values()):
+            identity = [seen(part), [[split, digest(here)] for split, here in chosen.items()]]
+            made.append(Task(f"{part.number:05d}", state, (part, chosen), identity))
     return made
 
 

@@ -72,7 +72,7 @@ def test_the_limit_stops_before_the_document_that_would_pass_it(tmp_path):
 
 def test_tasks_keep_order_and_size():
     files = [File(Path("x"), f"{number}", 3 << 20, "text") for number in range(7)]
-    groups = tasks(files)
+    groups = tasks(files, Options())
     assert [file for group in groups for file in group] == files and [len(group) for group in groups] == [2, 2, 2, 1]
 
 

@@ -181,7 +181,7 @@ class NGrams(Decontamination):
         for row in rows[: self.num_samples]:
             row["samples"] = [
                 {
-                    "id": str(corpus.columns["id"][document]),
+                    "id": np.asarray(corpus.columns["id"][document]).astype(str).item(),
                     "source": str(corpus.columns["source"][document]),
                     "text": texts[document].encode()[hits["start"][hit] : hits["end"][hit]].decode(),
                 }

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from hone.data.executors.task import perform
 
@@ -30,7 +32,11 @@ def work(given: int, answers: int) -> None:
             summary = perform(function, task)
         except BaseException as raised:
             error = portable(raised)
-        replies.send_bytes(pickle.dumps((summary, error, peak_memory_bytes())))
+        try:
+            answer = pickle.dumps((summary, error, peak_memory_bytes()))
+        except Exception as raised:  # a task that says what cannot be sent would look like one that kills its worker
+            answer = pickle.dumps((None, portable(raised), peak_memory_bytes()))
+        replies.send_bytes(answer)
 
 
 def portable(error: BaseException) -> BaseException:
@@ -46,6 +52,9 @@ def portable(error: BaseException) -> BaseException:
 
 def peak_memory_bytes() -> int:
     """The most memory that this process held."""
+    with suppress(OSError, IndexError, ValueError):  # Linux: getrusage would count what its parent held when it began
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
 

@@ -22,7 +22,7 @@ MOJIBAKE_LEAST = 3
 
 
 class Document(NamedTuple):
-    """One text. `id` is a hash of the file's name and the document's number in it; `kind` is 'prose' or 'code'.
+    """One text. `id` is a hash of the file's name and the document's number in it (of a row: its place); `kind` is 'prose' or 'code'.
 
     Documents of one `family` (uint64) must stay in one split: a module's docstrings are in its source too. `url` is where
     the text was found, if that is known; `metadata` is JSON of the other fields that were asked for, or ''.

@@ -57,7 +57,8 @@ _LIBRARY_TEXTS = (".txt", ".rst", ".md")
 class File:
     """One input file. `name` is its path inside the source ('/' between parts), the only one that leaves this room.
 
-    `url` is where a remote file is found, `licence` what the nearest licence file above a source file says.
+    `url` is where a remote file is found, `licence` what the nearest licence file above a source file says. `part` is the
+    range of it that is meant (bytes of jsonl, row groups of Parquet), of which `size` is the bytes; None: all of it.
     """
 
     path: Path
@@ -67,6 +68,7 @@ class File:
     compression: str = ""
     url: str = ""
     licence: str = ""
+    part: tuple[int, int] | None = None
 
 
 @dataclass

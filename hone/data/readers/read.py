@@ -100,7 +100,7 @@ def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
             yield Fault(_reason(error), str(error), file.size).broken(file.name)
             return
         if item is None:
-            if not found:
+            if not found and file.part is None:  # a part may lie inside one long line
                 yield Broken("empty", file.name, "", file.size)
             return
         found = True
@@ -114,8 +114,7 @@ def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broke
         if isinstance(item, Fault):
             yield item.broken(file.name)
         elif isinstance(item, Rows):
-            yield from _batch(item, file, number)
-            number += item.texts.num_texts
+            yield from _batch(item, file)
         else:
             reason, text = settle(item.text)
             if reason:
@@ -128,13 +127,13 @@ def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broke
             number += 1
 
 
-def _batch(rows: Rows, file: File, first: int) -> Iterator[Batch | Broken]:
-    """Rows of `file`, numbered from `first`, as documents in columns; then what is none of them."""
+def _batch(rows: Rows, file: File) -> Iterator[Batch | Broken]:
+    """Rows of `file`, numbered by their places, as documents in columns; then what is none of them."""
     from hone.data.readers.sound import settle_batch  # its kernels are compiled on use
 
     texts, kept, faults = settle_batch(rows.texts)
     if len(kept):
-        ids = identify_all(file.name, (kept + first).tolist())
+        ids = identify_all(file.name, rows.places[kept].tolist())
         urls, metadata = (_picked(column, kept) for column in (rows.urls, rows.metadata))
         same = ([value] * len(ids) for value in (file.name, group_of(file, "prose"), "prose"))
         yield Batch(texts, ids, *same, [int(ident, 16) for ident in ids], urls, metadata)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import numpy as np
 
 from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
@@ -22,15 +26,20 @@ MAX_ROW_BYTES = 64 << 20
 BLOCK_BYTES = 16 << 20
 """Text in a batch, about."""
 _MOST_ROWS = 1 << 16
+_ENDLESS = 1 << 62
 _FREE_TABLE_BYTES = 1 << 30
 
 
 class Rows(NamedTuple):
-    """Texts as a file's rows hold them, unchecked. `urls` and `metadata` are None where nothing was asked for or is there."""
+    """Texts as a file's rows hold them, unchecked. `urls` and `metadata` are None where nothing was asked for or is there.
+
+    `places` int64 [n] is where each text stands in the file: the first byte of its line, the number of its row.
+    """
 
     texts: Texts
     urls: list[str] | None
     metadata: list[str] | None
+    places: np.ndarray
 
 
 def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
@@ -38,53 +47,85 @@ def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
     _need_arrow("reading jsonl")
     plain = not options.metadata_fields and "." not in options.text_field + options.url_field
     with open_stream(file) as stream:
-        for block in _blocks(stream):
+        place, last = _start(stream, file.part)
+        for block in _blocks(stream, place, last):
             if isinstance(block, Fault):
                 yield block
                 continue
-            rows = _by_arrow(block, options) if plain else None
+            rows = _by_arrow(*block, options) if plain else None
             if rows is None:
-                yield from _by_line(block, options)
+                yield from _by_line(*block, options)
             else:
                 yield rows
 
 
-def _blocks(stream: IO[bytes]) -> Iterator[bytes | Fault]:
-    """Whole lines, about BLOCK_BYTES at a time; a Fault for a line above MAX_ROW_BYTES, which is passed over."""
+def _start(stream: IO[bytes], part: tuple[int, int] | None) -> tuple[int, int]:
+    """(where the first line begins, to which the stream is brought; where no line of this part begins any more)."""
+    if part is not None and part[0]:
+        begin, last = part
+        place = begin - 1
+        stream.seek(place)
+        while place < last - 1:
+            chunk = stream.read(min(1 << 20, last - 1 - place))
+            end = chunk.find(b"\n")
+            if end >= 0:
+                stream.seek(place + end + 1)
+                return place + end + 1, last
+            if not chunk:
+                break
+            place += len(chunk)
+        return last, last
+    last = _ENDLESS if part is None else part[1]
     mark = marked(stream.peek(4)[:4])  # type: ignore[attr-defined]
     if mark == "utf-8-sig":
         stream.read(3)
-    elif mark:
+        return 3, max(last, 4)  # the mark belongs to the first line
+    if mark:
         raise Unreadable("wrong_encoding", f"JSON in {mark}")
+    return 0, last
+
+
+def _blocks(stream: IO[bytes], place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
+    """(its place, whole lines), about BLOCK_BYTES at a time, of the lines that begin before `last`; the first at `place`.
+
+    A Fault for a line above MAX_ROW_BYTES, which is passed over.
+    """
     waiting: list[bytes] = []
     size = 0
     too_long = False
-    while chunk := stream.read(BLOCK_BYTES if not size else 1 << 20):
-        if too_long:
+    while place < last:
+        # Up to the last byte before `last`; then what is left of the line that is there.
+        left = last - place - size
+        chunk = stream.read(min(BLOCK_BYTES if not size else 1 << 20, left) if left > 0 else 1 << 16)
+        if not chunk:
+            break
+        if left <= 0:
             end = chunk.find(b"\n")
-            if end < 0:
-                size += len(chunk)
-                continue
-            yield Fault("row_too_long", "", size + end)
-            chunk, too_long, size = chunk[end + 1 :], False, 0
-        end = chunk.rfind(b"\n")
+            chunk = chunk[: end + 1] if end >= 0 else chunk
+        end = chunk.find(b"\n") if too_long else chunk.rfind(b"\n")
         if end < 0:
-            waiting.append(chunk)
+            waiting = [] if too_long else [*waiting, chunk]
             size += len(chunk)
             if size > MAX_ROW_BYTES:
                 waiting, too_long = [], True
             continue
-        yield b"".join([*waiting, chunk[: end + 1]])
-        waiting = [chunk[end + 1 :]] if end + 1 < len(chunk) else []
-        size = len(chunk) - end - 1
+        if too_long:
+            yield Fault("row_too_long", "", size + end)
+            place, chunk, too_long, size = place + size + end + 1, chunk[end + 1 :], False, 0
+            end = chunk.rfind(b"\n")
+        if end >= 0:
+            yield place, b"".join([*waiting, chunk[: end + 1]])
+            place += size + end + 1
+            waiting, size, chunk = [], 0, chunk[end + 1 :]
+        waiting, size = [chunk] if chunk else [], len(chunk)
     if too_long:
         yield Fault("row_too_long", "", size)
-    elif waiting:
-        yield b"".join(waiting)
+    elif waiting and place < last:
+        yield place, b"".join(waiting)
 
 
-def _by_arrow(block: bytes, options: Options) -> Rows | None:
-    """The rows by Arrow's parser; None when it stumbles over any of them or finds anything but a text in each line."""
+def _by_arrow(place: int, block: bytes, options: Options) -> Rows | None:
+    """The rows of the lines that begin at `place`, by Arrow's parser; None when it stumbles over any of them or finds anything but a text in each line."""
     from pyarrow import json as arrow_json
 
     names = [options.text_field, *([options.url_field] if options.url_field else [])]
@@ -105,7 +146,9 @@ def _by_arrow(block: bytes, options: Options) -> Rows | None:
     if options.url_field and options.url_field != options.text_field:
         column = table.column(options.url_field)
         urls = None if column.null_count == len(column) else [url or "" for url in _strings(column)]
-    return Rows(Texts.from_arrow(_one(texts)), urls, None)
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+    places = np.concatenate([[0], ends[: num_lines - 1] + 1]) + place
+    return Rows(Texts.from_arrow(_one(texts)), urls, None, places)
 
 
 def _strings(column: Any) -> list[str]:
@@ -122,12 +165,15 @@ def _one(column: Any) -> Any:
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
 
 
-def _by_line(block: bytes, options: Options) -> Iterator[Rows | Fault]:
-    """The rows one by one, with what is wrong with each that is none."""
+def _by_line(place: int, block: bytes, options: Options) -> Iterator[Rows | Fault]:
+    """The rows of the lines that begin at `place` one by one, with what is wrong with each that is none."""
+    places: list[int] = []
+    following = place
     texts: list[str] = []
     urls: list[str] = []
     metadata: list[str] = []
     for line in block.split(b"\n"):
+        place, following = following, following + len(line) + 1
         if not line.strip():
             continue
         shown = line[:SAMPLE_CHARS].decode("utf8", "replace").rstrip()
@@ -152,11 +198,13 @@ def _by_line(block: bytes, options: Options) -> Iterator[Rows | Fault]:
             yield Fault("lone_surrogate", text[:SAMPLE_CHARS], len(line))
             continue
         texts.append(text)
+        places.append(place)
         url = pick(row, options.url_field) if options.url_field else None
         urls.append(url.encode("utf8", "replace").decode() if isinstance(url, str) else "")
         metadata.append(described({name: pick(row, name) for name in options.metadata_fields}))
     if texts:
-        yield Rows(Texts.of(texts), urls if any(urls) else None, metadata if options.metadata_fields else None)
+        described_rows = metadata if options.metadata_fields else None
+        yield Rows(Texts.of(texts), urls if any(urls) else None, described_rows, np.array(places, np.int64))
 
 
 def pick(row: Any, field: str) -> Any:
@@ -177,38 +225,79 @@ def described(fields: dict[str, Any]) -> str:
 
 def read_parquet(file: File, options: Options) -> Iterator[Rows | Fault]:
     """The rows of a Parquet table, without a Python string each; a Fault for each that has no text."""
+    with _opened(file) as table:
+        yield from _table_rows(table, file, options)
+
+
+def row_group_bytes(file: File, options: Options) -> list[int]:
+    """Bytes of each row group of a Parquet table before compression. Raises Unreadable as reading it would."""
+    with _opened(file) as table:
+        return _sizes(table, file, options)
+
+
+def first_rows(file: File, num_bytes: int, out: Path) -> int:
+    """Writes the first rows of a Parquet table to `out`, those that `num_bytes` of the file hold, about; how many bytes that is.
+
+    Raises Unreadable.
+    """
+    from pyarrow import parquet
+
+    with _opened(file) as table:
+        num_rows = table.metadata.num_rows
+        count = min(max(num_bytes * num_rows // max(file.size, 1), 1), num_rows)
+        rows = next(table.iter_batches(batch_size=count, use_threads=False), None)
+        if rows is None:
+            raise Unreadable("empty", "")
+        parquet.write_table(pa.Table.from_batches([rows]), out)
+        return file.size * len(rows) // num_rows
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[Any]:
+    """The table of a Parquet file; what is wrong with it is Unreadable."""
     _need_arrow("reading Parquet")
     from pyarrow import parquet
 
     try:
         with open_raw(file) as raw, parquet.ParquetFile(raw if file.url else file.path) as table:
-            yield from _table_rows(table, file, options)
+            yield table
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, PermissionError) or is_lost(error):
             raise
         raise Unreadable("bad_parquet", str(error)) from None
 
 
+def _sizes(table: Any, file: File, options: Options) -> list[int]:
+    """Bytes of each row group. Raises Unreadable for a table without texts, or one that swells too much."""
+    kind = _type_of(table.schema_arrow, options.text_field)
+    if kind is None or not _is_text(kind):
+        names = ", ".join(table.schema_arrow.names)
+        said = f"columns: {names}" if kind is None else f"column {options.text_field} holds {kind}"
+        raise Unreadable("no_text_field", said)
+    sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.metadata.num_row_groups)]
+    # A part was looked at as a whole when it was cut.
+    if file.part is None and sum(sizes) > max(_FREE_TABLE_BYTES, MAX_EXPANSION * file.size):
+        raise Unreadable("expands_too_much", f"{file.size} bytes say they hold {sum(sizes)}")
+    return sizes
+
+
 def _table_rows(table: Any, file: File, options: Options) -> Iterator[Rows | Fault]:
     schema = table.schema_arrow
+    sizes = _sizes(table, file, options)
     wanted = [name for name in (options.url_field, *options.metadata_fields) if name and _type_of(schema, name)]
-    kind = _type_of(schema, options.text_field)
-    if kind is None or not _is_text(kind):
-        said = f"columns: {', '.join(schema.names)}" if kind is None else f"column {options.text_field} holds {kind}"
-        raise Unreadable("no_text_field", said)
-    groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-    size = sum(group.total_byte_size for group in groups)
-    if size > _FREE_TABLE_BYTES and size > MAX_EXPANSION * file.size:
-        raise Unreadable("expands_too_much", f"{file.size} bytes say they hold {size}")
-    num_rows = max(table.metadata.num_rows, 1)
-    batch_size = int(min(max(BLOCK_BYTES * num_rows // max(size, 1), 16), _MOST_ROWS))
+    first, last = file.part or (0, len(sizes))
+    counts = [table.metadata.row_group(number).num_rows for number in range(last)]
+    place = sum(counts[:first])
+    batch_size = int(min(max(BLOCK_BYTES * sum(counts[first:]) // max(sum(sizes[first:last]), 1), 16), _MOST_ROWS))
     columns = list(dict.fromkeys([options.text_field, *wanted]))
-    for batch in table.iter_batches(batch_size=batch_size, columns=columns, use_threads=False):
+    groups = list(range(first, last))
+    for batch in table.iter_batches(batch_size=batch_size, row_groups=groups, columns=columns, use_threads=False):
         texts = _large(_column(batch, options.text_field))
         there = texts.is_valid()
         for _ in range(texts.null_count):
             yield Fault("no_text_field")
         texts = texts.filter(there) if texts.null_count else texts
+        valid = there.to_numpy(zero_copy_only=False).nonzero()[0]
         urls = None
         if options.url_field in wanted and _is_text(_type_of(schema, options.url_field)):
             column = _large(_column(batch, options.url_field))
@@ -216,10 +305,10 @@ def _table_rows(table: Any, file: File, options: Options) -> Iterator[Rows | Fau
         metadata = None
         if options.metadata_fields:
             held = {name: _column(batch, name).to_pylist() for name in options.metadata_fields if name in wanted}
-            valid = there.to_numpy(zero_copy_only=False).nonzero()[0]
             metadata = [described({name: held[name][row] for name in held}) for row in valid]
         if len(texts):
-            yield Rows(Texts.from_arrow(texts), urls, metadata)
+            yield Rows(Texts.from_arrow(texts), urls, metadata, valid + place)
+        place += len(there)
 
 
 def _type_of(schema: Any, field: str) -> Any:

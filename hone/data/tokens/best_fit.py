@@ -27,6 +27,15 @@ def best_fit(starts: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     return _lay_out(starts.astype(np.int64), predictions, row_of, num_rows, num_pieces, seq_len)
 
 
+def num_rows(starts: np.ndarray, seq_len: int) -> int:
+    """How many rows `best_fit` makes, without laying them out."""
+    predictions = np.maximum(np.diff(starts) - 1, 0)
+    rests = (predictions % seq_len).astype(np.int32)
+    num_full = int((predictions // seq_len).sum())
+    del predictions
+    return num_full + _place(rests[_longest_first(rests, seq_len)], seq_len)[1]
+
+
 @njit(cache=True, nogil=True, boundscheck=False)
 def _longest_first(sizes, capacity):
     """Indices of `sizes` (0 to capacity - 1) from the largest down, equal ones in order, zeros left out."""

@@ -102,6 +102,15 @@ def best_fit_rows(starts: np.ndarray, seq_len: int) -> RowIndex:
     return RowIndex(seq_len, *best_fit(starts, seq_len))
 
 
+def best_fit_count(starts: np.ndarray, seq_len: int) -> int:
+    """How many rows that are, without their index. Raises MissingExtra without numba."""
+    try:
+        from hone.data.tokens.best_fit import num_rows
+    except ImportError:
+        raise MissingExtra.of("best-fit packing", "numba", "data") from None
+    return num_rows(starts, seq_len)
+
+
 def _paths(folder: Path, split: str, seq_len: int) -> tuple[Path, Path]:
     return folder / f"{split}.pieces-{seq_len}.npy", folder / f"{split}.rows-{seq_len}.npy"
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from hone.base.errors import ArtifactError, MachineError, SpecError
-from hone.data import EXECUTORS
+from hone.data import EXECUTORS, annotate
+from hone.data.annotate import Care
 from hone.data.executors import task as task_module
 from hone.data.executors.task import Task, finished, need_known, perform
+from hone.data.readers import parts as parts_module
 from hone.data.readers.documents import Options
 from hone.data.readers.extractor import Extractor
 from hone.data.readers.listing import list_source
@@ -38,6 +40,21 @@ def square(folder: Path, number: int) -> dict:
 def refuse(folder: Path, number: int) -> dict:
     (folder / f"{number}.txt").write_text("half of it")
     raise SpecError(f"number {number} is not wanted", fix="take another")
+
+
+def os_pid(folder: Path, number: int) -> dict:
+    return {"rows": number, "pid": os.getpid()}
+
+
+class Unsendable(dict):
+    """JSON can say it, pickle cannot."""
+
+    def __reduce__(self):
+        raise TypeError("pickle cannot say this")
+
+
+def unsendable(folder: Path, number: int) -> dict:
+    return Unsendable(rows=number)
 
 
 def die(folder: Path, number: int, notes: Path, times: int) -> dict:
@@ -148,6 +165,58 @@ def test_the_file_whose_reader_dies_is_set_aside_alone(tmp_path, executor):
     assert [row["source"] for row in summary["samples"]] == ["b.html"]
     table = parquet.read_table(state / "documents-00000.parquet")
     assert table.column("text").to_pylist() == ["the first is fine", "the last is fine"]
+
+
+def test_a_reader_that_dies_inside_a_part_costs_the_rest_of_that_part(tmp_path, monkeypatch):
+    from pyarrow import parquet
+
+    rows = [json.dumps({"text": f"document {number} is fine"}) + "\n" for number in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    monkeypatch.setattr(parts_module, "PART_BYTES", len("".join(rows[:10])))
+    groups = annotate.tasks(list_source(str(tmp_path / "rows.jsonl")).files, Options())
+    assert len(groups) >= 3 and all(len(group) == 1 for group in groups)
+    state = tmp_path / "state"
+    state.mkdir()
+    texts, broken = [], []
+    for number, group in enumerate(groups):
+        task = read_task(state, number, group, Options(), (), (), Models.of(tmp_path / "models"), None)
+        if (
+            number == 1
+        ):  # as it is tried at last, when two workers have died of the third thing that the reader hands on
+            care = Care(tmp_path / "note", ("read rows.jsonl#2",))
+            task = task._replace(arguments=(*task.arguments[:-1], care))
+        summary = perform(read, task)
+        broken.append(summary["broken"])
+        texts.append(parquet.read_table(state / task.arguments[0]).column("text").to_pylist())
+    assert broken[1] == {"killed_the_reader": {"documents": 1, "bytes": 0}} and not broken[0] and not any(broken[2:])
+    assert len(texts[1]) == 2 and len(texts[0]) == 10
+    kept = [text for part in texts for text in part]
+    assert kept == [row for row in (json.loads(row)["text"] for row in rows) if row in kept] and len(kept) >= 20
+
+
+def test_no_worker_dies_of_an_answer(tmp_path):
+    """A broken row is told of by the worker that found it, and what cannot be sent is an error, not a death."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "one that is fine"}\n{broken\n')
+    state = tmp_path / "state"
+    state.mkdir()
+    files = list_source(str(tmp_path / "rows.jsonl")).files
+    made = read_task(state, 0, files, Options(), (), (), Models.of(tmp_path / "models"), None)
+    with opened({"kind": "processes", "workers": 1}) as pool:
+        (before,) = pool.map(os_pid, tasks(tmp_path / "before", 1))
+        (summary,) = pool.map(read, [made])
+        assert summary["rows"] == 1 and summary["broken"]["bad_json"]["documents"] == 1
+        with pytest.raises((TypeError, AttributeError, RuntimeError), match="pickle"):
+            list(pool.map(unsendable, tasks(tmp_path / "unsendable", 1)))
+        (after,) = pool.map(os_pid, tasks(tmp_path / "after", 1))
+    assert before["pid"] == after["pid"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere only getrusage tells")
+def test_a_workers_memory_is_its_own_and_not_what_its_parent_held(tmp_path):
+    held = np.ones(300 << 20, np.uint8)
+    with opened({"kind": "processes", "workers": 1}) as pool:
+        list(pool.map(square, tasks(tmp_path / "a", 1)))
+        assert 10 << 20 < pool.peak_memory_bytes < held.nbytes
 
 
 def test_a_result_that_is_short_changed_or_unknown_is_an_error(tmp_path):

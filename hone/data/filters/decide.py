@@ -1,0 +1,86 @@
+"""Decide: all filters over the columns of one shard, with what each of their rules would drop alone and drops alone of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hone.data.expression import evaluate
+from hone.data.filters.base import Filter, Rule
+from hone.data.results import counted, lowest
+
+
+def decide(
+    filters: Sequence[Filter], columns: Mapping[str, np.ndarray], num_samples: int
+) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """(what dropped each document, uint16 [n]; a row of counts for each filter, which can be added to those of other shards).
+
+    A document is dropped by the first filter that fails it: k + 1 where that is `causes(filters)`[k], 0 where none does.
+    `samples` of a row: {reason: [[id, number], ...]}, lowest ids first.
+    """
+    cause = {pair: number + 1 for number, pair in enumerate(causes(filters))}
+    gone_by = np.zeros(len(columns["bytes"]), np.uint16)
+    sizes = columns["bytes"]
+    ids = columns["id"].astype(bytes)
+    alive = np.ones(len(sizes), bool)
+    fails = np.zeros(len(sizes), np.uint16)
+    for technique in filters:
+        for _, failed in _failures(technique, columns):
+            fails += failed
+    rows = []
+    for place, technique in enumerate(filters):
+        rules = [
+            {
+                "reason": rule.reason,
+                "keep": rule.keep,
+                "alone": _count(failed, sizes),
+                "marginal": _count(failed & (fails == 1), sizes),
+            }
+            for rule, failed in _failures(technique, columns)
+        ]
+        keep, reasons = technique.decide(columns)
+        before, alive = alive, alive & keep
+        gone = before & ~keep
+        samples = {}
+        for reason in sorted(set(reasons[gone])):
+            here = np.flatnonzero(gone & (reasons == reason))
+            gone_by[here] = cause[place, reason]
+            samples[reason] = lowest(ids, here, num_samples).tolist()
+        rows.append(
+            {
+                "documents_in": int(before.sum()),
+                "bytes_in": int(sizes[before].sum()),
+                "documents_out": int(alive.sum()),
+                "bytes_out": int(sizes[alive].sum()),
+                "reasons": counted(reasons[gone], sizes[gone]),
+                "alone": _count(~keep, sizes),
+                "rules": rules,
+                "samples": {
+                    reason: [[ids[number].decode(), number] for number in numbers]
+                    for reason, numbers in samples.items()
+                },
+            }
+        )
+    return gone_by, rows
+
+
+def causes(filters: Sequence[Filter]) -> list[tuple[int, str]]:
+    """(number of the filter, reason) of all that can drop a document."""
+    return [
+        (place, reason)
+        for place, technique in enumerate(filters)
+        for reason in dict.fromkeys(rule.reason for rule in technique.rules())
+    ]
+
+
+def _failures(technique: Filter, columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Rule, np.ndarray]]:
+    """(rule, bool [n] of the documents that do not meet it) of a filter, each rule as if it stood alone."""
+    applies = evaluate(technique.when, columns)
+    for rule in technique.rules():
+        yield rule, applies & ~evaluate(rule.keep, columns)
+
+
+def _count(chosen: np.ndarray, sizes: np.ndarray) -> dict[str, int]:
+    return {"documents": int(chosen.sum()), "bytes": int(sizes[chosen].sum())}

@@ -1,0 +1,67 @@
+"""Parts: a large file as several pieces of work, cut by its own sizes alone; read one after the other they are the whole file.
+
+jsonl is cut at multiples of PART_BYTES: a line belongs to the part that its first byte lies in. Parquet is cut between row
+groups. Documents are numbered by their place in the file (byte or row), so that a cut changes no id. Compressed streams
+and archives have no places to begin at, texts and pages are read whole: they are not cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hone.base.errors import HoneError
+from hone.data.readers.documents import Options, Unreadable, poisoned
+from hone.data.readers.encodings import marked
+from hone.data.readers.listing import File
+from hone.data.readers.rows import row_group_bytes
+from hone.data.readers.streams import open_raw
+
+PART_BYTES = 64 << 20
+"""Text, about, that a part holds; of Parquet that of its tables before compression."""
+_PARQUET_SHRINKS = 8
+"""Parquet files are opened to see how much they hold from PART_BYTES / _PARQUET_SHRINKS on."""
+
+
+def parts(file: File, options: Options) -> list[File]:
+    """`file` cut, in order; only itself when it is small, cannot be cut, or cannot be read at all."""
+    if file.format == "jsonl" and not file.compression and file.size > PART_BYTES:
+        return _by_bytes(file)
+    if file.format == "parquet" and file.size > PART_BYTES // _PARQUET_SHRINKS:
+        return _by_row_group(file, options)
+    return [file]
+
+
+def _by_bytes(file: File) -> list[File]:
+    try:
+        with open_raw(file) as raw:
+            mark = marked(raw.read(4))
+    except HoneError:
+        raise
+    except OSError:  # reading it will say so, once
+        return [file]
+    if mark and mark != "utf-8-sig":
+        return [file]
+    borders = [*range(0, file.size, PART_BYTES), file.size]
+    return [replace(file, size=end - begin, part=(begin, end)) for begin, end in pairwise(borders)]
+
+
+def _by_row_group(file: File, options: Options) -> list[File]:
+    try:
+        sizes = row_group_bytes(file, options)
+    except Unreadable:
+        return [file]
+    except BaseException as error:
+        if not poisoned(error):
+            raise
+        return [file]
+    total = max(sum(sizes), 1)
+    found: list[File] = []
+    begin = held = before = 0
+    for number, size in enumerate(sizes):
+        held += size
+        if held - before >= PART_BYTES or number == len(sizes) - 1:
+            share = file.size * held // total - file.size * before // total
+            found.append(replace(file, size=share, part=(begin, number + 1)))
+            begin, before = number + 1, held
+    return found if len(found) > 1 else [file]

@@ -1,0 +1,144 @@
+"""What steps dropped, counted a shard at a time: the same as over all documents at once, with a few bytes a document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hone.data.annotate as annotate_module
+from hone.base.run import Run
+from hone.data import EXECUTORS, FILTERS
+from hone.data.chain import Chain
+from hone.data.corpus import Corpus
+from hone.data.filters.decide import causes, decide
+from hone.data.readers.documents import Options
+from hone.data.readers.listing import File, list_source
+from hone.data.results import added, count_by, lowest, ranked
+from hone.data.stage import Data
+from hone.data.tokens.best_fit import best_fit, num_rows
+from hone.data.work import Models, read, read_task
+from tests.data.stories import story
+from tests.data.test_corpus import rows_file
+
+FILTER_NAMES = ("length", "gopher_quality", "gopher_repetition", "fineweb")
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch) -> Corpus:
+    """Several shards of stories, some short, some repeating themselves, some twice."""
+    texts = [story(number, 60 + number % 90) for number in range(150)]
+    texts += ["short"] * 9 + ["again and again " * 40] * 5 + [story(3, 63)] * 3 + ["• one\n• two\n• three"] * 7
+    files = [tmp_path / f"in-{number}" for number in range(4)]
+    monkeypatch.setattr(annotate_module, "TASK_BYTES", 1)
+    state = tmp_path / "state"
+    state.mkdir()
+    tasks = []
+    for number, folder in enumerate(files):
+        rows_file(folder, texts[number::4])
+        listed = annotate_module.tasks(_listed(folder, f"{number}.jsonl"), Options())
+        tasks.append(read_task(state, number, listed[0], Options(), (), (), Models.of(tmp_path / "no"), None))
+    with EXECUTORS.read({"kind": "serial"}).open() as pool:
+        list(pool.map(read, tasks))
+    return Corpus([state / task.arguments[0] for task in tasks])
+
+
+def _listed(folder: Path, name: str) -> list[File]:
+    return [replace(file, name=name) for file in list_source(str(folder)).files]
+
+
+def test_filters_over_shards_say_what_they_say_over_all(corpus):
+    filters = [FILTERS.read({"kind": name}) for name in FILTER_NAMES]
+    whole, rows = decide(filters, corpus.columns, 3)
+    parts = [decide(filters, corpus.held(shard), 3) for _, shard, _, _ in corpus.spans()]
+    assert np.array_equal(np.concatenate([codes for codes, _ in parts]), whole)
+    for number, row in enumerate(rows):
+        counts = [{key: value for key, value in part[1][number].items() if key != "samples"} for part in parts]
+        total = counts[0]
+        for other in counts[1:]:
+            total = added(total, other)
+        assert total == {key: value for key, value in row.items() if key != "samples"}
+    # An oracle: each filter's own verdict on those that the ones before it left.
+    alive = np.ones(len(corpus), bool)
+    names = causes(filters)
+    for place, (technique, row) in enumerate(zip(filters, rows)):
+        keep, reasons = technique.decide(corpus.columns)
+        assert row["documents_in"] == alive.sum()
+        expected = Counter(reasons[alive & ~keep])
+        assert {reason: count["documents"] for reason, count in row["reasons"].items()} == expected
+        for index in np.flatnonzero(alive & ~keep):
+            assert names[whole[index] - 1] == (place, reasons[index])
+        alive &= keep
+        assert row["documents_out"] == alive.sum() and row["bytes_out"] == corpus.columns["bytes"][alive].sum()
+    assert np.array_equal(whole == 0, alive) and 0 < alive.sum() < len(corpus) - 10
+
+
+def test_a_chain_samples_the_lowest_ids_of_each_reason_and_remembers_who_dropped_whom(corpus, tmp_path):
+    spec = Data.read({"source": "python", "filters": list(FILTER_NAMES), "dedups": ["exact"], "num_samples": 2})
+
+    class Draft:
+        state = tmp_path
+
+        def keep_time(self) -> None:
+            pass
+
+    with EXECUTORS.read({"kind": "serial"}).open() as pool:
+        chain = Chain(spec, corpus, Run(quiet=True), pool)
+        chain.filter(Draft())
+        chain.deduplicate(Draft())
+    ids, sizes = corpus.columns["id"], corpus.columns["bytes"]
+    left = np.ones(len(corpus), bool)
+    for (step, reasons), row in zip(chain.drops, chain.steps, strict=True):
+        assert step == row["name"] and row["documents_in"] == left.sum()
+        assert not (reasons[~left] != "").any()
+        for reason in set(reasons) - {""}:
+            gone = np.flatnonzero(reasons == reason)
+            assert row["reasons"][reason] == {"documents": len(gone), "bytes": int(sizes[gone].sum())}
+            shown = [one.index for one in chain.dropped if (one.step, one.reason) == (step, reason)]
+            assert shown == sorted(gone, key=lambda index: ids[index])[:2]
+        left &= reasons == ""
+    assert np.array_equal(left, chain.alive)
+    copies = [one for one in chain.dropped if one.reason == "exact_duplicate"]
+    assert copies and all(one.like != one.index and left[one.like] for one in copies)
+
+
+def test_columns_of_all_documents_are_small_and_those_of_a_few_are_read_alone(corpus):
+    ids = np.concatenate([corpus.held(shard)["id"] for _, shard, _, _ in corpus.spans()])
+    assert corpus.columns["id"].dtype == "S16" and ids.dtype.kind == "U"
+    assert [ident.decode() for ident in corpus.columns["id"]] == ids.tolist()
+    assert np.array_equal(np.argsort(corpus.columns["id"], kind="stable"), np.argsort(ids, kind="stable"))
+    some = [len(corpus) - 1, 0, 77, 77]
+    assert corpus.at("source", some) == {index: corpus.columns["source"][index] for index in some}
+    assert corpus.at("id", []) == {}
+    chosen = np.arange(len(corpus)) % 3 > 0
+    labels = corpus.columns["language"][chosen]
+    found = count_by(corpus, "language", corpus.columns["bytes"], chosen)
+    assert {label: row["documents"] for label, row in found.items()} == Counter(labels.tolist())
+    before = corpus.columns["family"]
+    corpus.columns.forget("family")
+    assert np.array_equal(before, corpus.columns["family"])
+
+
+def test_beyond_forty_labels_the_rest_is_one():
+    rows = {f"{number:03d}": {"documents": 1, "bytes": number} for number in range(60)}
+    shown = ranked(rows)
+    assert list(shown)[:2] == ["059", "058"] and len(shown) == 41
+    assert shown["(other)"] == {"documents": 20, "bytes": sum(range(20))}
+
+
+@given(st.lists(st.text("0123456789abcdef", min_size=16, max_size=16), min_size=1), st.integers(1, 6), st.data())
+def test_lowest_are_the_lowest(ids, count, data):
+    chosen = data.draw(st.lists(st.integers(0, len(ids) - 1), unique=True))
+    expected = sorted(sorted(chosen), key=lambda index: ids[index])[:count]
+    assert lowest(np.array(ids, "S16"), np.array(sorted(chosen), np.int64), count).tolist() == expected
+
+
+@given(st.lists(st.integers(1, 70), max_size=60), st.integers(1, 40))
+def test_rows_are_counted_without_laying_them_out(sizes, seq_len):
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    assert num_rows(starts, seq_len) == len(best_fit(starts, seq_len)[0]) - 1
