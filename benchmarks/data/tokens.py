@@ -1,13 +1,12 @@
 """Encoding through tiktoken beside `tokenizers`, with the tokens compared; best-fit packing beside the stream, with its waste.
 
-    python -m benchmarks.data.tokens --data ../shared/data
+    python -m benchmarks.data tokens --data ../shared/data
 
-Speeds are per second of process CPU time of one thread, best of three.
+Texts are real documents only, English, code and 75 other languages. Speeds are per second of process CPU time of one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
@@ -22,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import tokenizers
 
-from benchmarks.data.corpus import corpus
+from benchmarks.data.corpus import grown
 from hone.data.tokens.rows import best_fit_rows
 from hone.data.tokens.tokenizer import Encoder, Tokenizer, load, train
 
@@ -31,9 +30,13 @@ _QWEN2 = (
 )
 
 
-def rows(data: Path, peers: str | None = None, megabytes: float = 30) -> list[dict[str, Any]]:
-    """The rows of this benchmark; the peer, `tokenizers`, is hone's own dependency, so that `peers` is not needed."""
-    texts = corpus(data, megabytes)
+def rows(data: Path, peers: str | None = None, megabytes: float = 10) -> list[dict[str, Any]]:
+    """The rows of this benchmark; the peer, `tokenizers`, is hone's own dependency, so that `peers` is not needed.
+
+    Of a corpus of `megabytes` the real documents are taken, two fifths of it.
+    """
+    made = grown(data, megabytes)
+    texts = [text for text, real in zip(made.texts, made.real) if real]
     result = []
     lengths = None
     with tempfile.TemporaryDirectory() as name:
@@ -58,7 +61,7 @@ def encoders(data: Path, texts: list[str], folder: Path) -> Iterator[tuple[str, 
     for kind, raw in cores.items():
         (folder / "tokenizer.json").write_bytes(raw)
         yield kind, load(folder)
-    train(Tokenizer(vocab_size=32768, max_train_bytes=5_000_000), texts[::6], folder)
+    train(Tokenizer(vocab_size=32768, max_train_bytes=2_000_000), texts[::2], folder)
     yield "hone's own, 32768 tokens", load(folder)
 
 
@@ -84,13 +87,14 @@ def encoding(kind: str, encoder: Encoder, texts: list[str]) -> tuple[list[dict[s
     assert encoder.fast is not None, encoder.why_slow
     size = sum(len(text.encode()) for text in texts) / 1e6
     slow = encoder._replace(fast=None)
-    quick_s, quick = timed(lambda: encoder.encode(texts))
+    quick_s, quick = timed(lambda: encoder.encode(texts), rounds=2)
     slow_s, reference = timed(lambda: slow.encode(texts), rounds=1)
-    raw_s, _ = timed(lambda: encoder.core.encode_batch_fast(texts, add_special_tokens=False), rounds=1)
+    some = texts[::4]
+    raw_s, _ = timed(lambda: encoder.core.encode_batch_fast(some, add_special_tokens=False), rounds=1)
     different = sum(one.tobytes() != other.tobytes() for one, other in zip(quick, reference))
     num_tokens = sum(map(len, reference))
     row = {"unit": "MB/s per core", "n": len(texts), "peer": f"tokenizers {tokenizers.__version__}"}
-    peer = size / min(slow_s, raw_s)
+    peer = max(size / slow_s, sum(len(text.encode()) for text in some) / 1e6 / raw_s)
     return [
         {
             "figure": f"tokenize, {kind}: speed",
@@ -143,12 +147,12 @@ def packing(lengths: np.ndarray) -> list[dict[str, Any]]:
     return found
 
 
-def placing(num_documents: int = 10_000_000, seq_len: int = 4096) -> dict[str, Any]:
+def placing(num_documents: int = 2_000_000, seq_len: int = 4096) -> dict[str, Any]:
     """Seconds to place many documents of lognormal length."""
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(6, 1.2, num_documents), 200_000).astype(np.int64) + 2
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    seconds, index = timed(lambda: best_fit_rows(starts, seq_len))
+    seconds, index = timed(lambda: best_fit_rows(starts, seq_len), rounds=2)
     least = -(-int((lengths - 1).sum()) // seq_len)
     return {
         "figure": f"pack, {num_documents} documents into rows of {seq_len}",
@@ -159,7 +163,7 @@ def placing(num_documents: int = 10_000_000, seq_len: int = 4096) -> dict[str, A
     }
 
 
-def timed(call: Callable[[], Any], rounds: int = 3) -> tuple[float, Any]:
+def timed(call: Callable[[], Any], rounds: int) -> tuple[float, Any]:
     """(best CPU seconds, result)."""
     best, result = float("inf"), None
     for _ in range(rounds):
@@ -167,18 +171,3 @@ def timed(call: Callable[[], Any], rounds: int = 3) -> tuple[float, Any]:
         result = call()
         best = min(best, time.process_time() - begun)
     return best, result
-
-
-def main() -> None:
-    """Prints the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of real data")
-    parser.add_argument("--peers", help="not needed here")
-    parser.add_argument("--megabytes", type=float, default=30)
-    options = parser.parse_args()
-    for row in rows(options.data, options.peers, options.megabytes):
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()
