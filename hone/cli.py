@@ -274,8 +274,6 @@ def _stage(words: list[str], options: dict[str, str]) -> int:
 
 
 def _stage_help(verb: str, cls) -> str:
-    from hone.base.spec import describe_fields
-
     roles = ", ".join(f"{role}{'' if required else ' (optional)'}" for role, required in cls.roles.items())
     lines = [
         f"usage: hone {verb} {'SOURCE' if verb == 'data' else _MAIN_ROLE.get(verb, 'MODEL').upper()} --out=FOLDER [--field=value ...]",
@@ -285,23 +283,27 @@ def _stage_help(verb: str, cls) -> str:
     if roles:
         lines += ["", f"inputs: {roles}; give one with --from.ROLE=FOLDER"]
     lines += ["", "fields:"]
-    for name, kind, default, description in describe_fields(cls):
-        lines.append(f"  --{name}={kind}")
-        lines.append(f"        {description} [{default}]")
-    return "\n".join(lines)
+    lists = "Lists and techniques with options stand in brackets: --field='[NAME, {kind: NAME, option: value}]'."
+    return "\n".join([*lines, _fields(cls), "", f"{lists} `hone techniques SLOT` says what they are."])
+
+
+def _fields(cls) -> str:
+    from hone.base.spec import describe_fields
+
+    return "\n".join(
+        f"  --{name}={kind}\n        {description} ({default if default == 'required' else f'default: {default}'})"
+        for name, kind, default, description in describe_fields(cls)
+    )
 
 
 def _serve(words: list[str], options: dict[str, str]) -> int:
     from hone.serve.http import ServerSpec, serve
 
     if "help" in options:
-        from hone.base.spec import describe_fields
-
         print(
             "usage: hone serve MODEL_FOLDER [--port=8000] [--field=value ...]\n\nAn OpenAI-compatible server over the folder's model.\n\nfields:"
         )
-        for name, kind, default, description in describe_fields(ServerSpec):
-            print(f"  --{name}={kind}\n        {description} [{default}]")
+        print(_fields(ServerSpec))
         return 0
     folder = _need(words, "MODEL_FOLDER")
     changes = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
@@ -312,15 +314,13 @@ def _serve(words: list[str], options: dict[str, str]) -> int:
 
 def _generate(words: list[str], options: dict[str, str]) -> int:
     from hone.base.errors import SpecError
-    from hone.base.spec import describe_fields
     from hone.serve.request import SamplingParams
 
     if "help" in options:
         print(
             "usage: hone generate MODEL_FOLDER PROMPT [--max_tokens=64] [--temperature=0] [--field=value ...]\n\nfields:"
         )
-        for name, kind, default, description in describe_fields(SamplingParams):
-            print(f"  --{name}={kind}\n        {description} [{default}]")
+        print(_fields(SamplingParams))
         return 0
     if len(words) != 3:
         raise SpecError(

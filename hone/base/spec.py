@@ -260,7 +260,7 @@ def fingerprint(values: Any) -> str:
 
 
 def describe_fields(cls: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Rows (dotted name, type, default, description) of all fields, nested specs expanded."""
+    """Rows (dotted name, type, default as one would type it, description) of all fields, nested specs expanded."""
     rows = []
     for name, field in cls.model_fields.items():
         inner = field.annotation
@@ -268,10 +268,18 @@ def describe_fields(cls: type[BaseModel], prefix: str = "") -> list[tuple[str, s
             rows += describe_fields(inner, f"{prefix}{name}.")
             continue
         value = None if field.is_required() else field.get_default(call_default_factory=True)
-        default = "required" if field.is_required() else getattr(value, "kind", None) or str(value)
+        default = "required" if field.is_required() else _typed(value)
         kind = _type_name(field.annotation, _tables(field.metadata))
         rows.append((prefix + name, kind, default, field.description or ""))
     return rows
+
+
+def _typed(value: Any) -> str:
+    """A default as the command line takes it: 'null', 'true', '[exact, minhash]'; a technique is its kind."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_typed(entry) for entry in value)}]"
+    word = next((word for word, meant in _WORDS.items() if value is meant), None)
+    return word or getattr(value, "kind", None) or str(value)
 
 
 def _tables(metadata: Iterable[Any]) -> list[Iterable[str]]:

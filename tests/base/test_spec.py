@@ -85,7 +85,7 @@ def test_every_field_is_listed_for_help():
     rows = describe_fields(Outer)
     assert [row[0] for row in rows] == ["steps", "inner.rate", "quantizer", "chain"]
     assert [row[1] for row in rows] == ["int", "float", "round", "list of round"]
-    assert [row[2] for row in rows] == ["10", "0.1", "round", "()"]
+    assert [row[2] for row in rows] == ["10", "0.1", "round", "[]"]
 
 
 @given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)))
@@ -172,3 +172,14 @@ def test_a_date_that_is_none_is_no_traceback(tmp_path):
     path.write_text("a: 2001-99-99\n")
     with pytest.raises(SpecError, match="is not a YAML file"):
         read_yaml(path)
+
+
+def test_defaults_are_shown_as_they_are_typed():
+    class Defaults(Spec):
+        none: int | None = None
+        yes: bool = True
+        names: tuple[str, ...] = ("exact", "minhash")
+
+    shown = {name: default for name, _, default, _ in describe_fields(Defaults)}
+    assert [shown[name] for name in ("none", "yes", "names")] == ["null", "true", "[exact, minhash]"]
+    assert all(Defaults.from_overrides({name: shown[name]}) == Defaults() for name in ("none", "yes", "names"))
