@@ -148,7 +148,8 @@ def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = F
     parts: list[Any] = [rect(x(1 / (1 + band)), top, x(1 + band) - x(1 / (1 + band)), bottom - top, "band", 0)]
     parts += [line(x(tick), top, x(tick), bottom + 4, "axis" if tick == 1 else "grid") for tick in ticks]
     parts += [text(x(tick), bottom + 17, f"{tick:g}x", "tick", "middle") for tick in ticks]
-    parts += [text(name_width, 11, "← too low", "tick"), text(width - 62, 11, "too high →", "tick", "end")]
+    low, high = ("← too low", "too high →") if width - 62 - name_width > 130 else ("← low", "high →")
+    parts += [text(name_width, 11, low, "tick"), text(width - 62, 11, high, "tick", "end")]
     for index, check in enumerate(checks):
         parts.append(_ratio_row(check, _row_name(check, mixed), x, top + index * step + step / 2, width))
     return drawing(width, bottom + 24, label, *parts)

@@ -255,7 +255,7 @@ def test_page_markdown_json_and_findings_say_the_same(tmp_path: Path) -> None:
     walk = Walk(page.render(line))
     section = walk.text[walk.text.index("Artifacts that differ in nothing") :]
     assert "Trained on data-text: validation loss, lower is better" in section
-    cells = "curriculum: staged 3 4.1267 0.0582 -0.1437 -0.2816 to -0.0058 better: 3.4 % lower train-staged- 0 , 1 , 2"
+    cells = "curriculum: staged better: 3.4 % lower 3 4.1267 0.0582 -0.1437 -0.2816 to -0.0058 train-staged- 0 , 1 , 2"
     assert cells in section
     labels = [value for name, value in walk.attributes if name == "aria-label"]
     assert "validation loss of 3 arms over their seeds, with 95 % intervals" in labels
