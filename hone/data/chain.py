@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from hone.data.work import decide, decide_tasks, decided_path, prepare, prepare_
 class Chain:
     """The steps in the order in which they are called: who is still alive, why the others are not.
 
+    `gone_by` (uint16 [num_documents]) is 1 + the place in `causes` of the (step, reason) that dropped a document, 0 of the living.
     `dropped` holds samples of what each step dropped, `pieces` of what was cut out, `steps` the rows of stats.json.
     """
 
@@ -36,8 +36,8 @@ class Chain:
         self.alive = np.ones(len(corpus), bool)
         self.steps: list[dict[str, Any]] = []
         self.dropped: list[Dropped] = []
-        self._gone_by = np.zeros(len(corpus), np.uint16)  # 0, or 1 + the place in:
-        self._causes: list[tuple[str, int, str]] = []
+        self.gone_by = np.zeros(len(corpus), np.uint16)
+        self.causes: list[tuple[str, str]] = []
         self.pieces: list[dict[str, str]] = []
         self.warnings: list[str] = []
 
@@ -54,7 +54,7 @@ class Chain:
         with self.run.progress("filter", len(planned)) as bar:
             for part, summary in zip(self.corpus.parts(), self.pool.map(decide, planned)):
                 gone_by = np.load(state / decided_path(part))
-                self._gone_by[part.first : part.first + len(gone_by)] = gone_by
+                self.gone_by[part.first : part.first + len(gone_by)] = gone_by
                 for best, row in zip(samples, summary["filters"]):
                     for reason, found in row.pop("samples").items():
                         here = [(ident, number + part.first) for ident, number in found]
@@ -63,8 +63,8 @@ class Chain:
                 bar.advance()
                 draft.keep_time()
         need_known(state, planned)
-        self._causes = [(filters[place].kind, place, reason) for place, reason in causes(filters)]
-        self.alive = self._gone_by == 0
+        self.causes = [(filters[place].kind, reason) for place, reason in causes(filters)]
+        self.alive = self.gone_by == 0
         for technique, row, best in zip(filters, totals, samples):
             reasons = ranked(row["reasons"])
             self.steps.append({"name": technique.kind, "slot": "filter", **row, "reasons": reasons})
@@ -159,9 +159,8 @@ class Chain:
     def _settle(self, technique: Any, slot: str, before: np.ndarray, stands: np.ndarray | None = None) -> None:
         """Notes samples of who was dropped; `stands` (int [n]): for whom. Raises SpecError when nobody is left."""
         gone = np.flatnonzero(before & ~self.alive)
-        step = self._causes[-1][1] + 1 if self._causes else 0
-        self._causes.append((technique.kind, step, technique.reason))
-        self._gone_by[gone] = len(self._causes)
+        self.causes.append((technique.kind, technique.reason))
+        self.gone_by[gone] = len(self.causes)
         few = lowest(self.corpus.columns["id"], gone, self.spec.num_samples).tolist()
         self.dropped += [
             Dropped(technique.kind, technique.reason, index, index if stands is None else int(stands[index]))
@@ -169,16 +168,6 @@ class Chain:
         ]
         if not self.alive.any():
             self._none_left(technique.kind, slot, int(before.sum()), technique.reason, len(gone))
-
-    @property
-    def drops(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(step, reasons object [n], '' where the step did not drop the document) of each step, one at a time."""
-        for _, numbered in itertools.groupby(enumerate(self._causes), lambda row: row[1][1]):
-            rows = list(numbered)
-            reasons = np.full(len(self._causes) + 1, "", object)
-            for number, (_, _, reason) in rows:
-                reasons[number + 1] = reason
-            yield rows[0][1][0], reasons[self._gone_by]
 
     def _none_left(self, name: str, slot: str, num_before: int, reason: str, num_gone: int) -> None:
         raise SpecError(

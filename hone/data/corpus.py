@@ -131,6 +131,13 @@ def _as_numpy(column: Any, name: str) -> np.ndarray:
     return kinds[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
+class Labels(NamedTuple):
+    """A column of texts of which there are few: `names` sorted, `codes` (int32 [num_documents]) the place of each document's."""
+
+    names: list[str]
+    codes: np.ndarray
+
+
 class Part(NamedTuple):
     """One shard of a corpus and its place there, small enough to be sent to another process."""
 
@@ -186,6 +193,23 @@ class Corpus:
     def held(self, shard: Path) -> Columns:
         """The columns of one shard alone, as it holds them (ids as strings)."""
         return Columns([shard], list(self.columns), compact=False)
+
+    def labels(self, name: str) -> Labels:
+        """A column of texts as codes, read a shard at a time."""
+        place: dict[str, int] = {}
+        codes = np.zeros(len(self), np.int32)
+        for _, shard, first, end in self.spans():
+            column = parquet.read_table(shard, columns=[name]).column(0).combine_chunks().dictionary_encode()
+            for chunk in [column] if isinstance(column, pa.DictionaryArray) else column.chunks:
+                found = [place.setdefault(label, len(place)) for label in chunk.dictionary.to_pylist()]
+                here = chunk.indices.to_numpy(zero_copy_only=False)
+                codes[first : first + len(here)] = np.array(found, np.int32)[here]
+                first += len(here)
+            assert first == end, "a shard has as many labels as documents"
+        names = sorted(place)
+        order = np.zeros(len(names), np.int32)
+        order[[place[name] for name in names]] = np.arange(len(names), dtype=np.int32)
+        return Labels(names, order[codes] if names else codes)
 
     def at(self, name: str, indices: Sequence[int]) -> dict[int, Any]:
         """{index: value of column `name`} for a few documents; the column of all is not read."""

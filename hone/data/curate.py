@@ -74,17 +74,20 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
         write_samples(corpus, chain.dropped, chain.alive, others, spec.num_samples, draft.folder)
         sizes = corpus.columns["bytes"]
+        labels = {name: corpus.labels(name) for name in ("language", "group")}
         scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
         write_stats(
             draft.folder / "stats.json",
             {
                 "steps": [reading, *chain.steps],
-                "languages": count_by(corpus, "language", sizes, chain.alive),
-                "sources": count_by(corpus, "group", sizes, chain.alive),
+                "languages": count_by(labels["language"], sizes, chain.alive),
+                "sources": count_by(labels["group"], sizes, chain.alive),
                 "packing": packing(draft.folder, spec.packing.lengths),
                 "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
                 "scorers": scorer_rows(scorers, corpus.columns),
-                "groups": {name: by_group(corpus.columns[name], chain.drops, scores) for name in ("language", "group")},
+                "groups": {
+                    name: by_group(values, chain.causes, chain.gone_by, scores) for name, values in labels.items()
+                },
                 "warnings": chain.warnings,
             },
         )

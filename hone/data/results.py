@@ -11,7 +11,7 @@ import numpy as np
 
 from hone.base.durable import write_atomic, write_jsonl
 from hone.base.lazy import lazy
-from hone.data.corpus import Corpus, Part
+from hone.data.corpus import Corpus, Labels, Part
 from hone.data.edits.cuts import Cuts, apply_cuts
 from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.text.batch import Texts
@@ -91,13 +91,13 @@ def ranked(rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     return shown
 
 
-def count_by(corpus: Corpus, name: str, sizes: np.ndarray, chosen: np.ndarray) -> dict[str, dict[str, int]]:
-    """{label: {documents, bytes}} of the chosen documents by column `name`, ranked; read a shard at a time."""
-    rows: dict[str, dict[str, int]] = {}
-    for _, shard, first, end in corpus.spans():
-        here = chosen[first:end]
-        rows = added(rows, counted(corpus.held(shard)[name][here], sizes[first:end][here]))
-    return ranked(rows)
+def count_by(labels: Labels, sizes: np.ndarray, chosen: np.ndarray) -> dict[str, dict[str, int]]:
+    """{label: {documents, bytes}} of the chosen documents, ranked."""
+    names, codes = labels
+    documents = np.bincount(codes[chosen], minlength=len(names)).tolist()
+    num_bytes = np.bincount(codes[chosen], weights=sizes[chosen], minlength=len(names)).astype(np.int64).tolist()
+    rows = zip(names, documents, num_bytes)
+    return ranked({name: {"documents": count, "bytes": size} for name, count, size in rows if count})
 
 
 def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
@@ -109,26 +109,23 @@ def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
 
 
 def by_group(
-    labels: np.ndarray, drops: Sequence[tuple[str, np.ndarray]], scores: Mapping[str, np.ndarray]
+    labels: Labels, causes: Sequence[tuple[str, str]], gone_by: np.ndarray, scores: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
     """What became of each group: {label: {documents, dropped: {'step: reason': documents}, scores: {column: mean}}}.
 
-    `labels`, the reasons in `drops` ('' where a step did not drop it) and `scores` are all [num_documents]. Most documents
-    first; beyond 40 labels the rest is '(other)'. A score that is no number anywhere in a group has no mean.
+    `gone_by` (uint16 [num_documents]) is 1 + the place in `causes` of the (step, reason) that dropped a document, 0 where none
+    did. Most documents first; beyond 40 labels the rest is '(other)'. A score that is no number anywhere in a group has no mean.
     """
-    names, codes = np.unique(labels.astype(str), return_inverse=True)
+    names, codes = labels
     order = np.argsort(-np.bincount(codes, minlength=len(names)), kind="stable")
-    codes = np.minimum(np.argsort(order, kind="stable")[codes], _MOST_ROWS)
-    shown = [str(names[place]) for place in order[:_MOST_ROWS]] + ["(other)"] * (len(names) > _MOST_ROWS)
-    counts = np.bincount(codes, minlength=len(shown))
+    codes = np.minimum(np.argsort(order, kind="stable").astype(np.int32), _MOST_ROWS)[codes]
+    shown = [names[place] for place in order[:_MOST_ROWS]] + ["(other)"] * (len(names) > _MOST_ROWS)
+    width = len(causes) + 1
+    counts = np.bincount(codes * width + gone_by, minlength=len(shown) * width).reshape(len(shown), width)
     dropped: list[dict[str, int]] = [{} for _ in shown]
-    for step, reasons in drops:
-        gone = np.flatnonzero(reasons != "")
-        for reason in sorted(set(reasons[gone])):
-            lost = np.bincount(codes[gone[reasons[gone] == reason]], minlength=len(shown))
-            for place in np.flatnonzero(lost):
-                key = f"{step}: {reason}"
-                dropped[place][key] = dropped[place].get(key, 0) + int(lost[place])
+    for place, cause in zip(*np.nonzero(counts[:, 1:])):
+        key = ": ".join(causes[cause])
+        dropped[place][key] = dropped[place].get(key, 0) + int(counts[place, cause + 1])
     means: list[dict[str, float]] = [{} for _ in shown]
     for column, values in scores.items():
         known = np.isfinite(values)
@@ -136,7 +133,7 @@ def by_group(
         sums = np.bincount(codes[known], weights=values[known], minlength=len(shown))
         for place in np.flatnonzero(numbers):
             means[place][column] = float(sums[place] / numbers[place])
-    rows = zip(shown, counts.tolist(), dropped, means)
+    rows = zip(shown, counts.sum(1).tolist(), dropped, means)
     return {name: {"documents": count, "dropped": lost, "scores": mean} for name, count, lost, mean in rows}
 
 

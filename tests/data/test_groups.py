@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.base.run import Run
+from hone.data.corpus import Labels
 from hone.data.results import by_group, scorer_rows
 from hone.data.stage import Data
 from tests.data.stories import story
@@ -19,23 +20,26 @@ from tests.data.stories import story
 LABELS = [f"group {number}" for number in range(60)]
 
 
+def labelled(labels: list[str]) -> Labels:
+    names, codes = np.unique(np.array(labels, str), return_inverse=True)
+    return Labels(names.tolist(), codes.astype(np.int32))
+
+
 @given(st.data())
 def test_counts_are_those_of_plain_loops(data: st.DataObject) -> None:
     labels = data.draw(st.lists(st.sampled_from(LABELS[:5]), max_size=40))
-    chosen = st.lists(st.sampled_from(["", "short", "rude"]), min_size=len(labels), max_size=len(labels))
-    steps = [("first", data.draw(chosen)), ("second", data.draw(chosen)), ("second", data.draw(chosen))]
+    causes = [("first", "short"), ("first", "rude"), ("second", "short"), ("second", "short")]
+    chosen = st.lists(st.integers(0, len(causes)), min_size=len(labels), max_size=len(labels))
+    gone_by = data.draw(chosen)
     scores = data.draw(st.lists(st.floats(0, 1) | st.just(float("nan")), min_size=len(labels), max_size=len(labels)))
-    found = by_group(
-        np.array(labels, str), [(step, np.array(reasons, object)) for step, reasons in steps], {"s": np.array(scores)}
-    )
+    found = by_group(labelled(labels), causes, np.array(gone_by, np.uint16), {"s": np.array(scores)})
     assert {name: row["documents"] for name, row in found.items()} == Counter(labels)
     assert list(found) == sorted(found, key=lambda name: (-found[name]["documents"], name))
     for name, row in found.items():
         lost = Counter(
-            f"{step}: {reason}"
-            for step, reasons in steps
-            for label, reason in zip(labels, reasons, strict=True)
-            if label == name and reason
+            ": ".join(causes[cause - 1])
+            for label, cause in zip(labels, gone_by, strict=True)
+            if label == name and cause
         )
         assert row["dropped"] == lost
         own = [score for label, score in zip(labels, scores, strict=True) if label == name and score == score]
@@ -44,9 +48,9 @@ def test_counts_are_those_of_plain_loops(data: st.DataObject) -> None:
 
 
 def test_beyond_forty_groups_the_rest_is_one() -> None:
-    labels = np.array([label for number, label in enumerate(LABELS) for _ in range(100 - number)])
-    reasons = np.where(np.char.endswith(labels, "9"), "nine", "").astype(object)
-    found = by_group(labels, [("step", reasons)], {})
+    labels = [label for number, label in enumerate(LABELS) for _ in range(100 - number)]
+    gone_by = np.array([label.endswith("9") for label in labels], np.uint16)
+    found = by_group(labelled(labels), [("step", "nine")], gone_by, {})
     assert list(found) == [*LABELS[:40], "(other)"]
     assert found["(other)"] == {
         "documents": sum(100 - number for number in range(40, 60)),
