@@ -35,7 +35,7 @@ class Cascade(Scorer):
         description="The scorer that reads every text.",
     )
     dear: Annotated[Technique, _PART] = Field(
-        "function",  # type: ignore[arg-type]
+        "neural",  # type: ignore[arg-type]
         validate_default=True,
         description="The scorer that reads only those the cheap one is unsure of.",
     )

@@ -220,6 +220,8 @@ def test_mistakes(seeds, model, tmp_path, monkeypatch):
 
 
 def test_a_cascade_of_the_cheap_and_the_neural(seeds, tmp_path):
+    plain = Cascade.read({})
+    assert (plain.cheap.kind, plain.dear.kind) == ("hashed_logistic", "neural")
     spec = Cascade.read(
         {"cheap": {"kind": "hashed_logistic", "word_runs": 1, **seeds}, "dear": {"kind": "neural", **seeds, **SMALL}}
     )
