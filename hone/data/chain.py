@@ -19,7 +19,7 @@ from hone.data.executors.base import Pool
 from hone.data.executors.task import need_known
 from hone.data.filters.decide import causes
 from hone.data.readers.documents import SAMPLE_CHARS
-from hone.data.results import CUT_OUT, Dropped, added, lowest, ranked, step_row
+from hone.data.results import CUT_OUT, Dropped, added, filter_row, lowest, step_row
 from hone.data.settings import Settings
 from hone.data.work import decide, decide_tasks, decided_path, prepare, prepare_tasks
 
@@ -66,8 +66,8 @@ class Chain:
         self.causes = [(filters[place].kind, reason) for place, reason in causes(filters)]
         self.alive = self.gone_by == 0
         for technique, row, best in zip(filters, totals, samples):
-            reasons = ranked(row["reasons"])
-            self.steps.append({"name": technique.kind, "slot": "filter", **row, "reasons": reasons})
+            self.steps.append({"name": technique.kind, "slot": "filter", **filter_row(row)})
+            reasons = self.steps[-1]["reasons"]
             for reason in sorted(best):
                 self.dropped += [Dropped(technique.kind, reason, index, index) for _, index in best[reason]]
             if not row["documents_out"]:

@@ -82,10 +82,29 @@ def added(one: Any, other: Any) -> Any:
     return one if isinstance(one, str) else one + other
 
 
+def filter_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The counts of a filter (filters/decide.py) over all shards as stats.json has them, in an order of their own: a task that was done
+    before tells them in another."""
+    names = ("documents_in", "bytes_in", "documents_out", "bytes_out")
+    rules = [
+        {
+            key: rule[key] if isinstance(rule[key], str) else _pair(rule[key])
+            for key in ("reason", "keep", "alone", "marginal")
+        }
+        for rule in row["rules"]
+    ]
+    counts = {name: row[name] for name in names}
+    return {**counts, "reasons": ranked(row["reasons"]), "alone": _pair(row["alone"]), "rules": rules}
+
+
+def _pair(row: dict[str, int]) -> dict[str, int]:
+    return {"documents": row["documents"], "bytes": row["bytes"]}
+
+
 def ranked(rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     """Most bytes first; beyond 40 labels the rest is '(other)'."""
     order = sorted(rows, key=lambda label: (-rows[label]["bytes"], label))
-    shown = {label: rows[label] for label in order[:_MOST_ROWS]}
+    shown = {label: _pair(rows[label]) for label in order[:_MOST_ROWS]}
     for label in order[_MOST_ROWS:]:
         shown["(other)"] = added(shown.get("(other)", {"documents": 0, "bytes": 0}), rows[label])
     return shown
