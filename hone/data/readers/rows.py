@@ -17,7 +17,7 @@ from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options, Unreadable
 from hone.data.readers.encodings import marked
 from hone.data.readers.listing import File
 from hone.data.readers.remote import is_lost
-from hone.data.readers.streams import MAX_EXPANSION, open_raw, open_stream
+from hone.data.readers.streams import MAX_EXPANSION, Salvage, open_raw, open_stream
 from hone.data.text.batch import Texts
 
 pa = lazy("pyarrow")
@@ -48,7 +48,7 @@ def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
     plain = not options.metadata_fields and "." not in options.text_field + options.url_field
     with open_stream(file) as stream:
         place, last = _start(stream, file.part)
-        for block in _blocks(stream, place, last):
+        for block in _blocks(Salvage(stream), place, last):
             if isinstance(block, Fault):
                 yield block
                 continue
@@ -85,7 +85,7 @@ def _start(stream: IO[bytes], part: tuple[int, int] | None) -> tuple[int, int]:
     return 0, last
 
 
-def _blocks(stream: IO[bytes], place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
+def _blocks(stream: Salvage, place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
     """(its place, whole lines), about BLOCK_BYTES at a time, of the lines that begin before `last`; the first at `place`.
 
     A Fault for a line above MAX_ROW_BYTES, which is passed over.

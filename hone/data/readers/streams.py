@@ -63,6 +63,36 @@ def zstandard() -> Any:
     return zstandard
 
 
+class Salvage:
+    """Reads what stands before the place where a stream breaks off, and only then raises EOFError.
+
+    Of a stream that is damaged, what a read has gathered is lost: decompressors notice some bytes too late.
+    """
+
+    _STEP = 1 << 16
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self._stream = stream
+        self._error: EOFError | None = None
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes, fewer only before the end or the break; b'' at the end."""
+        parts = []
+        while size and self._error is None:
+            try:
+                part = self._stream.read1(min(size, self._STEP))
+            except EOFError as error:
+                self._error = error
+                break
+            if not part:
+                break
+            parts.append(part)
+            size -= len(part)
+        if self._error and not parts:
+            raise self._error
+        return b"".join(parts)
+
+
 class _Bounded(io.RawIOBase):
     """Reads `content`, which decompresses `raw`, while it stays in proportion to what was read of `raw`."""
 
@@ -83,14 +113,15 @@ class _Bounded(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        count = self._content.readinto(buffer)
+        # One step of the decompressor: asked for more, gzip would lose what it has when the next step fails.
+        count = self._content.readinto1(buffer)
         self._position += count
         if self._position > FREE_BYTES and self._position > MAX_EXPANSION * self._raw.tell():
             raise Unreadable("expands_too_much", f"{self._raw.tell()} bytes gave {self._position} so far")
         return count
 
 
-class _Zstd(io.RawIOBase):
+class _Zstd:
     """Reads concatenated zstd frames; unlike the library's own reader it notices a missing end."""
 
     _FEED = 1 << 14  # one feed of the decompressor gives everything that is in it: a small bite bounds its memory
@@ -102,10 +133,11 @@ class _Zstd(io.RawIOBase):
         self._begun = False
         self._ready = memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
+    def close(self) -> None:
+        self._ready = memoryview(b"")
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto1(self, buffer: Any) -> int:
+        """Fills `buffer` with what is at hand, at least a byte before the end. Raises EOFError for a stream that has none."""
         while not self._ready:
             rest = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:

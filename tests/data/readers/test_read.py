@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,24 @@ def test_truncated_zstd_is_noticed(tmp_path):
     assert reasons(path)[-1] == "truncated"
     path.write_bytes(zstandard.compress(b'{"text": "one"}\n') + zstandard.compress(b'{"text": "two"}\n'))
     assert texts(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_rows_before_a_break_are_kept(tmp_path, ending):
+    import zstandard
+
+    draw = random.Random(0)
+    rows = [f"row {number} of {draw.random()}" for number in range(30_000)]
+    lines = b"".join(b'{"text": "%s"}\n' % row.encode() for row in rows)
+    path = tmp_path / f"a.jsonl{ending}"
+    whole = gzip.compress(lines) if ending == ".gz" else zstandard.compress(lines)
+    path.write_bytes(whole[: len(whole) // 2])
+    found = texts(path)
+    assert found == rows[: len(found)]
+    assert len(found) > 10_000
+    assert reasons(path) == ["truncated"]
+    path.write_bytes(whole[: len(whole) // 2] + bytes(9000))
+    assert reasons(path)[-1] in ("truncated", "bad_compression")
 
 
 def test_latin1_can_be_asked_for(tmp_path):
