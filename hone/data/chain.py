@@ -61,7 +61,6 @@ class Chain:
                         best[reason] = sorted([*best.get(reason, []), *here])[:few]
                 totals = added(totals, summary["filters"]) if totals else summary["filters"]
                 bar.advance()
-                draft.keep_time()
         need_known(state, planned)
         self.causes = [(filters[place].kind, reason) for place, reason in causes(filters)]
         self.alive = self.gone_by == 0
