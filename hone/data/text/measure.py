@@ -24,7 +24,7 @@ from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words,
 ) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 19))  # fmt: skip
 """Places in a document's row, after its totals; NGRAMS is the first of nine."""
 NUM_COLUMNS = TOXIC + 1
-_ROOM_WORDS = 1 << 17
+_ROOM_WORDS = 1 << 15
 """Room for different words, kept from document to document; a batch of few bytes has less. When three quarters are taken the
 table starts anew: it should fit a core's share of the cache."""
 _LEAST_DIGITS = 4
@@ -74,30 +74,30 @@ def measure(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(counts int64 [n, NUM_COLUMNS], MTLD float64 [n]) of n documents."""
     num_texts = len(offsets) - 1
-    largest = 0
+    largest = s.ZERO
     for index in range(num_texts):
         largest = max(largest, offsets[index + 1] - offsets[index])
     scratch, table = empty_scratch(largest), empty_table(largest)
     room = min(capacity_for(np.int64(offsets[num_texts] - offsets[0]) // 32), _ROOM_WORDS)
     words = empty_words(room, largest)
-    last, clock = np.zeros(room, np.int32), 1
+    last, clock = np.zeros(room, np.int32), s.ONE
     firsts, ends = np.zeros(4, np.int64), np.zeros(4, np.int64)
     counts, mtld = np.zeros((num_texts, NUM_COLUMNS), np.int64), np.zeros(num_texts)
     for index in range(num_texts):
         start, end, row = offsets[index], offsets[index + 1], counts[index]
         if words.used[0] > 3 * (len(words.records) >> 2):
             words = empty_words(room, largest)
-            last, clock = np.zeros(room, np.int32), 1
+            last, clock = np.zeros(room, np.int32), s.ONE
         filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
         while filled < 0:
             more = 4 * len(words.records)
             words = empty_words(more, more + largest)
-            last, clock = np.zeros(more, np.int32), 1
+            last, clock = np.zeros(more, np.int32), s.ONE
             filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
         if longest > 0:
             row[TOXIC] = toxic_words(words, scratch.ids, row[WORDS], phrases, longest)
         if clock > _LATEST - filled:
-            last[:], clock = 0, 1
+            last[:], clock = 0, s.ONE
         mtld[index] = repeats(scratch, table, row, filled, last, clock)
         clock += filled
         if row[ATS]:
@@ -120,7 +120,7 @@ def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> 
         scan(data, offsets[index], offsets[index + 1], words, nothing, alphabet, scratch, total)
         if total[WORDS]:
             firsts[index] = words.others[scratch.ids[0], BARE_HASH]
-            wholes[index] = phrase_hash(words, scratch.ids, 0, total[WORDS])
+            wholes[index] = phrase_hash(words, scratch.ids, s.ZERO, total[WORDS])
             longest = max(longest, total[WORDS])
     return firsts, wholes, longest
 

@@ -58,6 +58,8 @@ _RARE = _PHRASE | _CART_WORD | _WIDE
 MAX_WORD_CHARS, SHORT_LINE_CHARS, LONG_LINE_CHARS, MAX_EDITED_WORDS = 1000, 30, 200, 10
 _HIGH = np.uint64(0x100)
 _LANES = np.uint64(0x00FF00FF00FF00FF)
+ZERO, ONE = np.int64(0), np.int64(1)
+"""Of a plain 0 numba would compile what it is given to once more: a literal has a type of its own."""
 _CHUNK_WORDS = 256
 """Words taken at once: as many as sums of bytes in 16 bits can hold."""
 
@@ -271,7 +273,7 @@ def take_words(
     even_low = odd_low = even_high = odd_high = np.uint64(0)
     place, longest = places[first], total[MAX_WORD]
     # What every word changes is kept out of memory, and put back where a gap or a rare word asks for it.
-    hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, 0, 0, 0
+    hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, ZERO, ZERO, ZERO
     since, last, before, anything, adjacent = first, line[_LAST], line[_BEFORE], line[_ANY], line[_SECOND_LAST] > 0
     fresh = line[_LINE_WORDS] == 0
     for index in range(num_words):
@@ -287,7 +289,7 @@ def take_words(
             keep(line, now - since, place - begun - (now - since), capitals, sentences, gaps, last, anything)
             hashes[_HASHED] = hashed
             take_gap(data, gap, start, line, total, scratch)
-            hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, 0, 0, 0
+            hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, ZERO, ZERO, ZERO
             since, anything = now, line[_ANY]
             fresh = line[_LINE_WORDS] == 0
             if fresh:
@@ -362,7 +364,7 @@ def scan(
     hashes[:] = 1
     scratch.places[0] = 0
     state[0], state[1], state[2], state[3] = start, 1, 0, 0
-    count, filled, gap = 0, 0, start
+    count, filled, gap = ZERO, ZERO, start
     while state[0] < end:
         found = find_words(data, end, alphabet.spaces, edges, scratch.tail, state)
         num_words = found >> 1

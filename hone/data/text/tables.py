@@ -111,10 +111,11 @@ def lower_case() -> np.ndarray:
 
 
 @functools.cache
-def patterns() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The words to look for: code points int32 end to end, offsets int64 [k + 1], mode, bit and letters int64 [k].
+def patterns() -> tuple[np.ndarray, ...]:
+    """The words to look for: code points int32 end to end, offsets int64 [k + 1], mode, bit, letters and size int64 [k].
 
     Letters are a set of code points modulo 64, as bits: a word that lacks one of them cannot fit.
+    Size is how many characters a word must have, with or without the punctuation around; 0: any number.
     """
     texts = [[ord(char) for char in text] for text, _, _ in _PATTERNS]
     codes = np.array([code for text in texts for code in text], np.int32)
@@ -123,4 +124,5 @@ def patterns() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarr
     modes = np.array([mode for _, mode, _ in _PATTERNS], np.int64)
     bits = np.array([flag(name) for _, _, name in _PATTERNS], np.int64)
     letters = np.array([sum(1 << code for code in {code % 64 for code in text}) for text in texts], np.uint64)
-    return codes, offsets, modes, bits, letters
+    sizes = np.where((modes == EQUALS) | (modes == BARE), np.diff(offsets), 0)
+    return codes, offsets, modes, bits, letters, sizes

@@ -9,8 +9,8 @@ import numpy as np
 from numba import njit
 
 from hone.data.text import tables
-from hone.data.text.hashing import mix
-from hone.data.text.segment import code_point, fold, inlined, kernel, zeros_below
+from hone.data.text.hashing import PRIME, mix
+from hone.data.text.segment import code_point, inlined, kernel, zeros_below
 
 (
     CHARS, HASHES, ELLIPSES, LETTERED, SENTENCES, DIGITS, UPPERS, ALNUMS, PARENS, BRACES, URLS, URL_CHARS, NUMBERS,
@@ -74,6 +74,7 @@ class Alphabet(NamedTuple):
     modes: np.ndarray
     bits: np.ndarray
     letters: np.ndarray
+    sizes: np.ndarray
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -171,17 +172,21 @@ def bare_span(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
 
 
 @inlined
-def syllables(lower: np.ndarray, first: int, end: int) -> int:
-    """Groups of vowels (a e i o u y) of an English word; a last e is silent unless it makes the only group or ends -le."""
-    groups, before = 0, 0
+def read_bare(lower: np.ndarray, first: int, end: int) -> tuple[int, int]:
+    """(hash, syllables) of the bare form lower[first:end], which has at least one syllable.
+
+    Those are groups of vowels (a e i o u y); a last e is silent unless it makes the only group or ends -le.
+    """
+    groups, before, hashed = 0, 0, _ONE
     for index in range(first, end):
         code = lower[index]
+        hashed = (hashed ^ np.uint64(code)) * PRIME
         vowel = _VOWELS >> (code - 97) & 1 if 97 <= code <= 122 else 0
         groups += vowel & ~before
         before = vowel
     if groups > 1 and lower[end - 1] == 101 and not among(lower[end - 2], _SILENT_AFTER_NOT):
         groups -= 1
-    return max(groups, 1)
+    return mix(hashed), max(groups, 1)
 
 
 @kernel
@@ -228,7 +233,9 @@ def pattern_flags(lower: np.ndarray, num_chars: int, first: int, end: int, lette
     """The bits of the patterns that the word fits; `letters` are its own, as those of the patterns in `alphabet`."""
     bits, likely = 0, np.uint64(0)
     for index in range(len(alphabet.modes)):  # without a branch: the compiler makes vectors of it
-        likely |= np.uint64(alphabet.letters[index] & ~letters == 0) << np.uint64(index)
+        size = alphabet.sizes[index]
+        fits = alphabet.letters[index] & ~letters == 0 and (size == 0 or size == num_chars or size == end - first)
+        likely |= np.uint64(fits) << np.uint64(index)
     while likely:
         index = zeros_below(likely)
         likely &= likely - _ONE
@@ -367,21 +374,17 @@ def number_of_urls(lower: np.ndarray, num_chars: int, letters: int) -> int:
 
 
 @inlined
-def bare_form(lower: np.ndarray, first: int, end: int, words: Words) -> tuple[int, int]:
-    """(hash, number) of a bare form, which is added where it is new."""
-    hashed = _ONE
-    for place in range(first, end):
-        hashed = fold(hashed, np.uint64(lower[place]))
-    hashed = mix(hashed)
+def number_of_form(hashed: int, words: Words) -> int:
+    """The number of the bare form with this hash, which is added where it is new."""
     spot, form = _form_of(words.bare_slots, hashed)
     if form < 0:
         form = words.used[1]
         words.used[1] += 1
         words.bare_slots[spot] = hashed & ~_NUMBER | np.uint64(form + 1)
-    return hashed, form
+    return form
 
 
-@kernel
+@inlined
 def add_word(
     data: np.ndarray, start: int, end: int, slot: int, key: int, words: Words, alphabet: Alphabet, toxic: np.ndarray,
     lower: np.ndarray,
@@ -407,12 +410,13 @@ def add_word(
         bits |= _QUANTITY_FLAG
     if bare_end > first:
         bits |= _FILLED
-    vowels = 0
+    hashed, vowels = read_bare(lower, first, bare_end)
     if kinds & tables.ALPHABETIC:
         bits |= _LETTER
-        vowels = syllables(lower, first, bare_end) if bare_end > first else 1
+    else:
+        vowels = 0
     urls = number_of_urls(lower, num_chars, letters)
-    hashed, form = bare_form(lower, first, bare_end, words)
+    form = number_of_form(hashed, words)
     words.others[number, BARE_HASH] = hashed
     if len(toxic) and toxic[min(np.searchsorted(toxic, hashed), len(toxic) - 1)] == hashed:
         bits |= _TOXIC
