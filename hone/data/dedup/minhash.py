@@ -88,11 +88,17 @@ def edge_files(files: list[Path], bands: int, state: Path, most: int = SORT_KEYS
     part_bits = max(-(-num_keys // most) - 1, 0).bit_length()
     made = []
     for band in range(bands):
-        for part in range(1 << part_bits):
-            path = state / f"edges-{name}-{band:03d}-{part:05d}.i64"
+        paths = [state / f"edges-{name}-{band:03d}-{part:05d}.i64" for part in range(1 << part_bits)]
+        made += paths
+        if all(path.exists() for path in paths):
+            continue
+        if not part_bits:
+            shards.save(paths[0], equal_keys(*shards.gather(files, 1 + bands, 1 + band)))
+            continue
+        for path, held in zip(paths, shards.ranges(files, 1 + bands, 1 + band, part_bits, state / "ranges")):
             if not path.exists():
-                shards.save(path, equal_keys(*shards.gather(files, 1 + bands, 1 + band, part, part_bits)))
-            made.append(path)
+                shards.save(path, equal_keys(*shards.load_range(held)))
+            held.unlink()
     return made
 
 

@@ -110,6 +110,25 @@ def test_ranges_of_keys_give_the_same_clusters(known, tmp_path):
     assert found[0][1] == found[1][1] == found[2][1]
 
 
+@pytest.mark.parametrize("held", [1, 70, 1 << 20])
+def test_ranges_hold_every_key_once(tmp_path, monkeypatch, held):
+    monkeypatch.setattr(shards, "_HELD", held)
+    draw = np.random.default_rng(held)
+    files = []
+    for number, count in enumerate((40, 0, 100, 3)):
+        rows = draw.integers(0, 1 << 63, (3, count), np.uint64) * np.uint64(2)
+        rows[0] = np.arange(count) + 1000 * number
+        files.append(tmp_path / f"keys-{number}.u64")
+        shards.save(files[-1], rows)
+    for bits in (1, 3, 5):
+        owners, keys = shards.gather(files, 3, 2)
+        parts = [shards.load_range(path) for path in shards.ranges(files, 3, 2, bits, tmp_path / "ranges")]
+        for part, (here, numbers) in enumerate(parts):
+            wanted = keys >> np.uint64(64 - bits) == np.uint64(part)
+            assert here.tolist() == owners[wanted].tolist() and numbers.tolist() == keys[wanted].tolist()
+        assert sum(len(here) for here, _ in parts) == 143
+
+
 def test_batches_of_one_text_sign_the_same(known, tmp_path):
     texts = [*known[0][:30], "", "word", "?", "long " * 5000]
     corpus = oracles.corpus_of(tmp_path / "in", texts, [str(place) for place in range(len(texts))], 2, rows=7)
