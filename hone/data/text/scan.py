@@ -9,7 +9,7 @@ from numba import njit
 
 from hone.data.text import tables
 from hone.data.text.hashing import mix
-from hone.data.text.segment import BLOCK, code_point, find_words, fold, inlined, kernel, word_key
+from hone.data.text.segment import BLOCK, code_point, fetch_ahead, find_words, fold, inlined, kernel, word_key
 from hone.data.text.tables import flag
 from hone.data.text.words import (
     CAPITALS,
@@ -335,11 +335,16 @@ def find_numbers(
 ) -> bool:  # fmt: skip
     """Writes the numbers of `num_words` words, whose edges are known, into `scratch.ids`, from its place `first` on.
 
-    All hashes come before all look-ups: the processor has many of either under way at once. False when `words` is too full.
+    Step by step for all of them, so that many reads of memory are under way at once. False when `words` is too full.
     """
     edges, keys, ids = scratch.edges, scratch.keys, scratch.ids
+    mask = np.uint64(len(words.slots) - 1)
     for index in range(num_words):
-        keys[index] = word_key(data, edges[2 * index], edges[2 * index + 1])
+        key = word_key(data, edges[2 * index], edges[2 * index + 1])
+        fetch_ahead(words.slots, np.int64(key & mask))
+        keys[index] = key
+    for index in range(num_words):
+        fetch_ahead(words.records, np.int64(np.uint64(words.slots[keys[index] & mask]) & mask) - 1)
     for index in range(num_words):
         slot, number = look_up(words.slots, words.records, keys[index])
         if number < 0:

@@ -68,6 +68,22 @@ def zeros_below(typing: Any, value: Any) -> Any:
 
 
 @intrinsic
+def fetch_ahead(typing: Any, data: Any, place: Any) -> Any:
+    """Has the processor bring the first item of data[place], along the first axis, near: a hint, harmless out of bounds."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> None:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        stride = builder.extract_value(array.strides, 0)
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        pointer = builder.gep(builder.bitcast(array.data, byte), [builder.mul(args[1], stride)])
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        builder.call(prefetch, [pointer, number(0), number(3), number(1)])  # for reading, to the nearest cache, data
+
+    return types.void(data, types.int64), build
+
+
+@intrinsic
 def bytes_within(typing: Any, data: Any, place: Any, low: Any, high: Any) -> Any:
     """Which of data[place:place + 64] are `low` to `high`, as the bits of a uint64, the first byte lowest; no check of bounds.
 
