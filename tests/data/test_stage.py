@@ -261,6 +261,7 @@ KILLED = textwrap.dedent("""
     os.replace, shutil.rmtree = counted, half_removed
     spec = Data.read({"source": source, "tokenizer": {"vocab_size": 400}, "filters": ["length", "gopher_quality"]})
     spec.make(out, run=Run(quiet=True))
+    print(count)
 """)
 
 
@@ -282,16 +283,19 @@ def test_killed_at_durable_steps_the_rerun_gives_the_same_bytes(made, source, tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_killed_at_every_durable_step(made, source, tmp_path):
-    kill_at = 0
-    while True:
-        kill_at += 1
+@pytest.mark.timeout(600)
+def test_killed_at_ten_random_durable_steps(made, source, tmp_path):
+    """Each kill hits a run from its start, at a step of its own tenth of them."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "whole"), str(source), "0", ""]
+    num_steps = int(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+    assert num_steps > 50
+    draw = random.Random(num_steps)
+    for tenth in range(10):
+        kill_at = draw.randint(tenth * num_steps // 10 + 1, (tenth + 1) * num_steps // 10)
         out = tmp_path / f"data-{kill_at}"
-        if run_killed(out, source, kill_at, "before" if kill_at % 2 else "after") == 0:
-            break
-        assert spec_of(source).make(out, run=QUIET).content == made.content
-    assert kill_at > 15
+        assert run_killed(out, source, kill_at, draw.choice(["before", "after"])) == -signal.SIGKILL
+        assert spec_of(source).make(out, run=QUIET).content == made.content, f"killed at step {kill_at} of {num_steps}"
 
 
 @pytest.mark.parametrize("kill_at", [6, 30])
