@@ -1,5 +1,6 @@
 # Two commands: `make demo` and `make test`. Each sets up .venv when needed; a second run installs nothing.
 PYTHON ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 
 .PHONY: demo test lint clean
@@ -8,7 +9,7 @@ demo: .venv/.all
 	$(BIN)/hone run recipes/tiny.yaml
 
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: .venv/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
