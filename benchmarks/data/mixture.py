@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.data.clock import best_of
 from hone.data import CURRICULA
 from hone.data.load import PackedTokens
 from hone.data.mix.mixed import MixedTokens, Shares
@@ -31,15 +30,15 @@ def regression(folder: Path) -> list[dict[str, Any]]:
     """Rank correlation of the losses predicted from 512 published runs of 1M parameters with those of larger models."""
     known = read_runs(folder / "train_mixture_1m.csv", folder / "train_pile_loss_1m.csv", "pile_cc")
     weights = known.weights / known.weights.sum(1, keepdims=True)
-    spent, predict = _best(lambda: fit(weights, known.loss, "boosting"), 3)
+    spent, predict = best_of(3, lambda: fit(weights, known.loss, "boosting"))
     theirs = None
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
     except ImportError:
         peer_spent = None
     else:
-        peer_spent, theirs = _best(
-            lambda: HistGradientBoostingRegressor(max_iter=300, random_state=0).fit(weights, known.loss).predict, 3
+        peer_spent, theirs = best_of(
+            3, lambda: HistGradientBoostingRegressor(max_iter=300, random_state=0).fit(weights, known.loss).predict
         )
     peer = "" if theirs is None else "scikit-learn HistGradientBoosting, 300 trees"
     result = [
@@ -63,7 +62,7 @@ def portfolio() -> list[dict[str, Any]]:
     def value(w: np.ndarray, utility: np.ndarray) -> float:
         return float(np.linalg.norm(w @ utility - 1) + len(w) * (w @ w))
 
-    spent, ours = _best(lambda: [best_portfolio(utility, caps, 1.0) for utility, caps in cases], 3)
+    spent, ours = best_of(3, lambda: [best_portfolio(utility, caps, 1.0) for utility, caps in cases])
     try:
         from scipy.optimize import minimize
     except ImportError:
@@ -80,7 +79,7 @@ def portfolio() -> list[dict[str, Any]]:
             options={"ftol": 1e-12, "maxiter": 2000},
         ).x
 
-    peer_spent, theirs = _best(lambda: [solve(*case) for case in cases], 2)
+    peer_spent, theirs = best_of(2, lambda: [solve(*case) for case in cases])
     worst = max(value(a, case[0]) - value(b, case[0]) for a, b, case in zip(ours, theirs, cases))
     note = "15 sources, 30 tasks, risk 1; process CPU time"
     return [
@@ -112,7 +111,7 @@ def drawing(packed: PackedTokens) -> list[dict[str, Any]]:
     rates = []
     for feed in (mixed, packed):
         feed.batch(0, 64, 1024, 0)
-        spent, _ = _best(lambda feed=feed: [feed.batch(step, 64, 1024, 0) for step in range(5, 15)], 3)
+        spent, _ = best_of(3, lambda feed=feed: [feed.batch(step, 64, 1024, 0) for step in range(5, 15)])
         rates.append(10 * 64 * 1024 / spent / 1e6)
     note = "64 rows of 1024, 4 groups of one artifact read as streams; process CPU time of one thread"
     return [_row("mixture_tokens_per_s", rates[0], "M tokens/s", 3, "one stream, unmixed", rates[1], note)]
@@ -125,7 +124,7 @@ def orders(packed: PackedTokens) -> list[dict[str, Any]]:
     total = packed.num_rows(seq_len)
     for name in CURRICULA:
         curriculum = CURRICULA.read(name)
-        spent, _ = _best(lambda c=curriculum: c.sequence(packed, seq_len, total, 0)(np.arange(64)), 2)
+        spent, _ = best_of(2, lambda c=curriculum: c.sequence(packed, seq_len, total, 0)(np.arange(64)))
         note = f"{total} rows of {seq_len} tokens, {packed.num_documents} documents, reading their columns included"
         result.append(_row(f"curriculum_{name}_s", spent, "s", 2, "", None, note))
     return result
@@ -156,16 +155,6 @@ def _artifact(folder: Path) -> PackedTokens:
     }
     parquet.write_table(pa.table(columns), folder / "documents" / "00000.parquet")
     return PackedTokens(folder)
-
-
-def _best(work: Callable[[], Any], times: int) -> tuple[float, Any]:
-    """(least process CPU seconds, result) of `times` runs."""
-    least, result = float("inf"), None
-    for _ in range(times):
-        begun = time.process_time()
-        result = work()
-        least = min(least, time.process_time() - begun)
-    return least, result
 
 
 def _row(

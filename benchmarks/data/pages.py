@@ -14,13 +14,13 @@ import json
 import re
 import subprocess
 import tarfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.data.clock import best_of
 from hone.data.readers.careful import Careful
 from hone.data.readers.encodings import decode_page
 from hone.data.readers.extractor import page_text
@@ -87,12 +87,7 @@ def plain_calls() -> dict[str, Callable[[bytes], str]]:
 
 def measured(call: Callable[[bytes], str], pages: dict[str, bytes], rounds: int) -> tuple[dict[str, str], float]:
     """(text of each page, best seconds of CPU time for all)."""
-    best = float("inf")
-    found: dict[str, str] = {}
-    for _ in range(rounds):
-        begun = time.process_time()
-        found = {name: call(raw) for name, raw in pages.items()}
-        best = min(best, time.process_time() - begun)
+    best, found = best_of(rounds, lambda: {name: call(raw) for name, raw in pages.items()})
     return found, best
 
 

@@ -18,13 +18,13 @@ import tempfile
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import code, corpus, english, other
 from hone.data.quality.base import area_under_curve
 from hone.data.quality.cascade import Cascade
@@ -136,8 +136,8 @@ def order_of_words(data: Path, peers: str | None) -> list[dict[str, Any]]:
         found, seconds = {}, {}
         for kind, scorer in opened.items():
             scorer.columns(Texts.of(given.good[:1]))
-            seconds[kind], found[kind] = _timed(
-                lambda scorer=scorer: scorer.columns(tested), 1 if kind != "hashed_logistic" else 3
+            seconds[kind], found[kind] = best_of(
+                3 if kind == "hashed_logistic" else 1, lambda scorer=scorer: scorer.columns(tested)
             )
     scores = {kind: columns["quality"] for kind, columns in found.items()}
     learn, targets = given.high + given.low, np.repeat([1, 0], [len(given.high), len(given.low)])
@@ -269,7 +269,7 @@ def _speed(opened: Any, texts: list[str], learn: list[str]) -> dict[str, Any]:
     batch = Texts.of(texts)
     size = batch.num_bytes / 1e6
     opened.columns(Texts.of(texts[:1]))
-    mine, _ = _timed(lambda: opened.columns(batch))
+    mine, _ = best_of(3, lambda: opened.columns(batch))
     row = {
         "figure": "hashed_logistic: scoring, words and pairs of words",
         "value": size / mine,
@@ -286,15 +286,5 @@ def _speed(opened: Any, texts: list[str], learn: list[str]) -> dict[str, Any]:
     model = SGDClassifier(loss="log_loss", max_iter=1, tol=None).fit(reader.transform(learn), np.arange(len(learn)) % 2)
     some = texts[:: max(len(texts) // 500, 1)]
     part = sum(len(text.encode()) for text in some) / 1e6
-    other = part / _timed(lambda: model.decision_function(reader.transform(some)), 1)[0]
+    other = part / best_of(1, lambda: model.decision_function(reader.transform(some)))[0]
     return {**row, "peer": "scikit-learn HashingVectorizer", "peer_value": other, "ratio": size / mine / other}
-
-
-def _timed(call: Callable[[], Any], rounds: int = 3) -> tuple[float, Any]:
-    """(best CPU seconds, result)."""
-    best, result = float("inf"), None
-    for _ in range(rounds):
-        begun = time.process_time()
-        result = call()
-        best = min(best, time.process_time() - begun)
-    return best, result

@@ -13,7 +13,6 @@ import gzip
 import json
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
+from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus
 from benchmarks.data.pages import gold
 from hone.data.readers.documents import Batch, Document, Options, settle
@@ -64,12 +64,7 @@ class Top(Extractor):
 
 def best(call: Callable[[], Any]) -> float:
     """Least CPU seconds of three rounds."""
-    seconds = []
-    for _ in range(_ROUNDS):
-        begun = time.process_time()
-        call()
-        seconds.append(time.process_time() - begun)
-    return min(seconds)
+    return best_of(_ROUNDS, call)[0]
 
 
 def batches(file: File, options: Options | None = None) -> int:

@@ -11,8 +11,7 @@ import gzip
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import tokenizers
 
+from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import grown
 from hone.data.tokens.rows import best_fit_rows
 from hone.data.tokens.tokenizer import Encoder, Tokenizer, load, train
@@ -87,10 +87,10 @@ def encoding(kind: str, encoder: Encoder, texts: list[str]) -> tuple[list[dict[s
     assert encoder.fast is not None, encoder.why_slow
     size = sum(len(text.encode()) for text in texts) / 1e6
     slow = encoder._replace(fast=None)
-    quick_s, quick = timed(lambda: encoder.encode(texts), rounds=2)
-    slow_s, reference = timed(lambda: slow.encode(texts), rounds=1)
+    quick_s, quick = best_of(2, lambda: encoder.encode(texts))
+    slow_s, reference = best_of(1, lambda: slow.encode(texts))
     some = texts[::4]
-    raw_s, _ = timed(lambda: encoder.core.encode_batch_fast(some, add_special_tokens=False), rounds=1)
+    raw_s, _ = best_of(1, lambda: encoder.core.encode_batch_fast(some, add_special_tokens=False))
     different = sum(one.tobytes() != other.tobytes() for one, other in zip(quick, reference))
     num_tokens = sum(map(len, reference))
     row = {"unit": "MB/s per core", "n": len(texts), "peer": f"tokenizers {tokenizers.__version__}"}
@@ -152,7 +152,7 @@ def placing(num_documents: int = 2_000_000, seq_len: int = 4096) -> dict[str, An
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(6, 1.2, num_documents), 200_000).astype(np.int64) + 2
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    seconds, index = timed(lambda: best_fit_rows(starts, seq_len), rounds=2)
+    seconds, index = best_of(2, lambda: best_fit_rows(starts, seq_len))
     least = -(-int((lengths - 1).sum()) // seq_len)
     return {
         "figure": f"pack, {num_documents} documents into rows of {seq_len}",
@@ -161,13 +161,3 @@ def placing(num_documents: int = 2_000_000, seq_len: int = 4096) -> dict[str, An
         "n": num_documents,
         "note": f"{index.num_rows} rows, {index.num_rows - least} more than any packing needs",
     }
-
-
-def timed(call: Callable[[], Any], rounds: int) -> tuple[float, Any]:
-    """(best CPU seconds, result)."""
-    best, result = float("inf"), None
-    for _ in range(rounds):
-        begun = time.process_time()
-        result = call()
-        best = min(best, time.process_time() - begun)
-    return best, result
