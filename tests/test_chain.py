@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from hone.base.artifact import Artifact
 from hone.base.run import Run
+from hone.recipe import Recipe
 from tests.conftest import mini_recipe
 
 
@@ -83,3 +85,15 @@ def test_a_model_made_here_loads_in_transformers_and_in_hone_alike(artifacts):
     tokens = torch.tensor([hone.load_tokenizer(folder).encode("import json\n\ndef loads(")])
     with torch.no_grad():
         assert (hone.load(folder)(tokens) - theirs(tokens).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_recipe_can_be_read(path, tmp_path, monkeypatch):
+    """Beside what recipes/tiny.yaml makes, on which some of them build."""
+    for name in ("data-text", "train-base"):
+        (tmp_path / "work" / "tiny" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load(path)
+    assert recipe.line == path.stem and len(recipe.nodes()) > 1
