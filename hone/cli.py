@@ -217,11 +217,12 @@ def _run(words: list[str], options: dict[str, str]) -> int:
     page = build(line)
     models = [node.folder for kind in ("compress", "train") for node in recipe.nodes() if node.stage == kind]
     served = f"  hone serve {line / models[0]}\n" if models else ""
+    one = sum(node.stage == "data" for node in recipe.nodes()) == 1
+    yours = f"\n  hone run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours" if one else ""
     print(
         f"\ndone in {time.monotonic() - started:.0f} s; the report: {page}\n\ntry next:\n"
         f"{served}"
-        f"  hone compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine\n"
-        f"  hone run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours"
+        f"  hone compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine{yours}"
     )
     return 0
 
