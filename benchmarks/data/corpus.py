@@ -1,8 +1,8 @@
 """The benchmark corpus: real English, code and other languages, grown by recombination, with near-duplicates of known Jaccard.
 
     from benchmarks.data.corpus import corpus, grown
-    texts = corpus(Path("../shared/data"), 60)          # list of about 60 MB of texts
-    made = grown(Path("../shared/data"), 60)            # the same texts, with what is known about each
+    texts = corpus(data, 60)          # list of about 60 MB of texts
+    made = grown(data, 60)            # the same texts, with what is known about each
 
 Real documents fill up to 40 % of each kind; the rest are splices of 4 to 12 consecutive words (code: 3 to 10 lines) of
 real text, so that words, lines and statistics are natural while two documents share next to nothing by chance.

@@ -1,6 +1,6 @@
 """Deduplication of whole documents: speed from Parquet to clusters, recall and precision against exact Jaccard, and the peers.
 
-    python -m benchmarks.data.dedup --data ../shared/data --peers /path/to/an/interpreter/with/datasketch,datatrove,rensa
+    python -m benchmarks.data dedup --data FOLDER --peers INTERPRETER_WITH_datasketch,datatrove,rensa
 
 Speeds are megabytes of text per second of process CPU time of one thread, best of three. A pair is found when both of it
 are in one cluster; a removed document's best Jaccard is that with the nearest other document of its cluster.
@@ -8,7 +8,6 @@ are in one cluster; a removed document's best Jaccard is that with the nearest o
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import subprocess
@@ -86,7 +85,7 @@ def expected(made: Grown, low: float, high: float) -> dict[str, Any]:
 
 def extra_megabytes(kind: str, folder: Path) -> float:
     """What a fresh process needs at most above its libraries and the compiled kernels, to deduplicate the shards in `folder`."""
-    command = [sys.executable, "-m", "benchmarks.data.dedup", "--memory-of", kind, str(folder)]
+    command = [sys.executable, "-m", "benchmarks.data.dedup", kind, str(folder)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -187,20 +186,5 @@ def run_peers(python: str | None, corpus: Corpus, folder: Path, made: Grown) -> 
     return result
 
 
-def main() -> None:
-    """Prints the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of real data")
-    parser.add_argument("--peers", help="interpreter of a virtual environment with the peers")
-    parser.add_argument("--megabytes", type=float, default=60)
-    parser.add_argument("--memory-of", nargs=2, metavar=("KIND", "FOLDER"), help="print what one needs, alone")
-    options = parser.parse_args()
-    if options.memory_of:
-        print(_memory_of(options.memory_of[0], Path(options.memory_of[1])))
-        return
-    for row in rows(options.data, options.peers, options.megabytes):
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # alone in its process
+    print(_memory_of(sys.argv[1], Path(sys.argv[2])))

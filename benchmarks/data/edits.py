@@ -1,13 +1,12 @@
 """Edits and decontamination: megabytes a second of one core, and how much of a suffix array's repeats substrings find.
 
-    python -m benchmarks.data.edits --data ../shared/data --peers /path/to/an/interpreter/with/pydivsufsort
+    python -m benchmarks.data edits --data FOLDER --peers INTERPRETER_WITH_pydivsufsort
 
 Speeds are of text from Parquet to cuts (or to documents that are hit), in process CPU time of one thread, best of three.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -97,7 +96,7 @@ def suffix_array(python: str | None, folder: Path, state: Path) -> dict[str, flo
 
 def extra_megabytes(folder: Path) -> float:
     """What a fresh process needs at most above its libraries and the compiled kernels, to cut substrings in `folder`."""
-    command = [sys.executable, "-m", "benchmarks.data.edits", "--memory-of", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.data.edits", str(folder)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -177,20 +176,5 @@ def _found(folder: Path, state: Path) -> int:
     return sum(Cuts.of(*spans_of(paths, number)).num_bytes for number, *_ in opened(folder).spans())
 
 
-def main() -> None:
-    """Prints the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of real data")
-    parser.add_argument("--peers", help="interpreter of a virtual environment with the peers")
-    parser.add_argument("--megabytes", type=float, default=30)
-    parser.add_argument("--memory-of", type=Path, metavar="FOLDER", help="print what substrings need there, alone")
-    options = parser.parse_args()
-    if options.memory_of:
-        print(_memory_of(options.memory_of))
-        return
-    for row in rows(options.data, options.peers, options.megabytes):
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # alone in its process
+    print(_memory_of(Path(sys.argv[1])))

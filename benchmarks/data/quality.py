@@ -1,6 +1,6 @@
 """Scorers of quality: how well each tells good text from bad and how fast, beside scikit-learn and fastText on the same texts.
 
-    python -m benchmarks.data quality --data ../shared/data --peers INTERPRETER
+    python -m benchmarks.data quality --data FOLDER --peers INTERPRETER_WITH_scikit-learn,fasttext
 
 Speeds are megabytes of text per second of process CPU time, hone's of one thread. Movie reviews by polarity are no quality,
 yet a task that words alone find hard; an encyclopedia against messages is an easy one. Word salad is what chains of words

@@ -1,6 +1,6 @@
 """Reading: Parquet, jsonl and WARC to documents, beside Arrow, json, orjson, fastwarc and warcio on the same files.
 
-    python -m benchmarks.data.reading --data ../shared/data --peers /path/to/an/interpreter/with/orjson,warcio
+    python -m benchmarks.data reading --data FOLDER --peers INTERPRETER_WITH_orjson,warcio
 
 Speeds are megabytes of text (Parquet, jsonl) or of records (WARC) per second of process CPU time of one thread, best of
 three. hone's include the checks of every text (UTF-8, NFC, NUL, mojibake, line ends) and the documents' ids.
@@ -8,7 +8,6 @@ three. hone's include the checks of every text (UTF-8, NFC, NUL, mojibake, line 
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import subprocess
@@ -183,18 +182,3 @@ def by_fastwarc(path: Path) -> int:
 
     with open(path, "rb") as file:
         return sum(len(record.reader.read()) for record in ArchiveIterator(file))
-
-
-def main() -> None:
-    """Prints the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--peers")
-    parser.add_argument("--megabytes", type=float, default=60)
-    given = parser.parse_args()
-    for row in rows(given.data, given.peers, given.megabytes):
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()

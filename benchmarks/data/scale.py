@@ -1,6 +1,6 @@
 """Scale: the same `hone data` run at several sizes, what grows with the corpus, and what a terabyte and a trillion tokens would cost.
 
-    python -m benchmarks.data.scale --data ../shared/data --work /tmp/scale --gigabytes 0.1 1 10 [--workers 2] [--ledger]
+    python -m benchmarks.data.scale --data FOLDER --work FOLDER --gigabytes 0.1 1 10 [--workers 2] [--ledger]
 
 The corpus is made by benchmarks/data/growth.py; a smaller one is the beginning of a larger. Each size runs in a process
 of its own with the default filters and deduplications, GPT-2's tokenizer and `--workers` worker processes. All figures of

@@ -1,6 +1,6 @@
 """Signals and rules: speed per core on natural English, and how often the verdicts are datatrove's.
 
-    python -m benchmarks.data.signals --data ../shared/data --peers INTERPRETER
+    python -m benchmarks.data signals --data FOLDER --peers INTERPRETER_WITH_datatrove
 
 INTERPRETER has datatrove; without one there are no peer values. Speeds are of one thread by process CPU time, best of
 five (the peer: once, on the texts that the verdicts are compared on).
@@ -8,7 +8,6 @@ five (the peer: once, on the texts that the verdicts are compared on).
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import subprocess
@@ -134,13 +133,3 @@ def rows(data: Path, peers: Path | None = None, megabytes: float = 30) -> list[d
             }
         )
     return result
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--peers", type=Path)
-    parser.add_argument("--megabytes", type=float, default=30)
-    options = parser.parse_args()
-    for row in rows(options.data, options.peers, options.megabytes):
-        print(json.dumps(row))

@@ -1,6 +1,6 @@
 """Encoding through tiktoken beside `tokenizers`, with the tokens compared; best-fit packing beside the stream, with its waste.
 
-    python -m benchmarks.data tokens --data ../shared/data
+    python -m benchmarks.data tokens --data FOLDER
 
 Texts are real documents only, English, code and 75 other languages. Speeds are per second of process CPU time of one thread.
 """
