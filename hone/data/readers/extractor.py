@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hone.base.table import Technique
-from hone.data.readers.documents import Unreadable
+from hone.data.readers.documents import SAMPLE_CHARS, Unreadable
 from hone.data.readers.encodings import decode_page
 
 MAX_DEPTH = 512
@@ -28,7 +28,7 @@ def page_text(raw: bytes, extractor: Extractor, served: str | None = None) -> st
     """
     page = decode_page(raw, served)
     if _may_be_deep(page) and _is_deep(page):
-        raise Unreadable("nested_too_deeply", page[:400])
+        raise Unreadable("nested_too_deeply", page[:SAMPLE_CHARS])
     return extractor.extract(page)
 
 
