@@ -31,11 +31,11 @@ def meter(request, monkeypatch):
 def test_peak_and_growth(meter):
     with Window() as window:
         held = np.ones(200 * MIB, np.uint8)
-        time.sleep(0.05)
+        time.sleep(0.2)
         del held
     assert 195 * MIB < window.memory_growth_bytes < 240 * MIB
     assert window.peak_memory_bytes == window.start_memory_bytes + window.memory_growth_bytes
-    assert 0.05 < window.time_s < 5
+    assert 0.2 < window.time_s < 60
     with Window() as after:
         time.sleep(0.03)
     assert after.memory_growth_bytes < 20 * MIB
@@ -44,11 +44,11 @@ def test_peak_and_growth(meter):
 def test_an_inner_window_does_not_lose_the_outer_peak(meter):
     with Window() as outer:
         held = np.ones(150 * MIB, np.uint8)
-        time.sleep(0.05)
+        time.sleep(0.2)
         del held
         with Window() as inner:
             held = np.ones(50 * MIB, np.uint8)
-            time.sleep(0.05)
+            time.sleep(0.2)
             del held
         with Window() as idle:
             time.sleep(0.03)
@@ -60,7 +60,7 @@ def test_an_inner_window_does_not_lose_the_outer_peak(meter):
 def test_an_inner_peak_belongs_to_the_outer_one_too(meter):
     with Window() as outer, Window() as inner:
         held = np.ones(100 * MIB, np.uint8)
-        time.sleep(0.05)
+        time.sleep(0.2)
         del held
     assert inner.memory_growth_bytes > 95 * MIB and outer.memory_growth_bytes > 95 * MIB
 
@@ -80,7 +80,7 @@ def test_windows_may_overlap_across_threads(meter):
     begun.wait()
     with Window():
         held = np.ones(100 * MIB, np.uint8)
-        time.sleep(0.05)
+        time.sleep(0.2)
         del held
     go_on.set()
     thread.join()

@@ -51,10 +51,10 @@ class LiveServer:
         timer.cancel()
         found = re.search(r"http://[\w.]+:\d+", self.line)
         if found is None:
-            self.process.wait(10)
+            self.process.wait(60)
             raise RuntimeError(f"the server did not start: {self.errors()}")
         self.url = found[0]
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def errors(self) -> str:
         """What the server wrote to standard error."""
@@ -70,7 +70,7 @@ class LiveServer:
         assert rows, f"no metric {name}"
         return sum(float(row) for row in rows)
 
-    def wait_for(self, name: str, value: float, seconds: float = 10.0) -> None:
+    def wait_for(self, name: str, value: float, seconds: float = 60.0) -> None:
         """Waits until metric `name` is `value`."""
         deadline = time.monotonic() + seconds
         while self.metric(name) != value:

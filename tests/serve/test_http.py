@@ -358,7 +358,7 @@ def test_no_malformed_request_gets_a_5xx(server: LiveServer):
 
     async def main() -> None:
         limit = asyncio.Semaphore(8)
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             await asyncio.gather(*(one(client, limit, *request) for request in requests))
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # pytest plugins may own this thread's event loop

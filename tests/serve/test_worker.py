@@ -97,7 +97,7 @@ def across(test) -> None:
     async def main() -> None:
         process = await EngineProcess.start(fake.build, {})
         try:
-            await asyncio.wait_for(test(process), 30)
+            await asyncio.wait_for(test(process), 120)
         finally:
             await process.stop()
 
@@ -156,7 +156,7 @@ def test_a_large_prompt_and_a_busy_engine_do_not_block_the_caller():
         started = time.monotonic()
         for number in range(20):
             process.submit([request(f"r{number}", *([40] * 50_000), max_tokens=1)], inbox.items.append)
-        assert time.monotonic() - started < fake.STUCK_S / 2
+        assert time.monotonic() - started < 0.8 * fake.STUCK_S
         while process.trouble(0.0001) is None:  # until 20 median steps have passed
             await asyncio.sleep(0.01)
         process.fail_all("enough")
