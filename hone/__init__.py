@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hone.base.artifact import Artifact
     from hone.base.errors import HoneError
     from hone.base.run import Run
+    from hone.base.store import pull, push
     from hone.model.hf import load, save
     from hone.model.tokenizer import load_tokenizer
     from hone.recipe import Recipe, make
@@ -26,6 +27,8 @@ _HOMES = {
     "load": "hone.model.hf",
     "load_tokenizer": "hone.model.tokenizer",
     "make": "hone.recipe",
+    "pull": "hone.base.store",
+    "push": "hone.base.store",
     "save": "hone.model.hf",
 }
 
@@ -39,6 +42,8 @@ __all__ = [
     "load",
     "load_tokenizer",
     "make",
+    "pull",
+    "push",
     "save",
 ]
 __version__ = "0.1.0"

@@ -23,6 +23,9 @@ one stage (hone VERB --help lists its fields)
   compress MODEL    quantize, prune
   eval MODEL        perplexity, bits per byte, distance to a reference
   bench MODEL       a measured serving run: tokens/s, latency, memory
+object stores (s3://, gs://, ...)
+  push FOLDER URL   copy an artifact there; a URL with hone.json is whole
+  pull URL FOLDER   copy an artifact here, every file checked
 using a model
   serve MODEL       an OpenAI-compatible server
   generate MODEL PROMPT   continue a text
@@ -77,6 +80,7 @@ def _complain(what: str, fix: str) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     from hone.base.errors import SpecError
+    from hone.base.partial import PULL, need_local
 
     words, options = parse(arguments)
     if not words:
@@ -95,6 +99,8 @@ def _dispatch(arguments: list[str]) -> int:
         "compress": _stage,
         "eval": _stage,
         "bench": _stage,
+        "push": _copy,
+        "pull": _copy,
         "serve": _serve,
         "generate": _generate,
         "show": _show,
@@ -110,6 +116,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise SpecError(
             f"unknown command '{verb}'", fix=f"{f'did you mean hone {near[0]}? ' if near else ''}hone --help lists them"
         )
+    if verb in ("report", "serve", "generate") and len(words) > 1:
+        need_local(words[1], PULL)
     return verbs[verb](words, options)
 
 
@@ -297,6 +305,29 @@ def _fields(cls) -> str:
     )
 
 
+def _copy(words: list[str], options: dict[str, str]) -> int:
+    from hone.base import store
+    from hone.base.errors import SpecError
+    from hone.base.run import Run
+    from hone.recipe import describe_artifact
+
+    takes = "FOLDER URL" if words[0] == "push" else "URL FOLDER"
+    if "help" in options:
+        print(
+            f"usage: hone {words[0]} {takes} [--redo] [--quiet]\n\n{getattr(store, words[0]).__doc__.splitlines()[0]}"
+        )
+        return 0
+    unknown = [name for name in options if name not in ("redo", "quiet")]
+    if len(words) != 3 or unknown:
+        raise SpecError(f"hone {words[0]} takes {takes}, --redo and --quiet", fix=f"hone {words[0]} --help says more")
+    run = Run(redo="redo" in options, quiet="quiet" in options)
+    if words[0] == "push":
+        print(f"{words[2]}: {store.push(words[1], words[2], run)} files sent")
+    else:
+        print(describe_artifact(store.pull(words[1], words[2], run)))
+    return 0
+
+
 def _serve(words: list[str], options: dict[str, str]) -> int:
     from hone.serve.http import ServerSpec, serve
 
@@ -359,7 +390,6 @@ def _report(words: list[str], options: dict[str, str]) -> int:
 
 def _show(words: list[str], options: dict[str, str]) -> int:
     from hone.base.artifact import Artifact
-    from hone.base.spec import dump_yaml
     from hone.recipe import Recipe, describe_artifact
 
     if "help" in options:
@@ -369,17 +399,7 @@ def _show(words: list[str], options: dict[str, str]) -> int:
         return 0
     thing = Path(_need(words, "RECIPE_OR_FOLDER"))
     if thing.suffix in (".yaml", ".yml"):
-        recipe = Recipe.load(thing)
-        stages = [
-            {
-                "stage": node.stage,
-                "name": node.name,
-                **({"from": node.inputs} if node.inputs else {}),
-                **node.read().model_dump(mode="json"),
-            }
-            for node in recipe.nodes()
-        ]
-        print(dump_yaml({"line": recipe.line, "stages": stages}), end="")
+        print(Recipe.load(thing).full(), end="")
     else:
         print(describe_artifact(Artifact.read(thing)))
     return 0
@@ -398,33 +418,14 @@ def _schema(words: list[str], options: dict[str, str]) -> int:
 
 
 def _techniques(words: list[str], options: dict[str, str]) -> int:
-    from hone.base.errors import SpecError
-    from hone.base.spec import describe_fields
-    from hone.base.table import all_tables
+    from hone.base.table import describe
 
     if "help" in options:
         print(
             "usage: hone techniques [SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique."
         )
         return 0
-    tables = all_tables()
-    wanted = words[1] if len(words) > 1 else None
-    named = [(slot, table) for slot, table in tables.items() if wanted in table.rows]
-    if wanted and wanted not in tables and not named:
-        known = [*tables, *(name for table in tables.values() for name in table)]
-        raise SpecError(f"unknown slot or technique '{wanted}'", fix=f"known: {', '.join(known)}")
-    for slot, table in named or tables.items():
-        for name in table:
-            cls = table[name]
-            if wanted in (None, slot, name):
-                summary = (cls.__doc__ or "").strip().splitlines()[0]
-                work = f" {cls.complexity:36}" if getattr(cls, "complexity", "") else ""
-                file = f"{cls.__module__.replace('.', '/')}.py"
-                print(f"{slot:14} {name:18} {cls.paper or '-':22}{work} {file}  {summary}")
-            if wanted == name and hasattr(cls, "model_fields"):
-                for field, kind, default, description in describe_fields(cls):
-                    if field != "kind":
-                        print(f"    {field}: {kind}  {description} [{default}]")
+    print("\n".join(describe(words[1] if len(words) > 1 else None)))
     return 0
 
 

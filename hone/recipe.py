@@ -15,6 +15,7 @@ from hone.base.artifact import MANIFEST, Artifact
 from hone.base.durable import write_atomic
 from hone.base.errors import DriftError, SpecError
 from hone.base.figure import human_bytes
+from hone.base.partial import PULL, PUSH, need_local
 from hone.base.run import Run
 from hone.base.spec import Spec, dump_yaml, parse_scalar, read_yaml, set_dotted
 from hone.base.stage import STAGES, Stage
@@ -69,6 +70,7 @@ class Recipe(Spec):
                     raise SpecError(f"two stages are named {node.folder}", fix="give one of them another name")
                 for role, source in node.inputs.items():
                     if source not in found and not Path(source).is_dir():
+                        need_local(source, PULL)
                         near = difflib.get_close_matches(source, found, n=1)
                         hint = f"did you mean '{near[0]}'? " if near else ""
                         raise SpecError(
@@ -78,6 +80,19 @@ class Recipe(Spec):
                 node.read()
                 found[node.folder] = node
         return list(found.values())
+
+    def full(self) -> str:
+        """The recipe with every field of every stage: YAML that is a recipe again."""
+        stages = [
+            {
+                "stage": node.stage,
+                "name": node.name,
+                **({"from": node.inputs} if node.inputs else {}),
+                **node.read().model_dump(mode="json"),
+            }
+            for node in self.nodes()
+        ]
+        return dump_yaml({"line": self.line, "stages": stages})
 
     def override(self, changes: dict[str, str]) -> Recipe:
         """A copy with changes such as {'data.source': PATH} or {'train-base.steps': '20'}.
@@ -134,6 +149,7 @@ class Recipe(Spec):
         `watch(position, total, node, artifact, made)` is called after each stage; `made` is False when it was there already.
         Raises DriftError when an artifact of the line was made from another spec.
         """
+        need_local(work, PUSH)
         run = run or Run()
         nodes = self.nodes()
         line = Path(work) / self.line

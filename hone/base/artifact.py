@@ -8,11 +8,8 @@ commit, and `log/` (timings, TensorBoard) is kept but is no content: it may diff
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -23,14 +20,13 @@ from hone.base.content import changed_file, foreign_fingerprint
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError
 from hone.base.figure import Estimate, Figure
+from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take
 from hone.base.provenance import provenance
 from hone.base.run import Run
 from hone.base.spec import Spec, fingerprint
 
 MANIFEST = "hone.json"
-STATE = "state"
 LOG = "log"
-BEGUN = "begun.json"
 FORMAT = 1
 _FIELDS = {"kind": str, "name": str, "fingerprint": str, "spec": dict, "figures": list, "files": dict}
 _FIELDS |= {"parents": list, "techniques": list}
@@ -53,11 +49,12 @@ class Artifact:
     def read(cls, folder: Path | str) -> Artifact:
         """The artifact in `folder`; a folder without hone.json is adopted, its files its identity.
 
-        Raises ArtifactError when the folder is missing, unfinished (`.partial`) or its hone.json is broken.
+        Raises ArtifactError when the folder is missing, unfinished (`.partial`) or its hone.json is broken, SpecError for a URL.
         """
+        need_local(folder, PULL)
         folder = Path(folder)
         if not folder.is_dir():
-            if _partial(folder).is_dir():
+            if partial_of(folder).is_dir():
                 raise ArtifactError(
                     f"{folder} is unfinished: its stage was interrupted",
                     fix="run the same command again, it resumes where it stopped",
@@ -78,22 +75,7 @@ class Artifact:
                     "techniques": [],
                 },
             )
-        try:
-            manifest = json.loads(path.read_text(encoding="utf8"))
-            known = manifest["format"] == FORMAT
-            for name, kind in _FIELDS.items() if known else ():
-                if not isinstance(manifest[name], kind):
-                    raise TypeError(f"{name} is no {kind.__name__}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ArtifactError(
-                f"{path} is corrupt: {type(error).__name__} {error}", fix="delete the folder and run its stage again"
-            ) from None
-        if not known:
-            raise ArtifactError(
-                f"{path} has format {manifest['format']}, this hone reads {FORMAT}",
-                fix="use the hone version that wrote it",
-            )
-        return cls(folder, manifest)
+        return cls(folder, parse(path.read_bytes(), str(path), fix="delete the folder and run its stage again"))
 
     @property
     def kind(self) -> str:
@@ -157,6 +139,24 @@ class Artifact:
                 )
 
 
+def parse(content: bytes, where: str, fix: str) -> dict[str, Any]:
+    """The manifest in the hone.json that lies at `where`. Raises ArtifactError, with `fix`, when it is broken."""
+    try:
+        manifest = json.loads(content)
+        known = manifest["format"] == FORMAT
+        for name, kind in _FIELDS.items() if known else ():
+            if not isinstance(manifest[name], kind):
+                raise TypeError(f"{name} is no {kind.__name__}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(f"{where} is corrupt: {type(error).__name__} {error}", fix=fix) from None
+    if not known:
+        raise ArtifactError(
+            f"{where} has format {manifest['format']}, this hone reads {FORMAT}",
+            fix="use the hone version that wrote it",
+        )
+    return manifest
+
+
 class Draft:
     """An artifact in the making. `resumed` is true when an earlier run of the same spec was interrupted."""
 
@@ -164,7 +164,7 @@ class Draft:
         self, target: Path, identity: dict[str, Any], lock: Any, *, resumed: bool, parents: list[Artifact]
     ) -> None:
         self.target = target
-        self.folder = _partial(target)
+        self.folder = partial_of(target)
         self.resumed = resumed
         self._identity = identity
         self._lock = lock
@@ -261,14 +261,7 @@ class Draft:
             "files": files,
         }
         write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
-        for folder in (path for path in self.folder.rglob("*") if path.is_dir()):
-            sync(folder)
-        sync(self.folder)
-        os.rename(self.folder, self.target)
-        sync(self.target.parent)
-        # Only now: a kill before the rename must find all it needs to resume.
-        _sweep(self.target)
-        self._lock.close()
+        publish(self.target, self._lock)
         return Artifact(self.target, manifest)
 
 
@@ -287,40 +280,38 @@ def start(
     content is part of the identity. Raises DriftError when `out` was made from another spec or other inputs (unless
     `run.redo`), ArtifactError when another process is making it right now, or a file of it or of a parent was changed.
     """
+    need_local(out, PUSH)
     out, run = Path(out), run or Run()
     for parent in (parents or {}).values():
         parent.need_unchanged()
     identity = _identity(out, kind, spec, parents or {}, files or {}, run)
+    opened = reserve(out, identity, identity["fingerprint"], run, parents or {})
+    if isinstance(opened, Artifact):
+        return opened
+    lock, resumed = opened
+    return Draft(out, identity, lock, resumed=resumed, parents=list((parents or {}).values()))
+
+
+def reserve(
+    out: Path, identity: dict[str, Any], token: str, run: Run, parents: dict[str, Artifact]
+) -> Artifact | tuple[Any, bool]:
+    """The finished artifact of this identity in `out`; else (lock of its partial folder, whether it was begun for `token`).
+
+    Raises as `start` does.
+    """
     finished = _finished(out, identity, run)
     if finished is not None:
         return finished
-    _stand_outside(out, parents or {})
-    partial = _partial(out)
-    lock = _lock(out, partial)
+    _stand_outside(out, parents)
+    lock = take(out)
     if run.redo and out.exists():
         shutil.rmtree(out)  # under the lock: two that make it again do not collide
     finished = _finished(out, identity, run)  # the other process may have finished between the look and the lock
     if finished is not None:
         lock.close()
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_of(out), ignore_errors=True)
         return finished
-    lock.seek(0)
-    before = lock.read()
-    resumed = before == identity["fingerprint"] and not run.redo
-    if resumed:
-        run.say(f"resuming {out.name}")
-    else:
-        if before:
-            run.say(f"{partial} was begun and never finished, and cannot be resumed as asked; starting it again")
-        for path in partial.iterdir():
-            if path.name != BEGUN:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        lock.seek(0)
-        lock.truncate()
-        lock.write(identity["fingerprint"])
-        lock.flush()
-        os.fsync(lock.fileno())
-    return Draft(out, identity, lock, resumed=resumed, parents=list((parents or {}).values()))
+    return lock, resume(out, lock, token, run)
 
 
 def _identity(
@@ -359,27 +350,6 @@ def _stand_outside(out: Path, parents: dict[str, Artifact]) -> None:
             )
 
 
-def _lock(out: Path, partial: Path) -> Any:
-    """The partial folder's file, locked: a second process is refused, a killed one leaves no lock behind."""
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = open(partial / BEGUN, "a+", encoding="utf8")
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ArtifactError(
-            f"cannot make {partial}: {error.strerror}", fix="give an output folder you may write to"
-        ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ArtifactError(
-            f"another process is making {out}", fix="wait for it, or give this run another folder"
-        ) from None
-    return lock
-
-
 def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
     """The artifact in `out` if it is whole and of this identity; None when it is to be made; raises on drift."""
     if not out.exists():
@@ -393,28 +363,28 @@ def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
     if run.redo:
         return None
     if there.fingerprint == identity["fingerprint"]:
-        _sweep(out)  # its maker may have been killed right after the rename
+        sweep(out)  # its maker may have been killed right after the rename
         there.need_unchanged()
         return there
-    before, now = (
-        {
-            "kind": one["kind"],
-            "spec": one["spec"],
-            "parents": _by_role(one["parents"]),
-            "files": one.get("input_files", {}),
-        }
-        for one in (there.manifest, identity)
-    )
     raise DriftError(
-        f"{out} was made from another spec: {difference(before, now)}",
+        f"{out} was made from another spec: {drift(there.manifest, identity)}",
         fix=f"keep it and give the new one another name, or make it again with --redo={out.name}",
     )
 
 
-def _sweep(folder: Path) -> None:
-    """Removes what only an unfinished artifact needs."""
-    shutil.rmtree(folder / STATE, ignore_errors=True)
-    (folder / BEGUN).unlink(missing_ok=True)
+def drift(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The first field in which what two manifests' artifacts were made from differs."""
+    return difference(
+        *(
+            {
+                "kind": one["kind"],
+                "spec": one["spec"],
+                "parents": _by_role(one["parents"]),
+                "files": one.get("input_files", {}),
+            }
+            for one in (before, now)
+        )
+    )
 
 
 def difference(before: Any, now: Any, path: str = "") -> str:
@@ -432,10 +402,6 @@ def difference(before: Any, now: Any, path: str = "") -> str:
                 return found
         return ""
     return "" if before == now else f"{path} was {before!r}, is {now!r}"
-
-
-def _partial(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".partial")
 
 
 def _nearest(folder: Path) -> str:

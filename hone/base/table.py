@@ -12,7 +12,7 @@ from pydantic_core import core_schema
 
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate
-from hone.base.spec import Spec
+from hone.base.spec import Spec, describe_fields
 
 TABLES: tuple[str, ...] = (
     "hone.model.linear:LINEARS",
@@ -145,3 +145,29 @@ def _inlined(schema: Any, known: dict[str, Any]) -> Any:
     if name in known:
         schema = {**known[name], **{key: value for key, value in schema.items() if key != "$ref"}}
     return {key: _inlined(value, known) for key, value in schema.items()}
+
+
+def describe(wanted: str | None) -> list[str]:
+    """A line a technique: slot, name, paper, work, file, summary; of one slot or name when `wanted`, with a name's fields.
+
+    Raises SpecError when no slot and no technique is named so.
+    """
+    tables = all_tables()
+    named = [(slot, table) for slot, table in tables.items() if wanted in table.rows]
+    if wanted and wanted not in tables and not named:
+        known = [*tables, *(name for table in tables.values() for name in table)]
+        raise SpecError(f"unknown slot or technique '{wanted}'", fix=f"known: {', '.join(known)}")
+    lines = []
+    for slot, table in named or tables.items():
+        for name in table:
+            cls = table[name]
+            if wanted in (None, slot, name):
+                summary = (cls.__doc__ or "").strip().splitlines()[0]
+                work = f" {cls.complexity:36}" if getattr(cls, "complexity", "") else ""
+                file = f"{cls.__module__.replace('.', '/')}.py"
+                lines.append(f"{slot:14} {name:18} {cls.paper or '-':22}{work} {file}  {summary}")
+            if wanted == name and hasattr(cls, "model_fields"):
+                for field, kind, default, description in describe_fields(cls):
+                    if field != "kind":
+                        lines.append(f"    {field}: {kind}  {description} [{default}]")
+    return lines

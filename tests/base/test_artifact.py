@@ -88,7 +88,7 @@ def test_an_interrupted_stage_resumes_with_its_state(tmp_path):
     assert draft.resumed and (draft.state / "half").read_text() == "half" and draft.elapsed_s > 0
 
 
-@pytest.mark.parametrize("moment", ["os.rename", "hone.base.artifact._sweep"])
+@pytest.mark.parametrize("moment", ["os.rename", "hone.base.partial.sweep"])
 def test_a_kill_during_commit_loses_nothing(tmp_path, monkeypatch, moment):
     class Killed(BaseException):
         pass

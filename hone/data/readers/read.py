@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hone.base.store import unreachable
 from hone.data.readers.archives import read_archive
 from hone.data.readers.code import fault_of, language_of
 from hone.data.readers.docstrings import prose_of
@@ -33,7 +34,7 @@ from hone.data.readers.encodings import guess, marked
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
 from hone.data.readers.listing import File
-from hone.data.readers.remote import is_lost, unreachable
+from hone.data.readers.remote import is_lost
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
 from hone.data.readers.streams import open_stream
 from hone.data.text.batch import Texts

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import IO, Any
 
-from hone.base.errors import HoneError, MachineError, MissingExtra, SpecError
+from hone.base.errors import HoneError, MissingExtra, SpecError
+from hone.base.store import file_system, unreachable
 
 HUB = "hf:"
 _CLIENTS = ("aiohttp", "requests", "urllib3", "httpx", "httpcore", "botocore", "google", "azure", "huggingface_hub")
@@ -34,15 +35,6 @@ def is_lost(error: BaseException) -> bool:
     """Whether `error` says that the connection failed, not that what came over it is wrong."""
     home = type(error).__module__.partition(".")[0]
     return isinstance(error, ConnectionError | TimeoutError) or home in _CLIENTS
-
-
-def unreachable(url: str, error: BaseException) -> MachineError:
-    """The error that says so."""
-    said = str(error).strip().split("\n")[0][:200] or type(error).__name__
-    return MachineError(
-        f"{url} cannot be reached: {said}",
-        fix="check address, network and access rights and run it again, or copy it to a local folder",
-    )
 
 
 def find(source: str) -> list[tuple[str, str, int]]:
@@ -132,15 +124,4 @@ def _inside(path: str, root: str) -> str:
 
 def _system(url: str) -> tuple[Any, str]:
     """(file system, path in it) of a URL."""
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError:
-        raise MissingExtra.of(f"reading {url}", "fsspec", "data") from None
-    try:
-        return url_to_fs(url)
-    except ImportError as error:
-        raise MissingExtra(f"reading {url}: {error}", fix="install the package it names") from None
-    except ValueError as error:
-        raise SpecError(
-            f"source {url}: {error}", fix="give a path or a URL fsspec knows, such as s3://bucket/folder"
-        ) from None
+    return file_system(url, f"reading {url}")

@@ -1,0 +1,96 @@
+"""Partial: the folder `<out>.partial` in which something is made, locked by its maker, resumed, and renamed when it is whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hone.base.durable import sync
+from hone.base.errors import ArtifactError, SpecError
+from hone.base.run import Run
+
+STATE = "state"
+BEGUN = "begun.json"
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # a Path has one slash left; one letter would be a drive
+PULL = "hone pull URL FOLDER brings it here; then give FOLDER"
+PUSH = "give a folder here; hone push FOLDER URL sends it there when it is whole"
+
+
+def need_local(folder: Path | str, fix: str) -> None:
+    """Raises SpecError when `folder` is a URL: stages work in folders. `fix` is PULL or PUSH."""
+    found = _URL.match(str(folder))
+    if found:
+        url = f"{found[1]}://{str(folder)[found.end() :]}"
+        raise SpecError(f"{url} is a URL, and a stage reads and makes folders of this machine", fix=fix)
+
+
+def partial_of(folder: Path) -> Path:
+    """Where `folder` is made."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def take(out: Path) -> Any:
+    """The partial folder's file, locked: a second process is refused, a killed one leaves no lock behind."""
+    partial = partial_of(out)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = open(partial / BEGUN, "a+", encoding="utf8")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ArtifactError(
+            f"cannot make {partial}: {error.strerror}", fix="give an output folder you may write to"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ArtifactError(
+            f"another process is making {out}", fix="wait for it, or give this run another folder"
+        ) from None
+    return lock
+
+
+def resume(out: Path, lock: Any, token: str, run: Run) -> bool:
+    """Whether the partial folder was begun for the same `token`; if not it is emptied and begun for it."""
+    partial = partial_of(out)
+    lock.seek(0)
+    before = lock.read()
+    if before == token and not run.redo:
+        run.say(f"resuming {out.name}")
+        return True
+    if before:
+        run.say(f"{partial} was begun and never finished, and cannot be resumed as asked; starting it again")
+    for path in partial.iterdir():
+        if path.name != BEGUN:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    lock.seek(0)
+    lock.truncate()
+    lock.write(token)
+    lock.flush()
+    os.fsync(lock.fileno())
+    return False
+
+
+def publish(out: Path, lock: Any) -> None:
+    """Renames the partial folder, whose files are synced and whose manifest is written, to `out` and gives up the lock."""
+    partial = partial_of(out)
+    for folder in (path for path in partial.rglob("*") if path.is_dir()):
+        sync(folder)
+    sync(partial)
+    os.rename(partial, out)
+    sync(out.parent)
+    # Only now: a kill before the rename must find all it needs to resume.
+    sweep(out)
+    lock.close()
+
+
+def sweep(folder: Path) -> None:
+    """Removes what only an unfinished artifact needs."""
+    shutil.rmtree(folder / STATE, ignore_errors=True)
+    (folder / BEGUN).unlink(missing_ok=True)

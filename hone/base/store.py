@@ -1,0 +1,343 @@
+"""Store: artifacts on object stores (whatever fsspec knows): pushed there, pulled from there, whole or not there.
+
+An object store puts a file whole or not at all, but renames nothing and locks nothing. So `push` sends hone.json last: a
+URL with hone.json holds a whole artifact. `begun.json` says beside it whose push was interrupted, and what it may have sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hone.base.artifact import MANIFEST, Artifact, drift, parse, reserve
+from hone.base.content import changed_file
+from hone.base.durable import sha256, sync, write_atomic
+from hone.base.errors import ArtifactError, DriftError, FitError, HoneError, MachineError, MissingExtra, SpecError
+from hone.base.figure import human_bytes
+from hone.base.partial import BEGUN, need_local, partial_of, publish
+from hone.base.run import Run
+
+AT_ONCE = 8
+"""Objects under way at a time: each waits for the network most of its time."""
+_HALF = ".hone-tmp"
+
+
+def file_system(url: str, doing: str) -> tuple[Any, str]:
+    """(fsspec file system, path in it) of a URL. `doing` begins an error's line: 'reading s3://bucket/x'.
+
+    Raises MissingExtra without fsspec or the package behind the URL's scheme, SpecError when the URL makes no sense.
+    """
+    try:
+        from fsspec.core import url_to_fs
+        from fsspec.registry import known_implementations
+    except ImportError:
+        raise MissingExtra.of(doing, "fsspec", "data") from None
+    try:
+        return url_to_fs(url)
+    except ImportError as error:
+        home = known_implementations.get(url.partition("://")[0], {}).get("class", "").partition(".")[0]
+        fix = f"pip install {home}" if home not in ("", "fsspec") else "install the package it names"
+        raise MissingExtra(f"{doing}: {error}", fix=fix) from None
+    except ValueError as error:
+        raise SpecError(f"{doing}: {error}", fix="give a URL fsspec knows, such as s3://bucket/folder") from None
+
+
+def unreachable(url: str, error: BaseException) -> MachineError:
+    """The error that says so."""
+    said = str(error).strip().split("\n")[0][:200] or type(error).__name__
+    return MachineError(
+        f"{url} cannot be reached: {said}",
+        fix="check address, network and access rights and run it again, or copy it to a local folder",
+    )
+
+
+class Store:
+    """The objects below a URL, by name. Every operation raises MachineError when the store refuses or cannot be reached."""
+
+    def __init__(self, url: str) -> None:
+        if "://" not in url:
+            raise SpecError(f"'{url}' is no URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
+        self.url = url.rstrip("/")
+        self._system, root = file_system(self.url, f"using {self.url}")
+        self._root = root.rstrip("/")
+        protocol = self._system.protocol
+        self._renames = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every object by its name; {} when there is none."""
+        with self._reaching(self.url):
+            self._system.invalidate_cache()
+            try:
+                found = self._system.find(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+        inside = f"{self._root}/"
+        return {
+            path.removeprefix(inside): int(row.get("size") or 0)
+            for path, row in sorted(found.items())
+            if path.startswith(inside) and row.get("type") != "directory" and not path.endswith(_HALF)
+        }
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object; None when it is not there."""
+        with self._reaching(f"{self.url}/{name}"):
+            try:
+                return self._system.cat_file(self._path(name))
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Puts a small object."""
+        with self._reaching(f"{self.url}/{name}"), self._whole(name) as path:
+            self._system.pipe_file(path, content)
+
+    def put(self, file: Path, name: str) -> None:
+        """Puts a file as an object."""
+        with self._reaching(f"{self.url}/{name}"), self._whole(name) as path:
+            self._system.put_file(str(file), path)
+
+    def get(self, name: str, file: Path) -> None:
+        """Fetches an object as a file, synced and renamed. Raises ArtifactError when it is not there."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        half = file.with_name(f".{file.name}-{secrets.token_hex(4)}.tmp")
+        try:
+            with self._reaching(f"{self.url}/{name}"):
+                try:
+                    self._system.get_file(self._path(name), str(half))
+                except FileNotFoundError:
+                    raise ArtifactError(
+                        f"{self.url}/{name} is missing", fix="put it there again from where it is whole"
+                    ) from None
+            sync(half)
+            os.replace(half, file)
+        finally:
+            half.unlink(missing_ok=True)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects, those that are there."""
+        for name in names:
+            with self._reaching(f"{self.url}/{name}"):
+                try:
+                    self._system.rm_file(self._path(name))
+                except FileNotFoundError:
+                    continue
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _whole(self, name: str) -> Iterator[str]:
+        """Where to write object `name`: on a plain file system, beside it, to be renamed when it is whole."""
+        final = self._path(name)
+        if not self._renames:
+            yield final
+            return
+        os.makedirs(os.path.dirname(final), exist_ok=True)
+        half = f"{final}-{secrets.token_hex(4)}{_HALF}"
+        try:
+            yield half
+            os.replace(half, final)
+        finally:
+            Path(half).unlink(missing_ok=True)
+
+    @contextmanager
+    def _reaching(self, url: str) -> Iterator[None]:
+        """Says what goes wrong in one line; a full disk on this side stays what it is."""
+        try:
+            yield
+        except HoneError:
+            raise
+        except PermissionError as error:
+            said = str(error).strip().split("\n")[0][:200]
+            raise MachineError(f"{url}: not allowed: {said}", fix="check your credentials and their rights") from None
+        except NotImplementedError:
+            raise MachineError(
+                f"{url} can only be read", fix="push to a store that takes files: s3://, gs://"
+            ) from None
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise unreachable(url, error) from None
+
+
+def at_once(work: Callable[[str], Any], names: Iterable[str], done: Callable[[str], Any] = lambda name: None) -> None:
+    """Does `work` for every name, AT_ONCE at a time, calls `done` after each; the first error ends it."""
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        begun = {threads.submit(work, name): name for name in names}
+        try:
+            for future in as_completed(begun):
+                future.result()
+                done(begun[future])
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def push(folder: Path | str, url: str, run: Run | None = None) -> int:
+    """Copies an artifact to a URL (s3://, gs://, ...), hone.json last; a killed one resumes. Returns how many files it sent.
+
+    0 when the URL holds it already. Raises DriftError when it holds another (unless `run.redo`, which replaces it),
+    ArtifactError when `folder` is no artifact or changed since it was made, or when the URL holds files of others.
+    """
+    run, artifact = run or Run(), Artifact.read(folder)
+    if artifact.kind == "foreign":
+        raise ArtifactError(
+            f"{folder} has no {MANIFEST}", fix="push what a stage made; copy other folders by other means"
+        )
+    files = artifact.manifest["files"]
+    changed = changed_file(artifact.folder, files, artifact.folder / MANIFEST)
+    if changed is not None:
+        raise ArtifactError(
+            f"{artifact.folder / changed} is no longer the file that {MANIFEST} describes",
+            fix="put it back, or make the artifact again",
+        )
+    store = Store(url)
+    manifest = (artifact.folder / MANIFEST).read_bytes()
+    ours = {"manifest": hashlib.sha256(manifest).hexdigest(), "files": sorted(files)}
+    there, begun = store.read(MANIFEST), _begun(store)
+    if there is not None and not run.redo:
+        _same(store, there, manifest, artifact, run)
+        store.remove([BEGUN])
+        return 0
+    before = store.sizes()
+    resumed = there is None and begun == ours
+    if resumed:
+        run.say(f"resuming the push to {store.url}")
+    else:
+        _clear(store, before, there, begun)
+        store.write(BEGUN, json.dumps(ours).encode())
+        before = {}
+    left = [name for name, row in files.items() if before.get(name) != row["bytes"]]
+    with run.progress("push", sum(row["bytes"] for row in files.values()), "B") as bar:
+        bar.advance(sum(row["bytes"] for name, row in files.items() if name not in set(left)))
+        at_once(
+            lambda name: store.put(artifact.folder / name, name), left, lambda name: bar.advance(files[name]["bytes"])
+        )
+    after = store.sizes()
+    for name, row in files.items():
+        if after.get(name) != row["bytes"]:
+            raise MachineError(
+                f"{store.url}/{name} has {after.get(name, 0)} bytes after {row['bytes']} were put there",
+                fix="run it again; does somebody else write to this URL?",
+            )
+    store.write(MANIFEST, manifest)
+    store.remove([BEGUN])
+    return len(left)
+
+
+def _begun(store: Store) -> dict[str, Any] | None:
+    """Whose push was interrupted, and which files it may have sent; None when none was."""
+    content = store.read(BEGUN)
+    if content is None:
+        return None
+    try:
+        begun = json.loads(content)
+        return {"manifest": str(begun["manifest"]), "files": [str(name) for name in begun["files"]]}
+    except (ValueError, KeyError, TypeError):
+        raise ArtifactError(
+            f"{store.url}/{BEGUN} is not what a push of hone writes",
+            fix="give a URL of the artifact's own, or remove it",
+        ) from None
+
+
+def _same(store: Store, there: bytes, manifest: bytes, artifact: Artifact, run: Run) -> None:
+    """Says that the artifact is there already. Raises DriftError when it is another."""
+    other = parse(there, f"{store.url}/{MANIFEST}", "remove it, or give another URL")
+    if other["fingerprint"] != artifact.fingerprint:
+        raise DriftError(
+            f"{store.url} holds another artifact: {drift(other, artifact.manifest)}",
+            fix="give another URL, or replace what is there with --redo",
+        )
+    note = "" if there == manifest else ", made by another run of the same spec (--redo replaces it)"
+    run.say(f"{store.url} holds {artifact.kind}-{artifact.name} already{note}")
+
+
+def _clear(store: Store, before: dict[str, int], there: bytes | None, begun: dict[str, Any] | None) -> None:
+    """Removes what earlier pushes put there, hone.json first. Raises ArtifactError when others put something there."""
+    known = set(begun["files"]) if begun else set()
+    if there is not None:
+        known |= set(parse(there, f"{store.url}/{MANIFEST}", "remove it, or give another URL")["files"])
+    foreign = [name for name in before if name not in known and name not in (MANIFEST, BEGUN)]
+    if foreign:
+        raise ArtifactError(
+            f"{store.url} holds files that hone did not put there: {', '.join(foreign[:3])}",
+            fix="give a URL of the artifact's own; hone overwrites nothing it did not make",
+        )
+    old = [name for name in before if name in known]
+    if there is not None or old:
+        # Whose files these are must stay known, and that they are not the next artifact's, until the last is gone.
+        store.write(BEGUN, json.dumps({"manifest": "", "files": sorted(known)}).encode())
+        store.remove([MANIFEST])
+        at_once(lambda name: store.remove([name]), old)
+
+
+def pull(url: str, folder: Path | str, run: Run | None = None) -> Artifact:
+    """Copies an artifact from a URL into `folder`, every file checked against its hash; a killed one resumes.
+
+    An existing `folder` is reused when it is of the same fingerprint. Raises DriftError when it is of another (unless
+    `run.redo`), ArtifactError when it is no artifact or the URL holds none that is whole.
+    """
+    need_local(folder, "hone pull URL FOLDER: a folder of this machine")
+    run, out, store = run or Run(), Path(folder), Store(url)
+    content = store.read(MANIFEST)
+    if content is None and store.read(BEGUN) is not None:
+        raise ArtifactError(f"{store.url} is unfinished: its push was interrupted", fix="run the same push again")
+    if content is None:
+        raise ArtifactError(f"{store.url} holds no {MANIFEST}", fix="give the URL that an artifact was pushed to")
+    again = f"push it again from where it is whole: hone push FOLDER {store.url} --redo"
+    manifest = parse(content, f"{store.url}/{MANIFEST}", again)
+    files = _need_files(manifest, store, again)
+    opened = reserve(out, manifest, f"pull {hashlib.sha256(content).hexdigest()}", run, {})
+    if isinstance(opened, Artifact):
+        run.say(f"{out} holds {opened.kind}-{opened.name} already")
+        return opened
+    lock, _ = opened
+    with lock:
+        partial = partial_of(out)
+        for path in [path for path in partial.rglob("*") if path.is_file() and path.name != BEGUN]:
+            if path.relative_to(partial).as_posix() not in files:
+                path.unlink()  # half of a file, of a pull that was killed
+        left = sum(row["bytes"] for name, row in files.items() if not (partial / name).exists())
+        free = shutil.disk_usage(partial).free
+        if left > free:
+            raise FitError(
+                f"{out} needs {human_bytes(left)} of disk, has {human_bytes(free)}",
+                fix="free some, or pull to another disk",
+            )
+
+        def fetch(name: str) -> None:
+            path, row = partial / name, files[name]
+            if path.exists() and path.stat().st_size == row["bytes"] and sha256(path) == row["sha256"]:
+                return
+            store.get(name, path)
+            size = path.stat().st_size
+            if size == row["bytes"] and sha256(path) == row["sha256"]:
+                return
+            path.unlink()
+            short = f" ({size} bytes, not {row['bytes']})" if size != row["bytes"] else ""
+            raise ArtifactError(f"{store.url}/{name} is not the file that its {MANIFEST} describes{short}", fix=again)
+
+        with run.progress("pull", sum(row["bytes"] for row in files.values()), "B") as bar:
+            at_once(fetch, files, lambda name: bar.advance(files[name]["bytes"]))
+        write_atomic(partial / MANIFEST, content)
+        publish(out, lock)
+    return Artifact.read(out)
+
+
+def _need_files(manifest: dict[str, Any], store: Store, fix: str) -> dict[str, dict[str, Any]]:
+    """The manifest's files. Raises ArtifactError for a name that would lie outside of the folder."""
+    for name, row in manifest["files"].items():
+        parts = PurePosixPath(name).parts
+        sound = isinstance(row, dict) and isinstance(row.get("bytes"), int) and isinstance(row.get("sha256"), str)
+        if not sound or name in ("", MANIFEST, BEGUN) or "/".join(parts) != name or ".." in parts:
+            raise ArtifactError(f"{store.url}/{MANIFEST} is corrupt: its file '{name}'", fix=fix)
+    return manifest["files"]
