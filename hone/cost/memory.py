@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.facts import LayerFacts, ModelFacts
 
@@ -117,6 +119,35 @@ def serve_bytes(
     return _sum_up(
         fixed, {"a step's activations": step, "logits": logits}, FORWARD_GAPS * step, FORWARD_TOUCHED, device
     )
+
+
+def score_bytes(
+    models: Sequence[ModelFacts],
+    *,
+    weights_bytes: float,
+    max_tokens: int,
+    max_rows: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Estimate:
+    """What scoring `max_tokens` at a time by one model, or by one beside a reference (`models`), adds at its peak.
+
+    The larger of two moments: a forward pass, or the logits of `max_rows` tokens with what their loss or divergence makes of
+    them, while the last hidden states of all tokens wait. On a CPU both, and the logits twice: what the heap was given back
+    does not fit what it is asked for next (measured from 1,024 to 16,384 tokens at a time).
+    """
+    width = BYTES[dtype]
+    waiting = [width * max_tokens * one.hidden_size for one in models]
+    step = max(forward_bytes(one, tokens=max_tokens, dtype=dtype) for one in models)
+    # In float32: both models' logits, the reference's logarithms, its probabilities, the differences and their product. One
+    # model alone: its logits and their exponentials, or the next ones while these are still held.
+    numbers = 4 * 6 if len(models) > 1 else 4 * 2 + (width if width < 4 else 0)
+    logits = max_rows * models[0].vocab_size * numbers
+    forward, scoring = step + sum(waiting[:-1]), sum(waiting) + logits
+    parts = {"a step's activations": step, "logits and their divergence": 2.0 * logits}
+    if device.startswith("cuda"):
+        parts = {"a step's activations": forward} if forward > scoring else {"logits and their divergence": scoring}
+    return _sum_up({"weights": weights_bytes}, parts, FORWARD_GAPS * step, FORWARD_TOUCHED, device)
 
 
 def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", context_tokens: int = 0) -> float:

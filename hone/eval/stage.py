@@ -17,7 +17,7 @@ from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.cost.facts import ModelFacts
-from hone.cost.memory import BYTES, forward_bytes, serve_bytes
+from hone.cost.memory import BYTES, score_bytes
 from hone.cost.steps import forward_seconds, loss_seconds
 from hone.measure.machine import Machine, describe
 from hone.measure.warm import warm_up
@@ -130,12 +130,11 @@ class Eval(Stage):
         # Exponentials over every logit: one for the loss; both models' log-softmax and one more for a divergence.
         softmax_s = (4 if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
         value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
-        growth = serve_bytes(
-            max(facts, key=lambda one: forward_bytes(one, tokens=batch, dtype=self.dtype)),
+        growth = score_bytes(
+            facts,
             weights_bytes=sum(self._weights_bytes(folder, one) for folder, one in zip(folders, facts, strict=True)),
             max_tokens=batch,
-            # A divergence holds both models' logits, their log-softmax, and the products of these.
-            max_rows=min(max(LOGITS // vocab_size, 1), batch) * (3 if compared else 1),
+            max_rows=min(max(LOGITS // vocab_size, 1), batch),
             dtype=self.dtype,
             device=machine.device,
         )

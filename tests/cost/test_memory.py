@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.cost.facts import ModelFacts
-from hone.cost.memory import saved_values, serve_bytes, train_bytes
+from hone.cost.memory import saved_values, score_bytes, serve_bytes, train_bytes
 from hone.model.context import Causal
 from hone.model.decoder import build
 from hone.model.families import Shape
@@ -68,6 +68,19 @@ def test_serving_adds_up():
     more = serve_bytes(facts, weights_bytes=16e9, max_tokens=8192, max_rows=64, dtype="bfloat16", device="cuda")
     # 8,192 tokens x 2 bytes x (2 x 4,096 + 3 x 14,336) and 64 rows x 128,256 logits x 14 bytes.
     assert more.value - 16e9 == pytest.approx(8192 * 2 * (2 * 4096 + 3 * 14336) + 64 * 128256 * 14)
+
+
+def test_scoring_holds_a_forward_pass_or_the_logits():
+    facts = llama_8b()
+    hidden = 4096 * 4096 * 2
+    few = {"weights_bytes": 16e9, "max_tokens": 4096, "dtype": "bfloat16", "device": "cuda"}
+    # Both halves of the widest layer and their product, or 32 rows of logits in float32 and the next ones in both formats.
+    assert score_bytes([facts], max_rows=1, **few).value == 16e9 + 4096 * 2 * (2 * 4096 + 3 * 14336)
+    assert score_bytes([facts], max_rows=4096, **few).value == 16e9 + hidden + 4096 * 128256 * 10
+    beside = score_bytes([facts, facts], max_rows=4096, **few)
+    assert beside.value == 16e9 + 2 * hidden + 4096 * 128256 * 24 and "divergence" in beside.formula
+    cpu = score_bytes([facts], max_rows=4096, **{**few, "device": "cpu"})
+    assert cpu.value > 16e9 + 4096 * 2 * (2 * 4096 + 3 * 14336) + 2 * 4096 * 128256 * 10
 
 
 def test_a_cpu_has_gaps_and_code_on_top():
