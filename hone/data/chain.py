@@ -21,7 +21,7 @@ from hone.data.filters.decide import causes
 from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.results import CUT_OUT, Dropped, added, filter_row, lowest, step_row
 from hone.data.settings import Settings
-from hone.data.work import decide, decide_tasks, decided_path, prepare, prepare_tasks
+from hone.data.work import decide, decide_tasks, decided_path, rounds
 
 
 class Chain:
@@ -82,7 +82,7 @@ class Chain:
             stands = technique.representatives(self.corpus, self.alive, state)
             self.corpus.columns.forget("text_hash")
             before = self.alive
-            self.alive = before & (stands == np.arange(len(stands)))
+            self.alive = before & (stands == np.arange(len(stands), dtype=stands.dtype))
             sizes = self.corpus.columns["bytes"]
             self.steps.append(step_row(technique.kind, "dedup", sizes, before, self.alive, technique.reason))
             self._settle(technique, "dedup", before, stands)
@@ -111,14 +111,14 @@ class Chain:
             write_jsonl(draft.folder / "contamination.jsonl", rows)
 
     def _prepared(self, technique: Technique, draft: Draft, name: str) -> Path:
-        """The state folder of a technique, with what it wants to know of each shard already in it."""
+        """The state folder of a technique, with what it wants to know of each shard, and of all together, already in it."""
         state = draft.state / name
         state.mkdir(exist_ok=True)
-        tasks = prepare_tasks(technique, self.corpus, self.alive, state)
-        with self.run.progress(technique.kind, len(tasks)) as bar:
-            for _ in self.pool.map(prepare, tasks):
-                bar.advance()
-                draft.keep_time()
+        for function, tasks in rounds(technique, self.corpus, self.alive, state):
+            with self.run.progress(technique.kind, len(tasks)) as bar:
+                for _ in self.pool.map(function, tasks):
+                    bar.advance()
+                    draft.keep_time()
         return state
 
     def _cut(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from hone.base.durable import sha256
 from hone.base.table import Technique
 from hone.data.annotate import Care, Opened, annotate
 from hone.data.corpus import Corpus, Part
-from hone.data.executors.task import Task
+from hone.data.executors.task import Function, Task
 from hone.data.filters import decide as deciding
 from hone.data.filters.base import Filter
 from hone.data.language import Identifier
@@ -73,6 +73,14 @@ class Preparing(Protocol):
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
         """Writes what it keeps of each shard of `corpus` into `state`, where it finds it later. May see parts of the corpus."""
+        ...
+
+
+class Comparing(Protocol):
+    """What a technique may have that compares documents of all shards: tasks for that too, which read what tasks before wrote."""
+
+    def rounds(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
+        """(function, tasks) of each round, asked for when those before are done. What they leave in `state` it finds later."""
         ...
 
 
@@ -175,6 +183,15 @@ def prepare_tasks(technique: Technique, corpus: Corpus, alive: np.ndarray, state
         )
         for part, size in zip(corpus.parts(), corpus.sizes)
     ]
+
+
+def rounds(
+    technique: Technique, corpus: Corpus, alive: np.ndarray, state: Path
+) -> Iterator[tuple[Function, list[Task]]]:
+    """(function, tasks) of all that `technique` wants done before it decides; those of a round need the rounds before it."""
+    yield prepare, prepare_tasks(technique, corpus, alive, state)
+    if hasattr(technique, "rounds"):
+        yield from technique.rounds(corpus, alive, state)
 
 
 def encode(folder: Path, part: Part, chosen: dict[str, np.ndarray], tokenizer: Path, which: str) -> dict[str, Any]:

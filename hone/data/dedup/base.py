@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -11,6 +12,10 @@ from hone.base.errors import MissingExtra
 from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
+from hone.data.executors.task import Function, Task, perform
+
+if TYPE_CHECKING:
+    from hone.data.dedup.joining import Joining
 
 
 class Dedup(Technique):
@@ -19,7 +24,7 @@ class Dedup(Technique):
     reason: ClassVar[str] = "duplicate"
 
     def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
-        """For each document (int64 [num_documents]) the index of the one that stands for it; itself when it stays.
+        """For each document (int [num_documents]) the index of the one that stands for it; itself when it stays.
 
         Only documents where `alive` (bool) take part. `state` is a folder for what a killed run need not do again.
         """
@@ -28,6 +33,32 @@ class Dedup(Technique):
     def estimates(self, kept_bytes: float) -> dict[str, Estimate]:  # type: ignore[override]
         """Bytes left: at most what comes in; how much repeats cannot be seen in a sample."""
         return {"kept_bytes": Estimate(value=kept_bytes, unit="B", formula="all that the filters keep", bound=True)}
+
+
+class Joined(Dedup):
+    """A deduplication by numbers in which documents meet; whoever meets is one group, and so is whoever meets that one.
+
+    The numbers are compared by tasks, in rounds. `prepare` is there when they have to be made from the texts first.
+    """
+
+    def joining(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Joining:
+        """How the numbers are compared; those that `prepare` makes are in `state`."""
+        raise NotImplementedError
+
+    def rounds(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
+        """(function, tasks) of each round, after `prepare`; a round's tasks are all done before the next one's begin."""
+        need_numba()
+        return self.joining(corpus, alive, state).rounds()
+
+    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
+        need_numba()
+        if hasattr(self, "prepare"):
+            self.prepare(corpus, alive, state)
+        joining = self.joining(corpus, alive, state)
+        for function, tasks in joining.rounds():
+            for task in tasks:
+                perform(function, task)
+        return lowest_ids(joining.groups(), corpus.columns["id"])
 
 
 def need_numba() -> None:
@@ -39,14 +70,15 @@ def need_numba() -> None:
 
 
 def lowest_ids(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """For each document (int64 [n]) the one of its group with the lowest id.
+    """For each document (int [n]) the one of its group with the lowest id; in the memory of `groups`, which is overwritten.
 
     `groups` (int [n], each 0 <= group < n) is equal for documents of one group; `ids` [n] are strings or numbers, ordered
     as Python orders them. Equal ids of a group are settled by the lower index.
     """
     from hone.data.dedup.union_find import least_members
 
-    return least_members(groups, _letters(ids))
+    least_members(groups, _letters(ids))
+    return groups
 
 
 def _letters(ids: np.ndarray) -> np.ndarray:

@@ -2,28 +2,76 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from hone.base.lazy import lazy
 from hone.data.corpus import Corpus
-from hone.data.dedup.base import Dedup, lowest_ids, need_numba
+from hone.data.dedup.base import Joined
+
+if TYPE_CHECKING:
+    from hone.data.dedup.joining import Joining
+
+parquet = lazy("pyarrow.parquet")
 
 
-class Exact(Dedup):
+class Exact(Joined):
     """Drops documents whose normalized text is in the corpus already (64-bit hash of words, spaces and line breaks)."""
 
     reason: ClassVar[str] = "exact_duplicate"
 
-    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
-        need_numba()
-        members = np.flatnonzero(alive)
-        hashes = corpus.columns["text_hash"][members]
-        order = np.argsort(hashes)
-        hashes, members = hashes[order], members[order]
-        fresh = np.ones(len(members), bool)
-        fresh[1:] = hashes[1:] != hashes[:-1]
-        groups = np.arange(len(alive))
-        groups[members] = members[np.flatnonzero(fresh)][np.cumsum(fresh) - 1]
-        return lowest_ids(groups, corpus.columns["id"])
+    def joining(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Joining:
+        from hone.data.dedup.joining import Equal, Joining
+
+        pieces = [
+            Piece(shard, first, end - first, int(alive[first:end].sum()), np.packbits(alive[first:end]).tobytes())
+            for _, shard, first, end in corpus.spans()
+        ]
+        return Joining(Hashes(tuple(pieces)), Equal(1), state, len(corpus))
+
+
+class Piece(NamedTuple):
+    """The `count` documents of a shard that take part: those whose bit is set in `chosen`. Its first is number `first`."""
+
+    shard: Path
+    first: int
+    rows: int
+    count: int
+    chosen: bytes
+
+
+class Hashes(NamedTuple):
+    """The column of hashes of some shards, read where it is compared: no process holds it of all documents."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [piece.count for piece in self.pieces]
+
+    def content(self) -> list[Any]:
+        return [
+            [piece.shard.name, piece.shard.stat().st_size, piece.first, piece.rows, _digest(piece.chosen)]
+            for piece in self.pieces
+        ]
+
+    def part(self, begin: int, end: int) -> Hashes:
+        return Hashes(self.pieces[begin:end])
+
+    def read(self, begin: int, end: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
+        owners, numbers = np.empty(sum(self.sizes), kind), np.empty((1, sum(self.sizes)), np.uint64)
+        done = 0
+        for piece in self.pieces:
+            chosen = np.unpackbits(np.frombuffer(piece.chosen, np.uint8), count=piece.rows).view(bool)
+            hashes = parquet.read_table(piece.shard, columns=["text_hash"]).column(0).to_numpy()
+            owners[done : done + piece.count] = np.flatnonzero(chosen) + piece.first
+            numbers[0, done : done + piece.count] = hashes[chosen]
+            done += piece.count
+        return owners, numbers
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()

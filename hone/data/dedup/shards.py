@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hone.base.durable import sync
 from hone.data.corpus import Corpus
+from hone.data.executors.task import digest, written
 from hone.data.text.batch import Texts
 
-_HELD = 1 << 20
-"""Numbers, with the documents they belong to, that are gathered before they are sent to their ranges."""
 Sign = Callable[[Texts], tuple[np.ndarray, np.ndarray]]
 """From n texts to numbers (uint64 [width, n]) and whether each text takes part (bool [n])."""
 
@@ -77,50 +77,31 @@ def length(file: Path, num_rows: int) -> int:
     return size // (8 * num_rows)
 
 
-def gather(files: list[Path], num_rows: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """(document indices int64 [k], numbers uint64 [k]) of `row` of all files."""
-    indices, numbers = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+def contents(files: Sequence[Path]) -> list[list[Any]]:
+    """[name, bytes, hash] of each file, as its task's manifest says where there is one; the others are read."""
+    known: dict[str, dict[str, Any]] = {}
+    for folder in {file.parent for file in files}:
+        known |= {f"{folder / name}": row for name, row in written(folder).items()}
+    rows = []
     for file in files:
-        owners, values = _row(file, num_rows, row)
-        indices.append(owners)
-        numbers.append(values)
-    return np.concatenate(indices), np.concatenate(numbers)
+        size, row = file.stat().st_size, known.get(f"{file}")
+        hashed = row["hash"] if row and row["bytes"] == size else digest(file)
+        rows.append([file.name, size, hashed])
+    return rows
 
 
-def ranges(files: list[Path], num_rows: int, row: int, bits: int, folder: Path) -> list[Path]:
-    """The same cut into 2^bits ranges by the numbers' first bits: a file in `folder` each, as `load_range` reads it.
-
-    Every file is read once; memory is _HELD pairs, whatever the number of files.
-    """
-    folder.mkdir(exist_ok=True)
-    paths = [folder / f"range-{part:05d}.u64" for part in range(1 << bits)]
-    for path in paths:
-        path.write_bytes(b"")
-    waiting: list[np.ndarray] = []
-    held = 0
-    for number, file in enumerate(files, 1):
-        owners, values = _row(file, num_rows, row)
-        waiting.append(np.stack([values, owners.astype(np.uint64)], 1))
-        held += len(values)
-        if held >= _HELD or number == len(files):
-            pairs = np.concatenate(waiting)
-            parts = pairs[:, 0] >> np.uint64(64 - bits)
-            pairs = pairs[np.argsort(parts, kind="stable")]
-            borders = np.concatenate([[0], np.cumsum(np.bincount(parts.astype(np.int64), minlength=len(paths)))])
-            for path, begin, end in zip(paths, borders[:-1], borders[1:]):
-                if end > begin:
-                    with open(path, "ab") as out:
-                        pairs[begin:end].tofile(out)
-            waiting, held = [], 0
-    return paths
-
-
-def load_range(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(document indices int64 [k], numbers uint64 [k]) of a range."""
-    pairs = np.fromfile(path, np.uint64).reshape(-1, 2)
-    return pairs[:, 1].astype(np.int64), pairs[:, 0].copy()
-
-
-def _row(file: Path, num_rows: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-    count = length(file, num_rows)
-    return np.fromfile(file, np.int64, count), np.fromfile(file, np.uint64, count, offset=8 * count * row)
+def gather(
+    files: Sequence[Path], num_rows: int, begin: int, end: int, kind: type = np.int64
+) -> tuple[np.ndarray, np.ndarray]:
+    """(document indices `kind` [k], rows `begin`..`end` uint64 [end - begin, k]) of all files; row 0 holds the indices."""
+    sizes = [length(file, num_rows) for file in files]
+    indices, numbers = np.empty(sum(sizes), kind), np.empty((end - begin, sum(sizes)), np.uint64)
+    done = 0
+    for path, size in zip(files, sizes):
+        with open(path, "rb") as file:
+            indices[done : done + size] = np.fromfile(file, np.int64, size)
+            file.seek(8 * size * begin)
+            block = np.fromfile(file, np.uint64, (end - begin) * size)
+            numbers[:, done : done + size] = block.reshape(end - begin, size)
+        done += size
+    return indices, numbers

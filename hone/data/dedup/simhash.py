@@ -6,17 +6,20 @@ import itertools
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from hone.data.corpus import Corpus
-from hone.data.dedup.base import Dedup, lowest_ids, need_numba
+from hone.data.dedup.base import Joined, need_numba
 from hone.data.text.batch import Texts
 
+if TYPE_CHECKING:
+    from hone.data.dedup.joining import Joining
 
-class SimHash(Dedup):
+
+class SimHash(Joined):
     """Drops documents whose 64-bit fingerprint is within a few bits of another's. Charikar 2002; Manku et al. 2007.
 
     Smaller than MinHash (8 bytes a document against 112), but 3 bits only find documents that are nearly the same: most
@@ -38,15 +41,11 @@ class SimHash(Dedup):
 
         return shards.sign_shards(corpus, chosen, state, "fingerprints", 1, self.fingerprints)
 
-    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
-        files = self.prepare(corpus, alive, state)
-        from hone.data.dedup import shards, union_find
+    def joining(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Joining:
+        from hone.data.dedup.joining import Joining, Numbers
 
-        indices, fingerprints = shards.gather(files, 2, 1)
-        parents = union_find.singles(len(alive))
-        connect(parents, indices, fingerprints, self.distance)
-        union_find.flatten(parents)
-        return lowest_ids(parents, corpus.columns["id"])
+        source = Numbers(tuple(state / f"fingerprints-{number:05d}.u64" for number, *_ in corpus.spans()), 1)
+        return Joining(source, Near.of(sum(source.sizes), self.distance), state, len(corpus))
 
     def fingerprints(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
         """Fingerprints of n texts (uint64 [1, n]) and which texts have a word at all (bool [n])."""
@@ -62,25 +61,52 @@ class SimHash(Dedup):
         return word_table()
 
 
-def connect(parents: np.ndarray, indices: np.ndarray, fingerprints: np.ndarray, distance: int) -> None:
-    """Joins in `parents` all `indices` (int64 [k]) whose `fingerprints` (uint64 [k]) differ in at most `distance` bits.
+class Near(NamedTuple):
+    """Documents meet whose fingerprints differ in at most `distance` bits.
 
-    The 64 bits are cut into distance + c blocks; two fingerprints so near agree in some c blocks, so a table sorted by
-    each choice of c blocks brings each pair together. c grows with k until chance neighbours are few.
+    The 64 bits are cut into distance + c blocks; two fingerprints so near agree in some c blocks, so a table ordered by
+    each choice of c blocks brings each pair together. c grows with their number until chance neighbours are few.
+    `masks` holds the bits of each table's key; equal fingerprints meet in every table.
     """
-    from hone.data.dedup import union_find
-    from hone.data.dedup.bits import gather_bits, join_near
 
-    order = np.argsort(fingerprints)
-    indices, fingerprints = indices[order], fingerprints[order]
-    fresh = np.ones(len(indices), bool)
-    fresh[1:] = fingerprints[1:] != fingerprints[:-1]
-    union_find.join(parents, indices[:-1][~fresh[1:]], indices[1:][~fresh[1:]])
-    indices, fingerprints = indices[fresh], fingerprints[fresh]
-    for mask in masks(len(indices), distance):
-        keys = gather_bits(fingerprints, np.array(mask, np.int64))
-        order = np.argsort(keys)
-        join_near(parents, indices[order], fingerprints[order], keys[order], distance)
+    distance: int
+    masks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, num_fingerprints: int, distance: int) -> Near:
+        """The tables for so many fingerprints."""
+        return cls(distance, tuple(map(tuple, masks(num_fingerprints, distance))))
+
+    @property
+    def num_tables(self) -> int:
+        return max(len(self.masks), 1)
+
+    def row(self, table: int) -> int:
+        return 0
+
+    def heads(self, numbers: np.ndarray, table: int) -> np.ndarray:
+        from hone.data.dedup.bits import gather_bits
+
+        if not self.masks:
+            return numbers
+        mask = np.array(self.masks[table], np.int64)
+        return gather_bits(numbers, mask) << np.uint64(64 - len(mask))
+
+    def join(self, parents: np.ndarray, numbers: np.ndarray, table: int) -> None:
+        from hone.data.dedup import union_find
+        from hone.data.dedup.bits import join_near
+        from hone.data.dedup.meeting import join_equal
+
+        same, places = union_find.singles(len(numbers)), union_find.singles(len(numbers))
+        join_equal(same, numbers)
+        union_find.join(parents, places, same)
+        if (
+            self.masks
+        ):  # one of each group of equal ones is compared with the others: all would cost the square of their number
+            places = places[same == places]
+            keys = self.heads(numbers[places], table)
+            order = np.argsort(keys)
+            join_near(parents, places[order], numbers[places[order]], keys[order], self.distance)
 
 
 def masks(num_fingerprints: int, distance: int) -> Iterator[list[int]]:

@@ -9,9 +9,14 @@ _AHEAD = 64
 """Edges looked at together before they are joined: their memory reads overlap instead of waiting for one another."""
 
 
+def kind_of(count: int) -> type:
+    """What numbers of `count` nodes are held as: int32 where they fit, else int64."""
+    return np.int32 if count < 1 << 31 else np.int64
+
+
 def singles(count: int) -> np.ndarray:
-    """Parents of `count` nodes that are all alone: int32 where the numbers fit, else int64."""
-    return np.arange(count, dtype=np.int32 if count < 1 << 31 else np.int64)
+    """Parents of `count` nodes that are all alone."""
+    return np.arange(count, dtype=kind_of(count))
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -51,11 +56,11 @@ def flatten(parents):
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def least_members(roots, letters):
-    """For each node the member of its set whose row of `letters` ([n, width], unsigned) comes first; int64 [n].
+    """Makes each node's number in `roots` that of the member of its set whose row of `letters` ([n, width], unsigned) comes first.
 
     `roots` (int [n]) gives equal numbers below n to members of a set. Of equal rows the lower number comes first.
     """
-    best = np.full(len(roots), np.int64(-1), np.int64)
+    best = np.full_like(roots, -1)
     for node in range(len(roots)):
         rival = best[roots[node]]
         if rival < 0:
@@ -66,7 +71,5 @@ def least_members(roots, letters):
                 if letters[node, place] < letters[rival, place]:
                     best[roots[node]] = node
                 break
-    result = np.empty(len(roots), np.int64)
     for node in range(len(roots)):
-        result[node] = best[roots[node]]
-    return result
+        roots[node] = best[roots[node]]

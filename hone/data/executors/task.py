@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ def finished(function: Function, task: Task) -> dict[str, Any] | None:
         size = path.stat().st_size if path.exists() else -1
         if size != row["bytes"]:
             raise _damaged(f"{path} has {max(size, 0)} bytes, its manifest promises {row['bytes']}", task)
-        if _digest(path) != row["hash"]:
+        if digest(path) != row["hash"]:
             raise _damaged(f"{path} is not the file that its manifest describes", task)
     return summary
 
@@ -82,7 +83,7 @@ def perform(function: Function, task: Task) -> dict[str, Any]:
         files = {}
         for path in sorted(own.iterdir()):
             sync(path)
-            files[path.name] = {"bytes": path.stat().st_size, "hash": _digest(path)}
+            files[path.name] = {"bytes": path.stat().st_size, "hash": digest(path)}
             os.replace(path, task.folder / path.name)
         sync(task.folder)
         manifest = {"key": task.key(function), "rows": summary.get("rows"), "files": files, "summary": summary}
@@ -110,6 +111,15 @@ def need_known(folder: Path, tasks: Sequence[Task]) -> None:
             )
 
 
+def written(folder: Path) -> dict[str, dict[str, Any]]:
+    """{name: bytes and hash} of every file in `folder` that a finished task wrote, by the manifests alone."""
+    files: dict[str, dict[str, Any]] = {}
+    for manifest in folder.glob(f"*{DONE}"):
+        with suppress(ValueError, KeyError):  # a corrupt one is an error for whoever asks for its task
+            files |= json.loads(manifest.read_text(encoding="utf8"))["files"]
+    return files
+
+
 def code_version() -> str:
     """Hash of the room's sources: results of other code are not taken over."""
     return _code_version(Path(__file__).parent.parent)
@@ -123,7 +133,8 @@ def _code_version(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """Hash of a file's content, as manifests have it."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

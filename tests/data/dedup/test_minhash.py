@@ -15,8 +15,9 @@ import pytest
 
 from benchmarks.data.corpus import altered
 from hone.data.corpus import Corpus
-from hone.data.dedup import minhash, shards, union_find
-from hone.data.dedup.minhash import MinHash, edge_files, equal_keys
+from hone.data.dedup import joining, shards, union_find
+from hone.data.dedup.meeting import join_equal
+from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.simhash import SimHash
 from hone.data.text.batch import Texts
 from tests.data.dedup import oracles
@@ -31,9 +32,11 @@ def clusters(texts: list[str], **options) -> list[set[int]]:
     technique = MinHash(**options)
     keys, worded = technique.keys(Texts.of(texts))
     parents = union_find.singles(len(texts))
+    places = np.flatnonzero(worded)
     for band in keys:
-        edges = equal_keys(np.flatnonzero(worded), band[worded])
-        union_find.join(parents, edges[0], edges[1])
+        here = union_find.singles(len(places))
+        join_equal(here, band[worded])
+        union_find.join(parents, places, places[here])
     union_find.flatten(parents)
     groups = defaultdict(set)
     for index, root in enumerate(parents.tolist()):
@@ -91,42 +94,17 @@ def test_removals_do_not_depend_on_order_or_shards(known, tmp_path):
         assert again == first
 
 
-def test_ranges_of_keys_give_the_same_clusters(known, tmp_path):
+def test_ranges_of_keys_give_the_same_clusters(known, tmp_path, monkeypatch):
     texts = known[0]
     corpus = oracles.corpus_of(tmp_path / "in", texts, [str(place) for place in range(len(texts))], 4)
-    technique = MinHash()
-    files = shards.sign_shards(corpus, np.ones(len(texts), bool), tmp_path, "keys", technique.bands, technique.keys)
     found = []
     for most in (10**6, 700, 100):
+        monkeypatch.setattr(joining, "SORT_KEYS", most)
         state = tmp_path / str(most)
         state.mkdir()
-        edges = edge_files(files, technique.bands, state, most)
-        parents = union_find.singles(len(texts))
-        for file in edges:
-            union_find.join(parents, *np.fromfile(file, np.int64).reshape(2, -1))
-        union_find.flatten(parents)
-        found.append((len(edges), parents.tolist()))
-    assert [count for count, _ in found] == [14, 28, 14 * 16]
-    assert found[0][1] == found[1][1] == found[2][1]
-
-
-@pytest.mark.parametrize("held", [1, 70, 1 << 20])
-def test_ranges_hold_every_key_once(tmp_path, monkeypatch, held):
-    monkeypatch.setattr(shards, "_HELD", held)
-    draw = np.random.default_rng(held)
-    files = []
-    for number, count in enumerate((40, 0, 100, 3)):
-        rows = draw.integers(0, 1 << 63, (3, count), np.uint64) * np.uint64(2)
-        rows[0] = np.arange(count) + 1000 * number
-        files.append(tmp_path / f"keys-{number}.u64")
-        shards.save(files[-1], rows)
-    for bits in (1, 3, 5):
-        owners, keys = shards.gather(files, 3, 2)
-        parts = [shards.load_range(path) for path in shards.ranges(files, 3, 2, bits, tmp_path / "ranges")]
-        for part, (here, numbers) in enumerate(parts):
-            wanted = keys >> np.uint64(64 - bits) == np.uint64(part)
-            assert here.tolist() == owners[wanted].tolist() and numbers.tolist() == keys[wanted].tolist()
-        assert sum(len(here) for here, _ in parts) == 143
+        found.append(MinHash().representatives(corpus, np.ones(len(texts), bool), state).tolist())
+        assert len(list(state.glob("join-*.npy"))) == {10**6: 1, 700: 14 * 2, 100: 14 * 16}[most]
+    assert found[0] == found[1] == found[2] != list(range(len(texts)))
 
 
 def test_batches_of_one_text_sign_the_same(known, tmp_path):
@@ -140,10 +118,15 @@ def test_batches_of_one_text_sign_the_same(known, tmp_path):
         state = tmp_path / str(num_bytes)
         state.mkdir()
         files = shards.sign_shards(corpus, alive, state, "keys", 14, technique.keys, num_bytes)
-        read.append([shards.gather(files, 15, row) for row in range(15)])
+        read.append(shards.gather(files, 15, 0, 15))
+        assert all((shards.gather(files, 15, row, row + 1)[1][0] == read[-1][1][row]).all() for row in range(15))
     for one, other in itertools.combinations(read, 2):
-        assert all((a == b).all() for left, right in zip(one, other) for a, b in zip(left, right))
-    assert read[0][1][0].tolist() == [place for place in range(len(texts)) if place not in (0, 5, 30, 31, 32)]
+        assert all((a == b).all() for a, b in zip(one, other))
+    assert (
+        read[0][0].tolist()
+        == read[0][1][0].tolist()
+        == [place for place in range(len(texts)) if place not in (0, 5, 30, 31, 32)]
+    )
 
 
 def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
@@ -152,20 +135,26 @@ def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
     corpus = oracles.corpus_of(tmp_path / "in", texts, ids, 4)
     alive, state = np.ones(len(texts), bool), tmp_path / "state"
     state.mkdir()
+    monkeypatch.setattr(joining, "TASK_KEYS", 600)
     whole = MinHash().representatives(corpus, alive, state)
     names = {path.name for path in state.iterdir()}
-    assert len(names) == 4 + 14
-    edge = next(state.glob("edges-*-003-00000.i64"))
-    signed, sorted_ = [], []
-    keys, equal = MinHash.keys, minhash.equal_keys
+    assert len(names) == 4 + 2 * 5, "three of fourteen bands a task"
+    signed, compared = [], []
+    keys, equal = MinHash.keys, joining.join_equal
     monkeypatch.setattr(MinHash, "keys", lambda self, batch: signed.append(batch.num_texts) or keys(self, batch))
-    monkeypatch.setattr(minhash, "equal_keys", lambda *args: sorted_.append(1) or equal(*args))
-    edge.unlink()
+    monkeypatch.setattr(joining, "join_equal", lambda *args: compared.append(1) or equal(*args))
+    (state / "join-002.done").unlink()
     assert (MinHash().representatives(corpus, alive, state) == whole).all()
-    assert (signed, len(sorted_)) == ([], 1) and {path.name for path in state.iterdir()} == names
+    assert (signed, len(compared)) == ([], 3) and {path.name for path in state.iterdir()} == names
     (state / "keys-00002.u64").unlink()
     assert (MinHash().representatives(corpus, alive, state) == whole).all()
-    assert sum(signed) == 50 and len(sorted_) == 1 + 14, "edges of the old keys were taken over"
+    assert sum(signed) == 50 and len(compared) == 3, "the same keys made again were compared again"
+    (state / "keys-00002.u64").unlink()
+    alive[100:150:2] = False
+    fewer = MinHash().representatives(corpus, alive, state)
+    assert (fewer[~alive] == np.flatnonzero(~alive)).all() and len(compared) == 3 + 14, (
+        "groups of other keys were taken over"
+    )
 
 
 def test_shards_may_be_prepared_one_by_one_anywhere(known, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hone.data.dedup import union_find
-from hone.data.dedup.simhash import SimHash, connect, masks
+from hone.data.dedup.simhash import Near, SimHash, masks
 from tests.data.dedup import oracles
 
 
@@ -27,7 +27,9 @@ def test_joined_are_exactly_those_within_the_distance(distance):
         if (values[pair[0]] ^ values[pair[1]]).bit_count() <= distance
     ]
     parents = union_find.singles(len(values))
-    connect(parents, np.arange(len(values)), np.array(values, np.uint64), distance)
+    rule = Near.of(len(values), distance)
+    for table in range(rule.num_tables):
+        rule.join(parents, np.array(values, np.uint64), table)
     union_find.flatten(parents)
     assert parents.tolist() == oracles.components(len(values), near)
 

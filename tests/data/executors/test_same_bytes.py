@@ -17,6 +17,7 @@ import pytest
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.data import annotate
+from hone.data.dedup import joining
 from hone.data.stage import Data
 from tests.data.stories import story
 
@@ -50,12 +51,14 @@ def make(source: Path, out: Path, executor: dict, **changes) -> Artifact:
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch):
     monkeypatch.setattr(annotate, "TASK_BYTES", 1000)
+    monkeypatch.setattr(joining, "SORT_KEYS", 60)  # so that bands are dealt into ranges
 
 
 @pytest.fixture(scope="module")
 def serial(source, tmp_path_factory) -> Artifact:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(annotate, "TASK_BYTES", 1000)
+        patch.setattr(joining, "SORT_KEYS", 1 << 20)  # one process, whole bands
         return make(source, tmp_path_factory.mktemp("serial") / "data-text", {"kind": "serial"})
 
 
@@ -87,9 +90,11 @@ STAGE = textwrap.dedent("""
     import json, sys
     from hone.base.run import Run
     from hone.data import annotate
+    from hone.data.dedup import joining
     from hone.data.stage import Data
 
     annotate.TASK_BYTES = 1000
+    joining.SORT_KEYS = 60
     source, out, spec, executor = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
     Data.read({"source": source, **spec}).make(out, run=Run(quiet=True, executor=executor))
 """)
