@@ -25,7 +25,7 @@ from hone.data.chain import Chain
 from hone.data.corpus import Corpus, need_parquet
 from hone.data.executors.base import Pool
 from hone.data.executors.task import Task, need_known
-from hone.data.forecast import forecast
+from hone.data.forecasting import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
 from hone.data.readers.listing import Listing, list_source
@@ -48,9 +48,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         identifier = Identifier(spec.languages)
         models, scorers = _train(spec, draft.folder / "scorers", run)
         train_s = clock.done("train")
-        estimates = _forecast(
-            spec, listing, identifier, models, draft, window.start_memory_bytes, pool.workers, train_s
-        )
+        estimates = _forecast(spec, listing, identifier, models, draft, window, pool.workers, train_s)
         draft.predict(estimates)
         _need_space(draft, listing, estimates)
         clock.done("forecast")
@@ -191,14 +189,14 @@ def _forecast(
     identifier: Identifier,
     models: Models,
     draft: Draft,
-    memory: int,
+    window: Window,
     workers: int,
     train_s: float,
 ) -> dict[str, Estimate]:
     """The forecast, made once: a resumed run is held to what the first one said. `train_s` the scorers' training took."""
     note = draft.state / "forecast.json"
     if not note.exists():
-        estimates = forecast(spec, listing, identifier, models, draft.state / "sample", memory, workers)
+        estimates = forecast(spec, listing, identifier, models, draft.state / "sample", window, workers)
         if spec.scorers and "time_s" in estimates:
             time_s = estimates["time_s"]
             said = {

@@ -1,0 +1,203 @@
+"""Forecast: what `hone data` says before each of many runs beside what it then measures.
+
+    python -m benchmarks.data forecast --data FOLDER [--megabytes 20]
+
+Every case is a source made from real text and a spec, run in a process of its own. Sources are skewed on purpose: one large
+file beside many tiny ones, sorted so that the beginning is unlike the end, a filter that keeps a tenth, copies that a
+deduplication takes away, compressed streams, pages. Errors are (estimate - measured) / measured. time_s is told too, but is
+only worth something on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from benchmarks.data.corpus import Grown, code, english, grown
+from benchmarks.data.pages import gold
+from benchmarks.data.reading import warc_of
+from benchmarks.data.scale import tokenizer
+
+FIGURES = ("kept_bytes", "train_tokens", "peak_memory_bytes", "time_s")
+_GOOD = 0.2
+_RUN = """
+import json, sys
+from hone.base.run import Run
+from hone.data.stage import Data
+
+spec, out, executor = json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+Data.read(spec).make(out, run=Run(quiet=True, executor=executor))
+"""
+
+
+class Case(NamedTuple):
+    """A run: `fill` writes the source into an empty folder (None: the spec names one), `spec` is the rest."""
+
+    name: str
+    fill: Callable[[Path], None] | None
+    spec: dict[str, Any]
+    workers: int = 0
+
+
+def rows(data: Path, peers: str | None = None, megabytes: float = 20) -> list[dict[str, Any]]:
+    """A row a case and figure, and a last one a figure: the share of cases within 20 %."""
+    with tempfile.TemporaryDirectory() as work:
+        return ledger_rows([(case.name, run(case, Path(work))) for case in cases(data, Path(work), megabytes)])
+
+
+def ledger_rows(found: list[tuple[str, dict[str, dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """The rows of cases (name, {figure: {value, estimate}})."""
+    made: list[dict[str, Any]] = []
+    for figure in FIGURES:
+        errors = []
+        for name, figures in found:
+            said, value = figures[figure]["estimate"], figures[figure]["value"]
+            if not said or not value:
+                continue
+            error = said["value"] / value - 1
+            bound = {"bound": True} if said["bound"] else {}
+            made.append(
+                {"figure": f"forecast {name}: {figure}", "value": error, "unit": "relative error", "n": 1, **bound}
+                | {"measured": value, "estimate": said["value"], "tolerance": said["tolerance"]}
+            )
+            errors.append(abs(error))
+        within = sum(error <= _GOOD for error in errors) / max(len(errors), 1)
+        made.append({"figure": f"forecast {figure} within 20 %", "value": within, "unit": "of cases", "n": len(errors)})
+    return made
+
+
+def run(case: Case, work: Path) -> dict[str, dict[str, Any]]:
+    """The figures of the case's run, by name."""
+    source, out = work / "sources" / case.name, work / f"data-{case.name}"
+    if case.fill and not source.exists():
+        source.mkdir(parents=True)
+        case.fill(source)
+    shutil.rmtree(out, ignore_errors=True)
+    spec = {"source": str(source), **case.spec}
+    executor = {"kind": "processes", "workers": case.workers} if case.workers else {"kind": "serial"}
+    subprocess.run([sys.executable, "-c", _RUN, json.dumps(spec), str(out), json.dumps(executor)], check=True)
+    made = json.loads((out / "hone.json").read_text(encoding="utf8"))
+    shutil.rmtree(out)
+    return {row["name"]: row for row in made["figures"]}
+
+
+def cases(data: Path, work: Path, megabytes: float) -> Iterator[Case]:
+    """All cases; text of about `megabytes` in those that are grown."""
+    given = {"tokenizer": {"path": str(tokenizer(data, work))}}
+    own = {"tokenizer": {"vocab_size": 8192}}
+    tenth = {"filters": [{"kind": "expression", "when": "True", "keep": "language == 'fr' or kind == 'code'"}]}
+    whole = _texts(data, megabytes)
+    small = _texts(data, megabytes / 10)
+    english_first = [text for _, text in sorted(zip(whole.kinds, whole.texts), key=lambda row: row[0] != "english")]
+    yield Case("library", None, {"source": "python", "tokenizer": {"vocab_size": 2048}})
+    rare = {"kind": "expression", "when": "True", "keep": "dup_5gram_chars > 0.15 or dup_line_chars > 0.2"}
+    yield Case("library, rare filter", None, {"source": "python", **given, "filters": ["length", rare]})
+    yield Case("small jsonl", lambda to: _jsonl(to / "rows.jsonl", small.texts), own)
+    yield Case("jsonl", lambda to: _jsonl(to / "rows.jsonl", whole.texts), own)
+    yield Case("jsonl, two workers", lambda to: _jsonl(to / "rows.jsonl", whole.texts), given, 2)
+    yield Case("parquet", lambda to: _parquet(to / "rows.parquet", whole.texts), given)
+    yield Case("jsonl.gz", lambda to: _jsonl(to / "rows.jsonl.gz", whole.texts), given)
+    yield Case("sorted jsonl", lambda to: _jsonl(to / "rows.jsonl", english_first), given)
+    yield Case("sorted parquet", lambda to: _parquet(to / "rows.parquet", english_first), own)
+    yield Case("sorted jsonl.gz", lambda to: _jsonl(to / "rows.jsonl.gz", english_first), given)
+    yield Case("one huge, many tiny", lambda to: _skewed(to, data, whole), given)
+    yield Case("many files", lambda to: _files(to, small.texts), own)
+    yield Case("a filter keeps few", lambda to: _jsonl(to / "rows.jsonl", whole.texts), {**given, **tenth})
+    yield Case("every text twice", lambda to: _jsonl(to / "rows.jsonl", _repeated(whole.texts, 2)), given)
+    yield Case("few texts often", lambda to: _jsonl(to / "rows.jsonl", _unequal(whole.texts)), given)
+    cut = {"max_bytes": int(megabytes * 2e5)}
+    yield Case("max_bytes", lambda to: _jsonl(to / "rows.jsonl", english_first), {**given, **cut})
+    yield Case("books", lambda to: _copied(to, sorted(data.glob("books/*.gz"))), given)
+    yield Case("revisions", lambda to: _copied(to, sorted(data.glob("neardup/gutenberg_revisions/*.gz"))), given)
+    yield Case("stories", lambda to: _copied(to, sorted(data.glob("lm_text/tinystories*"))), own)
+    yield Case("code", lambda to: _files(to, [text for _, text in code(data)], ".py"), own)
+    yield Case("pages", lambda to: _pages(to / "pages.warc", data), given)
+    yield Case("pages, careful", lambda to: _pages(to / "pages.warc", data), {**given, "extractor": "careful"})
+    yield Case("crawl", lambda to: _copied(to, sorted(data.glob("web/*.warc*.gz"))), given)
+    german = {"filters": ["length", {"kind": "language", "languages": ["de", "nl"], "min_score": 0.5}]}
+    yield Case("languages", lambda to: _copied(to, sorted(data.glob("langid/*.gz"))), {**given, **german})
+    edits = {"edits": ["lines", "substrings"]}
+    yield Case("edits", lambda to: _jsonl(to / "rows.jsonl", small.texts), {**given, **edits})
+    yield _scored(data, work, given)
+
+
+def _scored(data: Path, work: Path, given: dict[str, Any]) -> Case:
+    """Reviews among other text, of which a scorer keeps the reviews."""
+    seeds = work / "seeds"
+    if not seeds.exists():
+        with zipfile.ZipFile(data / "quality/movie_reviews.zip") as pack:
+            names = [name for name in sorted(pack.namelist()) if name.endswith(".txt") and "/README" not in name]
+            reviews = [pack.read(name).decode("utf8", "replace") for name in names]
+        seeds.mkdir()
+        _jsonl(seeds / "high.jsonl", reviews[:400])
+        _jsonl(seeds / "low.jsonl", [text for _, text in code(data)][:60])
+    scorer = {"kind": "hashed_logistic", "high": [str(seeds / "high.jsonl")], "low": [str(seeds / "low.jsonl")]}
+    keep = {"kind": "expression", "when": "True", "keep": "quality >= 0.5", "reason": "poor"}
+    texts = [text for _, text in english(data)][::2] + [text for _, text in code(data)]
+    spec = {**given, "scorers": [scorer], "filters": ["length", keep]}
+    return Case("scorer", lambda to: _jsonl(to / "rows.jsonl", _shuffled(texts)), spec)
+
+
+@cache
+def _texts(data: Path, megabytes: float) -> Grown:
+    return grown(data, megabytes)
+
+
+def _shuffled(texts: list[str]) -> list[str]:
+    return random.Random(1).sample(texts, len(texts))
+
+
+def _repeated(texts: list[str], times: int) -> list[str]:
+    return _shuffled([text for text in texts[: len(texts) // times] for _ in range(times)])
+
+
+def _unequal(texts: list[str]) -> list[str]:
+    """Half of the documents are copies of one in fifty."""
+    half = len(texts) // 2
+    return _shuffled(texts[:half] + random.Random(2).choices(texts[: half // 50], k=half))
+
+
+def _jsonl(path: Path, texts: list[str]) -> None:
+    with gzip.open(path, "wt", encoding="utf8") if path.suffix == ".gz" else open(path, "w", encoding="utf8") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def _parquet(path: Path, texts: list[str]) -> None:
+    parquet.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path, row_group_size=2000)
+
+
+def _files(folder: Path, texts: list[str], ending: str = ".txt") -> None:
+    for number, text in enumerate(texts):
+        place = folder / f"{number // 500:03d}"
+        place.mkdir(exist_ok=True)
+        (place / f"{number:06d}{ending}").write_text(text, encoding="utf8")
+
+
+def _skewed(folder: Path, data: Path, whole: Grown) -> None:
+    """Half of the text in one file of rows, and thousands of short notes and source files."""
+    _jsonl(folder / "a-large.jsonl", whole.texts[: len(whole.texts) // 2])
+    _files(folder, [text[:300] for text in whole.texts[len(whole.texts) // 2 :][:4000]])
+    _files(folder / "000", [text for _, text in code(data)], ".py")
+
+
+def _copied(folder: Path, paths: list[Path]) -> None:
+    for path in paths:
+        shutil.copyfile(path, folder / path.name)
+
+
+def _pages(path: Path, data: Path) -> None:
+    path.write_bytes(b"".join(warc_of(gold(data)[0])))

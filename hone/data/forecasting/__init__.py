@@ -1,0 +1,3 @@
+"""Forecasting: what the data stage will take and give, from a sample that goes through every step first."""
+
+from hone.data.forecasting.predict import forecast as forecast

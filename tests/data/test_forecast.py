@@ -1,0 +1,212 @@
+"""The data stage's forecast: what is known of a source is found from a part of it, within what the estimate promises."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from hone.base.run import Run
+from hone.data.forecasting import pieces, predict, trial
+from hone.data.forecasting.duplicates import left
+from hone.data.forecasting.pieces import PIECE_BYTES, choose, extents_of, told
+from hone.data.readers.documents import Broken, Options
+from hone.data.readers.listing import list_source
+from hone.data.readers.read import read_file
+from hone.data.stage import Data
+from tests.data.stories import story
+
+SOUND = {"filters": ["length"], "dedups": [], "tokenizer": {"vocab_size": 400}}
+
+
+def stories(count: int, words: int = 240, first: int = 0) -> list[str]:
+    return [story(first + number, words) for number in range(count)]
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    path.write_bytes(gzip.compress(rows.encode()) if path.suffix == ".gz" else rows.encode())
+    return path
+
+
+def write_record(number: int, text: str) -> bytes:
+    page = f"<html><body><p>{text}</p></body></html>".encode()
+    block = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n" % len(page) + page
+    head = (
+        f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://example.org/{number}\r\n"
+        f"WARC-Date: 2020-01-01T00:00:00Z\r\nWARC-Record-ID: <urn:uuid:00000000-0000-0000-0000-{number:012d}>\r\n"
+        f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(block)}\r\n\r\n"
+    )
+    return head.encode() + block + b"\r\n\r\n"
+
+
+def write_in(folder: Path, format_: str, texts: list[str]) -> Path:
+    folder.mkdir(parents=True)
+    if format_ in ("jsonl", "jsonl.gz"):
+        write_rows(folder / f"rows.{format_}", texts)
+    elif format_ == "parquet":
+        parquet.write_table(pa.table({"text": texts}), folder / "rows.parquet", row_group_size=len(texts) // 7)
+    elif format_ == "txt":
+        (folder / "rows.txt").write_text("<|endoftext|>".join(texts))
+    elif format_ == "warc":
+        (folder / "rows.warc").write_bytes(b"".join(write_record(*row) for row in enumerate(texts)))
+    else:
+        for number, text in enumerate(texts):
+            (folder / f"{number:05d}.md").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "jsonl.gz", "parquet", "txt", "warc", "md"])
+def test_pieces_hold_whole_documents_from_all_parts_of_a_file(format_, tmp_path):
+    texts = stories(3000)
+    listing = list_source(str(write_in(tmp_path / "in", format_, texts)))
+    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
+    assert not sample.whole
+    read = [item for piece in sample.pieces for item in read_file(piece.file, Options())]
+    assert not [item for item in read if isinstance(item, Broken)]
+    place = {text: number for number, text in enumerate(texts)}
+    found = [place[item.text] for item in read]
+    assert len(set(found)) == len(found)
+    assert len(found) / len(texts) == pytest.approx(sample.share, rel=0.15)
+    assert 0.5e6 < sum(len(item.text) for item in read) < 1.3e6
+    spread = np.histogram(found, bins=5, range=(0, len(texts)))[0]
+    assert spread.min() > 0.5 * spread.max()
+    again = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
+    assert again == sample
+
+
+def test_a_small_input_is_taken_whole(tmp_path):
+    listing = list_source(str(write_in(tmp_path / "in", "jsonl", stories(50))))
+    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
+    assert sample.whole and sample.share == 1 and sample.num_bytes == listing.num_bytes
+
+
+def test_a_part_of_every_sort_of_file_and_the_largest_for_certain(tmp_path):
+    write_in(tmp_path / "in", "jsonl", stories(3000))
+    (tmp_path / "in" / "a.md").write_text(story(9000, 100))
+    (tmp_path / "in" / "z.py").write_text("value = 1\n" * 15_000)
+    listing = list_source(str(tmp_path / "in"))
+    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
+    taken = {piece.stratum: piece.num_bytes for piece in sample.pieces}
+    assert taken["text", "", "whole"] and sample.weights["text", "", "whole"] == 1
+    assert taken["code", "", "certain"] == 150_000 and sample.weights["code", "", "certain"] == 1
+    assert sum(piece.num_bytes * sample.weights[piece.stratum] for piece in sample.pieces) == listing.num_bytes
+
+
+def test_broken_and_strange_files_are_no_reason_to_fail(tmp_path):
+    folder = write_in(tmp_path / "in", "jsonl", stories(3000))
+    (folder / "bad.jsonl.gz").write_bytes(gzip.compress(random.Random(0).randbytes(2_000_000))[:-1000])
+    (folder / "bad.parquet").write_bytes(b"PAR1" * 500_000)
+    (folder / "wide.txt").write_text("word " * 400_000, encoding="utf-16")
+    (folder / "letters.txt").write_text("ö" * 3_000_000, encoding="utf8")
+    listing = list_source(str(folder))
+    sample = choose(extents_of(listing.files), 1_000_000, Options(max_document_chars=1000), tmp_path / "pieces")
+    read = [item for piece in sample.pieces for item in read_file(piece.file, Options(max_document_chars=1000))]
+    texts = [item.text for item in read if not isinstance(item, Broken)]
+    assert {text.count("ö") for text in texts} >= {0, 1000} and any(text.startswith("word word") for text in texts)
+
+
+def test_names_of_pieces_are_told_again(tmp_path):
+    listing = list_source(str(write_in(tmp_path / "in", "jsonl", stories(3000))))
+    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
+    names = [pieces.marked(piece).name for piece in sample.pieces]
+    assert len(set(names)) == len(names)
+    assert [told(name) for name in names] == [("rows.jsonl", piece.number) for piece in sample.pieces]
+    assert told("code.py") == ("code.py", None)
+
+
+@pytest.mark.parametrize("times", [2, 25])
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_copies_outside_of_the_sample(times, share):
+    draw = np.random.default_rng(times)
+    clusters = np.concatenate(
+        [np.arange(10_000), draw.permutation(np.repeat(10_000 + np.arange(10_000 // times), times))]
+    )
+    sampled = draw.random(len(clusters)) < share
+    found = left(clusters[sampled], np.arange(sampled.sum()), share)
+    truth = (10_000 + 10_000 // times) / len(clusters)
+    assert not found.unseen and 0 < found.doubt < 0.05
+    drawn = (truth * (1 - truth) * (1 - share) / sampled.sum()) ** 0.5  # which documents the sample has
+    assert abs(found.weights.mean() - truth) < 3 * (found.doubt**2 + drawn**2) ** 0.5
+
+
+def test_copies_that_lie_together_are_seen_together():
+    clusters, places = np.repeat(np.arange(5000), 4), np.repeat(np.arange(500), 40)
+    found = left(clusters, places, 0.1)
+    assert found.weights.mean() == 0.25 and found.weights.reshape(-1, 4)[:, 0].all()
+
+
+def test_a_sample_of_all_documents_counts_copies_as_they_are():
+    found = left(np.array([0, 1, 1, 1, 4, 4]), np.arange(6), 1.0)
+    assert found.weights.sum() == pytest.approx(3) and found.doubt == 0 and not found.unseen
+
+
+def test_a_sample_too_small_for_duplicates_says_so():
+    assert left(np.arange(100), np.arange(100), 0.01).unseen
+
+
+def skewed(folder: Path) -> Path:
+    """One large file, sorted, and hundreds of tiny ones."""
+    write_rows(folder / "large.jsonl", stories(1500) + stories(1500, 60, 5000))
+    for number, text in enumerate(stories(800, 36, 10_000)):
+        (folder / f"{number:04d}.md").write_text(text)
+    return folder
+
+
+def rare(folder: Path) -> Path:
+    """A tenth is longer than the rest."""
+    texts = stories(2700, 120) + stories(300, 400, 5000)
+    write_rows(folder / "rows.jsonl", random.Random(1).sample(texts, len(texts)))
+    return folder
+
+
+def twice(folder: Path) -> Path:
+    texts = stories(2000, 240) * 2
+    write_rows(folder / "rows.jsonl", random.Random(1).sample(texts, len(texts)))
+    return folder
+
+
+def beginning(folder: Path) -> Path:
+    """What lies behind max_bytes is unlike what lies before."""
+    write_rows(folder / "rows.jsonl", stories(3000, 240) + ["short"] * 100_000)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fill", "spec"),
+    [
+        (skewed, SOUND),
+        (rare, {**SOUND, "filters": [{"kind": "expression", "when": "True", "keep": "words > 200"}]}),
+        (twice, {**SOUND, "dedups": ["exact"]}),
+        (beginning, {**SOUND, "max_bytes": 2_000_000}),
+    ],
+)
+def test_a_run_ends_within_the_tolerance_of_its_forecast(fill, spec, tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000, 1_000_000))
+    monkeypatch.setattr(trial, "TOKEN_BYTES", 300_000)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE_BYTES // 4)
+    made = Data.read({"source": str(fill(tmp_path / "in")), **spec}).make(tmp_path / "out", run=Run(quiet=True))
+    for name in ("kept_bytes", "train_tokens"):
+        figure = made.figures[name]
+        estimate = figure.estimate
+        assert not estimate.bound and 0.01 <= estimate.tolerance < 0.5
+        assert abs(figure.error) <= estimate.tolerance, f"{name}: {estimate}"
+        assert "pieces" in estimate.formula and "standard error" in estimate.formula
+    memory = made.figures["peak_memory_bytes"]
+    assert 0.5 < memory.estimate.value / memory.value < 1.5
+    assert made.figures["time_s"].estimate.value > 0
+
+
+def test_what_is_not_foreseen_is_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000, 1_000_000))
+    spec = {**SOUND, "source": str(twice(tmp_path / "in")), "edits": ["lines"]}
+    figure = Data.read(spec).make(tmp_path / "out", run=Run(quiet=True)).figures["kept_bytes"]
+    assert figure.estimate.bound and figure.estimate.tolerance is None
+    assert figure.estimate.value > figure.value and "of edits only what the sample repeats" in figure.estimate.formula
