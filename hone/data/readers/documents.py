@@ -91,11 +91,15 @@ class Piece(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something a reader cannot make a text of: the reason, what to show of it, how large it is."""
+    """Something a reader cannot make a text of: the reason, what to show of it, how large it is.
+
+    `numbered`: it is a document all the same, and those after it keep their numbers.
+    """
 
     reason: str
     shown: str = ""
     num_bytes: int | None = None
+    numbered: bool = False
 
     def broken(self, source: str) -> Broken:
         """The same, as what is counted under `source`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from typing import Protocol
 
 from hone.base.errors import MissingExtra
 
@@ -14,7 +15,19 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _SEVEN_BITS = ("iso2022", "hz", "utf_7")
-_DETECTED_BYTES = 1 << 20
+_ENDIAN = {"utf_16": "utf-16-le", "utf_32": "utf-32-le", "utf_8_sig": "utf-8"}
+_WIDER = {"iso8859-1": "cp1252", "koi8-r": "koi8-u", "shift_jis": "cp932", "euc_kr": "cp949"}
+"""Encodings that say the same and more: of what detectors name, texts hold the larger one as often."""
+_AROUND_BYTES = 1 << 14
+_EVIDENCE_BYTES = 1 << 16
+"""So much before and after the first byte that is no UTF-8 decides what it is."""
+_FEW_BYTES = 64
+_HIGH = bytes(range(0x80, 0x100))
+
+BAD = "\udc80"
+"""Stands for each byte without meaning in what the decoders of this file give; no encoding has it."""
+_MARK_BAD = "hone.bad"
+codecs.register_error(_MARK_BAD, lambda error: (BAD * (error.end - error.start), error.end))
 
 
 def marked(start: bytes) -> str | None:
@@ -22,21 +35,122 @@ def marked(start: bytes) -> str | None:
     return next((name for mark, name in _MARKS if start.startswith(mark)), None)
 
 
-def guess(raw: bytes) -> str:
-    """The encoding of text that declares none. Raises MissingExtra without resiliparse."""
-    name = marked(raw)
-    if name:
-        return name
-    start = raw[:_DETECTED_BYTES]
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # a character cut at the end is no mistake
-    except UnicodeDecodeError:
+class Decoder(Protocol):
+    """Decodes a file document by document; each document may come in pieces, of which `final` closes it."""
+
+    encoding: str
+    """In which marks between documents are written."""
+
+    def decode(self, raw: bytes, final: bool) -> str: ...
+
+
+def decoder_of(start: bytes, encoding: str) -> tuple[Decoder, int]:
+    """(what decodes a file that begins with `start`, the bytes of its byte order mark); `encoding` is that of files without one."""
+    for mark, name in _MARKS:
+        if start.startswith(mark):
+            if name in ("utf-16", "utf-32"):
+                name += "-le" if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF32_LE) else "-be"
+            return Known("utf-8" if name == "utf-8-sig" else name), len(mark)
+    return (Unknown() if encoding == "auto" else Known(encoding)), 0
+
+
+class Known:
+    """Decodes text of a known encoding; BAD stands for what is none."""
+
+    def __init__(self, encoding: str) -> None:
+        self.encoding = _ENDIAN.get(codecs.lookup(encoding).name.replace("-", "_"), encoding)
+        self._decoder = codecs.getincrementaldecoder(self.encoding)(_MARK_BAD)
+
+    def decode(self, raw: bytes, final: bool) -> str:
+        """The text of `raw` and of what was left of the bytes before; all of it when `final`."""
+        text = self._decoder.decode(raw, final)
+        if final:
+            self._decoder.reset()
+        return text
+
+
+class Unknown:
+    """Decodes text that says nothing about its encoding: UTF-8 while it is valid, then what the bytes around the first mistake look like.
+
+    Many texts begin with pages of plain ASCII. UTF-8 with some bad bytes stays UTF-8, with BAD for these. Where a
+    document holds few bytes above ASCII, the other documents of the file tell more than they do.
+    Raises MissingExtra without resiliparse when something is no UTF-8.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._usual = ""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._held = self._before = b""
+        self._name = ""
+
+    def decode(self, raw: bytes, final: bool) -> str:
+        """As Known; holds back up to 64 kB from a byte that is no UTF-8 on, until what follows says what it is."""
+        raw = self._held + raw
+        text, self._held = self._decoded(raw, final)
+        if final:
+            self._reset()
+        else:
+            self._before = (self._before + raw[: len(raw) - len(self._held)])[-_AROUND_BYTES:]
+        return text
+
+    def _decoded(self, raw: bytes, final: bool) -> tuple[str, bytes]:
+        """(the text, the bytes at the end that are not decoded yet)."""
         try:
-            from resiliparse.parse.encoding import detect_encoding
-        except ImportError:
-            raise MissingExtra.of("finding out encodings", "resiliparse", "data") from None
-        return detect_encoding(start) or "utf-8"
-    return "utf-8"
+            text, used = codecs.utf_8_decode(raw, "strict", final)
+            return text, raw[used:]
+        except UnicodeDecodeError as error:
+            at = error.start
+        begin = raw.rfind(b"\n", 0, at) + 1  # bytes before the first bad one may be UTF-8 by chance
+        if not final and len(raw) - at < _EVIDENCE_BYTES:
+            return raw[:begin].decode(), raw[begin:]
+        self._name = self._judged(self._before + raw[max(begin - _AROUND_BYTES, 0) : at + _EVIDENCE_BYTES])
+        decoder = codecs.getincrementaldecoder(self._name)(_MARK_BAD)
+        text = decoder.decode(raw[begin:], final)
+        return raw[:begin].decode() + text, decoder.getstate()[0]
+
+    def _judged(self, window: bytes) -> str:
+        """The encoding of text that is no valid UTF-8."""
+        text = window.decode("utf-8", "replace")
+        num_bad = text.count("\ufffd")
+        num_high = len(window) - len(window.translate(None, _HIGH))
+        num_good = len(text) - num_bad - (len(window) - num_high)
+        if num_good > num_bad:
+            return "utf-8"
+        if self._name not in ("", "utf-8"):
+            return self._name
+        if num_high < _FEW_BYTES and self._usual and BAD not in Known(self._usual).decode(window, False):
+            return self._usual
+        name = _detected(window)
+        if num_high >= _FEW_BYTES:
+            self._usual = name
+        return name
+
+
+def decode_text(raw: bytes, encoding: str) -> str:
+    """All of a text; `encoding` is that of texts without a byte order mark, or 'auto'. Raises UnicodeDecodeError, MissingExtra."""
+    decoder, begin = decoder_of(raw[:4], encoding)
+    text = decoder.decode(raw[begin:], True)
+    if BAD in text:
+        raise UnicodeDecodeError(encoding, raw[:0], 0, 0, "bytes without meaning")
+    return text
+
+
+def _detected(raw: bytes) -> str:
+    """The encoding that bytes look like which are no UTF-8. Raises MissingExtra without resiliparse."""
+    try:
+        from resiliparse.parse.encoding import detect_encoding
+    except ImportError:
+        raise MissingExtra.of("finding out encodings", "resiliparse", "data") from None
+    name = detect_encoding(raw)
+    if name in (None, "utf-8"):  # what the web has no name for, as cp949 of Korea
+        name = detect_encoding(raw, html5_compatible=False)
+    name = _WIDER.get(name or "", name)
+    usable = _known(name) not in (None, "utf_8", "ascii") and "a\n".encode(name or "") == b"a\n"
+    return name if name and usable else "cp1252"
 
 
 def decode_page(raw: bytes, served: str | None = None) -> str:
@@ -66,7 +180,10 @@ def decode_page(raw: bytes, served: str | None = None) -> str:
             return raw.decode("cp1252" if served in ("iso8859_1", "ascii") else served)
         except UnicodeDecodeError:
             pass
-    return bytes_to_str(raw, detect_encoding(raw, from_html_meta=True) or "utf-8", errors="replace")
+    name = detect_encoding(raw, from_html_meta=True) or "utf-8"
+    if name == "utf-8" and detect_encoding(raw, html5_compatible=False) == "cp949":
+        return raw.decode("cp949", "replace")
+    return bytes_to_str(raw, name, errors="replace")
 
 
 def _known(name: str | None) -> str | None:

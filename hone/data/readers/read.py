@@ -30,17 +30,17 @@ from hone.data.readers.documents import (
     poisoned,
     settle,
 )
-from hone.data.readers.encodings import guess, marked
+from hone.data.readers.encodings import decode_text
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
 from hone.data.readers.listing import File
 from hone.data.readers.remote import is_lost
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
 from hone.data.readers.streams import open_stream
+from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # others look for it here
+from hone.data.readers.texts import read_text
 from hone.data.text.batch import Texts
 
-END_OF_TEXT = "<|endoftext|>"
-"""Parts documents in text files (a common dump format) and closes each one in the packed tokens."""
 MAX_FILE_BYTES = 64 << 20
 """Pages and source files are read whole; longer ones are neither."""
 
@@ -84,28 +84,39 @@ def _gathered(documents: list[Document]) -> Batch:
 
 
 def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
-    """What is in `file`: rows as batches, all else document by document."""
+    """What is in `file`: rows as batches, all else document by document. What ends it early costs the bytes not read so far."""
     found = False
+    num_bytes = 0
     items = _numbered(file, options)
     while True:
         try:
             item = next(items, None)
         except Unreadable as stop:
-            yield Fault(*stop.args, file.size).broken(file.name)
+            yield Fault(*stop.args, max(file.size - num_bytes, 0)).broken(file.name)
             return
         except BaseException as error:
             if not poisoned(error):
                 raise
             if file.url and is_lost(error):  # what is wrong is not the file
                 raise unreachable(file.url, error) from None
-            yield Fault(_reason(error), str(error), file.size).broken(file.name)
+            yield Fault(_reason(error), str(error), max(file.size - num_bytes, 0)).broken(file.name)
             return
         if item is None:
             if not found and file.part is None:  # a part may lie inside one long line
                 yield Broken("empty", file.name, "", file.size)
             return
         found = True
+        num_bytes += _size(item)
         yield item
+
+
+def _size(item: Document | Batch | Broken) -> int:
+    """Bytes of the texts in it."""
+    if isinstance(item, Broken):
+        return item.num_bytes
+    if isinstance(item, Batch):
+        return item.texts.num_bytes
+    return len(item.text) if item.text.isascii() else len(item.text.encode())
 
 
 def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
@@ -114,6 +125,7 @@ def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broke
     for item in _READERS[file.format](file, options):
         if isinstance(item, Fault):
             yield item.broken(file.name)
+            number += item.numbered
         elif isinstance(item, Rows):
             yield from _batch(item, file)
         else:
@@ -166,50 +178,11 @@ def _reason(error: BaseException) -> str:
     return f"failed_{type(error).__name__}"
 
 
-def _read_text(file: File, options: Options) -> Iterator[Piece]:
-    """Documents parted by END_OF_TEXT; a longer one than `max_document_chars` is cut, at a blank line if it can be."""
-    most = options.max_document_chars
-    with open_stream(file) as buffered:
-        encoding = marked(buffered.peek(4)[:4]) or options.encoding
-        if encoding == "auto":
-            encoding = guess(buffered.peek(1 << 16))
-        waiting = ""
-        stream = io.TextIOWrapper(buffered, encoding=encoding, newline=None)
-        while chunk := stream.read(1 << 20):
-            *whole, waiting = (waiting + chunk).split(END_OF_TEXT)
-            for text in whole:
-                for part in _parts(text, most):
-                    yield Piece(part)
-            while len(waiting) > most:
-                part, waiting = _cut(waiting, most)
-                yield Piece(part)
-        if waiting.strip():
-            yield Piece(waiting)
-
-
-def _parts(text: str, most: int) -> Iterator[str]:
-    """`text` cut into documents; nothing for blank text."""
-    while len(text) > most:
-        part, text = _cut(text, most)
-        yield part
-    if text.strip():
-        yield text
-
-
-def _cut(text: str, most: int) -> tuple[str, str]:
-    """(a beginning of at most `most` characters, the rest), cut at the last blank line, line end or space in its last half."""
-    for border in ("\n\n", "\n", " "):
-        place = text.rfind(border, most // 2, most)
-        if place >= 0:
-            return text[:place], text[place + len(border) :]
-    return text[:most], text[most:]
-
-
 def _read_code(file: File, options: Options) -> Iterator[Piece | Fault]:
     """A source file; its language and licence as metadata. What a program wrote is set aside."""
     language = language_of(file.name)
     raw = _whole(file)
-    source = _python_text(raw) if language == "python" else _source_text(raw, options.encoding)
+    source = _python_text(raw) if language == "python" else decode_text(raw, options.encoding)
     fault = fault_of(file.name, source)
     if fault:
         yield Fault(fault, source[:SAMPLE_CHARS], len(raw))
@@ -236,11 +209,6 @@ def _python_text(raw: bytes) -> str:
     return raw.decode(encoding)
 
 
-def _source_text(raw: bytes, encoding: str) -> str:
-    name = marked(raw[:4]) or (guess(raw) if encoding == "auto" else encoding)
-    return raw.decode(name)
-
-
 def _read_html(file: File, options: Options) -> Iterator[Piece]:
     yield Piece(page_text(_whole(file), options.extractor or Fast()))
 
@@ -254,7 +222,7 @@ def _whole(file: File) -> bytes:
 
 
 _READERS: dict[str, Callable[[File, Options], Iterator[Piece | Rows | Fault]]] = {
-    "text": _read_text,
+    "text": read_text,
     "code": _read_code,
     "python": _read_python,
     "html": _read_html,

@@ -9,7 +9,7 @@ from hone.base.errors import MissingExtra, SpecError
 from hone.data import EXTRACTORS
 from hone.data.readers.careful import Careful
 from hone.data.readers.documents import Unreadable
-from hone.data.readers.encodings import decode_page, guess
+from hone.data.readers.encodings import decode_page, decode_text
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast, tidied
 
@@ -107,7 +107,7 @@ def test_pages_that_declare_nothing(encoding):
     }.get(encoding, "Grüße aus Köln, wo die Straßen schön und die Häuser größer sind. ") * 5
     raw = text.encode(encoding)
     assert decode_page(raw) == text
-    assert raw.decode(guess(raw)) == text
+    assert decode_text(raw, "auto") == text
 
 
 def test_what_cannot_be_decoded_is_marked():

@@ -1,0 +1,129 @@
+"""Texts: plain text files as documents, decoded one by one, so that bad bytes cost only the document they stand in."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+
+from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options, Piece
+from hone.data.readers.encodings import BAD, Decoder, decoder_of
+from hone.data.readers.listing import File
+from hone.data.readers.streams import Salvage, open_stream
+
+END_OF_TEXT = "<|endoftext|>"
+"""Parts documents in text files (a common dump format) and closes each one in the packed tokens."""
+_CHUNK_BYTES = 1 << 20
+_SHOWN_BEFORE = 100
+
+
+def read_text(file: File, options: Options) -> Iterator[Piece | Fault]:
+    """Documents parted by END_OF_TEXT; a longer one than `max_document_chars` is cut, at a blank line if it can be.
+
+    A Fault stands for each document with bytes that are no text. Of a compressed stream that breaks off what could be
+    decoded is given, then EOFError raised.
+    """
+    with open_stream(file) as buffered:
+        stream = Salvage(buffered)
+        first = stream.read(_CHUNK_BYTES)
+        decoder, begin = decoder_of(first[:4], options.encoding)
+        documents = _Documents(decoder, options.max_document_chars)
+        mark = END_OF_TEXT.encode(decoder.encoding)
+        try:
+            for raw, ends in _parted(_chunks(first[begin:], stream), mark, len(mark) // len(END_OF_TEXT)):
+                yield from documents.add(raw, ends)
+        except EOFError:
+            yield from documents.rest()
+            raise
+
+
+def _chunks(first: bytes, stream: Salvage) -> Iterator[bytes]:
+    yield first
+    while chunk := stream.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _parted(chunks: Iterable[bytes], mark: bytes, unit: int) -> Iterator[tuple[bytes, bool]]:
+    """(bytes, whether a document ends behind them), without the marks, which begin at multiples of `unit` bytes."""
+    held = b""
+    try:
+        for chunk in chunks:
+            raw = held + chunk
+            begin = 0
+            while (end := _find(raw, mark, begin, unit)) >= 0:
+                yield raw[begin:end], True
+                begin = end + len(mark)
+            kept = max((len(raw) - len(mark)) // unit * unit, begin)  # a mark may begin behind it
+            if kept > begin:
+                yield raw[begin:kept], False
+            held = raw[kept:]
+    except EOFError:
+        yield held, False
+        raise
+    yield held, True
+
+
+def _find(raw: bytes, mark: bytes, begin: int, unit: int) -> int:
+    """Where the next mark begins; -1 where there is none."""
+    end = raw.find(mark, begin)
+    while end % unit and end >= 0:
+        end = raw.find(mark, end + 1)
+    return end
+
+
+class _Documents:
+    """Puts documents together from pieces of bytes, and cuts the long ones."""
+
+    def __init__(self, decoder: Decoder, most: int) -> None:
+        self._decoder, self._most = decoder, most
+        self._lines = io.IncrementalNewlineDecoder(None, True)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._texts: list[str] = []
+        self._num_chars = self._num_bytes = 0
+        self._is_cut = False
+
+    def add(self, raw: bytes, ends: bool) -> Iterator[Piece | Fault]:
+        """What is complete when `raw` has come; all of the document when it `ends` there."""
+        self._num_bytes += len(raw)
+        text = self._lines.decode(self._decoder.decode(raw, ends), ends)
+        self._texts.append(text)
+        self._num_chars += len(text)
+        if self._num_chars > self._most:
+            whole, begin = "".join(self._texts), 0
+            self._is_cut = True
+            while len(whole) - begin > self._most:
+                end, following = _cut(whole, begin, self._most)
+                yield self._piece(whole[begin:end])
+                begin = following
+            self._texts, self._num_chars = [whole[begin:]], len(whole) - begin
+        if ends:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[Piece | Fault]:
+        """What has come of the document, unless it is blank; the next one begins."""
+        text = "".join(self._texts)
+        if text.strip():
+            yield self._piece(text)
+        self._begin()
+
+    def _piece(self, text: str) -> Piece | Fault:
+        at = text.find(BAD)
+        if at < 0:
+            return Piece(text)
+        size = len(text.encode(self._decoder.encoding, "replace")) if self._is_cut else self._num_bytes
+        begin = max(at - _SHOWN_BEFORE, 0)
+        shown = text[begin : begin + SAMPLE_CHARS].replace(BAD, "\ufffd")
+        return Fault("wrong_encoding", shown, size, numbered=True)
+
+
+def _cut(text: str, begin: int, most: int) -> tuple[int, int]:
+    """(end, where the next begins) of the text from `begin` on of at most `most` characters.
+
+    Cut at the last blank line, line end or space in its last half, which goes.
+    """
+    for border in ("\n\n", "\n", " "):
+        place = text.rfind(border, begin + most // 2, begin + most)
+        if place >= 0:
+            return place, place + len(border)
+    return begin + most, begin + most
