@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -274,9 +275,7 @@ def _stage(words: list[str], options: dict[str, str]) -> int:
     spec = cls.from_overrides(changes)
     run = _circumstances(options)
     _calibrate_once(run)
-    run.command = "hone " + " ".join(
-        word for word in [*words, *(f"--{name}={value}" for name, value in options.items())]
-    )
+    run.command = shlex.join(["hone", *words, *(f"--{name}={value}" for name, value in options.items())])
     artifact = spec.make(options["out"], parents, run)
     print(describe_artifact(artifact))
     return 0

@@ -228,3 +228,19 @@ def test_a_file_where_a_folder_should_be(tmp_path):
     (tmp_path / "file").write_text("x")
     mistake(hone("run", "recipes/tiny.yaml", f"--work={tmp_path / 'file'}", "--quiet"), "cannot use", "Not a directory")
     mistake(hone("show", ""), "needs RECIPE_OR_FOLDER")
+
+
+def test_the_command_of_an_artifact_can_be_pasted(model, tmp_path):
+    """Options with brackets, spaces and quotes reach the same options through a shell."""
+    arguments = [
+        "compress",
+        str(model),
+        "--steps=[{kind: rtn, bits: 8, group_size: 0}]",
+        f"--out={tmp_path / 'it is mine'}",
+    ]
+    assert main(arguments) == 0
+    command = json.loads((tmp_path / "it is mine" / "hone.json").read_text())["provenance"]["command"]
+    said = subprocess.run(
+        ["bash", "-c", f'hone() {{ printf "%s\\0" "$@"; }}; {command}'], capture_output=True, text=True
+    )
+    assert parse(said.stdout.split("\0")[:-1]) == parse(arguments)

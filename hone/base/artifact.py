@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -178,6 +179,10 @@ class Draft:
         (self.folder / LOG).mkdir(exist_ok=True)
 
     @property
+    def fingerprint(self) -> str:
+        return self._identity["fingerprint"]
+
+    @property
     def state(self) -> Path:
         """What a killed stage resumes from; gone at commit."""
         return self.folder / STATE
@@ -257,7 +262,7 @@ class Draft:
             **self._identity,
             "techniques": self._techniques,
             "figures": [figure.model_dump(mode="json") for figure in figures],
-            "provenance": {**provenance(), "command": self._command or " ".join(sys.argv)},
+            "provenance": {**provenance(), "command": self._command or shlex.join(sys.argv)},
             "files": files,
         }
         write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())

@@ -12,7 +12,7 @@ import numpy as np
 from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.edits.cuts import Cuts, apply_cuts, join
-from hone.data.signals import SIGNALS
+from hone.data.signals import DOCUMENT, SIGNALS
 from hone.data.text.batch import Texts
 
 pa = lazy("pyarrow")
@@ -40,22 +40,8 @@ def publish(temporary: Path, final: Path) -> None:
 
 def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
     """The Arrow schema of a shard; `more` are the (name, type) of columns after those that every shard has."""
-    return pa.schema(
-        [
-            ("id", pa.string()),
-            ("text", pa.large_string()),
-            ("source", pa.string()),
-            ("group", pa.string()),
-            ("kind", pa.string()),
-            ("family", pa.uint64()),
-            ("url", pa.string()),
-            ("metadata", pa.string()),
-            ("language", pa.string()),
-            ("language_score", pa.float64()),
-            *((name, getattr(pa, kind)()) for name, kind in SIGNALS.items()),
-            *more,
-        ]
-    )
+    kinds = {**DOCUMENT, **SIGNALS}
+    return pa.schema([*((name, getattr(pa, kind)()) for name, kind in kinds.items()), *more])
 
 
 class Columns(Mapping[str, np.ndarray]):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.data import DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, SCORERS
+from hone.data.signals import DOCUMENT, SIGNALS
 from hone.data.tokens.rows import Rows
 from hone.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from hone.data.readers.documents import Options
+
+
+_LATER = ("split", "dropped_by", "reason")
+"""Columns that the stage's own tables get when all is decided."""
 
 
 class Settings(Stage):
@@ -68,6 +73,20 @@ class Settings(Stage):
     tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to take.")
     packing: Rows = Field(Rows(), description="How tokens become rows: stream or best_fit.")
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
+
+    @model_validator(mode="after")
+    def _columns_apart(self) -> Settings:
+        """A scorer's column must not be another's, nor one that every document has."""
+        taken = dict.fromkeys((*DOCUMENT, *SIGNALS, *_LATER), "every document has")
+        for number, scorer in enumerate(self.scorers):
+            for column in scorer.columns:  # type: ignore[attr-defined]
+                if column in taken:
+                    raise ValueError(
+                        f"scorers.{number} ({scorer.kind}) would write column '{column}', which {taken[column]}; "
+                        f"give it another name with scorers.{number}.column"
+                    )
+                taken[column] = f"scorers.{number} ({scorer.kind}) writes"
+        return self
 
     @property
     def options(self) -> Options:

@@ -10,6 +10,20 @@ import numpy as np
 from hone.base.errors import MissingExtra
 from hone.data.text.batch import Texts
 
+DOCUMENT: dict[str, str] = {
+    "id": "string",
+    "text": "large_string",
+    "source": "string",
+    "group": "string",
+    "kind": "string",
+    "family": "uint64",
+    "url": "string",
+    "metadata": "string",
+    "language": "string",
+    "language_score": "float64",
+}
+"""What reading knows of a document, column name to type; the signals come after."""
+
 SIGNALS: dict[str, str] = {
     "text_hash": "uint64",
     "bytes": "int64",

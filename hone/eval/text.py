@@ -45,7 +45,7 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
     if not any(len(document) > 1 for document in kept):
         raise SpecError(
             f"the {split} split of {data} has {total} tokens in {len(kept)} documents: nothing to predict",
-            fix="give the data stage more text, or a larger val_fraction",
+            fix="give the data stage more text, or a larger validation_fraction",
         )
     tokens = np.concatenate(kept).astype(np.int64)
     starts = np.cumsum([0, *(len(document) for document in kept)]).astype(np.int64)

@@ -20,7 +20,8 @@ from hone.data.mix.utilimax import Portfolio
 GRADES = {"great": 1.0, "good": 0.75, "okay": 0.5, "poor": 0.25, "useless": 0.0}
 """What the model may call a document, and the utility that this means."""
 
-_GRADE = re.compile(rf"\b({'|'.join(GRADES)})\b", re.IGNORECASE)
+_GRADE = re.compile(rf"\W*(?:(?:answer|rating|grade)\W+)?({'|'.join(GRADES)})\W*", re.IGNORECASE)
+_THOUGHT = "think>"
 _DESCRIBE = """Below are examples from a test of language models.
 
 {examples}
@@ -55,6 +56,9 @@ class Medu(Portfolio):
     num_examples: int = Field(16, ge=1, description="Examples a description is written from, spread over the file.")
     num_samples: int = Field(64, ge=1, description="Documents of each source to grade.")
     max_chars: int = Field(2000, ge=100, description="Characters of a document that are shown.")
+    answer_tokens: int = Field(
+        16, ge=1, description="Most tokens of a grade; a model that thinks before it answers needs a thousand or more."
+    )
 
     def files(self) -> dict[str, Path]:
         return {f"mixture.examples.{test}": Path(path).expanduser() for test, path in self.examples.items()}
@@ -71,23 +75,29 @@ class Medu(Portfolio):
         ]
         answers = self.endpoint.ask(
             [_RATE.format(description=descriptions[place].strip(), document=text) for place, _, text in pairs],
-            max_tokens=16,
+            max_tokens=self.answer_tokens,
         )
         grades: dict[tuple[int, int], Counter[str]] = {}
         for (place, row, _), answer in zip(pairs, answers):
-            found = _GRADE.search(answer)
-            grades.setdefault((row, place), Counter())[found[1].lower() if found else ""] += 1
+            grades.setdefault((row, place), Counter())[grade(answer)] += 1
         values = np.zeros((len(sources), len(tests)))
         for (row, place), counts in grades.items():
             graded = counts.total() - counts[""]
             if 2 * graded < counts.total():
-                unread = next(answer for answer in answers if not _GRADE.search(answer))
+                unread = next(answer for answer in answers if not grade(answer))
                 raise HoneError(
                     f"{self.endpoint.url} graded {graded} of {counts.total()} samples of '{sources[row].name}' for "
                     f"'{tests[place]}'; another answer: {unread[:120]!r}",
-                    fix="take a model that follows instructions, or set endpoint.chat to what it was trained for",
+                    fix="take a model that follows instructions, set endpoint.chat to what it was trained for, or raise "
+                    "mixture.answer_tokens for one that thinks first",
                 )
             values[row, place] = sum(GRADES[name] * count for name, count in counts.items() if name) / graded
+        used = {name for counts in grades.values() for name in counts if name}
+        if len(sources) > 1 and len(used) == 1:
+            raise HoneError(
+                f"{self.endpoint.url} called every sample of all {len(sources)} sources '{used.pop()}', which tells none from another",
+                fix="take a larger model or other examples, or a mixture that needs no grades, such as unimax",
+            )
         notes = {
             "descriptions": dict(zip(tests, descriptions)),
             "grades": {
@@ -111,6 +121,16 @@ class Medu(Portfolio):
                 fix="medu needs the documents/ folder of the data artifact",
             )
         return [text[: self.max_chars] for text in texts]
+
+
+def grade(answer: str) -> str:
+    """The grade that an answer consists of, once what was thought before it is left out; "" when it says anything else.
+
+    A grade within a sentence is none: 'not great', 'okay, let us see' mean something else.
+    """
+    before, _, last = answer.rpartition(f"</{_THOUGHT}")
+    found = None if f"<{_THOUGHT}" in last and not before else _GRADE.fullmatch(last)
+    return found[1].lower() if found else ""
 
 
 def read_examples(path: Path) -> list[str]:

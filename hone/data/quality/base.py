@@ -25,6 +25,11 @@ class Scorer(Technique):
 
     column: str = Field("quality", description="Name of the column, for expressions such as quality >= 0.5.")
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that it adds."""
+        return (self.column,)
+
     @field_validator("column")
     @classmethod
     def _is_a_name(cls, value: str) -> str:

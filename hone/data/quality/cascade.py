@@ -42,6 +42,10 @@ class Cascade(Scorer):
     surely_low: float = Field(0.1, ge=0, le=1, description="Below it the cheap score stands.")
     surely_high: float = Field(0.9, ge=0, le=1, description="Above it the cheap score stands.")
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.column, f"{self.column}_dear"
+
     @model_validator(mode="after")
     def _in_order(self) -> Cascade:
         if self.surely_low > self.surely_high:

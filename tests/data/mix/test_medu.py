@@ -12,7 +12,7 @@ from hone.base.errors import HoneError, SpecError
 from hone.data import MIXTURES
 from hone.data.mix.base import Source
 from hone.data.mix.endpoint import Endpoint
-from hone.data.mix.medu import read_examples
+from hone.data.mix.medu import grade, read_examples
 
 pytest.importorskip("httpx")
 
@@ -78,7 +78,7 @@ def judge(question: str) -> str:
         return "text about numbers" if "2 + 2" in question else "stories for children"
     document = question.split("<document>")[1]
     likes = "1 2 3" if "about numbers" in question else "once upon a time"
-    return "Great, very useful." if likes in document else "useless"
+    return "**Great.**" if likes in document else "useless"
 
 
 @pytest.fixture
@@ -153,6 +153,30 @@ def test_a_model_that_does_not_grade_is_said(medu, fake):
     fake.answer = lambda question: "I would rather not say." if "<document>" in question else "text"
     with pytest.raises(HoneError, match=r"graded 0 of 4 samples of 'numbers' for 'sums'.*rather not say"):
         MIXTURES.read(medu).weigh(SOURCES, 100)
+
+
+@pytest.mark.parametrize(
+    ("answer", "meant"),
+    [
+        ("good", "good"), (" Useless.\n", "useless"), ("Rating: **okay**", "okay"),
+        ("<think>Okay, is it good? Not great.</think>\n\npoor", "poor"), ("Is it great? No.</think> poor", "poor"),
+        ("<think>\nOkay", ""), ("Okay, let us see whether", ""), ("Not great. Useless.", ""), ("not good", ""),
+        ("good-faith legal text: poor", ""), ("", ""), ("goodness", ""),
+    ],
+)  # fmt: skip
+def test_a_grade_is_an_answer_that_says_nothing_else(answer, meant):
+    assert grade(answer) == meant
+
+
+def test_one_grade_for_everything_is_said(medu, fake):
+    fake.answer = lambda question: "okay" if "<document>" in question else "text"
+    with pytest.raises(HoneError, match=r"every sample of all 3 sources 'okay', which tells none from another"):
+        MIXTURES.read(medu).weigh(SOURCES, 100)
+    assert MIXTURES.read(medu).weigh(SOURCES[:1], 100).weights == {"numbers": 1.0}
+    fake.seen.clear()
+    with pytest.raises(HoneError, match="okay"):
+        MIXTURES.read({**medu, "answer_tokens": 2000}).weigh(SOURCES, 100)
+    assert {body["max_tokens"] for _, body, _ in fake.seen} == {400, 2000}
 
 
 def test_completions_for_models_without_a_chat_template(fake):

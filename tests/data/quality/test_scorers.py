@@ -17,6 +17,7 @@ from hone.data.quality.base import area_under_curve
 from hone.data.quality.cascade import Cascade, chosen
 from hone.data.quality.function import Function
 from hone.data.quality.hashed_logistic import HashedLogistic
+from hone.data.stage import Data
 from hone.data.text.batch import Texts
 
 
@@ -221,3 +222,20 @@ def test_area_under_curve_counts_ties_half():
     assert area_under_curve(truth, np.array([3.0, 1.0, 2.0, 0.0])) == 1
     assert area_under_curve(truth, np.ones(4)) == 0.5
     assert area_under_curve(truth, np.array([1.0, 1.0, 0.0, 0.0])) == 0.5
+
+
+@pytest.mark.parametrize("column", ["words", "id", "text", "split", "metadata"])
+def test_a_column_that_every_document_has_is_refused(column):
+    scorer = {"kind": "hashed_logistic", "high": ["a"], "low": ["b"], "column": column}
+    with pytest.raises(SpecError, match=f"scorers.0 .*column '{column}', which every document has.*scorers.0.column"):
+        Data.read({"source": "x", "scorers": [scorer]})
+
+
+def test_two_scorers_must_write_two_columns():
+    plain = {"kind": "hashed_logistic", "high": ["a"], "low": ["b"]}
+    with pytest.raises(SpecError, match=r"scorers.1 .*'quality', which scorers.0 \(hashed_logistic\) writes"):
+        Data.read({"source": "x", "scorers": [plain, plain]})
+    cascade = {"kind": "cascade", "cheap": plain, "dear": plain}
+    with pytest.raises(SpecError, match=r"'quality_dear', which scorers.0 \(cascade\) writes"):
+        Data.read({"source": "x", "scorers": [cascade, {**plain, "column": "quality_dear"}]})
+    assert len(Data.read({"source": "x", "scorers": [plain, {**plain, "column": "other"}]}).scorers) == 2
