@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.base.artifact import MANIFEST, Artifact, drift, parse, reserve
 from hone.base.content import changed_file
@@ -29,6 +29,7 @@ from hone.base.run import Run
 AT_ONCE = 8
 """Objects under way at a time: each waits for the network most of its time."""
 _HALF = ".hone-tmp"
+T = TypeVar("T")
 
 
 def file_system(url: str, doing: str) -> tuple[Any, str]:
@@ -169,10 +170,10 @@ class Store:
             raise unreachable(url, error) from None
 
 
-def at_once(work: Callable[[str], Any], names: Iterable[str], done: Callable[[str], Any] = lambda name: None) -> None:
-    """Does `work` for every name, AT_ONCE at a time, calls `done` after each; the first error ends it."""
+def at_once(work: Callable[[T], Any], items: Iterable[T], done: Callable[[T], Any] = lambda item: None) -> None:
+    """Does `work` for every item, AT_ONCE at a time, calls `done` after each; the first error ends it."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        begun = {threads.submit(work, name): name for name in names}
+        begun = {threads.submit(work, item): item for item in items}
         try:
             for future in as_completed(begun):
                 future.result()

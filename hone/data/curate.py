@@ -24,6 +24,7 @@ from hone.data.annotate import tasks
 from hone.data.chain import Chain
 from hone.data.corpus import Corpus, need_parquet
 from hone.data.executors.base import Pool
+from hone.data.executors.keeping import keep
 from hone.data.executors.task import Task, need_known
 from hone.data.forecasting import forecast
 from hone.data.language import Identifier
@@ -44,6 +45,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
     executor = EXECUTORS.read(run.executor)
     with Window("cpu") as window, executor.open() as pool:
         listing = _list(spec, draft, run)
+        pool = keep(pool, executor.store, draft, listing, run)
         clock = Clock(draft)
         identifier = Identifier(spec.languages)
         models, scorers = _train(spec, draft.folder / "scorers", run)

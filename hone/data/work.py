@@ -22,7 +22,7 @@ from hone.data.readers.documents import Options
 from hone.data.readers.listing import File
 from hone.data.results import write_kept
 from hone.data.tokens.pack import encode_shards
-from hone.data.tokens.tokenizer import FILES, Encoder, load
+from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder, load
 
 
 class Scorer(Protocol):
@@ -140,7 +140,8 @@ def read_task(
         "max_bytes": max_bytes,
     }
     shard = f"{name}.parquet"
-    return Task(name, state, (shard, files, options, languages, scorers, models, max_bytes, None), identity)
+    reads = tuple(models.folder / file for file, _ in models.files)
+    return Task(name, state, (shard, files, options, languages, scorers, models, max_bytes, None), identity, reads)
 
 
 def careful(task: Task) -> Task | None:
@@ -211,10 +212,11 @@ def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path,
     """The tasks of tokenizing each shard with the tokenizer in folder `tokenizer`."""
     made = []
     which = sha256(tokenizer / FILES[0])
+    reads = tuple(tokenizer / name for name in (*FILES, *OPTIONAL_FILES))
     for part, size in zip(corpus.parts(), corpus.sizes):
         chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
         identity = [which, seen(part), [[split, digest(here)] for split, here in chosen.items()]]
-        made.append(Task(f"tokens-{part.number:05d}", state, (part, chosen, tokenizer, which), identity))
+        made.append(Task(f"tokens-{part.number:05d}", state, (part, chosen, tokenizer, which), identity, reads))
     return made
 
 

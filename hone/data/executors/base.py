@@ -39,6 +39,11 @@ class Executor(Technique):
 
     paper: ClassVar[str] = ""
     workers: int = Field(0, ge=0, description="Tasks at a time; 0: as many as cores.")
+    store: str = Field(
+        "",
+        description="URL (s3://bucket/runs) where what tasks wrote is kept too: then machines need no common disk, "
+        "and a stage whose machine was lost goes on elsewhere; none: off.",
+    )
 
     def open(self) -> AbstractContextManager[Pool]:
         """Starts what is needed; on leaving, all of it is gone."""

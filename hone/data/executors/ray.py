@@ -1,4 +1,4 @@
-"""The Ray executor: the same tasks as plain Ray tasks, on this machine or a cluster that shares a file system."""
+"""The Ray executor: the same tasks as plain Ray tasks, on this machine or a cluster that shares a disk or a store."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import Field
 
 from hone.base.errors import MissingExtra, SpecError
 from hone.data.executors.base import RETRIES, Executor, Pool, Rescue, given_up
+from hone.data.executors.processes import Processes
 from hone.data.executors.task import Function, Task, finished, perform
 from hone.data.executors.worker import peak_memory_bytes
 
@@ -21,7 +22,7 @@ _AHEAD = 4
 class Ray(Executor):
     """Does tasks as plain Ray tasks of one core, tried again when a worker dies. Moritz et al. 2018, arXiv:1712.05889.
 
-    Text never goes through Ray: tasks read and write files, so all machines must see the same folders.
+    Text never goes through Ray: tasks read and write files, so all machines must see the same folders, or the same `store`.
     """
 
     paper = "arXiv:1712.05889"
@@ -95,13 +96,23 @@ class _OnRay:
                         if other is None:
                             raise given_up(tasks[wanted], "see Ray's log")
                         tasks[wanted] = other
-                        running[wanted] = self._submit(function, other)
+                        if other.kept is None:
+                            running[wanted] = self._submit(function, other)
+                        else:  # what it notes before it dies lies on its own machine: so here, where `rescue` looks
+                            results[wanted] = self._here(function, other, rescue)
                     else:
                         results[wanted] = answer
                 yield results.pop(wanted)
         finally:
             for reference in running.values():
                 self._ray.cancel(reference, force=True)
+
+    def _here(self, function: Function, task: Task, rescue: Rescue | None) -> dict[str, Any]:
+        """Does a task that kills its workers in a process of this machine, with `rescue` as often as it takes."""
+        with Processes(workers=1).open() as pool:
+            (summary,) = pool.map(function, [task], rescue)
+            self.peak_memory_bytes = max(self.peak_memory_bytes or 0, pool.peak_memory_bytes or 0)
+        return summary
 
     def _answer(self, reference: Any) -> dict[str, Any] | None:
         """The summary that a task gave; None when its worker died. Raises what the task raised."""

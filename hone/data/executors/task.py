@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from hone.base.durable import sync, write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.spec import fingerprint
+from hone.data.executors.store import Kept, digest
 
 DONE = ".done"
 Function = Callable[..., dict[str, Any]]
@@ -28,13 +29,16 @@ It stands at the top of a module, so that a worker elsewhere finds it, and its f
 class Task(NamedTuple):
     """One piece of work. Its files appear in `folder` under the names that the function gives them, then `<name>.done`.
 
-    `identity` (JSON) says what the result depends on: parameters, and names and sizes of what is read.
+    `identity` (JSON) says what the result depends on: parameters, and names and sizes of what is read. `reads` are files of
+    the stage that it reads, beside those that stand among its arguments. `kept`: where it finds them and its own files too.
     """
 
     name: str
     folder: Path
     arguments: tuple
     identity: Any
+    reads: tuple[Path, ...] = ()
+    kept: Kept | None = None
 
     @property
     def manifest(self) -> Path:
@@ -51,16 +55,17 @@ def finished(function: Function, task: Task) -> dict[str, Any] | None:
     Raises ArtifactError when its manifest promises a file that is gone, shorter or another: only done tasks have one.
     """
     if not task.manifest.exists():
-        return None
+        return fetched(function, task)
     where = f"{task.manifest}"
     try:
         manifest = json.loads(task.manifest.read_text(encoding="utf8"))
         key, files, summary = manifest["key"], dict(manifest["files"]), manifest["summary"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(f"{where} is corrupt: {type(error).__name__} {error}", task) from None
-    if key != task.key(function):
+    kept = task.kept and task.kept.name(task.name, task.key(function))
+    if key != task.key(function) or (kept and manifest.get("kept", kept) != kept):
         task.manifest.unlink()  # made by other code or for other input
-        return None
+        return fetched(function, task)
     for name, row in files.items():
         path = task.folder / name
         size = path.stat().st_size if path.exists() else -1
@@ -68,14 +73,35 @@ def finished(function: Function, task: Task) -> dict[str, Any] | None:
             raise _damaged(f"{path} has {max(size, 0)} bytes, its manifest promises {row['bytes']}", task)
         if digest(path) != row["hash"]:
             raise _damaged(f"{path} is not the file that its manifest describes", task)
+    if kept and task.kept.find(kept) is None:  # done before there was a store, or killed before it was put there
+        task.kept.put(kept, task.folder, manifest)
     return summary
 
 
+def fetched(function: Function, task: Task) -> dict[str, Any] | None:
+    """The summary of a task that was done elsewhere, its files now here too; None when they are here, or no store has them.
+
+    Raises ArtifactError when an object that its manifest promises is gone or another.
+    """
+    if task.kept is None or task.manifest.exists():
+        return None
+    name = task.kept.name(task.name, task.key(function))
+    manifest = task.kept.find(name)
+    if manifest is None:
+        return None
+    task.folder.mkdir(parents=True, exist_ok=True)
+    task.kept.fetch(name, task.folder, manifest["files"])
+    write_atomic(task.manifest, json.dumps(manifest, sort_keys=True).encode())
+    return manifest["summary"]
+
+
 def perform(function: Function, task: Task) -> dict[str, Any]:
-    """Does the task, unless it is done: files into a folder of its own, synced, renamed, the manifest last."""
+    """Does the task, unless it is done: files into a folder of its own, synced, renamed, the manifest last; then to the store."""
     before = finished(function, task)
     if before is not None:
         return before
+    if task.kept is not None:
+        task.kept.fetch_reads()
     own = task.folder / f".{task.name}-{os.getpid()}-{secrets.token_hex(4)}"
     own.mkdir(parents=True)
     try:
@@ -87,7 +113,11 @@ def perform(function: Function, task: Task) -> dict[str, Any]:
             os.replace(path, task.folder / path.name)
         sync(task.folder)
         manifest = {"key": task.key(function), "rows": summary.get("rows"), "files": files, "summary": summary}
+        if task.kept is not None:
+            manifest["kept"] = task.kept.name(task.name, manifest["key"])
         write_atomic(task.manifest, json.dumps(manifest, sort_keys=True).encode())
+        if task.kept is not None:
+            task.kept.put(manifest["kept"], task.folder, manifest)
     finally:
         shutil.rmtree(own, ignore_errors=True)
     return summary
@@ -131,12 +161,6 @@ def _code_version(folder: Path) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def digest(path: Path) -> str:
-    """Hash of a file's content, as manifests have it."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _damaged(what: str, task: Task) -> ArtifactError:

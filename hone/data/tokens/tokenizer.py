@@ -22,7 +22,7 @@ np = lazy("numpy")
 tokenizers = lazy("tokenizers")
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-_OPTIONAL_FILES = ("special_tokens_map.json", "chat_template.jinja")
+OPTIONAL_FILES = ("special_tokens_map.json", "chat_template.jinja")
 _PIECE_CHARS = 1 << 18
 _TRAIN_PIECE_CHARS = 100_000
 _ENDLESS_WORD = re.compile(r"\S{200}")
@@ -109,7 +109,7 @@ def train(spec: Tokenizer, texts: Iterable[str], folder: Path) -> None:
 
 def take(source: str, folder: Path) -> None:
     """Copies the tokenizer in folder `source` into `folder`. Raises ArtifactError when there is none."""
-    for name in (*_OPTIONAL_FILES, *FILES):
+    for name in (*OPTIONAL_FILES, *FILES):
         path = Path(source).expanduser() / name
         if path.exists():
             temporary = folder / f"{name}.taking"  # in the own folder: another stage may take one at the same time

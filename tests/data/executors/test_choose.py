@@ -9,10 +9,14 @@ from hone.data.executors.choose import from_options
 
 
 def test_an_executor_from_options():
-    assert from_options({"quiet": "true"}) == {"kind": "serial", "workers": 0}
-    assert from_options({"executor": "processes", "workers": "3"}) == {"kind": "processes", "workers": 3}
+    assert from_options({"quiet": "true"}) == {"kind": "serial", "workers": 0, "store": ""}
+    assert from_options({"executor": "processes", "workers": "3", "executor.store": "s3://bucket/runs"}) == {
+        "kind": "processes",
+        "workers": 3,
+        "store": "s3://bucket/runs",
+    }
     chosen = from_options({"executor": "ray", "executor.address": "local"})
-    assert chosen == {"kind": "ray", "workers": 0, "address": "local"}
+    assert chosen == {"kind": "ray", "workers": 0, "store": "", "address": "local"}
 
 
 @pytest.mark.parametrize(

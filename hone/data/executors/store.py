@@ -1,0 +1,90 @@
+"""Store: what tasks wrote on an object store too, so that workers need no common disk and a lost machine loses little.
+
+`files/<hash>` are contents, `tasks/<name>-<key>` manifests, put after the files they promise. Nothing is ever put there with
+another content under the same name, so it does not matter who puts it, how often, or when he is killed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hone.base.errors import ArtifactError
+from hone.base.spec import fingerprint
+from hone.base.store import Store, at_once
+
+
+class Read(NamedTuple):
+    """A file of the stage that a task reads: where it lies, its `name` inside the stage's folder, its size and `digest`."""
+
+    path: Path
+    name: str
+    bytes: int
+    hash: str
+
+
+class Kept(NamedTuple):
+    """The store of one task: its URL, and the files that the task reads, which are there before it begins."""
+
+    url: str
+    reads: tuple[Read, ...]
+
+    def name(self, task: str, key: str) -> str:
+        """The object that is task `task`'s manifest; `key` says what it does, and what it reads is part of it to the byte."""
+        return f"tasks/{task}-{fingerprint([key, [[read.name, read.hash] for read in self.reads]])}"
+
+    def find(self, name: str) -> dict[str, Any] | None:
+        """The manifest that object `name` holds; None when there is none, so the task is not done."""
+        content = _store(self.url).read(name)
+        if content is None:
+            return None
+        try:
+            manifest = json.loads(content)
+            return {**manifest, "files": dict(manifest["files"]), "summary": manifest["summary"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(
+                f"{self.url}/{name} is corrupt: {type(error).__name__} {error}", fix="remove it to do this task again"
+            ) from None
+
+    def put(self, name: str, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Puts the files in `folder` that `manifest` promises, then the manifest as object `name`."""
+        files = manifest["files"]
+        at_once(lambda file: _store(self.url).put(folder / file, f"files/{files[file]['hash']}"), files)
+        _store(self.url).write(name, json.dumps(manifest, sort_keys=True).encode())
+
+    def fetch(self, name: str, folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Brings the files that manifest `name` promises into `folder`. Raises ArtifactError for one that is another."""
+        fix = f"remove {self.url}/{name} to do this task again"
+        at_once(lambda file: self._bring(folder / file, files[file]["bytes"], files[file]["hash"], fix), files)
+
+    def fetch_reads(self) -> None:
+        """Brings what the task reads to where it looks for it, unless it is there."""
+        fix = "run it again with another --executor.store"
+        at_once(lambda read: self._bring(read.path, read.bytes, read.hash, fix), self.reads)
+
+    def _bring(self, path: Path, size: int, wanted: str, fix: str) -> None:
+        if path.is_file() and path.stat().st_size == size and digest(path) == wanted:
+            return
+        try:
+            _store(self.url).get(f"files/{wanted}", path)
+        except ArtifactError as error:
+            raise ArtifactError(f"{error.what} ({path.name})", fix=fix) from None
+        if path.stat().st_size != size or digest(path) != wanted:
+            path.unlink()
+            raise ArtifactError(f"{self.url}/files/{wanted} ({path.name}) is not the file that was put there", fix=fix)
+
+
+@functools.lru_cache(maxsize=4)
+def _store(url: str) -> Store:
+    """A file system's client takes longer to make than a small task."""
+    return Store(url)
+
+
+def digest(path: Path) -> str:
+    """Hash of a file's content, as manifests have it."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
