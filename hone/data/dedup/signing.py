@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import CHUNK, mix, next_shingles
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def signatures(data, offsets, n, table, factors, shifts):
     """MinHash signatures (uint32 [num_texts, len(factors)]) and whether each text has a word at all (bool [num_texts]).
 
@@ -36,7 +36,7 @@ def signatures(data, offsets, n, table, factors, shifts):
     return result, worded
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _lower(values, count, factors, shifts, least):
     """Takes the first `count` of `values` into the minima; written so that the inner loop becomes vector instructions."""
     for function in range(len(factors)):
@@ -47,7 +47,7 @@ def _lower(values, count, factors, shifts, least):
         least[function] = minimum
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def band_keys(signed, rows):
     """A 64-bit hash of each band of each signature: uint64 [bands, n] from uint32 [n, bands * rows]."""
     bands = signed.shape[1] // rows
@@ -61,7 +61,7 @@ def band_keys(signed, rows):
     return keys
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def fingerprints(data, offsets, n, table):
     """SimHash fingerprints (uint64 [num_texts]) and whether each text has a word at all (bool [num_texts]).
 

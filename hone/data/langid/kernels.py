@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hone.data.langid.alphabet import HAN, MARK, NUM_CHARACTERS, OTHER, SCRIPT_SHIFT
 from hone.data.text.batch import Texts
+from hone.data.text.compiled import allocating, entry, kernel
 
 WHOLE_BYTES = 4096
 """A text of at most so many bytes is read whole."""
@@ -61,7 +61,7 @@ class Scratch(NamedTuple):
     seen: np.ndarray  # int64 [2]: letters, visible characters
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@allocating
 def _scratch():
     codes = np.empty(2 * WHOLE_BYTES + 16, np.int32)
     buckets = np.empty(len(SIZES) * len(codes), np.int32)
@@ -69,7 +69,7 @@ def _scratch():
     return Scratch(codes, buckets, sums, np.zeros(MARK + 1, np.int64), np.zeros(2, np.int64))
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _fold(data, start, end, letters, codes, n, votes, seen):
     """Appends the letters of data[start:end] to codes[n:], 0 between runs; returns the new n.
 
@@ -118,7 +118,7 @@ def _fold(data, start, end, letters, codes, n, votes, seen):
     return n
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _read(data, start, end, letters, scratch):
     """The letters of one text, whole or by windows, in the codes; returns their number with the spaces."""
     codes, votes, seen = scratch.codes, scratch.votes, scratch.seen
@@ -126,8 +126,8 @@ def _read(data, start, end, letters, scratch):
     seen[:] = 0
     codes[0] = 0
     if end - start <= WHOLE_BYTES:
-        return _fold(data, start, end, letters, codes, 1, votes, seen)
-    n = 1
+        return _fold(data, start, end, letters, codes, np.int64(1), votes, seen)
+    n = np.int64(1)
     gap = (end - start - WINDOW_BYTES) // (NUM_WINDOWS - 1)
     for k in range(NUM_WINDOWS):
         first = start + k * gap
@@ -140,7 +140,7 @@ def _read(data, start, end, letters, scratch):
     return n
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _script(votes):
     """The script with the most bytes, the lowest number among equals; 0 without any letter."""
     best = 0
@@ -150,13 +150,13 @@ def _script(votes):
     return best
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _mix(x, code):
     x = (x ^ (x >> np.uint64(29))) + code
     return x * np.uint64(0xBF58476D1CE4E5B9)
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _grams(codes, n, script, buckets):
     """Buckets of the n-grams that end at each letter of `script` and at each space; returns their number."""
     shift = np.uint64(64 - BUCKET_BITS)
@@ -196,7 +196,7 @@ def _grams(codes, n, script, buckets):
     return k
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _add_words(buckets, first, last, words, base, stride, sums):
     """Adds the rows of buckets[first:last], at most 256 of them, to sums: eight lanes a word, 32 at a time.
 
@@ -234,7 +234,7 @@ def _add_words(buckets, first, last, words, base, stride, sums):
             sums[lane + 25] += np.int32((b3 >> shift) & low)
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _add(buckets, k, rows, words, base, stride, sums):
     """sums[lane] = the sum of the rows of `buckets`, in steps."""
     sums[:stride] = -BIAS * k
@@ -248,7 +248,7 @@ def _add(buckets, k, rows, words, base, stride, sums):
                 sums[lane] += rows[row + lane]
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _sum(data, start, end, tables, scratch):
     """(script, n-grams) of one text, whose rows are added up in the sums; no n-grams where no language has its script."""
     length = _read(data, start, end, tables.letters, scratch)
@@ -260,7 +260,7 @@ def _sum(data, start, end, tables, scratch):
     return script, k
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def _answer(sums, k, script, votes, seen, tables):
     """(lane, probability) of the text's language, (-1, 0.0) for unknown."""
     temperature, exponent, deviations, standard, least_share, least_score = tables.limits
@@ -291,7 +291,7 @@ def _answer(sums, k, script, votes, seen, tables):
     return best, score
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def identify(data, offsets, tables):
     """(script int64 [n], lane int64 [n], probability float64 [n]) of the texts; lane -1 is unknown."""
     n = len(offsets) - 1
@@ -307,7 +307,7 @@ def identify(data, offsets, tables):
     return scripts, lanes, scores
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def weigh(data, offsets, tables):
     """What training needs of each text: (script int64 [n], n-grams int64 [n], sums int32 [n, M])."""
     n = len(offsets) - 1
@@ -322,7 +322,7 @@ def weigh(data, offsets, tables):
     return scripts, grams, all_sums
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def count(data, offsets, letters):
     """int32 [scripts, 2^BUCKET_BITS]: how often each n-gram occurs in texts of each script."""
     counts = np.zeros((MARK, 1 << BUCKET_BITS), np.int32)

@@ -6,10 +6,10 @@ import unicodedata
 from functools import cache
 
 import numpy as np
-from numba import njit
 
 from hone.data.readers.documents import MOJIBAKE_CHARS, MOJIBAKE_LEAST, Fault, settle
 from hone.data.text.batch import Texts
+from hone.data.text.compiled import entry, inlined
 
 FINE, UNTIDY, ODD = 0, 1, 2
 CHANGES, FIRST, SECOND, TAIL, SPACE = 1, 2, 4, 8, 16
@@ -89,7 +89,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
     return marks, classes
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def look(data, offsets, plain, marks, classes):
     """uint8 [n]: FINE, UNTIDY (other line ends, blanks at the end of a line, line ends or space around the text) or ODD.
 
@@ -175,13 +175,13 @@ def look(data, offsets, plain, marks, classes):
     return states
 
 
-@njit(cache=True, nogil=True, boundscheck=False, inline="always")
+@inlined
 def _is_space(byte):
     """Whether Python strips this ASCII character."""
     return byte == 32 or (9 <= byte <= 13) or (28 <= byte <= 31)
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def tidy(data, offsets, states, new, starts):
     """(uint8 [m], int64 [n + 1]): the texts end to end, UNTIDY ones tidied, the ODD ones those of `new` at `starts`."""
     num = len(offsets) - 1

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import njit
+
+from hone.data.text.compiled import inlined, kernel
 
 BASIS = np.uint64(0xCBF29CE484222325)
 PRIME = np.uint64(0x00000100000001B3)
@@ -39,7 +40,7 @@ def word_table() -> np.ndarray:
     return table
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def mix(value):
     """The finishing step of SplitMix64 (Steele et al. 2014): each bit of a uint64 changes half of the others."""
     value = np.uint64(value)
@@ -48,7 +49,7 @@ def mix(value):
     return value ^ (value >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def code_point(data, place, end):
     """(code point, bytes) of the UTF-8 sequence that begins with a byte above 127 at `place`; one cut off by `end` is 0."""
     lead = np.int64(data[place])
@@ -67,7 +68,7 @@ def code_point(data, place, end):
     return (lead & 0x07) << 18 | (np.int64(data[place + 1]) & 0x3F) << 12 | low, np.int64(4)
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def roll_power(n):
     """ROLL to the power n: what the word that leaves a run of n was multiplied by."""
     power = _ONE
@@ -76,7 +77,7 @@ def roll_power(n):
     return power
 
 
-@njit(cache=True, nogil=True, boundscheck=False, forceinline=True)
+@inlined
 def _letter(data, place, end, table):
     """(what `table` has for the character that begins at `place`, its bytes)."""
     byte = data[place]
@@ -86,7 +87,7 @@ def _letter(data, place, end, table):
     return (table[point] if point < _TABLE_SIZE else np.uint32(0)), step
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@kernel
 def next_shingles(data, end, table, ring, state, out):
     """Writes hashes of the next runs of len(ring) words into `out` (uint64); returns how many, 0 at the text's end.
 

@@ -6,16 +6,16 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
 from hone.data.text import personal, tables
 from hone.data.text import scan as s
 from hone.data.text import words as w
 from hone.data.text.batch import Texts
+from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import mix
 from hone.data.text.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
 from hone.data.text.scan import LINES, NUM_TOTALS, PARAGRAPHS, WORDS, Scratch, empty_scratch, scan
-from hone.data.text.segment import find, fold, kernel
+from hone.data.text.segment import find, fold
 from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words, empty_words
 
 (
@@ -68,7 +68,7 @@ def repeats(scratch: Scratch, table: Table, row: np.ndarray, filled: int, last: 
     return mtld
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def measure(
     data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet, toxic: np.ndarray, phrases: np.ndarray, longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +107,7 @@ def measure(
     return counts, mtld
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> tuple[np.ndarray, np.ndarray, int]:
     """(hash of the first word, hash of all words, each [n]; words of the longest) of n phrases; 0 for one without a word."""
     num_texts = len(offsets) - 1
@@ -134,6 +134,8 @@ def alphabet() -> Alphabet:
 @functools.lru_cache(maxsize=4)
 def phrase_table(lexicon: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, int]:
     """(sorted hashes of first words, table of the phrases, words of the longest) of a lexicon."""
+    if not lexicon:  # the kernel below need not be compiled
+        return np.zeros(0, np.uint64), np.zeros(16, np.uint64), 0
     texts = Texts.of(lexicon)
     firsts, wholes, longest = phrase_hashes(_frozen(texts.data), texts.offsets, alphabet())
     table = np.zeros(max(1 << (4 * len(wholes)).bit_length(), 16), np.uint64)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from hone.data.text.segment import find, inlined, kernel
+from hone.data.text.compiled import allocating, inlined, kernel
+from hone.data.text.segment import find
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _EMPTY = np.uint64(0)
@@ -42,7 +42,7 @@ def capacity_for(num_keys: int) -> int:
     return size
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@allocating
 def empty_table(num_bytes: int) -> Table:
     """Room for documents of up to `num_bytes`; pages are only touched as far as a document needs them."""
     most = num_bytes // 2 + 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hone.data.text import tables
+from hone.data.text.compiled import allocating, inlined, kernel
 from hone.data.text.hashing import mix
-from hone.data.text.segment import BLOCK, code_point, fetch_ahead, find_words, fold, inlined, kernel, word_key
+from hone.data.text.segment import BLOCK, code_point, fetch_ahead, find_words, fold, word_key
 from hone.data.text.tables import flag
 from hone.data.text.words import (
     CAPITALS,
@@ -84,7 +84,7 @@ class Scratch(NamedTuple):
     state: np.ndarray
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@allocating
 def empty_scratch(num_bytes: int) -> Scratch:
     """Room for documents of up to `num_bytes`."""
     most = num_bytes // 2 + 2

@@ -6,16 +6,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from hone.data.text.compiled import inlined, kernel
 from hone.data.text.hashing import mix
 from hone.data.text.tables import LEAD_BYTES, SPACE_BYTES
 
-kernel = njit(cache=True, nogil=True, boundscheck=False, _nrt=False)
-"""For functions that allocate nothing and are called by kernels only: without reference counts, which cost more than
-the work where an array is handed to a small function for every word."""
-inlined = njit(cache=True, nogil=True, boundscheck=False, _nrt=False, forceinline=True)
 _SEED = np.uint64(0x243F6A8885A308D3)
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)

@@ -6,11 +6,11 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hone.data.text import tables
+from hone.data.text.compiled import allocating, inlined, kernel
 from hone.data.text.hashing import PRIME, mix
-from hone.data.text.segment import code_point, inlined, kernel, zeros_below
+from hone.data.text.segment import code_point, zeros_below
 
 (
     CHARS, HASHES, ELLIPSES, LETTERED, SENTENCES, DIGITS, UPPERS, ALNUMS, PARENS, BRACES, URLS, URL_CHARS, NUMBERS,
@@ -77,7 +77,7 @@ class Alphabet(NamedTuple):
     sizes: np.ndarray
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@allocating
 def empty_words(capacity: int, num_bytes: int) -> Words:
     """A table with room for `capacity` (a power of two) words, among them the long ones of a text of `num_bytes`."""
     slots = 2 * capacity

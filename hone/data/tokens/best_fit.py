@@ -8,7 +8,8 @@ is a target only. What is longer than a row is cut: its full rows stand alone an
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from hone.data.text.compiled import entry
 
 
 def best_fit(starts: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -36,7 +37,7 @@ def num_rows(starts: np.ndarray, seq_len: int) -> int:
     return num_full + _place(rests[_longest_first(rests, seq_len)], seq_len)[1]
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _longest_first(sizes, capacity):
     """Indices of `sizes` (0 to capacity - 1) from the largest down, equal ones in order, zeros left out."""
     places = np.zeros(capacity + 1, np.int64)
@@ -57,7 +58,7 @@ def _longest_first(sizes, capacity):
     return order
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _place(sizes, capacity):
     """Best fit for `sizes` (int64, falling, 1 to capacity) in this order: (row of each, number of rows).
 
@@ -110,7 +111,7 @@ def _place(sizes, capacity):
     return rows, num_rows
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _lay_out(starts, predictions, row_of, num_shared, num_pieces, seq_len):
     """(firsts, pieces) from the row of each document's rest, -1 where there is none; rows numbered by their first piece."""
     number_of = np.full(num_shared, -1, np.int64)

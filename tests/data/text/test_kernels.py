@@ -6,15 +6,21 @@ import random
 
 import numpy as np
 import pytest
+from numba import njit
 
 from hone.data.signals import signals_of
+from hone.data.text import repeats, scan, segment
 from hone.data.text.batch import Texts
-from hone.data.text.repeats import diversity, empty_table, ngrams
-from hone.data.text.scan import empty_scratch
-from hone.data.text.segment import BLOCK, find_words, next_within, word_key
+from hone.data.text.segment import BLOCK
 from hone.data.text.tables import spaces
 from tests.data.text import oracle
 
+# Made for kernels alone, they have no way in from Python: here they get one.
+diversity, empty_table, ngrams = (
+    njit(made.py_func) for made in (repeats.diversity, repeats.empty_table, repeats.ngrams)
+)
+find_words, next_within = njit(segment.find_words.py_func), njit(segment.next_within.py_func)
+word_key, empty_scratch = njit(segment.word_key.py_func), njit(scan.empty_scratch.py_func)
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]
 
 
