@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ def save_spans(path: Path, shard: np.ndarray, document: np.ndarray, start: np.nd
     save(path, spans.take(compiled("sorting").by_number(shard)))
 
 
-def spans_of(paths: list[Path], shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def spans_of(paths: Sequence[Path], shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(document, start, end), each int64, of the spans of `shard` in all `paths`."""
     found = [np.empty(0, _SPAN)]
     for path in paths:

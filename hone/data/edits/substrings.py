@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from hone.data.corpus import Corpus
+from hone.data.corpus import Corpus, Part
+from hone.data.dedup.shards import contents
 from hone.data.edits.base import Edit
 from hone.data.edits.cuts import Cuts, compiled, cut_whole
 from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted, save_spans, spans_of
+from hone.data.executors.task import Function, Task
 from hone.data.expression import evaluate
 
 _RUN = np.dtype([("whole", np.uint64), ("document", np.int32), ("start", np.uint32), ("count", np.uint16)])
@@ -63,14 +66,36 @@ class Substrings(Edit):
             self._sample(corpus, span, chosen, state)
 
     def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
-        chosen = self.takes_part(corpus, alive)
-        self.prepare(corpus, chosen, state)
-        parts = self._judge_runs(corpus, state, gathered_rows)
         spans = list(corpus.spans())
+        done = [state / f"cuts-{number:05d}.npy" for number, *_ in spans]
+        if all(path.exists() for path in done):
+            return [Cuts(*np.load(path)) for path in done]
+        self.prepare(corpus, self.takes_part(corpus, alive), state)
+        parts = self._judge_runs(corpus, state, gathered_rows)
         for span in spans:
-            self._hash(corpus, span, chosen, state, parts)
+            self._hash(corpus, span, _asked(state, parts), state)
         self._judge_windows(len(spans), state, parts)
-        return [self._shard_cuts(corpus, span, chosen, state, parts) for span in spans]
+        return [self._shard_cuts(corpus, span, _gone(state, parts), state) for span in spans]
+
+    def rounds(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
+        """What reads texts again, after `prepare`: a shard's windows are hashed, and its cuts brought to the borders of words.
+
+        What is judged between them takes a look at hashes alone, here.
+        """
+        parts = self._judge_runs(corpus, state, GATHERED_ROWS)
+        yield hash_windows, self._tasks("windows", corpus, _asked(state, parts), state)
+        self._judge_windows(len(corpus.sizes), state, parts)
+        yield cut_repeats, self._tasks("cuts", corpus, _gone(state, parts), state)
+
+    def _tasks(self, name: str, corpus: Corpus, spans: tuple[Path, ...], state: Path) -> list[Task]:
+        """A task for each shard of which the files `spans` name spans."""
+        from hone.data.work import seen
+
+        told = [self.model_dump(mode="json"), contents(spans)]
+        return [
+            Task(f"{name}-{part.number:05d}", state, (self, part, spans), [*told, seen(part)])
+            for part in corpus.parts()
+        ]
 
     def _sample(self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path) -> None:
         """The runs of a shard sorted by their samples, unless they are in `state`."""
@@ -120,20 +145,18 @@ class Substrings(Edit):
         save(done, np.array(number))
         return number
 
-    def _hash(
-        self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path, parts: int
-    ) -> None:
+    def _hash(self, corpus: Corpus, span: tuple[int, Path, int, int], asked: tuple[Path, ...], state: Path) -> None:
         """Hashes of the windows of a shard that must be looked at one by one, in the order asked, unless in `state`."""
-        number, shard, first, _ = span
+        number, shard, first, last = span
         path = state / f"windows-{number:05d}.npy"
         if path.exists():
             return
-        document, start, end = spans_of([state / f"asked-{part:05d}.npy" for part in range(parts)], number)
+        document, start, end = spans_of(asked, number)
         place = np.cumsum(end - start) - (end - start)
         out = np.empty((end - start).sum(), np.uint64)
         order = np.argsort(document, kind="stable")
         document, start, end, place = document[order] + first, start[order], end[order], place[order]
-        wanted = np.zeros(len(chosen), bool)
+        wanted = np.zeros(last, bool)
         wanted[document] = True
         for indices, texts in corpus.batches(shard, first, wanted) if len(document) else ():
             here = slice(*np.searchsorted(document, [indices[0], indices[-1] + 1]))
@@ -163,16 +186,15 @@ class Substrings(Edit):
             )
 
     def _shard_cuts(
-        self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path, parts: int
+        self, corpus: Corpus, span: tuple[int, Path, int, int], gone: tuple[Path, ...], state: Path
     ) -> Cuts:
         """The repeats of a shard, brought to the borders of words, from `state` when they are there."""
-        number, shard, first, _ = span
+        number, shard, first, last = span
         path = state / f"cuts-{number:05d}.npy"
         if not path.exists():
-            gone = [state / f"gone-{what}-{part:05d}.npy" for what in ("runs", "windows") for part in range(parts)]
             document, start, end = spans_of(gone, number)
             repeats = Cuts.of(document + first, start, end)
-            wanted = np.zeros(len(chosen), bool)
+            wanted = np.zeros(last, bool)
             wanted[repeats.document] = True
             found = [np.stack(Cuts.none())]
             for indices, texts in corpus.batches(shard, first, wanted) if len(document) else ():
@@ -181,3 +203,27 @@ class Substrings(Edit):
                 found.append(np.stack(cut_whole(Cuts.of(*parts), indices, np.diff(texts.offsets), self.min_left_bytes)))
             save(path, np.concatenate(found, 1))
         return Cuts(*np.load(path))
+
+
+def hash_windows(folder: Path, technique: Substrings, part: Part, asked: tuple[Path, ...]) -> dict[str, Any]:
+    """Writes the hashes of the windows of one shard that the files `asked` name."""
+    corpus = Corpus.of(part)
+    for span in corpus.spans():
+        technique._hash(corpus, span, asked, folder)
+    return {"rows": len(corpus)}
+
+
+def cut_repeats(folder: Path, technique: Substrings, part: Part, gone: tuple[Path, ...]) -> dict[str, Any]:
+    """Writes the cuts of one shard, whose repeats the files `gone` name."""
+    corpus = Corpus.of(part)
+    for span in corpus.spans():
+        technique._shard_cuts(corpus, span, gone, folder)
+    return {"rows": len(corpus)}
+
+
+def _asked(state: Path, parts: int) -> tuple[Path, ...]:
+    return tuple(state / f"asked-{part:05d}.npy" for part in range(parts))
+
+
+def _gone(state: Path, parts: int) -> tuple[Path, ...]:
+    return tuple(state / f"gone-{what}-{part:05d}.npy" for what in ("runs", "windows") for part in range(parts))

@@ -10,6 +10,8 @@ from pyarrow import parquet
 
 from hone.data import DECONTAMINATIONS, EDITS
 from hone.data.corpus import Corpus
+from hone.data.executors.task import perform
+from hone.data.work import rounds
 from tests.data.edits.memory import Memory
 
 MENU = "Home | About this site | Contact the editors | Imprint\n"
@@ -88,3 +90,22 @@ def test_one_edit_after_the_other_whoever_prepares_it(tmp_path):
         memory = Memory(left, memory.columns["id"])
         assert number or any(NOTICE in text for text in left)
     assert memory.words == one
+
+
+def test_texts_are_read_again_by_tasks_alone(tmp_path, monkeypatch):
+    corpus, technique = on_disk(tmp_path, texts(), (11, 20, 9)), EDITS.read("substrings")
+    here, tasks = tmp_path / "here", tmp_path / "tasks"
+    here.mkdir()
+    tasks.mkdir()
+    alive = np.ones(len(corpus), bool)
+    expected = technique.cuts(corpus, alive, here)
+    names = []
+    for function, planned in rounds(technique, corpus, alive, tasks):
+        names.append((function.__name__, len(planned)))
+        for task in planned:
+            perform(function, task)
+    assert names == [("prepare", 3), ("hash_windows", 3), ("cut_repeats", 3)]
+    monkeypatch.setattr(Corpus, "batches", None)  # whoever reads a text now fails
+    found = technique.cuts(corpus, alive, tasks)
+    assert sum(len(one.document) for one in found) > 10
+    assert all(np.array_equal(a, b) for one, other in zip(expected, found) for a, b in zip(one, other))
