@@ -152,7 +152,8 @@ def _need(words: list[str], what: str) -> str:
             f"hone {words[0]} needs {what}", fix=f"hone {words[0]} {what}; hone {words[0]} --help says more"
         )
     if len(words) > 2:
-        raise SpecError(f"hone {words[0]} takes one {what}, got {' '.join(words[1:])}", fix="options start with --")
+        fix = f"name several as --source='[{', '.join(words[1:])}]'" if words[0] == "data" else "options start with --"
+        raise SpecError(f"hone {words[0]} takes one {what}, got {' '.join(words[1:])}", fix=fix)
     return words[1]
 
 

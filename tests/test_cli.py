@@ -203,6 +203,7 @@ def test_no_tokenizer(model):
         (["run", "recipes/tiny.yaml", "--from.data=x"], ["no stage 'from'"]),
         (["run", "recipes/tiny.yaml", "--redo=nothing", "--work=/tmp/none"], ["--redo=nothing", "train-base"]),
         (["data", "/nowhere/at/all", "--out=/tmp/x"], ["/nowhere/at/all"]),
+        (["data", "a.txt", "b.txt", "--out=/tmp/x"], ["--source='[a.txt, b.txt]'"]),
         (["report", "/nowhere"], ["/nowhere"]),
         (["show", "/nowhere"], ["/nowhere"]),
         (["schema", "tarin"], ["did you mean 'train'"]),

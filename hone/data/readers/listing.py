@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
 import os
 import stat
 import sysconfig
@@ -14,7 +16,7 @@ from pathlib import Path
 from hone.base.errors import SpecError
 from hone.base.spec import fingerprint
 from hone.data.readers.code import LANGUAGES, LICENCE_FILES, is_vendored, licence_of
-from hone.data.readers.remote import find, is_remote
+from hone.data.readers.remote import find, fixed, is_remote
 
 PYTHON = "python"
 FORMATS: dict[str, str] = {
@@ -50,6 +52,7 @@ _NO_LIBRARY = frozenset(
     ]
 )
 _LICENCE_BYTES = 200_000
+_HIDDEN = "(hidden)"
 _LIBRARY_TEXTS = (".txt", ".rst", ".md")
 
 
@@ -58,7 +61,8 @@ class File:
     """One input file. `name` is its path inside the source ('/' between parts), the only one that leaves this room.
 
     `url` is where a remote file is found, `licence` what the nearest licence file above a source file says. `part` is the
-    range of it that is meant (bytes of jsonl, row groups of Parquet), of which `size` is the bytes; None: all of it.
+    range of it that is meant (bytes of jsonl, row groups of Parquet), of which `size` is the bytes; None: all of it. `version`
+    is its time of change, of a remote one what its store says of it.
     """
 
     path: Path
@@ -69,6 +73,7 @@ class File:
     url: str = ""
     licence: str = ""
     part: tuple[int, int] | None = None
+    version: str = ""
 
 
 @dataclass
@@ -89,14 +94,20 @@ class Listing:
 
     @property
     def digest(self) -> str:
-        """Names and sizes of all files: a resumed stage must find the input it began with."""
+        """Names and sizes of all files: the same for a corpus that was copied."""
         return fingerprint([[file.name, file.size] for file in self.files])
+
+    @property
+    def seen(self) -> str:
+        """Names, sizes and versions: another one when a file was written anew, even with as many bytes, or only copied."""
+        return fingerprint([[file.name, file.size, file.version] for file in self.files])
 
 
 def list_source(source: str | Sequence[str]) -> Listing:
-    """The files of `source`: 'python', a path, a URL, 'hf:owner/name[:config][:split]', or several of them.
+    """The files of `source`: 'python', a path or URL (with `*`, `?`, `[` too), 'hf:owner/name[:config][:split]', or several of them.
 
-    Of several, each file's name begins with its source's. Raises SpecError when one is not there or holds no file to
+    Of several, each file's name begins with its source's; of two sources of one name the second is NAME-2, unless a third
+    is called that. Raises SpecError when one is not there or holds no file to
     read, MissingExtra and MachineError for remote ones.
     """
     if isinstance(source, str):
@@ -106,11 +117,8 @@ def list_source(source: str | Sequence[str]) -> Listing:
     if len(source) == 1:
         return _list_one(source[0])
     listing = Listing()
-    labels: Counter[str] = Counter()
-    for one in source:
-        label = _label(one)
-        labels[label] += 1
-        prefix = f"{label}/" if labels[label] == 1 else f"{label}-{labels[label]}/"
+    for one, label in zip(source, _labels(source)):
+        prefix = f"{label}/"
         part = _list_one(one)
         listing.files += [replace(file, name=prefix + file.name) for file in part.files]
         listing.broken += [(prefix + name, reason) for name, reason in part.broken]
@@ -118,8 +126,24 @@ def list_source(source: str | Sequence[str]) -> Listing:
     return listing
 
 
+def _labels(sources: Sequence[str]) -> list[str]:
+    """What the names of each source's files begin with when it is one of several: its own name, numbered where another has it."""
+    names = [_label(source) for source in sources]
+    taken: set[str] = set()
+    labels = []
+    for name in names:
+        label = name
+        for number in itertools.count(2):
+            if label not in taken and (label == name or label not in names):
+                break
+            label = f"{name}-{number}"
+        taken.add(label)
+        labels.append(label)
+    return labels
+
+
 def _label(source: str) -> str:
-    """What the names of a source's files begin with when it is one of several."""
+    source = fixed(source) or "."
     if is_remote(source):
         return source.removeprefix("hf:").rstrip("/").rsplit("/", 1)[-1].replace(":", "-")
     return _printable(Path(source).expanduser().resolve().name) or "root"
@@ -134,9 +158,10 @@ def _list_one(source: str) -> Listing:
         where = source
     else:
         root = Path(source).expanduser()
-        if not root.exists():
+        paths = [root] if root.exists() else _matching(str(root))
+        if not paths:
             raise SpecError(f"source {source}: there is no such file or folder", fix="check the path, or use 'python'")
-        listing = _set_apart(_walk(root))
+        listing = _set_apart(_walk(root) if paths == [root] else _walk_all(paths, Path(fixed(str(root)) or ".")))
         where = str(source)
     listing.files.sort(key=lambda file: file.name)
     listing.broken.sort()
@@ -150,15 +175,33 @@ def _list_one(source: str) -> Listing:
     return listing
 
 
+def _matching(pattern: str) -> list[Path]:
+    """What a pattern of paths names, without what lies in a folder that it names too."""
+    found: dict[Path, None] = {}
+    for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
+        if found.keys().isdisjoint(path.parents):
+            found[path] = None
+    return list(found)
+
+
+def _walk_all(paths: Sequence[Path], base: Path) -> Listing:
+    """The files at or below each of `paths`, named by their place in `base`."""
+    listing = Listing()
+    for path in paths:
+        _walk(path, into=listing, prefix=path.relative_to(base).as_posix())
+    return listing
+
+
 def _remote(source: str) -> Listing:
     """Files of a URL or data set of the hub."""
     listing = Listing()
-    for url, name, size in find(source):
-        if name.rsplit("/", 1)[-1].startswith("."):
+    for url, name, size, version in find(source):
+        if name.startswith(".") or "/." in name:
+            listing.skipped[_HIDDEN] += 1
             continue
         endings = list(_endings(name))
         if endings:
-            listing.files.append(File(Path(name), name, size, *endings[0], url=url))
+            listing.files.append(File(Path(name), name, size, *endings[0], url=url, version=version))
         else:
             listing.skipped[Path(name).suffix.lower() or "(no ending)"] += 1
     return listing
@@ -205,14 +248,17 @@ def _python_library() -> Listing:
     return listing
 
 
-def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Listing:
-    """All regular files at or below `root`, symbolic links followed, each folder once (a loop of links ends)."""
-    listing = Listing()
+def _walk(root: Path, skip: frozenset[str] = frozenset(), into: Listing | None = None, prefix: str = "") -> Listing:
+    """All regular files at or below `root`, symbolic links followed, each folder once (a loop of links ends).
+
+    They are added to the listing `into`; the names of those in a folder begin with `prefix`, which is the name of a lone file.
+    """
+    listing = Listing() if into is None else into
     if not root.is_dir():
-        _add(listing, root, root.name)
+        _add(listing, root, prefix or root.name)
         return listing
     seen: set[tuple[int, int]] = set()
-    pending = [(root, "")]
+    pending = [(root, f"{prefix}/" if prefix not in ("", ".") else "")]
     while pending:
         folder, prefix = pending.pop()
         try:
@@ -225,7 +271,10 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Listing:
             listing.broken.append((_printable(prefix) or ".", _reason(error)))
             continue
         for entry in entries:
-            if entry.name.startswith(".") or entry.name in skip:
+            if entry.name.startswith("."):
+                listing.skipped[_HIDDEN] += 1
+                continue
+            if entry.name in skip:
                 continue
             if _is_folder(entry):
                 pending.append((Path(entry.path), f"{prefix}{entry.name}/"))
@@ -262,7 +311,7 @@ def _add(listing: Listing, path: Path, name: str) -> None:
     elif not endings:
         listing.skipped[path.suffix.lower() or "(no ending)"] += 1
     else:
-        listing.files.append(File(path, name, status.st_size, *endings[0]))
+        listing.files.append(File(path, name, status.st_size, *endings[0], version=str(status.st_mtime_ns)))
 
 
 def _endings(name: str) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import IO, Any
+import re
+from typing import IO, Any, NamedTuple
 
 from hone.base.errors import HoneError, MissingExtra, SpecError
 from hone.base.store import file_system, unreachable
@@ -11,6 +12,24 @@ from hone.base.store import file_system, unreachable
 HUB = "hf:"
 _CLIENTS = ("aiohttp", "requests", "urllib3", "httpx", "httpcore", "botocore", "google", "azure", "huggingface_hub")
 _PARQUET_BRANCH = "refs/convert/parquet"
+_TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
+"""Under which names file systems say which version of a file is there, the surest first."""
+_MAGIC = re.compile(r"[*?[]")
+
+
+class Found(NamedTuple):
+    """A remote file. `version` is what its store says of the version that is there: etag or time of change; '' for nothing."""
+
+    url: str
+    name: str
+    size: int
+    version: str
+
+
+class _Entry(NamedTuple):
+    path: str
+    size: int
+    version: str
 
 
 def is_remote(source: str) -> bool:
@@ -37,8 +56,14 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, ConnectionError | TimeoutError) or home in _CLIENTS
 
 
-def find(source: str) -> list[tuple[str, str, int]]:
-    """(url, name, size) of every file of `source`: a URL of a file or folder, or 'hf:owner/name[:config][:split]'.
+def fixed(source: str) -> str:
+    """The folder above the first part of a path or URL that is a pattern; all of it when none is."""
+    match = _MAGIC.search(source)
+    return source[: match.start()].rpartition("/")[0] if match else source
+
+
+def find(source: str) -> list[Found]:
+    """Every file of `source`: a URL of a file or folder, a pattern of such, or 'hf:owner/name[:config][:split]'.
 
     Raises MissingExtra, MachineError, and SpecError when it names nothing.
     """
@@ -46,14 +71,31 @@ def find(source: str) -> list[tuple[str, str, int]]:
         return _data_set(source)
     system, root = _system(source)
     scheme = source.partition("://")[0]
+    base = root.rstrip("/")
     found = _walk(system, root, source)
+    if not found and fixed(root) != root:
+        found, base = _matching(system, root, source), fixed(root)
     if not found:
         raise SpecError(f"source {source}: there is no such file or folder", fix="check the address")
-    base = root.rstrip("/")
-    return [(f"{scheme}://{path}" if "://" not in path else path, _inside(path, base), size) for path, size in found]
+    return [
+        Found(f"{scheme}://{path}" if "://" not in path else path, _inside(path, base), size, version)
+        for path, size, version in found
+    ]
 
 
-def _data_set(source: str) -> list[tuple[str, str, int]]:
+def _matching(system: Any, pattern: str, source: str) -> list[_Entry]:
+    """All files that a pattern names, and those below the folders it names."""
+    try:
+        paths = system.glob(pattern)
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        raise unreachable(source, error) from None
+    found = {entry.path: entry for path in paths for entry in _walk(system, path, source)}
+    return [found[path] for path in sorted(found)]
+
+
+def _data_set(source: str) -> list[Found]:
     """The Parquet files of a data set on the hub: those converted by the hub, else the data set's own files."""
     name, *picked = source.removeprefix(HUB).split(":")
     if name.count("/") != 1 or len(picked) > 2:
@@ -69,23 +111,25 @@ def _data_set(source: str) -> list[tuple[str, str, int]]:
     if not found:
         return _own_files(system, name, config, split, source)
     # config/split/0000.parquet
-    parts = [(path, size, _inside(path, root).split("/")) for path, size in found if path.endswith(".parquet")]
-    config = _choose("config", config, sorted({part[0] for _, _, part in parts}), "default", source)
-    parts = [row for row in parts if row[2][0] == config]
-    split = _choose("split", split, sorted({part[1] for _, _, part in parts}), "train", source)
-    return [(f"hf://{path}", "/".join(part), size) for path, size, part in parts if part[1] == split]
+    rows = [(entry, _inside(entry.path, root).split("/")) for entry in found if entry.path.endswith(".parquet")]
+    config = _choose("config", config, sorted({part[0] for _, part in rows}), "default", source)
+    rows = [row for row in rows if row[1][0] == config]
+    split = _choose("split", split, sorted({part[1] for _, part in rows}), "train", source)
+    return [
+        Found(f"hf://{path}", "/".join(part), size, version) for (path, size, version), part in rows if part[1] == split
+    ]
 
 
-def _own_files(system: Any, name: str, config: str, split: str, source: str) -> list[tuple[str, str, int]]:
+def _own_files(system: Any, name: str, config: str, split: str, source: str) -> list[Found]:
     """The files a data set's owner put there; with a config or split those whose path names it."""
     root = f"datasets/{name}"
     found = _walk(system, root, source)
     if not found:
         raise SpecError(f"source {source}: the hub has no such data set", fix="check owner and name")
-    rows = [(f"hf://{path}", _inside(path, root), size) for path, size in found]
-    chosen = [row for row in rows if config in row[1] and split in row[1]]
+    rows = [Found(f"hf://{path}", _inside(path, root), size, version) for path, size, version in found]
+    chosen = [row for row in rows if config in row.name and split in row.name]
     if not chosen:
-        names = ", ".join(name for _, name, _ in rows[:8])
+        names = ", ".join(row.name for row in rows[:8])
         raise SpecError(f"source {source}: no file of the data set is named so", fix=f"its files are: {names}")
     return chosen
 
@@ -104,8 +148,8 @@ def _choose(what: str, wanted: str, there: list[str], usual: str, source: str) -
     return wanted
 
 
-def _walk(system: Any, root: str, source: str) -> list[tuple[str, int]]:
-    """(path, size) of all files at or below `root`, sorted; [] when it is not there."""
+def _walk(system: Any, root: str, source: str) -> list[_Entry]:
+    """All files at or below `root`, sorted; [] when it is not there."""
     try:
         rows = system.find(root, detail=True)
     except FileNotFoundError:
@@ -114,7 +158,11 @@ def _walk(system: Any, root: str, source: str) -> list[tuple[str, int]]:
         if type(error).__name__ in ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError"):
             return []
         raise unreachable(source, error) from None
-    return sorted((path, int(row.get("size") or 0)) for path, row in rows.items() if row.get("type") != "directory")
+    return sorted(
+        _Entry(path, int(row.get("size") or 0), next((str(row[tag]) for tag in _TAGS if row.get(tag)), ""))
+        for path, row in rows.items()
+        if row.get("type") != "directory"
+    )
 
 
 def _inside(path: str, root: str) -> str:

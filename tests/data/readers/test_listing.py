@@ -155,6 +155,49 @@ def test_several_sources(tmp_path):
         list_source([str(one), str(tmp_path / "missing")])
 
 
+def test_several_sources_never_share_a_name(tmp_path):
+    folders = ["one/x", "two/x", "one/x-2", "three/x", "one/x-2"]
+    for number, folder in enumerate(folders):
+        write(tmp_path / folder, {"a.txt": f"text {number}"})
+    found = items([str(tmp_path / folder) for folder in folders])
+    assert [item.source for item in found] == ["x/a.txt", "x-3/a.txt", "x-2/a.txt", "x-4/a.txt", "x-2-2/a.txt"]
+    assert len({item.id for item in found}) == 5
+
+
+def test_patterns(tmp_path, monkeypatch):
+    write(
+        tmp_path,
+        {"b/1.txt": "b1", "a/1.txt": "a1", "a/2.md": "a2", "a/.h.txt": "no", "a/in/3.txt": "a3", "a[1].txt": "odd"},
+    )
+
+    def found(pattern: str) -> list[str]:
+        return [f"{item.source}={item.text}" for item in items(str(tmp_path / pattern))]
+
+    assert found("a/*.txt") == ["1.txt=a1"] and found("?/1.txt") == ["a/1.txt=a1", "b/1.txt=b1"]
+    assert found("[ab]") == ["a/1.txt=a1", "a/2.md=a2", "a/in/3.txt=a3", "b/1.txt=b1"]
+    assert found("a[1].txt") == ["a[1].txt=odd"] and "a/in/3.txt=a3" in found("**/*.txt")
+    monkeypatch.chdir(tmp_path)
+    assert [item.source for item in items("*/1.txt")] == ["a/1.txt", "b/1.txt"]
+    assert [item.source for item in items(["a/*.md", "a/*.txt", "b"])] == ["a/2.md", "a-2/1.txt", "b/1.txt"]
+    with pytest.raises(SpecError, match="no such file"):
+        list_source("c/*.txt")
+
+
+def test_files_have_versions(tmp_path):
+    folder = write(tmp_path / "in", {"a.txt": "one", "b.txt": "two"})
+    before = list_source(str(folder))
+    (folder / "b.txt").write_text("owt")
+    os.utime(folder / "b.txt", ns=(1, 1))
+    after = list_source(str(folder))
+    assert before.digest == after.digest and before.seen != after.seen
+    assert list_source(str(folder)).seen == after.seen
+
+
+def test_hidden_files_are_counted(tmp_path):
+    write(tmp_path, {"a.txt": "a", ".b.txt": "b", ".git/c.txt": "c", "d/.e.txt": "e"})
+    assert list_source(str(tmp_path)).skipped == {"(hidden)": 3}
+
+
 def test_links_that_lead_to_themselves(tmp_path):
     write(tmp_path, {"a.txt": "a", "b/c.txt": "c"})
     (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
@@ -217,6 +260,23 @@ def test_urls_are_read_like_folders(memory, tmp_path):
     assert [item.text for item in items("memory://bucket/a.txt")] == ["plain"]
     with pytest.raises(SpecError, match="no such file"):
         list_source("memory://bucket/nothing")
+
+
+def test_patterns_and_versions_of_urls(memory):
+    for name in ("b/1.txt", "a/1.txt", "a/2.md", "a/.h.txt", "a/in/3.txt"):
+        memory.pipe(f"/bucket/{name}", name.encode())
+    assert [item.source for item in items("memory://bucket/a/*.txt")] == ["1.txt"]
+    assert [item.source for item in items("memory://bucket/?/1.txt")] == ["a/1.txt", "b/1.txt"]
+    assert [item.source for item in items("memory://bucket/[a]")] == ["a/1.txt", "a/2.md", "a/in/3.txt"]
+    assert list_source("memory://bucket").skipped == {"(hidden)": 1}
+    with pytest.raises(SpecError, match="no such file"):
+        list_source("memory://bucket/c/*.txt")
+    before = list_source("memory://bucket")
+    memory.pipe("/bucket/b/1.txt", b"other")
+    after = list_source("memory://bucket")
+    memory.pipe("/bucket/b/1.txt", b"again")
+    assert after.digest == list_source("memory://bucket").digest and after.seen != list_source("memory://bucket").seen
+    assert before.seen != after.seen
 
 
 def test_a_remote_archive_can_be_searched_for_its_next_record(memory, shared_data):

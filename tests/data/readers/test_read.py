@@ -174,7 +174,7 @@ def test_listing_is_sorted_and_survives_links_pipes_and_odd_names(tmp_path):
     listing = list_source(str(tmp_path))
     assert [file.name for file in listing.files] == ["b/a.txt", "b/z.txt", "\ufffd.txt"]
     assert listing.broken == [("dangling.txt", "dangling_link")]
-    assert listing.skipped == {".xyz": 1, "(no regular file)": 1}
+    assert listing.skipped == {".xyz": 1, "(no regular file)": 1, "(hidden)": 1}
 
 
 def test_no_permission(tmp_path, monkeypatch):
