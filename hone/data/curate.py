@@ -29,7 +29,7 @@ from hone.data.executors.task import Task, need_known
 from hone.data.forecasting import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
-from hone.data.readers.listing import Listing, list_source
+from hone.data.readers.listing import SEEN, Listing, list_source
 from hone.data.results import by_group, count_by, scorer_rows, write_samples, write_stats
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
@@ -160,17 +160,20 @@ def _check_encoding(name: str) -> None:
 
 
 def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
-    """The source's files. A resumed run whose input has changed meanwhile starts again."""
+    """The source's files. A resumed run whose input has changed meanwhile, or may have, starts again."""
     listing = list_source(spec.source)
     note = draft.state / "input"
-    if not note.exists() or note.read_text() != listing.digest:
+    now = f"{listing.digest} {listing.seen}"
+    if not note.exists() or note.read_text() != now:
         if note.exists():
-            run.say(f"{spec.source} has changed since this stage was interrupted; starting it again")
+            changed = "may have" if note.read_text().startswith(listing.digest) else "has"
+            run.say(f"{spec.source} {changed} changed since this stage was interrupted; starting it again")
         kept = (BEGUN, draft.state.name, draft.log.name, "elapsed_s", note.name)
         for path in (*draft.folder.iterdir(), *draft.state.iterdir()):
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_atomic(note, listing.digest.encode())  # last: without it the next run clears again
+        write_atomic(draft.log / SEEN, listing.seen.encode())
+        write_atomic(note, now.encode())  # last: without it the next run clears again
     return listing
 
 

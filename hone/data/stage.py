@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from hone.base.artifact import Artifact, Draft
+from hone.base.artifact import LOG, Artifact, Draft
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique
-from hone.data.readers.listing import PYTHON, list_source
+from hone.data.readers.listing import PYTHON, SEEN, list_source
 from hone.data.settings import Settings
 
 
@@ -22,7 +22,7 @@ class Data(Settings):
     roles: ClassVar[dict[str, bool]] = {}
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
-        """As every stage; says so when the finished artifact it finds was made from files that have changed since."""
+        """As every stage; says so when the finished artifact it finds was made from files that have changed since, or may have."""
         for source in (self.source,) if isinstance(self.source, str) else self.source:
             if source != PYTHON and Path(source).expanduser().resolve() in Path(out).resolve().parents:
                 raise SpecError(
@@ -30,8 +30,10 @@ class Data(Settings):
                 )
         artifact = super().make(out, parents, run)
         try:
-            now = list_source(self.source).digest
+            now = list_source(self.source)
             before = json.loads((artifact.folder / "stats.json").read_text(encoding="utf8"))["input"]["digest"]
+            seen = artifact.folder / LOG / SEEN
+            touched = seen.exists() and seen.read_text(encoding="utf8") != now.seen
         except (
             SpecError,
             OSError,
@@ -39,9 +41,14 @@ class Data(Settings):
             KeyError,
         ):  # the input may be gone by now; the artifact stands without it
             return artifact
-        if before != now:
-            name = artifact.folder.name
+        name = artifact.folder.name
+        if before != now.digest:
             (run or Run()).say(f"{self.source} has changed since {name} was made; make it again with --redo={name}")
+        elif touched:  # a corpus that was copied has other times too
+            (run or Run()).say(
+                f"{self.source} may have changed since {name} was made: its files have other times, but the same names and "
+                f"sizes; if it has, make {name} again with --redo={name}"
+            )
         return artifact
 
     def files(self) -> dict[str, Path]:

@@ -332,6 +332,35 @@ def test_a_finished_artifact_of_changed_input_is_said(tmp_path, capsys):
     assert "has changed since data-x was made; make it again with --redo=data-x" in capsys.readouterr().err
 
 
+def test_a_file_edited_in_place_is_said(tmp_path, capsys):
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.txt").write_text("\n".join(story(i) for i in range(3)))
+    spec = spec_of(source, dedups=[])
+    made = spec.make(tmp_path / "data-x", run=Run())
+    assert "may have changed" not in capsys.readouterr().err
+    (source / "a.txt").write_text((source / "a.txt").read_text()[::-1])
+    os.utime(source / "a.txt", ns=(1, 1))
+    assert spec.make(tmp_path / "data-x", run=Run()).content == made.content
+    assert "may have changed since data-x was made" in capsys.readouterr().err
+    assert spec.make(tmp_path / "data-y", run=QUIET).content != made.content
+
+
+@pytest.mark.parametrize("kill_at", [6, 30])
+def test_a_file_edited_in_place_during_an_interruption_is_read_again(source, tmp_path, kill_at, capsys):
+    changing = tmp_path / "source"
+    changing.mkdir()
+    (changing / "rows.jsonl").write_bytes((source / "rows.jsonl").read_bytes())
+    out = tmp_path / "data-text"
+    assert run_killed(out, changing, kill_at, "after") == -signal.SIGKILL
+    content = (changing / "rows.jsonl").read_text()
+    (changing / "rows.jsonl").write_text(content.replace("the", "eht"))
+    os.utime(changing / "rows.jsonl", ns=(1, 1))
+    artifact = spec_of(changing).make(out, run=Run())
+    assert "may have changed since this stage was interrupted; starting it again" in capsys.readouterr().err
+    assert artifact.content == spec_of(changing).make(tmp_path / "fresh", run=QUIET).content
+
+
 def test_limits_and_splits(source, tmp_path):
     small = spec_of(source, max_bytes=20_000, validation_fraction=0.0).make(tmp_path / "small", run=QUIET)
     assert small.figures["input_bytes"].value <= 20_000 and small.figures["val_tokens"].value == 0

@@ -84,8 +84,7 @@ def keep(pool: Pool, url: str, draft: Draft, listing: Listing, run: Run) -> Pool
     if not url:
         return pool
     # Names and sizes do not tell that a file was edited; on one disk nothing outlives the stage, in a store it does.
-    times = [file.path.stat().st_mtime_ns for file in listing.files if not file.url and file.path.exists()]
-    store = Store(f"{url.rstrip('/')}/{fingerprint([draft.fingerprint, listing.digest, times])}")
+    store = Store(f"{url.rstrip('/')}/{fingerprint([draft.fingerprint, listing.seen])}")
     if run.redo:
         at_once(lambda name: store.remove([name]), [name for name in store.sizes() if name.startswith("tasks/")])
     store.write("about.json", json.dumps({"name": draft.target.name, "fingerprint": draft.fingerprint}).encode())

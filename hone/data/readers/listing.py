@@ -19,6 +19,8 @@ from hone.data.readers.code import LANGUAGES, LICENCE_FILES, is_vendored, licenc
 from hone.data.readers.remote import find, fixed, is_remote
 
 PYTHON = "python"
+SEEN = "input.seen"
+"""File in the log of a data artifact, which is no content: `Listing.seen` of what it was made from."""
 FORMATS: dict[str, str] = {
     ".txt": "text",
     ".md": "text",
@@ -241,9 +243,9 @@ def _python_library() -> Listing:
         if base.startswith("_sysconfigdata") or file.name.startswith("config-"):
             continue
         if base.endswith(".py"):
-            kept.append(replace(file, format="python"))
+            kept.append(replace(file, format="python", version=""))  # when it was installed says nothing
         elif base.endswith(_LIBRARY_TEXTS):
-            kept.append(file)
+            kept.append(replace(file, version=""))
     listing.files = kept
     return listing
 
