@@ -32,6 +32,7 @@ using a model
   generate MODEL PROMPT   continue a text
 looking
   show THING        a recipe, an artifact or a model folder in words
+  redecide DATA     what other filters would keep of what a data stage read
   schema [STAGE]    the JSON schema of a stage, or of all
   techniques [SLOT] every technique: slot, name, paper, file
   calibrate         measure this machine's bandwidth and matmul rates, for estimates
@@ -44,6 +45,13 @@ _RUN_OPTIONS = ("out", "device", "redo", "quiet", "work", "help", "version", "ex
 _FLAGS = ("redo", "quiet", "help", "version")
 _MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
 _STAGE_OF = {"bench": "serve"}
+_USAGES = {
+    "report": "LINE_FOLDER\n\nReads the line's artifacts and writes LINE_FOLDER/report/index.html, report.md and report.json.",
+    "show": "RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (the print is a recipe again), or an artifact with its figures.",
+    "techniques": "[SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique.",
+    "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and keeps them for estimates.",
+}
+"""What --help says of verbs without fields."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,16 +103,12 @@ def _dispatch(arguments: list[str]) -> int:
     verbs: dict[str, Callable[[list[str], dict[str, str]], int]] = {
         "run": _run,
         "report": _report,
-        "data": _stage,
-        "train": _stage,
-        "compress": _stage,
-        "eval": _stage,
-        "bench": _stage,
-        "push": _copy,
-        "pull": _copy,
+        **dict.fromkeys(("data", *_MAIN_ROLE), _stage),
+        **dict.fromkeys(("push", "pull"), _copy),
         "serve": _serve,
         "generate": _generate,
         "show": _show,
+        "redecide": _redecide,
         "schema": _schema,
         "techniques": _techniques,
         "calibrate": _calibrate,
@@ -117,6 +121,9 @@ def _dispatch(arguments: list[str]) -> int:
         raise SpecError(
             f"unknown command '{verb}'", fix=f"{f'did you mean hone {near[0]}? ' if near else ''}hone --help lists them"
         )
+    if "help" in options and verb in _USAGES:
+        print(f"usage: hone {verb} {_USAGES[verb]}")
+        return 0
     if verb in ("report", "serve", "generate") and len(words) > 1:
         need_local(words[1], PULL)
     return verbs[verb](words, options)
@@ -377,11 +384,6 @@ def _generate(words: list[str], options: dict[str, str]) -> int:
 
 
 def _report(words: list[str], options: dict[str, str]) -> int:
-    if "help" in options:
-        print(
-            "usage: hone report LINE_FOLDER\n\nReads the line's artifacts and writes LINE_FOLDER/report/index.html, report.md and report.json."
-        )
-        return 0
     from hone.report import build
 
     print(build(Path(_need(words, "LINE_FOLDER"))))
@@ -392,16 +394,24 @@ def _show(words: list[str], options: dict[str, str]) -> int:
     from hone.base.artifact import Artifact
     from hone.recipe import Recipe, describe_artifact
 
-    if "help" in options:
-        print(
-            "usage: hone show RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (the print is a recipe again), or an artifact with its figures."
-        )
-        return 0
     thing = Path(_need(words, "RECIPE_OR_FOLDER"))
     if thing.suffix in (".yaml", ".yml"):
         print(Recipe.load(thing).full(), end="")
     else:
         print(describe_artifact(Artifact.read(thing)))
+    return 0
+
+
+def _redecide(words: list[str], options: dict[str, str]) -> int:
+    from hone.data.filters.redecide import Redecide, redecide
+
+    if "help" in options:
+        about = "Says what other filters would keep of all that a data stage read, in seconds: the texts are not read again."
+        print(f"usage: hone redecide DATA_FOLDER [--field=value ...]\n\n{about}\n\nfields:\n{_fields(Redecide)}")
+        return 0
+    folder = _need(words, "DATA_FOLDER")
+    for line in redecide(folder, Redecide.of(folder).override(options).filters).lines():
+        print(line)
     return 0
 
 
@@ -420,11 +430,6 @@ def _schema(words: list[str], options: dict[str, str]) -> int:
 def _techniques(words: list[str], options: dict[str, str]) -> int:
     from hone.base.table import describe
 
-    if "help" in options:
-        print(
-            "usage: hone techniques [SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique."
-        )
-        return 0
     print("\n".join(describe(words[1] if len(words) > 1 else None)))
     return 0
 
@@ -432,11 +437,6 @@ def _techniques(words: list[str], options: dict[str, str]) -> int:
 def _calibrate(words: list[str], options: dict[str, str]) -> int:
     from hone.measure.calibrate import calibrate
 
-    if "help" in options:
-        print(
-            "usage: hone calibrate [--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and keeps them for estimates."
-        )
-        return 0
     run = _circumstances(options)
     for row in calibrate(run.device, _dtype(run.device), fresh=True).table():
         print("  ".join(str(cell) for cell in row))

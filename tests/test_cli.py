@@ -68,7 +68,21 @@ def test_help_lists_every_verb():
 
 
 @pytest.mark.parametrize(
-    "verb", ["run", "data", "train", "compress", "eval", "bench", "serve", "generate", "report", "show", "techniques"]
+    "verb",
+    [
+        "run",
+        "data",
+        "train",
+        "compress",
+        "eval",
+        "bench",
+        "serve",
+        "generate",
+        "report",
+        "show",
+        "redecide",
+        "techniques",
+    ],
 )
 def test_every_verb_explains_itself(verb, capsys):
     assert main([verb, "--help"]) == 0

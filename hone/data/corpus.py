@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,18 +59,33 @@ class Columns(Mapping[str, np.ndarray]):
         if name not in self._read:
             if name not in self._names:
                 raise KeyError(name)
-            parts = (parquet.read_table(shard, columns=[name]).column(0) for shard in self._shards)
-            if name == "id" and self._compact:  # one shard after the other: what reading takes is gone before the next
-                self._read[name] = np.concatenate([np.empty(0, "S1"), *map(_ascii, parts)])
-            elif name in schema().names and not pa.types.is_string(kind := schema().field(name).type):
-                empty = np.empty(0, kind.to_pandas_dtype())
-                self._read[name] = np.concatenate([empty, *(part.to_numpy() for part in parts)])
-            else:
-                chunked = list(parts)
-                chunks = [chunk for part in chunked for chunk in part.chunks]
-                kind = chunked[0].type if chunked else schema().field(name).type
-                self._read[name] = _as_numpy(pa.chunked_array(chunks, kind), name)
+            self._read[name] = self._joined(
+                name, (parquet.read_table(shard, columns=[name]).column(0) for shard in self._shards)
+            )
         return self._read[name]
+
+    def read(self, names: Iterable[str]) -> None:
+        """Reads several columns at once, so that every shard is opened once; names of none are left to who asks for them."""
+        wanted = [name for name in self._names if name in set(names) and name not in self._read]
+        tables = []
+        for shard in self._shards:
+            with parquet.ParquetFile(shard) as file:
+                tables.append(file.read(columns=wanted))
+        for name in wanted:
+            self._read[name] = self._joined(name, (table.column(name) for table in tables))
+
+    def _joined(self, name: str, parts: Iterable[Any]) -> np.ndarray:
+        """Column `name` of all shards from what each has of it."""
+        if name == "id" and self._compact:  # one shard after the other: what reading takes is gone before the next
+            return np.concatenate([np.empty(0, "S1"), *map(_ascii, parts)])
+        known = schema()
+        if name in known.names and not pa.types.is_string(kind := known.field(name).type):
+            empty = np.empty(0, kind.to_pandas_dtype())
+            return np.concatenate([empty, *(part.to_numpy() for part in parts)])
+        chunked = list(parts)
+        chunks = [chunk for part in chunked for chunk in part.chunks]
+        kind = chunked[0].type if chunked else known.field(name).type
+        return _as_numpy(pa.chunked_array(chunks, kind), name)
 
     def forget(self, *names: str) -> None:
         """Lets go of the memory of columns as the shards hold them; they are read again when they are asked for again."""
@@ -102,9 +117,11 @@ def _ascii(column: Any) -> np.ndarray:
 
 
 def _as_numpy(column: Any, name: str) -> np.ndarray:
-    """An Arrow column as numpy; equal strings are one object."""
+    """An Arrow column as numpy; equal strings are one object, of none ''."""
     if not pa.types.is_string(column.type):
         return column.to_numpy()
+    if column.null_count:
+        column = column.fill_null("")
     encoded = column.combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.unify_dictionaries().combine_chunks()

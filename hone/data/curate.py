@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from hone.data.chain import Chain
 from hone.data.corpus import Corpus, need_parquet
 from hone.data.executors.base import Pool
 from hone.data.executors.keeping import keep
-from hone.data.executors.task import Task, need_known
+from hone.data.executors.task import Function, Task, need_known
 from hone.data.forecasting import forecast
 from hone.data.language import Identifier
 from hone.data.load import PackedTokens
@@ -34,7 +36,18 @@ from hone.data.results import by_group, count_by, scorer_rows, write_samples, wr
 from hone.data.settings import Settings
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
-from hone.data.work import Models, careful, encode, encode_tasks, read, read_task, write, write_tasks
+from hone.data.work import (
+    Models,
+    careful,
+    column_tasks,
+    encode,
+    encode_tasks,
+    read,
+    read_task,
+    write,
+    write_columns,
+    write_tasks,
+)
 from hone.measure.window import Window
 
 
@@ -70,7 +83,15 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         clock.done("tokenizer")
         rows = _tokenize(spec, corpus, splits, encoder, draft, run, pool)
         clock.done("tokenize")
-        _write(corpus, splits, draft, run, pool)
+        _write("documents", write, functools.partial(write_tasks, corpus, splits), draft, run, pool)
+        _write(
+            "signals",
+            write_columns,
+            functools.partial(column_tasks, corpus, chain.gone_by, chain.causes),
+            draft,
+            run,
+            pool,
+        )
         others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
         write_samples(corpus, chain.dropped, chain.alive, others, spec.num_samples, draft.folder)
         sizes = corpus.columns["bytes"]
@@ -362,16 +383,18 @@ def _tokenize(
     return pack(corpus, splits, encoder, state, draft.folder / "tokens", spec.packing, durable=draft.keep_time)
 
 
-def _write(corpus: Corpus, splits: dict[str, np.ndarray], draft: Draft, run: Run, pool: Pool) -> None:
-    """The kept documents of every shard that kept any, as `documents/`."""
-    state, folder = draft.state / "documents", draft.folder / "documents"
+def _write(
+    name: str, function: Function, plan: Callable[[Path], list[Task]], draft: Draft, run: Run, pool: Pool
+) -> None:
+    """The Parquet file of each of the tasks that `plan` makes for a state folder, as folder `name` of the artifact."""
+    state, folder = draft.state / name, draft.folder / name
     state.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
-    planned = write_tasks(corpus, splits, state)
+    planned = plan(state)
     left = [task for task in planned if not (folder / f"{task.name}.parquet").exists()]  # moved before a kill
-    with run.progress("write", len(planned)) as bar:
+    with run.progress(f"write {name}", len(planned)) as bar:
         bar.advance(len(planned) - len(left))
-        for task, _ in zip(left, pool.map(write, left)):
+        for task, _ in zip(left, pool.map(function, left)):
             os.replace(state / f"{task.name}.parquet", folder / f"{task.name}.parquet")
             bar.advance()
             draft.keep_time()

@@ -21,6 +21,8 @@ parquet = lazy("pyarrow.parquet")
 
 CUT_OUT = "cut_out"
 """The reason under which stats.json counts what was cut out of documents that stay."""
+DROPPED = ("dropped_by", "reason")
+"""The columns of signals/*.parquet after those of a shard: the step that dropped a document, and its reason there."""
 _MOST_ROWS = 40
 
 
@@ -121,7 +123,9 @@ def count_by(labels: Labels, sizes: np.ndarray, chosen: np.ndarray) -> dict[str,
 
 def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
     """Those `count` of `indices` (int [k]) whose `ids` (bytes [n]) are lowest, in their order: a fixed random choice."""
-    if len(indices) > count > 0:
+    if not count:
+        return indices[:0]
+    if len(indices) > count:
         heads = ids[indices].astype("S8").view(">u8").astype(np.uint64)
         indices = indices[heads <= np.partition(heads, count - 1)[count - 1]]
     return indices[np.argsort(ids[indices], kind="stable")][:count]
@@ -185,6 +189,30 @@ def write_kept(part: Part, splits: Mapping[str, np.ndarray], out: Path) -> int:
                 writer.write_table(table.filter(pa.array(kept[here])))
                 done += len(batch)
     return int(kept.sum())
+
+
+def write_signals(part: Part, gone_by: np.ndarray, causes: Sequence[tuple[str, str]], out: Path) -> int:
+    """Writes all columns but the text of every document of one shard to the Parquet file `out`, with what dropped it; how many.
+
+    `gone_by` (uint16 [the shard's documents]) is 1 + the place in `causes` of the (step, reason), 0 of those that stay, whose
+    `dropped_by` and `reason` are null. All columns are as they were measured, 'bytes' too: cuts change what stays, not what it was.
+    """
+    steps, reasons = ([None, *(cause[side] for cause in causes)] for side in (0, 1))
+    with parquet.ParquetFile(part.shard) as source:
+        names = [name for name in source.schema_arrow.names if name != "text"]
+        schema = pa.schema(
+            [source.schema_arrow.field(name) for name in names] + [(name, pa.string()) for name in DROPPED]
+        )
+        with parquet.ParquetWriter(out, schema, compression="zstd") as writer:
+            done = 0
+            for group in range(source.num_row_groups):
+                table = source.read_row_group(group, columns=names)
+                codes = pa.array(gone_by[done : done + len(table)])
+                done += len(table)
+                for name, labels in zip(DROPPED, (steps, reasons)):
+                    table = table.append_column(name, pa.array(labels, pa.string()).take(codes))
+                writer.write_table(table)
+    return done
 
 
 def _without_cuts(table: Any, cuts: Cuts, first: int) -> Any:

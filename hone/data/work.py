@@ -20,7 +20,7 @@ from hone.data.filters.base import Filter
 from hone.data.language import Identifier
 from hone.data.readers.documents import Options
 from hone.data.readers.listing import File
-from hone.data.results import write_kept
+from hone.data.results import write_kept, write_signals
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder, load
 
@@ -233,6 +233,22 @@ def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], state: Path) -> l
         if any(here.any() for here in chosen.values()):
             identity = [seen(part), [[split, digest(here)] for split, here in chosen.items()]]
             made.append(Task(f"{part.number:05d}", state, (part, chosen), identity))
+    return made
+
+
+def write_columns(folder: Path, part: Part, gone_by: np.ndarray, causes: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """The columns of all documents of one shard, and what dropped each; arguments as for `write_signals`."""
+    return {"rows": write_signals(part, gone_by, causes, folder / f"{part.number:05d}.parquet")}
+
+
+def column_tasks(corpus: Corpus, gone_by: np.ndarray, causes: Sequence[tuple[str, str]], state: Path) -> list[Task]:
+    """The tasks of writing the columns of each shard that has documents; `gone_by` (uint16) is about all of the corpus."""
+    made = []
+    for part, size in zip(corpus.parts(), corpus.sizes):
+        if size:
+            here = gone_by[part.first : part.first + size]
+            identity = [seen(part), digest(here), causes]
+            made.append(Task(f"{part.number:05d}", state, (part, here, tuple(causes)), identity))
     return made
 
 

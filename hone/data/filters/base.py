@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hone.base.figure import Estimate
 from hone.base.table import Technique
-from hone.data.expression import evaluate
+from hone.data.expression import columns_of, evaluate
 
 SPACED_PROSE = "kind != 'code' and language not in ('zh', 'ja', 'th', 'lo', 'km', 'my')"
 """Where rules that count words apply: prose in languages that part words by spaces."""
@@ -33,6 +33,11 @@ class Filter(Technique):
     def rules(self) -> list[Rule]:
         """The rules in order; the first that fails gives the reason."""
         raise NotImplementedError
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns that it looks at."""
+        return columns_of(self.when).union(*(columns_of(rule.keep) for rule in self.rules()))
 
     def decide(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(keep bool [n], reason object [n]) for `columns` of n documents; the reason is '' where the document stays.

@@ -35,8 +35,8 @@ class GopherQuality(Filter):
         return [
             Rule("too_few_words", f"words >= {self.min_words}"),
             Rule("too_many_words", f"words <= {self.max_words}"),
-            Rule("short_words", f"mean_word_chars >= {self.min_mean_word_chars}"),
-            Rule("long_words", f"mean_word_chars <= {self.max_mean_word_chars}"),
+            Rule("short_words", f"mean_word_chars >= {self.min_mean_word_chars:g}"),
+            Rule("long_words", f"mean_word_chars <= {self.max_mean_word_chars:g}"),
             Rule("too_many_hashes", f"hash_ratio <= {self.max_hash_ratio}"),
             Rule("too_many_ellipses", f"ellipsis_ratio <= {self.max_ellipsis_ratio}"),
             Rule("too_many_bullets", f"bullet_lines <= {self.max_bullet_lines}"),
