@@ -14,6 +14,14 @@ from hone.recipe import Recipe
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine that runs only what is marked gpu
+    pass
+else:  # how long an example takes says something of the machine, nothing of hone
+    settings.register_profile("hone", deadline=None)
+    settings.load_profile("hone")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.base.interval import half_width, incomplete_beta, t_quantile, t_tail, welch
@@ -38,7 +38,6 @@ def test_quantiles_of_one_and_two_degrees_are_their_closed_forms() -> None:
         assert t_quantile(probability, 2) == pytest.approx(both * math.sqrt(2 / (1 - both**2)), rel=1e-10)
 
 
-@settings(deadline=None)  # the first example imports scipy
 @given(st.floats(0.001, 0.999), st.floats(0.5, 1e5))
 def test_quantiles_are_those_of_scipy(probability: float, freedom: float) -> None:
     stats = pytest.importorskip("scipy.stats")
@@ -48,7 +47,6 @@ def test_quantiles_are_those_of_scipy(probability: float, freedom: float) -> Non
     assert t_tail(2.0, freedom) == pytest.approx(float(stats.t.sf(2.0, freedom)), rel=1e-7)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1), st.floats(0.05, 300), st.floats(0.05, 300))
 def test_incomplete_beta_is_that_of_scipy(x: float, a: float, b: float) -> None:
     special = pytest.importorskip("scipy.special")
@@ -64,7 +62,6 @@ def test_welch_by_hand() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Precision loss")
-@settings(deadline=None)
 @given(VALUES, VALUES)
 def test_welch_is_that_of_scipy_and_mirrors(base: list[float], other: list[float]) -> None:
     stats = pytest.importorskip("scipy.stats")

@@ -141,7 +141,7 @@ names = st.text("abcXYZ 0._-é", min_size=1, max_size=8).filter(lambda name: nam
 trees = st.dictionaries(names.map(lambda name: f"f{name}") | st.tuples(names, names).map(lambda two: f"d{two[0]}/{two[1]}"), st.binary(max_size=2000), min_size=1, max_size=6)  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trees)
 def test_any_content_comes_back(tmp_path_factory, files):
     home = tmp_path_factory.mktemp("any")

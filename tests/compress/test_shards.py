@@ -20,7 +20,7 @@ ENTRIES = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(entries=ENTRIES)
 def test_size_is_known_to_the_byte(entries: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("shard") / "model.safetensors"

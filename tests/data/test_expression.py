@@ -35,7 +35,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(trees)
 def test_agrees_with_python_row_by_row(text):
     expected = [

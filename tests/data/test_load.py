@@ -39,7 +39,7 @@ def corpus(sizes: list[int]) -> list[list[int]]:
     return [[next(numbers) for _ in range(size)] for size in sizes]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths, st.integers(1, 17), st.integers(1, 5), st.integers(0, 3))
 def test_an_epoch_shows_every_prediction_once(tmp_path_factory, sizes, seq_len, batch_size, seed):
     documents = corpus(sizes)
@@ -55,7 +55,7 @@ def test_an_epoch_shows_every_prediction_once(tmp_path_factory, sizes, seq_len, 
     assert (targets == IGNORE).sum() == packing.padding + packing.borders
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths, st.integers(1, 17), st.integers(0, 3))
 def test_document_ids_part_documents(tmp_path_factory, sizes, seq_len, seed):
     documents = corpus(sizes)

@@ -41,7 +41,6 @@ def write_rows(path: Path, seed: int, num_bytes: int = FILE_BYTES) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_three_times_the_text_needs_hardly_more_memory(tmp_path):
     peaks = []
     for count in (0, 1, 3):  # the first compiles what is not compiled yet

@@ -244,7 +244,7 @@ JUNK = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(sorted(GOOD)), JUNK, min_size=1, max_size=3))
 def test_any_broken_config_is_a_spec_error(changes: dict) -> None:
     try:

@@ -38,7 +38,7 @@ def byte_level() -> Tokenizer:
     return Tokenizer(core)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=40))
 def test_bytes_of_a_byte_level_text(byte_level: Tokenizer, text: str) -> None:
     assert b"".join(map(byte_level.token_bytes, byte_level.encode(text))) == text.encode()

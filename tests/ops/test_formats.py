@@ -24,7 +24,7 @@ def random_codes(rows: int, columns: int, bits: int, seed: int = 0) -> torch.Ten
     return torch.randint(low, high + 1, (rows, columns), generator=generator, dtype=torch.int8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=st.integers(2, 8), columns=st.integers(1, 150), rows=st.integers(1, 4), seed=st.integers(0, 9))
 def test_packing_is_the_bitstream_of_its_definition(bits: int, columns: int, rows: int, seed: int) -> None:
     codes = random_codes(rows, columns, bits, seed)

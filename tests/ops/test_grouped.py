@@ -15,7 +15,7 @@ F64 = torch.float64
 H200 = Where("cuda", (9, 0), 132, (3, 6))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32))
 def test_permute_is_a_stable_sort(tokens: int, top_k: int, experts: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)

@@ -14,7 +14,6 @@ FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
-@pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter() -> None:
     """One process for the whole folder: most of a file's time would be imports."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER)]

@@ -82,7 +82,7 @@ def check_turns(tiles: Tiles) -> None:
             ]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seq_len=st.sampled_from([1, 16, 50, 97, 128]),
     batch=st.sampled_from([1, 2]),
@@ -188,7 +188,7 @@ def test_bigbird_is_a_window_the_ends_and_chance() -> None:
     assert not causal.triu(1).any() and causal.diagonal(dim1=-2, dim2=-1).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), edge=st.sampled_from([0, 9, 300, ranges._FAR - 1]))
 def test_ranges_say_what_their_rules_say(data, edge) -> None:
     """In int32, as kernels count."""

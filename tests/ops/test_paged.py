@@ -50,7 +50,7 @@ def expected(q, rows, query_lens, window):
     return torch.cat(out)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0, 1, 2, 7, 40])), min_size=1, max_size=7),
     kv_heads=st.sampled_from([1, 2]),

@@ -34,7 +34,7 @@ def noise_by_hand(seed: int, position: int, stream: int, token: int) -> float:
     return -math.log(-math.log(((x >> 11) + 0.5) * 2.0**-53))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**20), st.sampled_from([GUMBEL, RESIDUAL]), st.integers(0, 10**6)
 )
@@ -80,7 +80,7 @@ def test_draws_follow_the_filtered_softmax() -> None:
     assert stats.chisquare(seen[real].tolist(), (expected[real] * scale).tolist()).pvalue > 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(-3, 3), min_size=2, max_size=9),
     st.floats(0.3, 2.0), st.integers(0, 9), st.sampled_from([0.0, 0.2, 0.6, 0.95, 1.0]), st.sampled_from([0.0, 0.1, 0.5]),

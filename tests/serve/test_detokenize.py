@@ -43,13 +43,13 @@ def deltas(tokenizer: Tokenizer, ids: list[int], prompt: list[int] = ()) -> list
     return [one.push(token) for token in ids] + [one.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(0, 321), max_size=30))
 def test_byte_level_deltas_sum_to_the_decode(byte_level, ids):
     assert "".join(deltas(byte_level, ids)) == byte_level.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     ids=st.lists(st.one_of(st.integers(0, 9), st.integers(0xE0, 0xF0), st.integers(0x80, 0xC5)), max_size=20),
     prompt=st.lists(st.integers(2, 9), min_size=0, max_size=9),
@@ -69,7 +69,7 @@ def test_characters_come_whole(byte_level):
     assert len(ids) > len(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text("ab\u4f60 ", min_size=1, max_size=24),
     stops=st.lists(st.text("ab\u4f60 ", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -67,7 +67,7 @@ def test_salt_keeps_prefixes_apart():
         assert (outputs[-1].num_cached_tokens > 0) == (number == 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_arrivals_aborts_and_priorities_in_a_tiny_pool(data):
     """Random requests over 14 pages of 3 tokens: preemption, prefix hits and aborts at any moment change no token."""

@@ -39,7 +39,7 @@ def reference_kept(logits: list[float], temperature: float, top_k: int, top_p: f
     return final
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 1000),
     rows=st.lists(
@@ -92,7 +92,7 @@ def test_a_seed_may_be_negative_or_huge_and_none_is_random():
     assert entry().chooser.seed != entry().chooser.seed
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tokens=st.lists(st.integers(0, 9), min_size=3, max_size=12), num_prompt=st.integers(1, 3))
 def test_penalties_by_their_definitions(tokens, num_prompt):
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))

@@ -99,7 +99,7 @@ def test_static_batches_wait_for_their_longest():
     assert steps == [["0", "1"], ["1"], ["1"], ["2"]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10), st.integers(0, 2)), min_size=1, max_size=12),
     num_pages=st.integers(10, 20),

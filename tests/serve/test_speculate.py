@@ -98,7 +98,7 @@ def test_prefix_pages_serve_model_and_draft_alike():
     assert counts["accepted_tokens"] - before["accepted_tokens"] == guessed > 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_arrivals_and_aborts_with_a_draft(data):
     """Rows that start and stop guessing as others come and go, in a pool too small for all."""

@@ -97,7 +97,7 @@ ALPHABET = [
 TEXT = st.lists(st.sampled_from(ALPHABET), max_size=14).map(" ".join)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.lists(TEXT, min_size=1, max_size=5), st.lists(TEXT, min_size=1, max_size=6), st.integers(2, 5))
 def test_as_plain_python(tmp_path_factory, examples, texts, size):
     folder = tmp_path_factory.mktemp("sets")

@@ -40,7 +40,7 @@ def by_dictionary(rows: np.ndarray) -> list[tuple[int, int]]:
     return edges
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1), st.integers(0, 40).map(lambda n: n << 58))),
     st.sampled_from([np.int32, np.int64]),

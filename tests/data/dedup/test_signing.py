@@ -54,7 +54,7 @@ def test_fingerprints_equal_the_plain_ones():
     assert worded.tolist() == [bool(oracles.words(text)) for text in CASES]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.text(st.characters(exclude_categories=("Cs",))) | st.text("aB_ .\n"), max_size=5),
     st.integers(1, 7),

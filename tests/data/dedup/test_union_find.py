@@ -26,7 +26,7 @@ def roots(count: int, edges: list[tuple[int, int]], kind: type = np.int64) -> li
     return parents.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(GRAPHS, st.randoms(use_true_random=False))
 def test_components_in_any_order_of_edges(graph, draw):
     count, edges = graph
@@ -51,7 +51,7 @@ def test_parents_are_small_numbers_where_they_fit():
     assert union_find.kind_of(1 << 31) == np.int64
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(GRAPHS, st.data())
 def test_the_lowest_id_stands_for_its_group(graph, data):
     count, edges = graph

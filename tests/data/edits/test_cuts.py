@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.data.edits.cuts import Cuts, apply_cuts, cut_whole, figures, join
@@ -45,7 +45,6 @@ def test_spans_become_sorted_and_apart(spans):
     assert all(one[0] < two[0] or one[2] < two[1] for one, two in itertools.pairwise(rows))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), SPANS, SPANS)
 def test_joined_cuts_do_what_one_after_the_other_does(seed, first, second):
     texts = random_texts(seed)

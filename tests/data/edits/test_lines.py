@@ -105,7 +105,7 @@ SPECS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(TEXTS, SPECS, st.randoms(use_true_random=False))
 def test_as_plain_python(tmp_path_factory, texts, spec, draw):
     ids = [f"{number:04x}" for number in draw.sample(range(1000), len(texts))]

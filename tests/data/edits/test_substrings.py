@@ -95,7 +95,7 @@ PIECES = [
 ]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=9).map(b"".join), min_size=1, max_size=5),
     st.randoms(use_true_random=False),
@@ -162,7 +162,7 @@ def joins(left: str, right: str) -> bool:
 CHARS = st.sampled_from("ab 1_.,\n-éßж한글中文のท้าी हि\u0301\u200d👍’“")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.text(CHARS, min_size=1, max_size=30), st.data())
 def test_cuts_lie_between_words(text, data):
     raw = text.encode()

@@ -101,7 +101,6 @@ STAGE = textwrap.dedent("""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("executor", [{"kind": "serial"}, {"kind": "processes", "workers": 2}], ids=str)
 def test_killed_at_ten_random_moments_it_ends_with_the_same_bytes(serial, source, tmp_path, executor):
     draw = random.Random(11)

@@ -272,7 +272,6 @@ def test_a_limit_ends_at_the_same_document(source, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "executor", [{"kind": "serial"}, {"kind": "processes", "workers": 2}], ids=lambda row: row["kind"]
 )
@@ -385,7 +384,6 @@ def cluster(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_ray_cluster_without_a_common_disk(serial, source, cluster):
     executor, nodes = cluster
     made = Data.read(spec(source)).make("data-text", run=Run(quiet=True, executor=executor))
@@ -394,7 +392,6 @@ def test_a_ray_cluster_without_a_common_disk(serial, source, cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_document_that_kills_workers_elsewhere_is_set_aside_alone(tmp_path, cluster):
     executor, _ = cluster
     texts = [f"document {number} is fine" for number in range(20)]

@@ -19,13 +19,13 @@ from tests.data.artifacts import numbered, write_artifact
 WEIGHTS = st.lists(st.floats(0.001, 1), min_size=1, max_size=9)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 60), st.integers(1, 10**6), st.integers(0, 10**7), st.integers(0, 10**7))
 def test_floor_sum_is_the_sum(count, modulus, step, offset):
     assert floor_sum(count, modulus, step, offset) == sum((step * i + offset) // modulus for i in range(count))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 5), st.integers(0, 3000))
 def test_counts_before_a_row_are_exact(raw, seed, index):
     weights = np.array(raw) / sum(raw)
@@ -52,7 +52,7 @@ def test_shares_stay_exact_however_long_it_runs(seed):
     assert sum(shares.before(far)) == far
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 10**9), st.lists(st.integers(0, 3000), min_size=0, max_size=20))
 def test_places_in_a_source_are_its_rows_in_order(raw, first, offsets):
     shares = Shares(np.array(raw) / sum(raw), 1)

@@ -27,7 +27,7 @@ def weights(kind: str, sizes: list[int], budget: float, **options) -> np.ndarray
     return np.array([share.weight for share in chosen.shares])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SIZES, st.floats(0.01, 1), st.floats(0.2, 20), st.sampled_from(["proportional", "temperature", "unimax"]))
 def test_weights_sum_to_one_and_keep_every_cap(sizes, part, max_epochs, kind):
     budget = part * max_epochs * sum(sizes)
@@ -54,7 +54,7 @@ def unimax_by_the_paper(sizes: list[int], budget: float, epochs: float) -> np.nd
     return out / out.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SIZES, st.floats(0.01, 1), st.floats(0.2, 20))
 def test_unimax_is_the_papers(sizes, part, epochs):
     budget = part * epochs * sum(sizes)
@@ -121,7 +121,7 @@ def test_estimates_are_the_epochs():
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 15), st.integers(0, 10**6))
 def test_projection_is_the_nearest_point(count, seed):
     draw = np.random.default_rng(seed)

@@ -157,7 +157,7 @@ def test_a_warm_up_rises_and_the_rest_is_random(data):
         made("warmup_then_random", fraction=0.9).sequence(data, SEQ_LEN, total, 0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(0.01, 0.5), st.floats(0.05, 1), st.floats(0.5, 4), st.integers(1, 700), st.integers(0, 5))
 def test_competence_is_never_exceeded(data, start, growth, power, total, seed):
     curriculum = made("competence", start=start, growth=growth, power=power)

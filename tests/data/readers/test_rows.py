@@ -40,7 +40,7 @@ def expected(text: str) -> tuple[str, str]:
     return settle(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(PIECES.filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text)), max_size=6))
 @example(["e\u0301"])
 @example(["\u1100\u1161"])
@@ -54,7 +54,7 @@ def test_a_batch_is_settled_as_each_text_alone(strings):
     assert sorted(fault.reason for fault in faults) == sorted(reason for reason, _ in each if reason)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.lists(
@@ -96,7 +96,7 @@ def test_every_character_after_every_kind_of_character():
     assert list(texts.strings()) == [unicodedata.normalize("NFC", text) for text in odd]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.binary(max_size=12) | st.text(max_size=6).map(lambda text: text.encode("utf8", "surrogatepass")), max_size=5
@@ -169,7 +169,7 @@ def reasons(path: Path, **options) -> list[str]:
     return [item.reason for item in items(path, **options) if isinstance(item, Broken)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(PIECES, max_size=12), st.booleans(), st.sampled_from([7, 64, 1 << 20]))
 def test_jsonl_round_trip(tmp_path_factory, strings, ascii_only, block):
     path = tmp_path_factory.mktemp("round") / "a.jsonl"
@@ -189,7 +189,7 @@ def test_jsonl_round_trip(tmp_path_factory, strings, ascii_only, block):
     assert len(found) == max(len(strings), 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(PLAIN | st.none(), max_size=12),
     st.sampled_from(["string", "large_string", "dictionary", "binary", "string_view"]),

@@ -83,13 +83,13 @@ def rows_of(index: RowIndex) -> list[list[tuple[int, int]]]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SIZES, st.integers(1, 17))
 def test_the_rows_are_those_of_best_fit_decreasing(sizes, seq_len):
     assert rows_of(best_fit_rows(starts_of(sizes), seq_len)) == by_hand(sizes, seq_len)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(4, 12))
 def test_against_the_optimum(sizes, seq_len):
     index = best_fit_rows(starts_of(sizes), seq_len)
@@ -139,7 +139,7 @@ def corpus(sizes: list[int]) -> list[list[int]]:
     return [[next(numbers) for _ in range(size)] for size in sizes]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 17), st.integers(1, 5), st.integers(0, 3))
 def test_an_epoch_shows_every_prediction_once(tmp_path_factory, sizes, seq_len, batch_size, seed):
     documents = corpus(sizes)

@@ -126,7 +126,7 @@ def test_hard_text(both):
         assert same(core, made, text), repr(text[:60])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text(max_size=60)
     | st.text(alphabet=" \n\t\r'aAsſSlLéß1²<|>endoftxt.\u0301\u00a0", max_size=60)
@@ -159,7 +159,7 @@ def small(vocab_more: list[str], merges: list[tuple[str, str]], **options) -> Co
 WORDS = st.text(alphabet="abc", min_size=1, max_size=9)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(WORDS, WORDS), max_size=12), st.booleans(), st.data())
 def test_random_merges_are_right_or_refused(pairs, ignore, data):
     """Merges in any order and of any parts: whatever is not refused must agree."""

@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=80) | st.sampled_from(["<|endoftext|>", "a<|endoftext|>b", "\n\n\n", "日本語🙂"]))
 def test_round_trip(folder, text):
     encoder = load(folder)
