@@ -7,7 +7,11 @@ with more than half of its letters in other scripts, or unlike the texts of the 
 
 from __future__ import annotations
 
+import difflib
+import functools
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +26,40 @@ NO_LANGUAGE = "code"
 """What stands in the language column of program text."""
 UNKNOWN = "unknown"
 """What stands there when no language can be named; its score is 0."""
+
+
+_MEANT = {
+    "jp": "ja", "cn": "zh", "kr": "ko", "gr": "el", "cz": "cs", "dk": "da", "se": "sv", "ua": "uk", "vn": "vi", "no": "nb", "iw": "he",
+    "in": "id", "ger": "de", "deu": "de", "fre": "fr", "fra": "fr", "spa": "es", "jpn": "ja", "chi": "zh", "zho": "zh", "kor": "ko",
+    "por": "pt", "dut": "nl", "nld": "nl", "cze": "cs", "gre": "el", "ell": "el", "pol": "pl", "swe": "sv",
+}  # fmt: skip
+"""What countries' and three-letter codes that are taken for a language's are meant to be."""
+
+
+def need_known(languages: Sequence[str], known: Sequence[str] = ()) -> None:
+    """Raises SpecError, with the code that was probably meant, unless all of `languages` are `known`; none: the package's."""
+    known = known or shipped_languages()
+    unknown = sorted(set(languages) - set(known))
+    if unknown:
+        meant = {code: _meant(code, known) for code in unknown}
+        hint = ", ".join(f"'{near}' for '{code}'" for code, near in meant.items() if near)
+        raise SpecError(
+            f"unknown languages {', '.join(unknown)}",
+            fix=f"{f'did you mean {hint}? ' if hint else ''}choose among: {', '.join(known)}",
+        )
+
+
+def _meant(code: str, known: Sequence[str]) -> str | None:
+    bare = code.lower().replace("_", "-").partition("-")[0]
+    near = [bare, _MEANT.get(bare, ""), *difflib.get_close_matches(bare, known, n=1)]
+    return next((one for one in near if one in known), None)
+
+
+@functools.cache
+def shipped_languages() -> tuple[str, ...]:
+    """The codes of the package's model, sorted, from the first line of its file."""
+    with open(Path(__file__).parent / "langid" / "languages.bin", "rb") as file:
+        return tuple(sorted(code for script in json.loads(file.readline())["scripts"] for code in script["languages"]))
 
 
 class Identifier:
@@ -54,11 +92,7 @@ class Identifier:
         return self._made_by
 
     def _use(self, model: Model, candidates: Sequence[str]) -> None:
-        unknown = sorted(set(candidates) - set(model.languages))
-        if unknown:
-            raise SpecError(
-                f"unknown languages {', '.join(unknown)}", fix=f"choose among: {', '.join(model.languages)}"
-            )
+        need_known(candidates, model.languages)
         self.languages = tuple(sorted(set(candidates))) or model.languages
         """The candidates, sorted."""
         self._tables = model.tables(frozenset(self.languages))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hone.base.errors import SpecError
 from hone.data import FILTERS
 from hone.data.langid.model import SHIPPED, Model
-from hone.data.language import UNKNOWN, Identifier
+from hone.data.language import UNKNOWN, Identifier, shipped_languages
 from hone.data.text.batch import Texts
 
 SAMPLE = Path(__file__).parent / "langid" / "udhr.jsonl.xz"
@@ -194,3 +194,21 @@ def test_the_filter_treats_unknown_as_told(keep_unknown, reason):
     keep, reasons = FILTERS.read({"kind": "language", "keep_unknown": keep_unknown}).decide(columns)
     assert list(reasons) == [reason, "", "language_uncertain", "other_language"]
     assert list(keep) == [keep_unknown, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("jp", "ja"), ("eng", "en"), ("zh-CN", "zh"), ("DE", "de"), ("pt_BR", "pt"), ("frr", "fr")]
+)
+def test_a_language_that_is_none_is_refused_with_the_one_that_was_meant(given, meant):
+    for refuse in (lambda: FILTERS.read({"kind": "language", "languages": ["en", given]}), lambda: Identifier([given])):
+        with pytest.raises(SpecError, match=f"unknown languages {given}") as error:
+            refuse()
+        assert f"did you mean '{meant}' for '{given}'?" in error.value.fix
+
+
+def test_the_filter_knows_the_languages_of_the_identifier():
+    assert shipped_languages() == Identifier().languages
+    assert FILTERS.read({"kind": "language", "languages": list(shipped_languages())})
+    with pytest.raises(SpecError, match="unknown") as error:
+        FILTERS.read({"kind": "language", "languages": ["en", "unknown"]})
+    assert "keep_unknown" in error.value.fix

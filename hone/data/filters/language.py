@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hone.data.filters.base import Filter, Rule
-from hone.data.language import UNKNOWN
+from hone.base.errors import SpecError
+from hone.data.language import UNKNOWN, need_known
 
 
 class Language(Filter):
@@ -20,8 +21,17 @@ class Language(Filter):
         False, description="Keep documents whose language cannot be named: tables, very short text, other languages."
     )
 
+    @field_validator("languages")
+    @classmethod
+    def _are_known(cls, languages: tuple[str, ...]) -> tuple[str, ...]:
+        """A code that the identifier never gives would drop all text of the language that was meant, without a word."""
+        if UNKNOWN in languages:
+            raise SpecError(f"language.languages names '{UNKNOWN}', which is no language", fix="set keep_unknown: true")
+        need_known(languages)
+        return languages
+
     def rules(self) -> list[Rule]:
-        wanted = ", ".join(repr(language) for language in self.languages)
+        wanted = ", ".join(repr(language) for language in self.languages) or "''"
         confident = f"language_score >= {self.min_score}"
         if self.keep_unknown:
             return [
