@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hone.data.edits.characters import ALONE, MARK, SMALL, WORD, kind_of
+from hone.data.text.compiled import entry
 from hone.data.text.segment import code_point
 
 _BASE = np.uint64(0x9FB21C651E98DF25)
@@ -15,14 +15,14 @@ _SHIFT = np.uint64(32)
 _TABLED = 0x3000
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _mixed(value: np.uint64) -> np.uint64:
     """A bijection that spreads every bit."""
     value = (value ^ (value >> _SHIFT)) * _FINAL
     return value ^ (value >> _SHIFT)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
     """Fills in hash and place of every word of one text, and returns their number.
 
@@ -59,14 +59,14 @@ def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.n
     return count
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _key(value: np.uint64, length: int) -> np.uint64:
     """Names an n-gram; 0, which marks an empty place in the table, is none."""
     key = _mixed(value + np.uint64(length) * _LENGTH)
     return key if key != np.uint64(0) else np.uint64(1)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _power(length: int) -> np.uint64:
     power = np.uint64(1)
     for _ in range(length):
@@ -74,7 +74,7 @@ def _power(length: int) -> np.uint64:
     return power
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _longest(offsets: np.ndarray) -> int:
     most = 0
     for number in range(len(offsets) - 1):
@@ -82,7 +82,7 @@ def _longest(offsets: np.ndarray) -> int:
     return most
 
 
-@njit(cache=True, nogil=True)
+@entry
 def grams_of(
     data: np.ndarray, offsets: np.ndarray, length: int, shortest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -112,7 +112,7 @@ def grams_of(
     return text[:total], key[:total], words[:total]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def table_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(table, filter) for `keys` (uint64, none 0): an open hash table, and bits that say early that a key is not in it."""
     size = 16
@@ -129,7 +129,7 @@ def table_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return table, bits
 
 
-@njit(cache=True, nogil=True)
+@entry
 def hits_of(
     data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, table: np.ndarray, bits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -161,7 +161,7 @@ def hits_of(
     return part[0], part[1], part[2], found[3, :total].copy()
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _hits_of_one(
     hashes: np.ndarray,
     start: np.ndarray,

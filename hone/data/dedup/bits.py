@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hone.data.dedup.union_find import link
+from hone.data.text.compiled import entry
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def gather_bits(fingerprints, bits):
     """Keys (uint64 [n]) made of the chosen `bits` (int64 [k]) of each of the `fingerprints` (uint64 [n])."""
     keys = np.zeros(len(fingerprints), np.uint64)
@@ -18,7 +18,7 @@ def gather_bits(fingerprints, bits):
     return keys
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def join_near(parents, indices, fingerprints, keys, distance):
     """Joins `indices` in `parents` where the `keys` (sorted) are equal and the fingerprints differ in at most `distance` bits."""
     begin = 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hone.data.dedup.union_find import join
+from hone.data.text.compiled import entry
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """2^64 / golden ratio: the high bits of a product with it differ also where only low bits of numbers do."""
@@ -13,7 +13,7 @@ _BUCKET_BITS = 15
 """About 2^15 numbers, their places and a table of them fit a core's own cache; measured best from 0.3 to 8 million numbers."""
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def join_equal(parents, numbers):
     """Joins in `parents` the places (of n, as there are `numbers`, uint64 [n]) whose numbers are equal.
 
@@ -55,13 +55,13 @@ def join_equal(parents, numbers):
         join(parents, ones[:met], others[:met])
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _bucket(number, bits):
     """The first `bits` bits of what spreads `number`."""
     return np.int64((number * _SPREAD >> np.uint64(1)) >> np.uint64(63 - bits))
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _table_bits(count):
     """Logarithm of the slots of a table that is at most half full."""
     bits = 4
@@ -70,7 +70,7 @@ def _table_bits(count):
     return bits
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def by_first_bits(heads, numbers, owners, bits):
     """(borders int64 [2^bits + 1], numbers, owners): both in the order of the first `bits` bits of their `heads` (uint64 [n])."""
     borders = np.zeros((1 << bits) + 1, np.int64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from hone.data.text.compiled import entry
 
 _AHEAD = 64
 """Edges looked at together before they are joined: their memory reads overlap instead of waiting for one another."""
@@ -19,7 +20,7 @@ def singles(count: int) -> np.ndarray:
     return np.arange(count, dtype=kind_of(count))
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def link(parents, one, other):
     """Joins the sets of two nodes (Rem's algorithm: both walks climb together). A parent's number is never above its child's."""
     up, across = parents[one], parents[other]
@@ -34,7 +35,7 @@ def link(parents, one, other):
         up = parents[one]
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def join(parents, ones, others):
     """Joins the sets of ones[i] and others[i] (int [num_edges] each) for all i, in `parents`."""
     seen = np.int64(0)
@@ -47,14 +48,14 @@ def join(parents, ones, others):
     return seen  # so that the reads ahead are not optimized away
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def flatten(parents):
     """Makes every parent its set's least number. Parents are below their children, so one pass upward is enough."""
     for node in range(len(parents)):
         parents[node] = parents[parents[node]]
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def least_members(roots, letters):
     """Makes each node's number in `roots` that of the member of its set whose row of `letters` ([n, width], unsigned) comes first.
 

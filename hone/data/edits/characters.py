@@ -5,8 +5,8 @@ from __future__ import annotations
 import unicodedata
 
 import numpy as np
-from numba import njit
 
+from hone.data.text.compiled import entry
 from hone.data.text.segment import code_point
 
 BETWEEN, WORD, ALONE, MARK = 0, 1, 2, 3
@@ -43,7 +43,7 @@ _KINDS = _kinds()
 SMALL = _small()
 
 
-@njit(cache=True, nogil=True)
+@entry
 def kind_of(code: int) -> int:
     """BETWEEN, WORD, ALONE or MARK."""
     if code < 0x3000:
@@ -63,14 +63,14 @@ def kind_of(code: int) -> int:
     return BETWEEN
 
 
-@njit(cache=True, nogil=True)
+@entry
 def size_at(data: np.ndarray, at: int) -> int:
     """Bytes of the character that begins at `at`."""
     byte = data[at]
     return 1 if byte < 0x80 else (2 if byte < 0xE0 else (3 if byte < 0xF0 else 4))
 
 
-@njit(cache=True, nogil=True)
+@entry
 def before(data: np.ndarray, at: int) -> int:
     """Where the character begins that ends at `at`."""
     at -= 1
@@ -79,7 +79,7 @@ def before(data: np.ndarray, at: int) -> int:
     return at
 
 
-@njit(cache=True, nogil=True)
+@entry
 def joined(data: np.ndarray, left: int, right: int) -> bool:
     """Whether the character that ends at `left` and the one that begins at `right` would belong together side by side."""
     code, _ = code_point(data, before(data, left))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from hone.data.text.compiled import entry
 
 _FEW = 24
 
 
-@njit(cache=True, nogil=True)
+@entry
 def within_groups(group: np.ndarray, key: np.ndarray, rank: np.ndarray, place: np.ndarray) -> np.ndarray:
     """int64 [k]: the order by (key, rank, place) of rows that are sorted by `group` already, the high bits of their key."""
     order = np.arange(len(key))
@@ -33,7 +34,7 @@ def within_groups(group: np.ndarray, key: np.ndarray, rank: np.ndarray, place: n
     return order
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _after(one: int, other: int, key: np.ndarray, rank: np.ndarray, place: np.ndarray) -> bool:
     """Whether row `one` comes after row `other`."""
     if key[one] != key[other]:
@@ -43,7 +44,7 @@ def _after(one: int, other: int, key: np.ndarray, rank: np.ndarray, place: np.nd
     return place[one] > place[other]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def by_number(numbers: np.ndarray) -> np.ndarray:
     """int64 [k]: the stable order by `numbers`, which are not negative and not much larger than there are rows."""
     most = 0

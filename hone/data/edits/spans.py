@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hone.data.edits.characters import before, joined, size_at
+from hone.data.text.compiled import entry
 
 
-@njit(cache=True, nogil=True)
+@entry
 def without(
     data: np.ndarray,
     offsets: np.ndarray,
@@ -43,7 +43,7 @@ def without(
     return out[:here].copy(), places
 
 
-@njit(cache=True, nogil=True)
+@entry
 def at_borders(
     data: np.ndarray,
     offsets: np.ndarray,

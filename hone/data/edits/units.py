@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from hone.data.text.compiled import entry
 
 LINES, PARAGRAPHS, SENTENCES = 0, 1, 2
 
@@ -26,12 +27,12 @@ def _normal_form() -> np.ndarray:
 _NORMAL = _normal_form()
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _is_space(byte: int) -> bool:
     return byte == 32 or (9 <= byte <= 13)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _ends_sentence(data: np.ndarray, at: int, end: int) -> int:
     """The place after the end of sentence that begins at `at`, or 0: marks, closing quotes, then a space or the text's end."""
     byte = data[at]
@@ -53,7 +54,7 @@ def _ends_sentence(data: np.ndarray, at: int, end: int) -> int:
     return at if at == end or _is_space(data[at]) else 0
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _next_end(data: np.ndarray, at: int, end: int, unit: int) -> int:
     """Where the unit that begins at `at` ends."""
     while at < end:
@@ -73,7 +74,7 @@ def _next_end(data: np.ndarray, at: int, end: int, unit: int) -> int:
     return end
 
 
-@njit(cache=True, nogil=True)
+@entry
 def units_of(
     data: np.ndarray, offsets: np.ndarray, unit: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -120,7 +121,7 @@ def units_of(
     return text[:count], starts[:count], ends[:count], hashes[:count], chars[:count]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def windows_of(
     text: np.ndarray, hashes: np.ndarray, chars: np.ndarray, window: int, min_chars: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +144,7 @@ def windows_of(
     return first[:count], keys[:count]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def later_copies(
     key: np.ndarray, rank: np.ndarray, unit: np.ndarray, window: int, min_documents: int, keep: int
 ) -> np.ndarray:

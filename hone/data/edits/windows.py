@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from hone.data.text.compiled import entry
 
 _BASE = np.uint64(0x9FB21C651E98DF25)
 _FINAL = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _leaving(length: int) -> np.ndarray:
     """uint64 [256]: what a byte has become in the hash by the time it leaves a window of `length` bytes."""
     power = np.uint64(1)
@@ -22,14 +23,14 @@ def _leaving(length: int) -> np.ndarray:
     return table
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _mixed(value: np.uint64) -> np.uint64:
     """A bijection that spreads every bit."""
     value = (value ^ (value >> _SHIFT)) * _FINAL
     return value ^ (value >> _SHIFT)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def runs_of(
     data: np.ndarray, offsets: np.ndarray, length: int, gram: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -67,7 +68,7 @@ def runs_of(
     return text[:total], start[:total], count[:total], key[:total], whole[:total]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _runs_of_one(
     data: np.ndarray,
     length: int,
@@ -128,14 +129,14 @@ def _runs_of_one(
     return total + 1
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _grown(array: np.ndarray, room: int) -> np.ndarray:
     wider = np.empty(room, array.dtype)
     wider[: len(array)] = array
     return wider
 
 
-@njit(cache=True, nogil=True)
+@entry
 def judge_runs(
     key: np.ndarray, whole: np.ndarray, rank: np.ndarray, start: np.ndarray, count: np.ndarray, length: int
 ) -> np.ndarray:
@@ -161,7 +162,7 @@ def judge_runs(
     return verdict
 
 
-@njit(cache=True, nogil=True)
+@entry
 def hash_windows(
     data: np.ndarray,
     offsets: np.ndarray,
@@ -187,7 +188,7 @@ def hash_windows(
             out[place[number] + at] = _mixed(value)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def gathered(values: np.ndarray, rows: np.ndarray, place: np.ndarray, count: np.ndarray, out: np.ndarray) -> None:
     """Puts `values`, which hold the windows of each of `rows` in turn, to out[place[row]] and after."""
     done = 0
@@ -197,7 +198,7 @@ def gathered(values: np.ndarray, rows: np.ndarray, place: np.ndarray, count: np.
         done += count[row]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def later_windows(
     key: np.ndarray, rank: np.ndarray, start: np.ndarray, count: np.ndarray, hashes: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

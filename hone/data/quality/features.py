@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from hone.data.text.compiled import entry
 from hone.data.text.hashing import BASIS, PRIME, ROLL, code_point, mix, roll_power
 
 _LETTERS = np.uint64(0xD6E8FEB86659FD93)  # tells runs of letters from runs of words
@@ -28,14 +28,14 @@ class Scratch(NamedTuple):
     touched: np.ndarray  # int64 [buckets], of which the first are the text's
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _scratch(log_buckets):
     size = 1 << log_buckets
     marks, counts, touched = np.zeros(size, np.int64), np.zeros(size, np.int32), np.empty(size, np.int64)
     return Scratch(np.uint64(64 - log_buckets), marks, counts, touched)
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _count(hashed, shift, turn, marks, counts, touched, num):
     """Counts one occurrence; `num` buckets were touched before, the new number is returned."""
     bucket = np.int64(hashed >> shift)
@@ -48,7 +48,7 @@ def _count(hashed, shift, turn, marks, counts, touched, num):
     return num + 1
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def collect(data, start, end, table, word_runs, letter_run, turn, scratch):
     """Counts the features of data[start:end] into the counts of the buckets it lists as touched; returns how many.
 
@@ -121,12 +121,12 @@ def collect(data, start, end, table, word_runs, letter_run, turn, scratch):
     return num
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def _gain(count):
     return _LOGS[count] if count < len(_LOGS) else 1 + np.log(np.float64(count))
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def frequencies(data, offsets, table, word_runs, letter_run, log_buckets):
     """In how many of the texts each bucket occurs; int64 [2^log_buckets]."""
     size = 1 << log_buckets
@@ -140,7 +140,7 @@ def frequencies(data, offsets, table, word_runs, letter_run, log_buckets):
     return found
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def margins(data, offsets, table, word_runs, letter_run, log_buckets, weights, idf, bias):
     """weights . vector + bias of each text; float64 [n]. A text without a word has the bias alone."""
     scratch = _scratch(log_buckets)
@@ -158,7 +158,7 @@ def margins(data, offsets, table, word_runs, letter_run, log_buckets, weights, i
     return result
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+@entry
 def epoch(
     data,
     offsets,
