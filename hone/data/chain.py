@@ -71,9 +71,9 @@ class Chain:
                 self.dropped += [Dropped(technique.kind, reason, index, index) for _, index in best[reason]]
             if not row["documents_out"]:
                 worst = max(reasons, key=lambda reason: reasons[reason]["documents"])
-                self._none_left(technique.kind, "filter", row["documents_in"], worst, reasons[worst]["documents"])
+                self._none_left(technique.label, "filter", row["documents_in"], worst, reasons[worst]["documents"])
             if row["documents_out"] == row["documents_in"]:
-                self._warn(f"filter '{technique.kind}' dropped nothing")
+                self._warn(f"filter {technique.label} dropped nothing")
 
     def deduplicate(self, draft: Draft) -> None:
         """Applies every deduplication."""
@@ -166,12 +166,12 @@ class Chain:
             for index in few
         ]
         if not self.alive.any():
-            self._none_left(technique.kind, slot, int(before.sum()), technique.reason, len(gone))
+            self._none_left(f"'{technique.kind}'", slot, int(before.sum()), technique.reason, len(gone))
 
     def _none_left(self, name: str, slot: str, num_before: int, reason: str, num_gone: int) -> None:
         raise SpecError(
-            f"{slot} '{name}' dropped all {num_before} documents that reached it, {num_gone} of them for '{reason}'",
-            fix=f"loosen or remove {slot} '{name}', or give it other text",
+            f"{slot} {name} dropped all {num_before} documents that reached it, {num_gone} of them for '{reason}'",
+            fix=f"loosen or remove {slot} {name}, or give it other text",
         )
 
     def _warn(self, text: str) -> None:

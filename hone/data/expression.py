@@ -44,6 +44,62 @@ def parse(text: str) -> ast.expr:
     return tree
 
 
+def need_sense(text: str, kinds: Mapping[str, str]) -> None:
+    """Raises SpecError where `text` compares strings with numbers, reckons with strings, or is no truth.
+
+    `kinds` maps columns to 'text' or 'number'; of others everything is allowed. numpy says nothing of `language == 5`, and
+    it holds for no document.
+    """
+    tree = parse(text)
+    _need_truth(tree, text, kinds)
+
+
+def _need_truth(node: ast.expr, text: str, kinds: Mapping[str, str]) -> None:
+    if _kind(node, text, kinds) == "text":
+        raise _senseless(text, f"'{ast.unparse(node)}' is text, not a truth", "compare it with another text")
+
+
+def _kind(node: ast.expr, text: str, kinds: Mapping[str, str]) -> str:
+    """'text', 'number' (a truth is one) or '' of what is not known; raises SpecError where the parts do not fit."""
+    match node:
+        case ast.BoolOp(values=values):
+            for value in values:
+                _need_truth(value, text, kinds)
+            return "number"
+        case ast.UnaryOp(operand=operand):
+            _need_truth(operand, text, kinds)
+            return "number"
+        case ast.BinOp(left=left, right=right):
+            for part in (left, right):
+                if _kind(part, text, kinds) == "text":
+                    raise _senseless(text, f"'{ast.unparse(part)}' is text", "reckon with numbers only")
+            return "number"
+        case ast.Compare(left=left, ops=ops, comparators=rights):
+            if isinstance(ops[0], ast.In | ast.NotIn):
+                pairs = [(left, choice) for choice in rights[0].elts]  # type: ignore[attr-defined]
+            else:
+                pairs = list(zip([left, *rights], rights))
+            for one, other in pairs:
+                found = {_kind(part, text, kinds): part for part in (one, other)}
+                if {"text", "number"} <= found.keys():
+                    words, number = ast.unparse(found["text"]), ast.unparse(found["number"])
+                    raise _senseless(
+                        text,
+                        f"'{words}' is text, '{number}' is a number",
+                        "compare numbers with numbers, text with 'text'",
+                    )
+            return "number"
+        case ast.Name(id=name):
+            return kinds.get(name, "")
+        case ast.Constant(value=value):
+            return "text" if isinstance(value, str) else "number"
+    raise AssertionError(f"_check let {ast.dump(node)} through")
+
+
+def _senseless(text: str, why: str, fix: str) -> SpecError:
+    return SpecError(f"'{text}' cannot be evaluated: {why}", fix=fix)
+
+
 def columns_of(text: str) -> set[str]:
     """Names of the columns that `text` looks at."""
     return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)}
@@ -59,6 +115,7 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
             raise SpecError(
                 f"'{text}': there is no signal column '{name}'", fix=f"{hint}the columns are: {', '.join(columns)}"
             )
+    need_sense(text, {name: "text" if columns[name].dtype.kind in "OSU" else "number" for name in columns_of(text)})
     length = len(next(iter(columns.values())))
     try:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -83,6 +140,11 @@ def _check(node: ast.expr, text: str) -> None:
             parts = [left, right]
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[ast.Tuple() | ast.List() as right]):
             parts = [left, *right.elts]
+        case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.Constant() | ast.Name() as right]):
+            raise SpecError(
+                f"'{text}': what stands after `in` is no list, brackets around one value make none",
+                fix=f"write a comma after it: ({ast.unparse(right)},)",
+            )
         case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
             parts = [left, *rights]
         case ast.Name():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
+from hone.data import FILTERS
 from hone.data.expression import columns_of, evaluate
 
 COLUMNS = {
@@ -79,3 +80,38 @@ def test_mistakes_name_the_column_and_the_types():
         evaluate("kind > 3", COLUMNS)
     with pytest.raises(SpecError, match="text, not a truth"):
         evaluate("kind", COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("kind == 5", "'kind' is text, '5' is a number"),
+        ("words in ('a', 'b')", "''a'' is text, 'words' is a number"),
+        ("words < 5 < 'b'", "''b'' is text, '5' is a number"),
+        ("not kind", "'kind' is text, not a truth"),
+        ("words > 3 and kind", "'kind' is text, not a truth"),
+        ("kind + 1 > 3", "'kind' is text"),
+        ("(words > 3) == kind", "'kind' is text, 'words > 3' is a number"),
+    ],
+)
+def test_text_is_no_number(text, why):
+    """numpy would answer some of these with False for every document, without a word."""
+    with pytest.raises(SpecError, match="cannot be evaluated") as error:
+        evaluate(text, COLUMNS)
+    assert why in error.value.what
+    with pytest.raises(SpecError, match="cannot be evaluated"):
+        FILTERS.read({"kind": "expression", "keep": text})  # when it is read, before any text is
+    with pytest.raises(SpecError, match="cannot be evaluated"):
+        FILTERS.read({"kind": "length", "when": text})
+
+
+def test_columns_of_scorers_are_not_known_before():
+    assert FILTERS.read({"kind": "expression", "keep": "quality >= 0.5 and kind in ('a', 'b')"})
+
+
+@pytest.mark.parametrize("text", ["kind in ('code')", 'kind not in "code"', "kind in words"])
+def test_brackets_around_one_value_are_no_list(text):
+    with pytest.raises(SpecError, match="no list") as error:
+        evaluate(text, COLUMNS)
+    value = "words" if text.endswith("words") else "'code'"
+    assert error.value.fix == f"write a comma after it: ({value},)"

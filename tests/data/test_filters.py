@@ -149,7 +149,7 @@ def test_real_books_pass_and_a_word_list_does_not(shared_data):
 
 def test_own_rules_name_unknown_columns():
     with pytest.raises(SpecError, match="did you mean 'urls'"):
-        reason("expression", PROSE, {"keep": "url < 3"})
+        reason("expression", PROSE, {"keep": "urlz < 3"})
 
 
 def test_verdicts_are_those_of_the_reference(shared_data):

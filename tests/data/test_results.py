@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hone.data.annotate as annotate_module
+from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data import EXECUTORS, FILTERS
 from hone.data.chain import Chain
@@ -152,3 +153,26 @@ def test_lowest_are_the_lowest(ids, count, data):
 def test_rows_are_counted_without_laying_them_out(sizes, seq_len):
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     assert num_rows(starts, seq_len) == len(best_fit(starts, seq_len)[0]) - 1
+
+
+def test_two_expressions_are_told_apart(corpus, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    rows_file(source, [story(number) for number in range(30)] + ["short"])
+    own = [
+        {"kind": "expression", "keep": "urls < 10"},
+        {"kind": "expression", "keep": "words < 900000", "reason": "endless"},
+        {"kind": "expression", "keep": "words > 3"},
+    ]
+    spec = {"source": str(source), "tokenizer": {"vocab_size": 400}, "filters": own, "dedups": []}
+    made = Data.read(spec).make(tmp_path / "out", run=Run(quiet=True))
+    stats = json.loads((made.folder / "stats.json").read_text())
+    assert stats["warnings"] == [
+        "filter 'expression' (urls < 10) dropped nothing",
+        "filter 'expression' (endless: words < 900000) dropped nothing",
+    ]
+    assert list(stats["steps"][3]["reasons"]) == ["words > 3"]
+    with pytest.raises(SpecError, match=r"filter 'expression' \(words > 9000\) dropped all 31 documents"):
+        Data.read({**spec, "filters": [{"kind": "expression", "keep": "words > 9000"}]}).make(
+            tmp_path / "none", run=Run(quiet=True)
+        )

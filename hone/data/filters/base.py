@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hone.base.figure import Estimate
 from hone.base.table import Technique
-from hone.data.expression import columns_of, evaluate
+from hone.data.expression import columns_of, evaluate, need_sense
+from hone.data.signals import DOCUMENT, SIGNALS
 
+COLUMN_KINDS = {name: "text" if kind.endswith("string") else "number" for name, kind in {**DOCUMENT, **SIGNALS}.items()}
+"""What every document's columns hold; those of scorers come to them."""
 SPACED_PROSE = "kind != 'code' and language not in ('zh', 'ja', 'th', 'lo', 'km', 'my')"
 """Where rules that count words apply: prose in languages that part words by spaces."""
 
@@ -29,6 +32,17 @@ class Filter(Technique):
     when: str = Field(
         "kind != 'code'", description="Expression that picks the documents the rules apply to; 'True' for all."
     )
+
+    @field_validator("when")
+    @classmethod
+    def _makes_sense(cls, value: str) -> str:
+        need_sense(value, COLUMN_KINDS)
+        return value
+
+    @property
+    def label(self) -> str:
+        """What it is called where people read of it."""
+        return f"'{self.kind}'"
 
     def rules(self) -> list[Rule]:
         """The rules in order; the first that fails gives the reason."""

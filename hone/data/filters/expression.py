@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pydantic import Field, field_validator
 
-from pydantic import Field
-
-from hone.data.expression import parse
-from hone.data.filters.base import Filter, Rule
+from hone.data.expression import need_sense
+from hone.data.filters.base import COLUMN_KINDS, Filter, Rule
 
 
 class Custom(Filter):
     """Keeps the documents for which `keep` holds, for example "compression_ratio <= 4 and urls < 10"."""
 
     keep: str = Field("True", description="Expression over signal columns that a document must meet.")
-    reason: str = Field("own_rule", description="Name of the rule in statistics and samples.")
+    reason: str = Field("", description="Name of the rule in statistics and samples; none: what `keep` says.")
 
-    def model_post_init(self, context: Any) -> None:
-        parse(self.keep)
-        parse(self.when)
+    @field_validator("keep")
+    @classmethod
+    def _is_an_expression(cls, value: str) -> str:
+        need_sense(value, COLUMN_KINDS)
+        return value
+
+    @property
+    def label(self) -> str:
+        """As of every filter; there may be several of this kind."""
+        return f"'{self.kind}' ({f'{self.reason}: ' if self.reason else ''}{self.keep})"
 
     def rules(self) -> list[Rule]:
-        return [Rule(self.reason, self.keep)]
+        return [Rule(self.reason or self.keep, self.keep)]

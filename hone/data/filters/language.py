@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from hone.data.filters.base import Filter, Rule
 from hone.base.errors import SpecError
+from hone.data.filters.base import Filter, Rule
 from hone.data.language import UNKNOWN, need_known
 
 
