@@ -92,9 +92,43 @@ emails, public_ips, phones, cards: what looks like personal data and passes its 
 E.164 or North American grouping, Luhn).
 """
 
+MAX_MARKS = 300
+"""No script piles up marks like this: Unicode's own stream-safe format allows 30 (UAX 15, 13)."""
+_SPLIT_MARKS = {"\u0f73": "\u0f71\u0f72", "\u0f75": "\u0f71\u0f74", "\u0f81": "\u0f71\u0f80"}
+"""Tibetan vowels that count as no marks and fall apart into two."""
+
+
+def is_piled(text: str) -> bool:
+    """Whether more than MAX_MARKS combining marks follow each other, not in the order of NFC.
+
+    Putting those in order takes the square of their number: hours for a megabyte. A run that long holds every
+    MAX_MARKS-th character, so that only these are looked at.
+    """
+    sample = text[::MAX_MARKS]
+    if sample.isascii():
+        return False
+    end = 0
+    for number, character in enumerate(sample):
+        place = number * MAX_MARKS
+        if place >= end and _is_mark(character):
+            begin = end = place
+            while begin and _is_mark(text[begin - 1]):
+                begin -= 1
+            while end < len(text) and _is_mark(text[end]):
+                end += 1
+            parts = (_SPLIT_MARKS.get(mark, mark) for mark in text[begin:end])
+            classes = [unicodedata.combining(part) for mark in parts for part in mark]
+            if end - begin > MAX_MARKS and any(one > other for one, other in itertools.pairwise(classes)):
+                return True
+    return False
+
+
+def _is_mark(character: str) -> bool:
+    return unicodedata.combining(character) > 0 or character in _SPLIT_MARKS
+
 
 def normalize(text: str) -> str:
-    """Text as hone keeps it: NFC, line ends as '\\n', no trailing space at line ends, nothing around it."""
+    """Text that is not `is_piled` as hone keeps it: NFC, line ends as '\\n', no trailing space at line ends, nothing around it."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     return "\n".join([line.rstrip(" \t") for line in text.split("\n")]).strip("\n").rstrip()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 
 from hone.base.errors import HoneError
 from hone.data.readers.listing import File
-from hone.data.signals import normalize
+from hone.data.signals import is_piled, normalize
 from hone.data.text.batch import Texts
 
 SAMPLE_CHARS = 400
@@ -19,6 +20,11 @@ MAX_REPLACED = 0.01
 """A text with a larger share of U+FFFD, which stands for bytes that could not be decoded, was read in the wrong encoding."""
 MOJIBAKE_CHARS = 1 << 18
 MOJIBAKE_LEAST = 3
+MAX_LEFT = 0.01
+"""Mojibake is put right where it can be; a text of which a larger share cannot is set aside."""
+_HIGH = re.compile(r"[^\x00-\x7f]+")
+_CUT_QUOTE = "\u00e2\u20ac"
+"""What becomes of a closing quotation mark: Windows-1252 has no character for its last byte."""
 
 
 class Document(NamedTuple):
@@ -132,10 +138,15 @@ def settle(text: str) -> tuple[str, str]:
             text.encode("utf8")
         except UnicodeEncodeError:
             return "lone_surrogate", text
+        read, text = text, text
+        while is_mojibake(text):
+            text, num_left = repaired(text)
+            if num_left > MAX_LEFT * len(text):
+                return "mojibake", read
         if text.count("\ufffd") > MAX_REPLACED * len(text):
-            return "wrong_encoding", text
-        if is_mojibake(text):
-            return "mojibake", text
+            return "wrong_encoding", read
+        if is_piled(text):
+            return "piled_marks", read
     text = normalize(text)
     return ("", text) if text.strip() else ("empty", text)
 
@@ -144,7 +155,7 @@ def is_mojibake(text: str) -> bool:
     """Whether `text` is UTF-8 that was read as Latin-1 or Windows-1252 and then encoded once more.
 
     Then its runs of other than ASCII characters, written in that encoding, are valid UTF-8 again: of real text next to
-    none are, so that three characters and half of all are proof. Looks at the first MOJIBAKE_CHARS.
+    none are, so that three characters and half of all are proof that something went wrong. Looks at the first MOJIBAKE_CHARS.
     """
     table = _byte_table()
     num_twice = num_chars = num_all = 0
@@ -157,6 +168,24 @@ def is_mojibake(text: str) -> bool:
             except UnicodeError:
                 pass
     return num_chars >= MOJIBAKE_LEAST and 2 * num_twice >= num_all
+
+
+def repaired(text: str) -> tuple[str, int]:
+    """(mojibake with every run put back that is valid UTF-8 again, the number of characters above ASCII in the other runs)."""
+    table = _byte_table()
+    num_left = 0
+
+    def put_back(run: re.Match) -> str:
+        nonlocal num_left
+        try:
+            return run[0].translate(table).encode("latin-1").decode("utf8")
+        except UnicodeError:
+            if run[0] == _CUT_QUOTE:
+                return "\u201d"
+            num_left += len(run[0])
+            return run[0]
+
+    return _HIGH.sub(put_back, text), num_left
 
 
 def _runs(text: str) -> list[str]:

@@ -192,6 +192,7 @@ HTML = "Content-Type: text/html"
         (PAGE.encode(), [HTML, "Transfer-Encoding: chunked"]),  # it is not
         (SENTENCE.encode(), ["Content-Type: text/plain"]),
         (SENTENCE.encode("latin-1"), ["Content-Type: text/plain; charset=latin-1"]),
+        (PAGE.encode().decode("latin-1").encode(), [HTML]),  # encoded twice
     ],
 )
 def test_pages_are_read_in_every_encoding(tmp_path, record, body, lines):
@@ -209,7 +210,7 @@ def test_pages_are_read_in_every_encoding(tmp_path, record, body, lines):
         (gzip.compress(PAGE.encode())[:-30], [HTML, "Content-Encoding: gzip"], None),
         (gzip.compress(b"0" * (MAX_RECORD_BYTES + 99)), [HTML, "Content-Encoding: gzip"], "record_too_large"),  # a bomb
         (PAGE.replace("Fluß", "Flu\0ß").encode(), ["Content-Type: text/plain"], "binary"),
-        (PAGE.encode().decode("latin-1").encode(), [HTML], "mojibake"),
+        (PAGE.replace("alte", "à la à").encode().decode("latin-1").replace("\xa0", " ").encode(), [HTML], "mojibake"),
         (b"", [HTML], "empty"),
         (b"<div>" * 100_000 + b"text", [HTML], "nested_too_deeply"),
     ],

@@ -134,9 +134,48 @@ def test_mojibake_is_known_and_real_text_is_none(text, encoding):
     table = {byte: ord(bytes([byte]).decode(encoding, "ignore") or chr(byte)) for byte in range(256)}
     broken = "".join(chr(table[byte]) for byte in text.encode())
     assert is_mojibake(broken)
-    assert settle(broken)[0] == "mojibake"
-    texts, _, faults = settle_batch(Texts.of([text, broken]))
-    assert list(texts.strings()) == [text] and [fault.reason for fault in faults] == ["mojibake"]
+    assert settle(broken) == ("", text)
+    twice = "".join(chr(table[byte]) for byte in broken.encode())
+    texts, _, faults = settle_batch(Texts.of([text, broken, twice]))
+    assert list(texts.strings()) == [text] * 3 and not faults
+
+
+def test_mojibake_is_measured_by_the_length_of_the_text():
+    broken, lossy = "â€™", "Ã©tÃ© Ã Ã Ã Ã©"
+    book = "A book of many plain words. " * 12_000
+    said = f"It{broken}s what he{broken}d say: don{broken}t, â€œneverâ€, he said."
+    assert settle(f"{said} {book}.") == ("", f"It’s what he’d say: don’t, “never”, he said. {book}.")
+    assert settle(f"{lossy} {book}.") == ("", f"été Ã Ã Ã é {book}.")
+    assert settle(f"words {lossy} words") == ("mojibake", f"words {lossy} words")
+    _, kept, faults = settle_batch(Texts.of([f"{lossy} {book}.", f"words {lossy} words"]))
+    assert kept.tolist() == [0] and [fault.reason for fault in faults] == ["mojibake"]
+
+
+def test_real_text_with_a_few_broken_quotes_is_kept(shared_data):
+    path = shared_data / "lm_text" / "tinystories-200K.txt"
+    (document,) = items(path)
+    assert len(document.text) > 195_000 and document.text.count("”") == 62 and "â€" not in document.text
+
+
+@pytest.mark.parametrize("mark", ["\u0301\u0316", "\u0f73", "\U0001d165\u0301"])
+def test_piled_marks_are_set_aside_before_they_are_put_in_order(mark):
+    """Sorted, the last of them would take days."""
+    reasons = []
+    for count in (1, 100, 301, 10**6):
+        for before in ("", "some words é ", "語" * 299, "x" * 10_000):
+            text = f"{before}e{count * mark}, and more words"
+            reason, _ = settle(text)
+            piled = count * len(mark) > 300
+            assert reason == ("piled_marks" if piled else ""), (count, before[:20])
+            _, kept, faults = settle_batch(Texts.of([text, "fine"]))
+            assert len(kept) == 2 - piled and [fault.reason for fault in faults] == ["piled_marks"] * piled
+            reasons.append(reason)
+    assert len(set(reasons)) == 2
+
+
+def test_marks_in_order_may_be_many():
+    for text in ("a" + "\u0316" * 5000 + "\u0301" * 5000, "हिन्दी में लिखा हुआ पाठ " * 500, "שָׁלוֹם עֲלֵיכֶם " * 500):
+        assert settle(text)[0] == "" and len(settle_batch(Texts.of([text]))[1]) == 1
 
 
 def test_the_mojibake_among_real_sentences_is_found_and_nothing_else(shared_data):
