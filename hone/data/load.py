@@ -17,6 +17,7 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.data.order.documents import columns_of
 from hone.data.tokens.rows import RowIndex, best_fit_count, best_fit_rows
 
+_KEPT_COLUMNS = 4
 IGNORE = -100
 """Target that no loss may count: the next document's first token, and padding."""
 
@@ -104,6 +105,7 @@ class PackedTokens(Feed):
         self._indices: dict[int, RowIndex] = {}
         self._indexed: tuple[int, ...] = tuple(self.meta.get("packing", {}).get("lengths", ()))
         self._orders: dict[tuple[int, int, int], np.ndarray] = {}
+        self._columns: dict[str, np.ndarray] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -192,7 +194,12 @@ class PackedTokens(Feed):
     def columns(self, *names: str) -> dict[str, np.ndarray]:
         """Columns of the documents table, in the order of the documents here. Raises SpecError for an unknown column,
         ArtifactError when the artifact keeps no documents, MissingExtra without pyarrow."""
-        return columns_of(self.folder, self.split, names, self.num_documents)
+        missing = [name for name in names if name not in self._columns]
+        read = columns_of(self.folder, self.split, missing, self.num_documents) if missing else {}
+        known = {**self._columns, **read}
+        # Parts of one split ask for the same few columns, one part after the other.
+        self._columns = dict([*known.items()][-_KEPT_COLUMNS:])
+        return {name: known[name] for name in names}
 
     def part(self, documents: np.ndarray) -> Part:
         """Only the documents numbered `documents` (int64, rising), end to end as if the others were not there."""
@@ -265,10 +272,9 @@ class Part(PackedTokens):
         assert type(whole) is PackedTokens, "a part is cut from a whole split"
         self.split, self.meta, self.folder, self.tokens = whole.split, whole.meta, whole.folder, whole.tokens
         self.numbers = documents
-        self.starts = np.concatenate([[0], np.cumsum((whole.starts[1:] - whole.starts[:-1])[documents])]).astype(
-            np.int64
-        )
-        self._shifts = whole.starts[:-1][documents] - self.starts[:-1]
+        sizes = whole.starts[documents + 1] - whole.starts[documents]
+        self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._shifts = whole.starts[documents] - self.starts[:-1]
         self.num_bytes = int(whole.columns("bytes")["bytes"][documents].sum())
         self._whole = whole
         self._indices, self._indexed = {}, ()

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,27 @@ def read_evaluations(paths: tuple[str, ...], fields: tuple[str, ...]) -> list[Ex
     file without a header the fields are numbers, from 0. Raises SpecError for what is not there, cannot be read, or has none
     of the fields.
     """
-    return [
-        example for path in paths for name, file in evaluation_files(path) for example in _examples(name, file, fields)
-    ]
+    return [example for name, file in labelled(paths) for example in _examples(name, file, fields)]
+
+
+def labelled(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """(label, file) of the evaluation files at or below `paths`, each file once: its name, with as many folders before it as
+    tell it from the others."""
+    names: dict[Path, str] = {}
+    for path in paths:
+        for name, file in evaluation_files(path):
+            names.setdefault(file.absolute(), name)
+    labels = dict(names)
+    while True:
+        files = defaultdict(list)
+        for file, label in labels.items():
+            files[label].append(file)
+        same = [file for group in files.values() if len(group) > 1 for file in group]
+        if not same:
+            return [(label, file) for file, label in labels.items()]
+        for file in same:
+            longer = file.parts[-len(Path(labels[file]).parts) - 1 :]
+            labels[file] = Path(*longer).as_posix()
 
 
 def evaluation_files(path: str) -> list[tuple[str, Path]]:

@@ -15,6 +15,9 @@ from hone.data.mix.sources import Sources
 from hone.data.order.base import Curriculum
 
 MIXTURE_FILE = "mixture.json"
+MANY = 48
+"""More sources than this are said to be many."""
+_SHOWN = 8
 
 
 class Reading:
@@ -44,7 +47,15 @@ class Reading:
             if self.chosen is not None:
                 write_atomic(path, json.dumps(self.chosen.row(), indent=1, ensure_ascii=False).encode())
         if self.chosen is not None:
-            for share in self.chosen.shares:
+            shares = sorted(self.chosen.shares, key=lambda share: -share.weight)
+            if len(shares) > MANY:
+                by = f"mixture.by = '{self.mixture.by}' makes" if self.mixture else "the training reads"
+                run.say(
+                    f"note: {by} {len(shares)} sources of {self.sources.num_tokens // len(shares)} tokens on average: every file that "
+                    "lies in no folder of its own is one. Put files that belong together into one folder, or set mixture.by to a "
+                    f"column of few values, such as language or kind. Shown are the {_SHOWN} largest; {MIXTURE_FILE} has all"
+                )
+            for share in shares[: _SHOWN if len(shares) > MANY else None]:
                 run.say(f"{share.source}: {share.weight:.1%} of the rows, {share.epochs:.2f} epochs; {share.reason}")
         self.feed = self.sources.feed(self.chosen, self.curriculum, total, seq_len, seed)
 

@@ -127,7 +127,9 @@ class Sources:
 def by_column(data: PackedTokens, by: str) -> dict[str, PackedTokens]:
     """The documents of `data` parted by a column of names, in order of the names; sources with less than two tokens left out."""
     known, codes = named(data.columns(by)[by], f"mixture.by = '{by}'")
-    parts = {name: data.part(np.flatnonzero(codes == number)) for number, name in enumerate(known)}
+    order = np.argsort(codes, kind="stable")
+    borders = np.cumsum(np.bincount(codes, minlength=len(known)))[:-1]
+    parts = {name: data.part(documents) for name, documents in zip(known, np.split(order, borders))}
     return {name: part for name, part in parts.items() if part.num_tokens > 1}
 
 

@@ -53,12 +53,12 @@ class ByDifficulty(Curriculum):
         """float64 [num_rows], higher is harder. Raises SpecError for a column that is absent or holds no numbers."""
         name, end = SIGNALS.get(self.signal, (self.signal, None))
         end = self.hard or end
+        column = self._column(data, name)  # whether there is such a column comes before which end of it is hard
         if end is None:
             raise SpecError(
                 f"curriculum.signal = '{self.signal}': nothing says which end of it is hard",
                 fix=f"add hard: high or hard: low, or take one of {', '.join(SIGNALS)}",
             )
-        column = self._column(data, name)
         return row_means(data, column if end == "high" else -column, seq_len)
 
     def _column(self, data: PackedTokens, name: str) -> np.ndarray:
@@ -107,6 +107,19 @@ class Epochs:
             chosen = shuffled(self.rows, self.seed, epoch)[: self.total - epoch * self.rows]
             self._kept[epoch] = self.order(epoch, chosen)
         return self._kept[epoch]
+
+
+def row_pieces(data: PackedTokens, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, document, input tokens) of every stretch of a row that is of one document, int64 each."""
+    if data.kind == "best_fit":
+        index = data.row_index(seq_len)
+        owners = np.searchsorted(data.starts, index.pieces[:, 0], side="right") - 1
+        return np.repeat(np.arange(index.num_rows), np.diff(index.firsts)), owners, index.pieces[:, 1]
+    borders = np.minimum(np.arange(data.num_rows(seq_len) + 1) * seq_len, data.num_tokens)
+    points = np.unique(np.concatenate([borders, data.starts[data.starts < borders[-1]]]))
+    rows = np.searchsorted(borders, points[:-1], side="right") - 1
+    owners = np.searchsorted(data.starts, points[:-1], side="right") - 1
+    return rows, owners, np.diff(points)
 
 
 def row_means(data: PackedTokens, values: np.ndarray, seq_len: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from hone.data.load import PackedTokens
-from hone.data.order.base import Curriculum, Epochs, Sequence, row_means
+from hone.data.order.base import Curriculum, Epochs, Sequence, row_pieces
 from hone.data.order.documents import named
 
 
@@ -34,10 +34,9 @@ class MultiTask(Curriculum):
     def sources(self, data: PackedTokens, seq_len: int) -> np.ndarray:
         """The source that most of each row's tokens are from, numbered in order of names; int64 [num_rows]."""
         known, codes = named(data.columns(self.by)[self.by], f"curriculum.by = '{self.by}'")
-        best = np.full(data.num_rows(seq_len), -1.0)
-        source = np.zeros(len(best), np.int64)
-        for number in range(len(known)):
-            share = row_means(data, (codes == number).astype(float), seq_len)
-            source[share > best + 1e-9] = number
-            best = np.maximum(best, share)
-        return source
+        rows, owners, sizes = row_pieces(data, seq_len)
+        pairs, places = np.unique(rows * len(known) + codes[owners], return_inverse=True)
+        tokens = np.bincount(places, weights=sizes)
+        order = np.lexsort((pairs, -tokens, pairs // len(known)))  # of as many tokens the first by name
+        _, firsts = np.unique(pairs[order] // len(known), return_index=True)
+        return pairs[order][firsts] % len(known)

@@ -269,3 +269,26 @@ def test_misuse_is_said(tmp_path):
         NGrams(evaluations=(str(tmp_path / "gone"),)).contaminated(corpus, alive, tmp_path)
     with pytest.raises(SpecError, match="holds no evaluation file"):
         NGrams(evaluations=(str(tmp_path),)).contaminated(corpus, alive, tmp_path)
+
+
+def test_files_of_one_name_are_sets_of_their_own(tmp_path):
+    text = " ".join(f"word{number}" for number in range(20))
+    other = " ".join(f"other{number}" for number in range(20))
+    for name, rows in (("a/test", [text]), ("b/test", [other, other + " more"]), ("c/alone", [other])):
+        path = tmp_path / "ev" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    files = [tmp_path / "ev/a/test.jsonl", tmp_path / "ev/b/test.jsonl", tmp_path / "ev/c"]
+    spec = NGrams(evaluations=tuple(map(str, [*files, files[0]])))  # one named twice is read once
+    found = spec.contaminated(Memory([text, "nothing of it"]), np.ones(2, bool), tmp_path)
+    sets = found.figures["evaluations"]
+    assert {name: row["examples"] for name, row in sets.items()} == {
+        "a/test.jsonl": 1,
+        "b/test.jsonl": 2,
+        "alone.jsonl": 1,
+    }
+    assert {name: row["hit"] for name, row in sets.items()} == {"a/test.jsonl": 1, "b/test.jsonl": 0, "alone.jsonl": 0}
+    assert [row["evaluation"] for row in found.examples] == ["a/test.jsonl"]
+    folders = NGrams(evaluations=(str(tmp_path / "ev/a"), str(tmp_path / "ev/b")))
+    found = folders.contaminated(Memory([text, "nothing of it"]), np.ones(2, bool), tmp_path)
+    assert list(found.figures["evaluations"]) == ["a/test.jsonl", "b/test.jsonl"]

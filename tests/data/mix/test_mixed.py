@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, SpecError
-from hone.data import CURRICULA, MIXTURES
+from hone.base.run import Run
+from hone.data import CURRICULA, MIXTURES, load
 from hone.data.load import IGNORE, PackedTokens
 from hone.data.mix.mixed import MixedTokens, Shares, floor_sum
+from hone.data.mix.reading import Reading
 from hone.data.mix.sources import Joined, Sources, by_column
+from hone.data.order.documents import columns_of
 from tests.data.artifacts import numbered, write_artifact
 
 WEIGHTS = st.lists(st.floats(0.001, 1), min_size=1, max_size=9)
@@ -219,3 +224,45 @@ def test_validation_rows_of_several_sources_come_in_their_shares(folder):
     of_a = {bytes(row) for batch in parts["a"].in_order(9, 16) for row in batch.tokens}
     assert sum(bytes(row) in of_a for row in tokens[:12]) == 6
     assert joined.num_bytes == 40 * 19
+
+
+@pytest.fixture
+def flat(tmp_path):
+    """As many sources as a flat folder of files makes."""
+    documents = numbered([5 + number % 7 for number in range(200)])
+    return write_artifact(tmp_path / "flat", documents, {"group": [f"{number % 100}.txt" for number in range(200)]})
+
+
+def test_many_sources_read_the_table_once(flat, monkeypatch):
+    reads = []
+
+    def counted(folder, split, names, num_documents):
+        reads.append((split, *names))
+        return columns_of(folder, split, names, num_documents)
+
+    monkeypatch.setattr(load, "columns_of", counted)
+    sources = Sources({"flat": flat}, "group")
+    assert len(sources.parts) == 100 and sorted(reads) == sorted(set(reads))
+    for name, part in sources.parts.items():
+        number = int(name.removesuffix(".txt"))
+        assert part.numbers.tolist() == [number, number + 100] and part.num_documents == 2
+        assert part.num_bytes == part.num_tokens - 2  # a byte a token here, and an end of text each
+
+
+def test_many_sources_are_said_to_be_many(flat, tmp_path, capsys):
+    artifact = Artifact.read(flat)
+    (flat / "tokenizer.json").write_text("{}")
+    mixture = MIXTURES.read({"kind": "proportional"})
+    reading = Reading({"data": artifact}, mixture, CURRICULA.read("random"))
+    said = []
+
+    class Says(Run):
+        def say(self, text):
+            said.append(text)
+
+    class Folder:
+        folder = tmp_path
+
+    reading.prepare(20, 4, 0, Folder(), Says(quiet=True))
+    assert "100 sources" in said[0] and "mixture.by" in said[0] and "folder" in said[0] and len(said) == 9
+    assert len(json.loads((tmp_path / "mixture.json").read_text())["shares"]) == 100

@@ -225,3 +225,21 @@ def test_documents_without_a_value_are_in_the_middle(data):
 def test_signals_that_do_not_fit_are_named(data, options, said):
     with pytest.raises(SpecError, match=said):
         CURRICULA.read(options).sequence(data, SEQ_LEN, 10, 0)
+
+
+def test_a_column_that_is_not_there_comes_before_which_end_is_hard(data):
+    with pytest.raises(SpecError, match="no column 'hard_lwo'") as error:
+        made("staged", signal="hard_lwo").sequence(data, 16, 10, 0)
+    assert "did you mean 'hard_low'?" in error.value.fix
+    with pytest.raises(SpecError, match="which end of it is hard"):
+        made("staged", signal="hard_low").sequence(data, 16, 10, 0)
+
+
+@pytest.mark.parametrize("seq_len", [3, 7, 64])
+@pytest.mark.parametrize("kind", ["stream", "best_fit"])
+def test_a_row_is_of_the_source_of_most_of_its_tokens(data, monkeypatch, seq_len, kind):
+    monkeypatch.setitem(data.meta, "packing", {"kind": kind})
+    columns = data.columns("group")["group"]
+    names = sorted(set(columns))
+    shares = [row_means(data, (columns == name).astype(float), seq_len) for name in names]
+    assert made("multi_task").sources(data, seq_len).tolist() == np.argmax(np.round(shares, 9), 0).tolist()
