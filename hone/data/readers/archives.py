@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from hone.base.errors import HoneError, MissingExtra
 from hone.data.readers.documents import Fault, Options, Piece, Unreadable, poisoned
+from hone.data.readers.encodings import decode_plain
 from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.fast import Fast
 from hone.data.readers.listing import File
@@ -49,8 +50,10 @@ def _starts(file: File) -> bytes:
     """The file's first bytes; none when they are damaged, for what comes after may be whole."""
     try:
         return head(file, 1 << 12)
-    except zlib.error:
-        return b""
+    except Exception as error:
+        if isinstance(error, zlib.error) or type(error).__name__ == "ZstdError":
+            return b""
+        raise
 
 
 def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quirks: bool) -> Iterator[Piece | Fault]:
@@ -192,9 +195,8 @@ def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extrac
     if len(raw) > MAX_RECORD_BYTES:
         return Fault("record_too_large", url, len(raw))
     try:
-        return Piece(
-            raw.decode(served or "utf8") if kind == "text/plain" else page_text(raw, extractor, served), url=url
-        )
+        text = decode_plain(raw, served) if kind == "text/plain" else page_text(raw, extractor, served)
+        return Piece(text, url=url)
     except (UnicodeDecodeError, LookupError):
         return Fault("wrong_encoding", url, len(raw))
     except Unreadable as stop:

@@ -163,27 +163,44 @@ def decode_page(raw: bytes, served: str | None = None) -> str:
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding
     except ImportError:
         raise MissingExtra.of("reading HTML", "resiliparse", "data") from None
-    name = marked(raw)
+    name = marked(raw) or _certain(raw, served)
     if name:
         return raw.decode(name, "replace")
-    served = _known(served)
-    if served and served.startswith(_SEVEN_BITS):  # these look like ASCII
-        return raw.decode(served, "replace")
-    if (served or "").startswith(("utf_16", "utf_32")) and b"\0" in raw[:100]:
-        return raw.decode(served or "", "replace")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        pass
-    if served and served != "utf_8":
-        try:
-            return raw.decode("cp1252" if served in ("iso8859_1", "ascii") else served)
-        except UnicodeDecodeError:
-            pass
+    text = _told(raw, served)
+    if text is not None:
+        return text
     name = detect_encoding(raw, from_html_meta=True) or "utf-8"
     if name == "utf-8" and detect_encoding(raw, html5_compatible=False) == "cp949":
         return raw.decode("cp949", "replace")
     return bytes_to_str(raw, name, errors="replace")
+
+
+def decode_plain(raw: bytes, served: str | None = None) -> str:
+    """Plain text from the web: as a page, without a meta tag. Raises UnicodeDecodeError, MissingExtra."""
+    name = None if marked(raw) else _certain(raw, served)
+    if name:
+        return raw.decode(name)
+    text = None if marked(raw) else _told(raw, served)
+    return decode_text(raw, "auto") if text is None else text
+
+
+def _certain(raw: bytes, served: str | None) -> str | None:
+    """The encoding that the server said, if bytes in it can pass for UTF-8 and are none."""
+    served = _known(served)
+    if served and served.startswith(_SEVEN_BITS):  # these look like ASCII
+        return served
+    return served if served and served.startswith(("utf_16", "utf_32")) and b"\0" in raw[:100] else None
+
+
+def _told(raw: bytes, served: str | None) -> str | None:
+    """The text in UTF-8 if it is valid, else in the encoding that the server said; None when it is neither."""
+    served = _known(served)
+    for name in ("utf_8", "cp1252" if served in ("iso8859_1", "ascii") else served):
+        try:
+            return raw.decode(name) if name else None
+        except UnicodeDecodeError:
+            pass
+    return None
 
 
 def _known(name: str | None) -> str | None:

@@ -13,6 +13,7 @@ from hone.data.readers.archives import MAX_RECORD_BYTES
 from hone.data.readers.documents import Broken, Document, Options
 from hone.data.readers.listing import File
 from hone.data.readers.read import read_file
+from hone.data.readers.streams import head
 
 
 def items(path: Path) -> list[Document | Broken]:
@@ -143,6 +144,34 @@ def test_all_records_in_one_gzip_member(shared_data, tmp_path):
     assert texts == complete[: len(texts)] and len(texts) > 4 and reasons == ["truncated"]
 
 
+def long_window(content: bytes) -> bytes:
+    """A zstd frame of raw blocks that asks for a window of 2 GB (RFC 8878, 3.1.1)."""
+    frame = b"\x28\xb5\x2f\xfd\x00" + bytes([(31 - 10) << 3])
+    for begin in range(0, len(content), 100_000):
+        block = content[begin : begin + 100_000]
+        frame += ((begin + 100_000 >= len(content)) | len(block) << 3).to_bytes(3, "little") + block
+    return frame
+
+
+def test_zstd_with_a_long_window(tmp_path):
+    path = tmp_path / "a.warc.zst"
+    path.write_bytes(long_window(warc(PAGE.encode(), HTML)))
+    assert read(path) == ([SENTENCE], [])
+    file = File(path, path.name, path.stat().st_size, "warc", ".zst")
+    assert head(file, 1 << 12).startswith(b"WARC/1.0")
+
+
+def test_of_damaged_zstd_the_records_before_are_kept(tmp_path):
+    import zstandard
+
+    path = tmp_path / "a.warc.zst"
+    frames = [zstandard.compress(warc(PAGE.encode(), HTML)) for _ in range(3)]
+    path.write_bytes(b"".join(frames) + b"no frame")
+    assert read(path)[1] == ["bad_compression"]
+    path.write_bytes(b"no frame" + b"".join(frames))
+    assert read(path) == ([], ["bad_compression"])
+
+
 def warc(body: bytes, *lines: str, status: str = "200 OK") -> bytes:
     """One response record."""
     head = "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status}", *lines)).encode() + b"\r\n"
@@ -192,6 +221,12 @@ HTML = "Content-Type: text/html"
         (PAGE.encode(), [HTML, "Transfer-Encoding: chunked"]),  # it is not
         (SENTENCE.encode(), ["Content-Type: text/plain"]),
         (SENTENCE.encode("latin-1"), ["Content-Type: text/plain; charset=latin-1"]),
+        (SENTENCE.encode("latin-1"), ["Content-Type: text/plain"]),
+        (SENTENCE.encode("latin-1"), ["Content-Type: text/plain; charset=utf-8"]),  # it is not
+        (SENTENCE.encode("latin-1"), ["Content-Type: text/plain; charset=nonsense"]),
+        (SENTENCE.encode(), ["Content-Type: text/plain; charset=latin-1"]),
+        (SENTENCE.encode("utf-16"), ["Content-Type: text/plain"]),
+        (SENTENCE.encode("utf-16-le"), ["Content-Type: text/plain; charset=utf-16le"]),
         (PAGE.encode().decode("latin-1").encode(), [HTML]),  # encoded twice
     ],
 )
@@ -205,7 +240,7 @@ def test_pages_are_read_in_every_encoding(tmp_path, record, body, lines):
 @pytest.mark.parametrize(
     ("body", "lines", "reason"),
     [
-        (PAGE.encode("latin-1"), ["Content-Type: text/plain"], "wrong_encoding"),
+        (f"{SENTENCE} 語".encode() + b"\xff", ["Content-Type: text/plain"], "wrong_encoding"),
         (b"\xfa\xce\x0c\x1b" * 50, [HTML, "Content-Encoding: br"], "bad_record"),
         (gzip.compress(PAGE.encode())[:-30], [HTML, "Content-Encoding: gzip"], None),
         (gzip.compress(b"0" * (MAX_RECORD_BYTES + 99)), [HTML, "Content-Encoding: gzip"], "record_too_large"),  # a bomb
