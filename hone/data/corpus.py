@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from hone.data.edits.cuts import Cuts, apply_cuts, join
 from hone.data.signals import DOCUMENT, SIGNALS
 from hone.data.text.batch import Texts
 
+compute = lazy("pyarrow.compute")
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
@@ -224,6 +226,28 @@ class Corpus:
                 column = parquet.read_table(shard, columns=[name]).column(0).take(pa.array(here - first))
                 found.update(zip(here.tolist(), column.to_pylist()))
         return found
+
+    def without(self, url_field: str, metadata_fields: Sequence[str]) -> list[tuple[str, str]]:
+        """(option, name) of the fields asked for that no document has, read a shard at a time until all are seen.
+
+        Nobody asked for the default of `url_field`.
+        """
+        left = [("metadata", "metadata_fields", name, f"{json.dumps(name)}:") for name in metadata_fields]
+        left += [("url", "url_field", url_field, "")] if url_field not in ("", "url") else []
+        for shard in self.shards:
+            if not left:
+                break
+            table = parquet.read_table(shard, columns=sorted({column for column, *_ in left}))
+            found = {  # a key of JSON, whatever its value; any address
+                row: compute.any(
+                    compute.match_substring(table.column(row[0]), row[3])
+                    if row[3]
+                    else compute.greater(compute.binary_length(table.column(row[0])), 0)
+                ).as_py()
+                for row in left
+            }
+            left = [row for row in left if not found[row]]
+        return [(option, name) for _, option, name, _ in left]
 
     def spans(self) -> Iterator[tuple[int, Path, int, int]]:
         """(number, path, first, end) of each shard: documents `first`..`end` of the corpus lie in it."""

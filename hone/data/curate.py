@@ -70,6 +70,7 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
         corpus, reading = _read(spec, listing, models, draft, run, pool)
         clock.done("read")
         chain = Chain(spec, corpus, run, pool)
+        chain.warnings += reading.pop("warnings")
         chain.filter(draft)
         clock.done("filter")
         for step in (chain.deduplicate, chain.edit, chain.decontaminate):
@@ -297,7 +298,14 @@ def _read(
         "skipped": dict(sorted(listing.skipped.items())),
         "samples": _few(samples),
     }
-    return Corpus(shards), step
+    corpus = Corpus(shards)
+    step["warnings"] = [
+        f"{field} '{name}' has a value in no row of {num_documents} documents: check how the rows spell it"
+        for field, name in corpus.without(spec.url_field, spec.metadata_fields)
+    ]
+    for warning in step["warnings"]:
+        run.say(f"note: {warning}")
+    return corpus, step
 
 
 def _few(samples: list[dict[str, str]], most: int = 3) -> list[dict[str, str]]:

@@ -458,3 +458,27 @@ def test_the_output_may_not_lie_in_its_own_source(tmp_path):
     assert not (tmp_path / "work").exists()
     with pytest.raises(SpecError, match=r"Data\.source"):
         Data.read({"source": ""})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_fields_that_no_row_has_are_said(tmp_path, capsys, kind):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (tmp_path / "in").mkdir()
+    rows = [{"text": story(number), "link": f"https://example.org/{number}", "rare": None} for number in range(40)]
+    rows[30]["rare"] = 'a "licence": b'
+    if kind == "jsonl":
+        (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "a.parquet")
+    spec = {"url_field": "lnk", "metadata_fields": ["rare", "licence"], "dedups": []}
+    made = spec_of(tmp_path / "in", **spec).make(tmp_path / "wrong")
+    warnings = json.loads((made.folder / "stats.json").read_text())["warnings"]
+    printed = capsys.readouterr()
+    for said in ("metadata_fields 'licence' has a value in no row", "url_field 'lnk' has a value in no row"):
+        assert any(warning.startswith(said) for warning in warnings) and f"note: {said}" in printed.out + printed.err
+    assert not any("rare" in warning for warning in warnings)
+    right = {"url_field": "link", "metadata_fields": ["rare"], "dedups": []}
+    made = spec_of(tmp_path / "in", **right).make(tmp_path / "right", run=QUIET)
+    assert not any("no row" in said for said in json.loads((made.folder / "stats.json").read_text())["warnings"])
