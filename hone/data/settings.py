@@ -28,15 +28,15 @@ class Settings(Stage):
         "python",
         min_length=1,
         description="'python' (the library of the running Python: docstrings, sources, texts), a file or folder of .txt .md "
-        ".rst .html, code, .jsonl .warc .arc .wet (each also .gz, .zst) or .parquet, a URL, hf:OWNER/NAME[:CONFIG][:SPLIT], or "
-        "several of them.",
+        ".rst .html, code, .jsonl .warc .arc .wet (each also .gz, .zst) or .parquet, a pattern of them ('texts/*.txt'), a URL, "
+        "hf:OWNER/NAME[:CONFIG][:SPLIT], or several of them.",
     )
     max_bytes: int | None = Field(None, gt=0, description="Most bytes of text to read, in order of file names.")
     text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
     url_field: str = Field("url", description="Field or column that holds the address a text was found at.")
     metadata_fields: tuple[str, ...] = Field((), description="Other fields or columns to carry along, as JSON.")
     encoding: str = Field(
-        "utf-8", description="Encoding of text files without a byte order mark; 'auto': found out for each file."
+        "utf-8", description="Encoding of text files without a byte order mark; 'auto': found out for each document."
     )
     extractor: Annotated[Technique, Choice(EXTRACTORS)] = Field(
         "fast",  # type: ignore[arg-type]
