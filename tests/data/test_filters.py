@@ -166,3 +166,17 @@ def test_verdicts_are_those_of_the_reference(shared_data):
         least = 0.93 if name == "gopher_quality" else 0.99
         assert (ours[name] == theirs).mean() >= least, name
         assert not theirs.all(), f"{name}: nothing is dropped, so nothing is compared"
+
+
+def test_a_lexicon_finds_words_that_no_space_parts():
+    texts = Texts.of(
+        ["这个混蛋走了过来。", "这个人走了过来。", "An ordinary darn sentence.", "あのばか野郎が来た", "混"]
+    )
+    both = _Opened("toxic_words", ("darn", "混蛋", "ばか", "走")).columns(texts)["toxic_words"]
+    assert (both > 0).tolist() == [True, False, True, True, False]  # entries of one character are not looked for
+    assert both[0] == 1 / (1 + 8 / 2) and both[2] == 1 / 4
+    spaced = _Opened("toxic_words", ("darn",)).columns(texts)["toxic_words"]
+    assert np.isnan(spaced).tolist() == [True, True, False, True, True] and spaced[2] == 1 / 4
+    columns = {name: np.repeat(values, 5) for name, values in columns_of(PROSE, language="zh").items()}
+    for values, keep in ((both, [False, True, False, False, True]), (spaced, [True, True, False, True, True])):
+        assert FILTERS.read("toxicity").decide({**columns, "toxic_words": values})[0].tolist() == keep

@@ -16,8 +16,8 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.data import FILTERS, SCORERS
 from hone.data.corpus import schema
 from hone.data.expression import columns_of
-from hone.data.quality.lexicon import _Opened
 from hone.data.signals import SIGNALS, normalize, signals, signals_of
+from hone.data.text import measure
 from hone.data.text.batch import Texts
 from tests.data.text import oracle
 
@@ -47,7 +47,7 @@ def check(texts: list[str]) -> None:
     columns = signals_of(Texts.of(texts))
     assert list(columns) == list(SIGNALS)
     assert {name: str(column.dtype) for name, column in columns.items()} == SIGNALS
-    columns["toxic_words"] = _Opened("toxic_words", LEXICON).columns(Texts.of(texts))["toxic_words"]
+    columns["toxic_words"] = measure.columns_of(measure.counts_of(Texts.of(texts), LEXICON)[0])["toxic_words"]
     for index, text in enumerate(texts):
         for name, value in oracle.signals(text, LEXICON).items():
             assert columns[name][index] == pytest.approx(value, rel=1e-12), (name, text)

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.data.filters.base import SPACED_PROSE, Filter, Rule
+from hone.data.filters.base import Filter, Rule
 
 
 class Toxicity(Filter):
@@ -17,15 +17,14 @@ class Toxicity(Filter):
 
     The scorer `lexicon` adds the column from files that the user names; none comes with the package. A list of words knows no context: C4's took
     away pages about health, in dialects and by minorities far more often than others (Dodge et al. 2021,
-    arXiv:2104.08758). Look at the samples, and at the drop rate of each group, before keeping the limit at 0.
+    arXiv:2104.08758). What the lexicon did not measure stays. Look at the samples, and at the drop rate of each group, before keeping the limit at 0.
     """
 
     paper: ClassVar[str] = "arXiv:1910.10683"
-    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
     max_toxic_words: float = Field(0.0, ge=0, le=1, description="Most words or phrases of the lexicon, per word.")
 
     def rules(self) -> list[Rule]:
-        return [Rule("toxic_words", f"toxic_words <= {self.max_toxic_words}")]
+        return [Rule("toxic_words", f"not toxic_words > {self.max_toxic_words}")]
 
     def decide(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """As every filter; raises SpecError when the documents were annotated without a lexicon."""

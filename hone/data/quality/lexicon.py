@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +14,17 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.data.quality.base import Scorer
 from hone.data.text.batch import Texts
 
+_UNSPACED = re.compile("[\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")
+"""Characters of scripts that part no words."""
+
 
 class Lexicon(Scorer):
     """Counts the words at which an entry of the lists begins, per word; the filter `toxicity` decides by it.
 
-    An entry is a word or a phrase. Case and the punctuation around words do not matter; words are what white space parts, so
-    in Chinese or Thai little is found. No list comes with the package. Costs a second pass over the text.
+    An entry is a word or a phrase. Case and the punctuation around words do not matter; words are what white space parts. Entries
+    in scripts that part no words (Chinese, Japanese, Thai, Lao, Khmer, Burmese) are found anywhere in a text, from two characters
+    on, inside of longer words too, and two such characters count as a word. Without an entry in such a script, texts mostly in
+    one have no value (NaN): they were not measured. No list comes with the package. Costs a second pass over the text.
     """
 
     column: str = Field("toxic_words", description="Name of the column.")
@@ -53,11 +59,23 @@ class _Opened(NamedTuple):
     entries: tuple[str, ...]
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
-        """Hits per word, float64 [num_texts]."""
+        """Hits per word, float64 [num_texts]; NaN for texts whose script no entry is in."""
         from hone.data.text import measure
 
-        counts, _ = measure.counts_of(texts, self.entries)
-        return {self.column: measure.columns_of(counts)["toxic_words"]}
+        unspaced = [entry.lower() for entry in self.entries if _UNSPACED.search(entry)]
+        counts, _ = measure.counts_of(texts, [entry for entry in self.entries if not _UNSPACED.search(entry)])
+        found = measure.columns_of(counts)
+        values, words = found["toxic_words"], np.maximum(found["words"], 1)
+        longest = sorted((entry for entry in unspaced if len(entry) > 1), key=lambda entry: (-len(entry), entry))
+        pattern = re.compile("|".join(map(re.escape, longest))) if longest else None
+        for number, text in enumerate(texts.strings()):
+            alone = 0 if text.isascii() else len(_UNSPACED.findall(text))
+            if pattern is not None and alone:
+                hits = values[number] * words[number] + len(pattern.findall(text.lower()))
+                values[number] = hits / (words[number] + alone / 2)
+            elif alone > len(text) / 2:
+                values[number] = np.nan
+        return {self.column: values}
 
 
 def read_entries(path: Path) -> set[str]:
