@@ -283,7 +283,6 @@ def test_killed_at_durable_steps_the_rerun_gives_the_same_bytes(made, source, tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_killed_at_ten_random_durable_steps(made, source, tmp_path):
     """Each kill hits a run from its start, at a step of its own tenth of them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
