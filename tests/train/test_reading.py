@@ -128,7 +128,7 @@ def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, t
     (tmp_path / "examples.txt").write_text("Why is the fox quick?")
     fake = Fake()
     try:
-        fake.answer = lambda question: "good"
+        fake.answer = lambda question: "useless" if question.count("e") % 2 else "good"
         endpoint = {"url": fake.url, "wait_s": 0.001, "attempts": 1}
         mixture = {
             "kind": "medu",
@@ -139,14 +139,15 @@ def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, t
         spec = Train.read({**SPEC, "steps": 2, "mixture": mixture})
         made = spec.make(tmp_path / "train-medu", {"data": Artifact.read(table_folder)}, QUIET)
         asked = len(fake.seen)
-        assert asked == 1 + 2 * 3 and made.figures["weight_large"].value == pytest.approx(0.5)
+        assert asked == 1 + 2 * 3
+        weight = made.figures["weight_large"].value
         reading = Reading({"data": Artifact.read(table_folder)}, spec.mixture, spec.curriculum)
         draft = start(tmp_path / "train-again", kind="train", spec=spec)
         with draft:
             shutil.copy(made.folder / "mixture.json", draft.folder / "mixture.json")
             reading.prepare(8, 32, 0, draft, QUIET)
         assert len(fake.seen) == asked, "the model was asked again"
-        assert reading.chosen.weights == pytest.approx({"large": 0.5, "small": 0.5})
+        assert reading.chosen.weights == pytest.approx({"large": weight, "small": 1 - weight})
     finally:
         fake.server.shutdown()
         fake.server.server_close()
