@@ -41,13 +41,14 @@ def table_folder(tmp_path_factory):
     for number, split in enumerate(("train", "val")):
         data = PackedTokens(folder, split)
         sizes = np.diff(data.starts)
+        groups = [("small", "large", "large")[place % 3] for place in range(len(sizes))]
         rows = {
-            "text": ["the quick"] * len(sizes),
+            "text": [f"the quick {group}" for group in groups],
             "split": [split] * len(sizes),
             "bytes": (sizes * 4).tolist(),
             "words": sizes.tolist(),
             "compression_ratio": (1 + sizes / 50).tolist(),
-            "group": [("small", "large", "large")[place % 3] for place in range(len(sizes))],
+            "group": groups,
         }
         parquet.write_table(pa.table(rows), folder / "documents" / f"{number:05d}.parquet")
     return folder
@@ -128,7 +129,7 @@ def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, t
     (tmp_path / "examples.txt").write_text("Why is the fox quick?")
     fake = Fake()
     try:
-        fake.answer = lambda question: "useless" if question.count("e") % 2 else "good"
+        fake.answer = lambda question: "good" if "quick small" in question else "useless"
         endpoint = {"url": fake.url, "wait_s": 0.001, "attempts": 1}
         mixture = {
             "kind": "medu",
@@ -141,6 +142,7 @@ def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, t
         asked = len(fake.seen)
         assert asked == 1 + 2 * 3
         weight = made.figures["weight_large"].value
+        assert 0 < weight < 0.5
         reading = Reading({"data": Artifact.read(table_folder)}, spec.mixture, spec.curriculum)
         draft = start(tmp_path / "train-again", kind="train", spec=spec)
         with draft:
