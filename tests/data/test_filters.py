@@ -177,6 +177,10 @@ def test_a_lexicon_finds_words_that_no_space_parts():
     assert both[0] == 1 / (1 + 8 / 2) and both[2] == 1 / 4
     spaced = _Opened("toxic_words", ("darn",)).columns(texts)["toxic_words"]
     assert np.isnan(spaced).tolist() == [True, True, False, True, True] and spaced[2] == 1 / 4
+    thai = _Opened("toxic_words", ("darn", "ควาย")).columns(Texts.of(["这个混蛋走了过来。", "มันเป็นควายตัวหนึ่ง"]))[
+        "toxic_words"
+    ]
+    assert np.isnan(thai[0]) and thai[1] > 0  # each script for itself
     columns = {name: np.repeat(values, 5) for name, values in columns_of(PROSE, language="zh").items()}
     for values, keep in ((both, [False, True, False, False, True]), (spaced, [True, True, False, True, True])):
         assert FILTERS.read("toxicity").decide({**columns, "toxic_words": values})[0].tolist() == keep

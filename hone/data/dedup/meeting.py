@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hone.data.dedup.union_find import join
-from hone.data.text.compiled import entry
+from hone.data.text.compiled import entry, kernel
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """2^64 / golden ratio: the high bits of a product with it differ also where only low bits of numbers do."""
@@ -55,13 +55,13 @@ def join_equal(parents, numbers):
         join(parents, ones[:met], others[:met])
 
 
-@entry
+@kernel
 def _bucket(number, bits):
     """The first `bits` bits of what spreads `number`."""
     return np.int64((number * _SPREAD >> np.uint64(1)) >> np.uint64(63 - bits))
 
 
-@entry
+@kernel
 def _table_bits(count):
     """Logarithm of the slots of a table that is at most half full."""
     bits = 4

@@ -67,7 +67,7 @@ class Kept(NamedTuple):
         at_once(lambda read: self._bring(read.path, read.bytes, read.hash, fix), self.reads)
 
     def _bring(self, path: Path, size: int, wanted: str, fix: str) -> None:
-        if path.is_file() and path.stat().st_size == size and digest(path) == wanted:
+        if path.is_file() and path.stat().st_size == size and _known(path) == wanted:
             return
         try:
             _store(self.url).get(f"files/{wanted}", path)
@@ -82,6 +82,17 @@ class Kept(NamedTuple):
 def _store(url: str) -> Store:
     """A file system's client takes longer to make than a small task."""
     return Store(url)
+
+
+def _known(path: Path) -> str:
+    """The digest of a file that is there, computed again only when the file has changed: many tasks read the same."""
+    there = path.stat()
+    return _once(path, there.st_size, there.st_mtime_ns, there.st_ino)
+
+
+@functools.lru_cache(maxsize=65536)
+def _once(path: Path, *version: int) -> str:
+    return digest(path)
 
 
 def digest(path: Path) -> str:

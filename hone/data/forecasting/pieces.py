@@ -36,6 +36,8 @@ _TABLE_BYTES = 128 << 20
 """So much of all Parquet tables is decoded to take rows from."""
 _SLICE_BYTES = 256 << 10
 _USUALLY = 4.0
+_TABLE_NUMBERS = 1 << 40
+"""Slices of tables are numbered downwards from here, apart from all ranges."""
 _MARK = "\x1f"
 CUT, WHOLE, CERTAIN = "cut", "whole", "certain"
 
@@ -324,7 +326,7 @@ class _Cutter:
                     parquet.write_table(slice_, path, compression="none")
                     part = File(path, file.name, path.stat().st_size, "parquet")
                     share = len(slice_) / len(held) * size * scale * extent.share
-                    found.append(Piece(part, int(numbers[0]) * 1000 + self.copies, extent.stratum, share))
+                    found.append(Piece(part, -(_TABLE_NUMBERS + self.copies), extent.stratum, share))
         return found
 
     def _piece(self, extent: Extent, number: int, content: bytes, swells: float) -> Piece:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hone.data.text.compiled import entry
+from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import BASIS, PRIME, ROLL, code_point, mix, roll_power
 
 _LETTERS = np.uint64(0xD6E8FEB86659FD93)  # tells runs of letters from runs of words
@@ -35,7 +35,7 @@ def _scratch(log_buckets):
     return Scratch(np.uint64(64 - log_buckets), marks, counts, touched)
 
 
-@entry
+@kernel
 def _count(hashed, shift, turn, marks, counts, touched, num):
     """Counts one occurrence; `num` buckets were touched before, the new number is returned."""
     bucket = np.int64(hashed >> shift)
@@ -121,7 +121,7 @@ def collect(data, start, end, table, word_runs, letter_run, turn, scratch):
     return num
 
 
-@entry
+@kernel
 def _gain(count):
     return _LOGS[count] if count < len(_LOGS) else 1 + np.log(np.float64(count))
 

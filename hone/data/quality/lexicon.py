@@ -14,8 +14,11 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.data.quality.base import Scorer
 from hone.data.text.batch import Texts
 
-_UNSPACED = re.compile("[\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")
-"""Characters of scripts that part no words."""
+_SCRIPTS = (
+    "\u3041-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff", "\u0e01-\u0e7f", "\u0e80-\u0eff", "\u1780-\u17ff", "\u1000-\u109f",
+)  # fmt: skip
+"""Scripts that part no words: Chinese and Japanese, Thai, Lao, Khmer, Burmese."""
+_UNSPACED = re.compile(f"[{''.join(_SCRIPTS)}]")
 
 
 class Lexicon(Scorer):
@@ -23,8 +26,8 @@ class Lexicon(Scorer):
 
     An entry is a word or a phrase. Case and the punctuation around words do not matter; words are what white space parts. Entries
     in scripts that part no words (Chinese, Japanese, Thai, Lao, Khmer, Burmese) are found anywhere in a text, from two characters
-    on, inside of longer words too, and two such characters count as a word. Without an entry in such a script, texts mostly in
-    one have no value (NaN): they were not measured. No list comes with the package. Costs a second pass over the text.
+    on, inside of longer words too, and two such characters count as a word. Texts mostly in such a script have no value (NaN)
+    when no entry is in it: they were not measured. No list comes with the package. Costs a second pass over the text.
     """
 
     column: str = Field("toxic_words", description="Name of the column.")
@@ -59,7 +62,7 @@ class _Opened(NamedTuple):
     entries: tuple[str, ...]
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
-        """Hits per word, float64 [num_texts]; NaN for texts whose script no entry is in."""
+        """Hits per word, float64 [num_texts]; NaN for texts mostly in a script that parts no words and that no entry is in."""
         from hone.data.text import measure
 
         unspaced = [entry.lower() for entry in self.entries if _UNSPACED.search(entry)]
@@ -68,13 +71,22 @@ class _Opened(NamedTuple):
         values, words = found["toxic_words"], np.maximum(found["words"], 1)
         longest = sorted((entry for entry in unspaced if len(entry) > 1), key=lambda entry: (-len(entry), entry))
         pattern = re.compile("|".join(map(re.escape, longest))) if longest else None
+        has = [any(re.search(f"[{script}]", entry) for entry in unspaced) for script in _SCRIPTS]
+        known, others = (
+            re.compile(f"[{''.join(script for script, here in zip(_SCRIPTS, has) if here == wanted)}]")
+            if wanted in has
+            else None
+            for wanted in (True, False)
+        )
         for number, text in enumerate(texts.strings()):
-            alone = 0 if text.isascii() else len(_UNSPACED.findall(text))
-            if pattern is not None and alone:
+            if text.isascii():
+                continue
+            alone = len(known.findall(text)) if known else 0
+            if others and len(others.findall(text)) > len(text) / 2:
+                values[number] = np.nan
+            elif pattern is not None and alone:
                 hits = values[number] * words[number] + len(pattern.findall(text.lower()))
                 values[number] = hits / (words[number] + alone / 2)
-            elif alone > len(text) / 2:
-                values[number] = np.nan
         return {self.column: values}
 
 

@@ -15,7 +15,7 @@ from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.fast import Fast
 from hone.data.readers.listing import File
 from hone.data.readers.remote import is_lost
-from hone.data.readers.streams import head, open_raw, open_stream, zstandard
+from hone.data.readers.streams import decompressor, head, open_raw, open_stream, zstandard
 
 MAX_RECORD_BYTES = 32 << 20
 """Larger web records are no pages."""
@@ -270,7 +270,10 @@ def _decoded(body: bytes, transfer: str, content: str) -> bytes:
         elif name == "deflate":
             body = _inflated(body)
         elif name == "zstd" and body.startswith(b"\x28\xb5\x2f\xfd"):
-            body = zstandard().ZstdDecompressor().stream_reader(body).read(MAX_RECORD_BYTES + 1)
+            try:
+                body = decompressor().stream_reader(body).read(MAX_RECORD_BYTES + 1)
+            except zstandard().ZstdError as error:
+                raise ValueError(f"content encoding zstd: {error}") from None
         elif name in ("br", "compress", "x-compress", "zstd") and not body[:200].lstrip().startswith(b"<"):
             raise ValueError(f"content encoding {name}")
     return body

@@ -140,9 +140,11 @@ def settle(text: str) -> tuple[str, str]:
             return "lone_surrogate", text
         read, text = text, text
         while is_mojibake(text):
-            text, num_left = repaired(text)
+            before, (text, num_left) = text, repaired(text)
             if num_left > MAX_LEFT * len(text):
                 return "mojibake", read
+            if text == before:  # what looked like it was half of a run, cut off where the look ends
+                break
         if text.count("\ufffd") > MAX_REPLACED * len(text):
             return "wrong_encoding", read
         if is_piled(text):

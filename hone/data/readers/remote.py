@@ -59,7 +59,10 @@ def is_lost(error: BaseException) -> bool:
 def fixed(source: str) -> str:
     """The folder above the first part of a path or URL that is a pattern; all of it when none is."""
     match = _MAGIC.search(source)
-    return source[: match.start()].rpartition("/")[0] if match else source
+    if not match:
+        return source
+    folder, slash, _ = source[: match.start()].rpartition("/")
+    return folder or slash
 
 
 def find(source: str) -> list[Found]:
@@ -74,7 +77,7 @@ def find(source: str) -> list[Found]:
     base = root.rstrip("/")
     found = _walk(system, root, source)
     if not found and fixed(root) != root:
-        found, base = _matching(system, root, source), fixed(root)
+        found, base = _matching(system, root, source), fixed(root).rstrip("/")
     if not found:
         raise SpecError(f"source {source}: there is no such file or folder", fix="check the address")
     return [
@@ -167,7 +170,10 @@ def _walk(system: Any, root: str, source: str) -> list[_Entry]:
 
 def _inside(path: str, root: str) -> str:
     """The part of `path` below `root`, or its own name when it is the root."""
-    return path.rsplit(root, 1)[-1].strip("/") or path.rsplit("/", 1)[-1]
+    below = (
+        path.removeprefix(root) if path.startswith(root) else path.rsplit(root, 1)[-1]
+    )  # a hub's path may be escaped
+    return below.strip("/") or path.rsplit("/", 1)[-1]
 
 
 def _system(url: str) -> tuple[Any, str]:

@@ -48,7 +48,7 @@ def head(file: File, num_bytes: int) -> bytes:
             part = zlib.decompressobj(31)
             content += part.decompress(rest, most - len(content))
         else:
-            part = _decompressor().decompressobj()
+            part = decompressor().decompressobj()
             content += part.decompress(rest)
         rest = part.unused_data if part.eof else b""
     return content
@@ -63,7 +63,7 @@ def zstandard() -> Any:
     return zstandard
 
 
-def _decompressor() -> Any:
+def decompressor() -> Any:
     """Of zstd frames with windows as long as there are (`--long=31`)."""
     return zstandard().ZstdDecompressor(max_window_size=1 << 31)
 
@@ -133,7 +133,7 @@ class _Zstd:
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
-        self._new = _decompressor().decompressobj
+        self._new = decompressor().decompressobj
         self._frame = self._new()
         self._begun = False
         self._ready = memoryview(b"")

@@ -32,7 +32,7 @@ def read_text(file: File, options: Options) -> Iterator[Piece | Fault]:
             for raw, ends in _parted(_chunks(first[begin:], stream), mark, len(mark) // len(END_OF_TEXT)):
                 yield from documents.add(raw, ends)
         except EOFError:
-            yield from documents.rest()
+            yield from documents.broken_off()
             raise
 
 
@@ -106,6 +106,12 @@ class _Documents:
         if text.strip():
             yield self._piece(text)
         self._begin()
+
+    def broken_off(self) -> Iterator[Piece | Fault]:
+        """What has come of the document when no more will; the letter that was cut in two is left out."""
+        text = self._lines.decode(self._decoder.decode(b"", True), True)
+        self._texts.append(text.rstrip(BAD))
+        yield from self.rest()
 
     def _piece(self, text: str) -> Piece | Fault:
         at = text.find(BAD)

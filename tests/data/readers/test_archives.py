@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from hone.data.readers.archives import MAX_RECORD_BYTES
 from hone.data.readers.documents import Broken, Document, Options
@@ -117,8 +118,6 @@ def test_a_header_that_lies_costs_its_record_only(shared_data, tmp_path, length,
 
 
 def test_a_warc_inside_zstd_and_plain(shared_data, tmp_path):
-    import zstandard
-
     raw = gzip.decompress((shared_data / "web" / "warcio" / "example.warc.gz").read_bytes())
     expected = read(shared_data / "web" / "warcio" / "example.warc.gz")
     (tmp_path / "a.warc").write_bytes(raw)
@@ -162,8 +161,6 @@ def test_zstd_with_a_long_window(tmp_path):
 
 
 def test_of_damaged_zstd_the_records_before_are_kept(tmp_path):
-    import zstandard
-
     path = tmp_path / "a.warc.zst"
     frames = [zstandard.compress(warc(PAGE.encode(), HTML)) for _ in range(3)]
     path.write_bytes(b"".join(frames) + b"no frame")
@@ -199,6 +196,7 @@ def arc(body: bytes, *lines: str, status: str = "200 OK") -> bytes:
 SENTENCE = "Straße und Fluß sind schöne alte Wörter, die jeder kennt."
 PAGE = f"<html><head><title>t</title></head><body><p>{SENTENCE}</p></body></html>"
 HTML = "Content-Type: text/html"
+ZSTD = zstandard.compress(PAGE.encode())
 
 
 @pytest.mark.parametrize("record", [warc, arc])
@@ -215,6 +213,7 @@ HTML = "Content-Type: text/html"
         (PAGE.encode("utf-16-le"), [f"{HTML}; charset=utf-16le"]),
         (gzip.compress(PAGE.encode()), [HTML, "Content-Encoding: gzip"]),
         (PAGE.encode(), [HTML, "Content-Encoding: gzip"]),  # it is not
+        (ZSTD, [HTML, "Content-Encoding: zstd"]),
         (zlib.compress(PAGE.encode()), [HTML, "Content-Encoding: deflate"]),
         (zlib.compress(PAGE.encode())[2:-4], [HTML, "Content-Encoding: deflate"]),
         (b"%x\r\n" % len(PAGE.encode()) + PAGE.encode() + b"\r\n0\r\n\r\n", [HTML, "Transfer-Encoding: chunked"]),
@@ -242,6 +241,7 @@ def test_pages_are_read_in_every_encoding(tmp_path, record, body, lines):
     [
         (f"{SENTENCE} 語".encode() + b"\xff", ["Content-Type: text/plain"], "wrong_encoding"),
         (b"\xfa\xce\x0c\x1b" * 50, [HTML, "Content-Encoding: br"], "bad_record"),
+        (ZSTD[:9] + b"\xff" * 9 + ZSTD[18:], [HTML, "Content-Encoding: zstd"], "bad_record"),
         (gzip.compress(PAGE.encode())[:-30], [HTML, "Content-Encoding: gzip"], None),
         (gzip.compress(b"0" * (MAX_RECORD_BYTES + 99)), [HTML, "Content-Encoding: gzip"], "record_too_large"),  # a bomb
         (PAGE.replace("Fluß", "Flu\0ß").encode(), ["Content-Type: text/plain"], "binary"),
@@ -249,7 +249,7 @@ def test_pages_are_read_in_every_encoding(tmp_path, record, body, lines):
         (b"", [HTML], "empty"),
         (b"<div>" * 100_000 + b"text", [HTML], "nested_too_deeply"),
     ],
-    ids=["encoding", "compression", "cut", "bomb", "binary", "mojibake", "empty", "deep"],
+    ids=["encoding", "compression", "damage", "cut", "bomb", "binary", "mojibake", "empty", "deep"],
 )
 def test_pages_that_are_none(tmp_path, record, body, lines, reason):
     path = tmp_path / "a.warc"

@@ -176,6 +176,9 @@ def test_patterns(tmp_path, monkeypatch):
     assert found("a/*.txt") == ["1.txt=a1"] and found("?/1.txt") == ["a/1.txt=a1", "b/1.txt=b1"]
     assert found("[ab]") == ["a/1.txt=a1", "a/2.md=a2", "a/in/3.txt=a3", "b/1.txt=b1"]
     assert found("a[1].txt") == ["a[1].txt=odd"] and "a/in/3.txt=a3" in found("**/*.txt")
+    top, *below = (tmp_path / "a" / "1.txt").parts[1:]
+    odd = f"/{top[:-1]}[{top[-1]}]/{'/'.join(below)}"  # no folder but the root above the pattern
+    assert [file.name for file in list_source(odd).files] == ["/".join((top, *below))]
     monkeypatch.chdir(tmp_path)
     assert [item.source for item in items("*/1.txt")] == ["a/1.txt", "b/1.txt"]
     assert [item.source for item in items(["a/*.md", "a/*.txt", "b"])] == ["a/2.md", "a-2/1.txt", "b/1.txt"]
@@ -269,6 +272,10 @@ def test_patterns_and_versions_of_urls(memory):
     assert [item.source for item in items("memory://bucket/?/1.txt")] == ["a/1.txt", "b/1.txt"]
     assert [item.source for item in items("memory://bucket/[a]")] == ["a/1.txt", "a/2.md", "a/in/3.txt"]
     assert list_source("memory://bucket").skipped == {"(hidden)": 1}
+    memory.pipe("/bucket/in/x/bucket/in/4.txt", b"deep")  # names of folders come again below
+    assert [file.name for file in list_source("memory://bucket/in").files] == ["x/bucket/in/4.txt"]
+    memory.rm("/bucket/in", recursive=True)
+    assert "bucket/a/1.txt" in [item.source.lstrip("/") for item in items("memory://buck*/a/1.txt")]
     with pytest.raises(SpecError, match="no such file"):
         list_source("memory://bucket/c/*.txt")
     before = list_source("memory://bucket")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from hone.data.readers import rows
-from hone.data.readers.documents import Batch, Broken, Document, Options, is_mojibake, settle
+from hone.data.readers.documents import MOJIBAKE_CHARS, Batch, Broken, Document, Options, is_mojibake, settle
 from hone.data.readers.listing import list_source
 from hone.data.readers.read import read_batches, read_file
 from hone.data.readers.sound import ODD, _plain, _tables, look, settle_batch
@@ -138,6 +138,14 @@ def test_mojibake_is_known_and_real_text_is_none(text, encoding):
     twice = "".join(chr(table[byte]) for byte in broken.encode())
     texts, _, faults = settle_batch(Texts.of([text, broken, twice]))
     assert list(texts.strings()) == [text] * 3 and not faults
+
+
+@pytest.mark.timeout(60)
+def test_half_a_run_where_the_look_for_mojibake_ends_is_no_mojibake():
+    """It seems to be encoded twice up to there, and cannot be put right as a whole: this must come to an end."""
+    text = "a" * (MOJIBAKE_CHARS - 10) + "Ã©" * 5 + "é and so on " * 99
+    assert is_mojibake(text)
+    assert settle(text) == ("", text.rstrip())
 
 
 def test_mojibake_is_measured_by_the_length_of_the_text():

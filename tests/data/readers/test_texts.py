@@ -93,6 +93,26 @@ def test_of_a_text_that_breaks_off_what_was_read_is_kept(tmp_path, ending):
     assert (broken.reason, broken.num_bytes) == ("truncated", 0)
 
 
+@pytest.mark.parametrize("encoding", ["auto", "cp1252"])
+def test_of_a_text_in_another_encoding_that_breaks_off_all_is_kept(tmp_path, encoding):
+    """The one that is found out waits for more bytes before it decides; here none come."""
+    draw = random.Random(1)
+    text = "\n".join(f"Überall, très {draw.random()}, naïve Façade" for _ in range(800))
+    packed = gzip.compress(text.encode("cp1252"))
+    documents, (broken,) = read(tmp_path / "a.txt.gz", packed[: len(packed) // 2], encoding=encoding)
+    (kept,) = strings(documents)
+    assert text.startswith(kept) and len(kept) > len(text) / 3
+    assert broken.reason == "truncated"
+
+
+def test_a_letter_that_was_cut_in_two_is_left_out(tmp_path):
+    text = "".join(chr(0x4E00 + random.Random(number).randrange(5000)) for number in range(4000))
+    packed = gzip.compress(text.encode(), 0)  # stored, so that every byte before the end can be read
+    for end in range(len(packed) // 2, len(packed) // 2 + 3):
+        documents, _ = read(tmp_path / "a.txt.gz", packed[:end])
+        assert text.startswith(strings(documents)[0]) and len(strings(documents)[0]) > 1000
+
+
 def test_what_ends_a_file_early_costs_what_was_not_read(tmp_path, monkeypatch):
     content = MARK.join(b"document %d" % number for number in range(200_000))
     path = tmp_path / "a.txt"
