@@ -189,7 +189,7 @@ def beginning(folder: Path) -> Path:
     ],
 )
 def test_a_run_ends_within_the_tolerance_of_its_forecast(fill, spec, tmp_path, monkeypatch):
-    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000,) * 3)
+    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000, 1_000_000))
     monkeypatch.setattr(trial, "TOKEN_BYTES", 300_000)
     monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE_BYTES // 4)
     made = Data.read({"source": str(fill(tmp_path / "in")), **spec}).make(tmp_path / "out", run=Run(quiet=True))
@@ -205,7 +205,7 @@ def test_a_run_ends_within_the_tolerance_of_its_forecast(fill, spec, tmp_path, m
 
 
 def test_what_is_not_foreseen_is_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000,) * 3)
+    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000, 1_000_000))
     spec = {**SOUND, "source": str(twice(tmp_path / "in")), "edits": ["lines"]}
     figure = Data.read(spec).make(tmp_path / "out", run=Run(quiet=True)).figures["kept_bytes"]
     assert figure.estimate.bound and figure.estimate.tolerance is None

@@ -19,9 +19,9 @@ from hone.data.settings import Settings
 from hone.data.work import Models
 from hone.measure.window import Window
 
-SAMPLE_BYTES = (4 << 20, 16 << 20, 64 << 20)
-"""Least text of a sample, of inputs smaller than that all; most of a fifth of the input; most of a hundredth of it."""
-_SAMPLE_SHARES = (0.2, 0.01)
+SAMPLE_BYTES = (16 << 20, 64 << 20)
+"""Least and most text of a sample; smaller inputs are tried out whole."""
+_SAMPLE_SHARE = 0.01
 _DEAR_BYTES = 600_000
 """Text of a sample where a scorer reads less than a megabyte a second."""
 _DEAR = ("neural", "cascade", "function")
@@ -93,11 +93,10 @@ def sample_bytes(spec: Settings, extents: Sequence[Extent]) -> int:
         return _REMOTE_BYTES
     if any(scorer.kind in _DEAR for scorer in spec.scorers):
         return _DEAR_BYTES
-    least, middle, most = SAMPLE_BYTES
+    least, most = SAMPLE_BYTES
     total = sum(extent.content for extent in extents)
     dear = sum(extent.content * _DEAR_FORMATS.get(extent.file.format, 1) for extent in extents)
-    few, many = (share * total for share in _SAMPLE_SHARES)
-    return int(max(least, min(few, middle), min(many, most)) * total / max(dear, 1))
+    return int(min(max(_SAMPLE_SHARE * total, least), most) * total / max(dear, 1))
 
 
 def _up_to(num_bytes: float, extents: Sequence[Extent], seen: Trial) -> list[Extent]:
