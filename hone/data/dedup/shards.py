@@ -11,7 +11,8 @@ import numpy as np
 
 from hone.base.durable import sync
 from hone.data.corpus import Corpus
-from hone.data.executors.task import digest, written
+from hone.data.executors.store import file_hash
+from hone.data.executors.task import written
 from hone.data.text.batch import Texts
 
 Sign = Callable[[Texts], tuple[np.ndarray, np.ndarray]]
@@ -85,7 +86,7 @@ def contents(files: Sequence[Path]) -> list[list[Any]]:
     rows = []
     for file in files:
         size, row = file.stat().st_size, known.get(f"{file}")
-        hashed = row["hash"] if row and row["bytes"] == size else digest(file)
+        hashed = row["hash"] if row and row["bytes"] == size else file_hash(file)
         rows.append([file.name, size, hashed])
     return rows
 

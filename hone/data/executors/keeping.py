@@ -16,7 +16,7 @@ from hone.base.run import Run
 from hone.base.spec import fingerprint
 from hone.base.store import AT_ONCE, Store, at_once
 from hone.data.executors.base import Pool, Rescue
-from hone.data.executors.store import Kept, Read, digest
+from hone.data.executors.store import Kept, Read, file_hash
 from hone.data.executors.task import Function, Task, fetched
 from hone.data.readers.listing import Listing
 
@@ -67,7 +67,7 @@ class Keeping:
         paths = {path for path in (*task.reads, *_paths(task.arguments)) if path.is_relative_to(self._root)}
         for path in paths - self._known.keys():
             if path.is_file():  # what no task wrote: a tokenizer, a scorer's model
-                read = self._note(path, path.stat().st_size, digest(path))
+                read = self._note(path, path.stat().st_size, file_hash(path))
                 self._store.put(path, f"files/{read.hash}")
         return tuple(self._known[path] for path in sorted(paths) if path in self._known)
 

@@ -19,7 +19,7 @@ from hone.base.store import Store, at_once
 
 
 class Read(NamedTuple):
-    """A file of the stage that a task reads: where it lies, its `name` inside the stage's folder, its size and `digest`."""
+    """A file of the stage that a task reads: where it lies, its `name` inside the stage's folder, its size and `file_hash`."""
 
     path: Path
     name: str
@@ -73,7 +73,7 @@ class Kept(NamedTuple):
             _store(self.url).get(f"files/{wanted}", path)
         except ArtifactError as error:
             raise ArtifactError(f"{error.what} ({path.name})", fix=fix) from None
-        if path.stat().st_size != size or digest(path) != wanted:
+        if path.stat().st_size != size or file_hash(path) != wanted:
             path.unlink()
             raise ArtifactError(f"{self.url}/files/{wanted} ({path.name}) is not the file that was put there", fix=fix)
 
@@ -85,17 +85,17 @@ def _store(url: str) -> Store:
 
 
 def _known(path: Path) -> str:
-    """The digest of a file that is there, computed again only when the file has changed: many tasks read the same."""
+    """The hash of a file that is there, computed again only when the file has changed: many tasks read the same."""
     there = path.stat()
     return _once(path, there.st_size, there.st_mtime_ns, there.st_ino)
 
 
 @functools.lru_cache(maxsize=65536)
 def _once(path: Path, *version: int) -> str:
-    return digest(path)
+    return file_hash(path)
 
 
-def digest(path: Path) -> str:
+def file_hash(path: Path) -> str:
     """Hash of a file's content, as manifests have it."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

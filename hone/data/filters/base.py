@@ -33,7 +33,7 @@ class Filter(Technique):
         "kind != 'code'", description="Expression that picks the documents the rules apply to; 'True' for all."
     )
 
-    @field_validator("when")
+    @field_validator("when", "keep", check_fields=False)  # `keep` where a filter has one
     @classmethod
     def _makes_sense(cls, value: str) -> str:
         need_sense(value, COLUMN_KINDS)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from hone.data.expression import need_sense
-from hone.data.filters.base import COLUMN_KINDS, Filter, Rule
+from hone.data.filters.base import Filter, Rule
 
 
 class Custom(Filter):
@@ -13,12 +12,6 @@ class Custom(Filter):
 
     keep: str = Field("True", description="Expression over signal columns that a document must meet.")
     reason: str = Field("", description="Name of the rule in statistics and samples; none: what `keep` says.")
-
-    @field_validator("keep")
-    @classmethod
-    def _is_an_expression(cls, value: str) -> str:
-        need_sense(value, COLUMN_KINDS)
-        return value
 
     @property
     def label(self) -> str:
