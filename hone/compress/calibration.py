@@ -13,7 +13,7 @@ import numpy as np
 from hone.base.durable import sha256
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.load import PackedTokens
-from hone.model.tokenizer import load_tokenizer
+from hone.model.tokenizer import load_tokenizer, tokenizers_differ
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ def from_data(folder: Path, model: Path, *, num_sequences: int, seq_len: int, se
 
     Raises SpecError when its tokenizer is not the model's, or it holds no tokens.
     """
-    ours, theirs = folder / "tokenizer.json", model / "tokenizer.json"
-    if ours.exists() and theirs.exists() and sha256(ours) != sha256(theirs):
+    if tokenizers_differ(folder, model):
         raise SpecError(
             f"the tokens in {folder} were made with another tokenizer than {model}'s",
             fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",

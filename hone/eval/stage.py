@@ -86,7 +86,7 @@ class Eval(Stage):
             draft.predict(self._estimates(models, machine, text.starts, window, measured))
             model = self._load(folders["model"], run.device)
             reference = self._load(folders["reference"], run.device) if "reference" in folders else None
-            _same_vocabulary(model, reference, folders)
+            _comparable(model, reference, folders)
             with run.progress("scoring", len(text.tokens), "tok") as bar:
                 scores = score(
                     model,
@@ -191,10 +191,19 @@ def evaluate(
     return Eval.read(fields).make(out, parents, run)
 
 
-def _same_vocabulary(model: Any, reference: Any, folders: dict[str, Path]) -> None:
-    if reference is not None and reference.config.vocab_size != model.config.vocab_size:
-        raise SpecError(
-            f"{folders['model']} has {model.config.vocab_size} tokens, reference {folders['reference']} has "
-            f"{reference.config.vocab_size}: their predictions cannot be compared",
-            fix="give a reference with the same tokenizer, or none",
-        )
+def _comparable(model: Any, reference: Any, folders: dict[str, Path]) -> None:
+    """Raises SpecError unless the reference's logits are about the model's tokens."""
+    from hone.model.tokenizer import tokenizers_differ
+
+    if reference is None:
+        return
+    sizes = model.config.vocab_size, reference.config.vocab_size
+    if sizes[0] != sizes[1]:
+        differ = f"{folders['model']} has {sizes[0]} tokens, reference {folders['reference']} has {sizes[1]}"
+    elif tokenizers_differ(folders["model"], folders["reference"]):
+        differ = f"the tokenizers of {folders['model']} and reference {folders['reference']} cut texts differently"
+    else:
+        return
+    raise SpecError(
+        f"{differ}: their predictions cannot be compared", fix="give a reference with the same tokenizer, or none"
+    )

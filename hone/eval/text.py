@@ -9,7 +9,7 @@ import numpy as np
 
 from hone.base.errors import SpecError
 from hone.data.load import PackedTokens
-from hone.model.tokenizer import Tokenizer, load_tokenizer
+from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 
 
 class Text(NamedTuple):
@@ -28,7 +28,7 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
     the split holds nothing to score, or the texts are not there any more.
     """
     tokenizer = load_tokenizer(model)
-    if _same(tokenizer, load_tokenizer(data)):
+    if tokenizer.identity == identity_of(data):
         packed = PackedTokens(data, split)
         documents, how = packed.documents(), f"{split} split as packed"
     else:
@@ -50,11 +50,6 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
     tokens = np.concatenate(kept).astype(np.int64)
     starts = np.cumsum([0, *(len(document) for document in kept)]).astype(np.int64)
     return Text(tokens, starts, _lengths(tokenizer, tokens), how)
-
-
-def _same(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers cut every text alike: same vocabulary and same rules (not: same training settings)."""
-    return one.core.to_str() == other.core.to_str()
 
 
 def _tokenized(data: Path, split: str, tokenizer: Tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from datetime import datetime
@@ -104,6 +105,30 @@ class Tokenizer:
         parts = (self.core.pre_tokenizer, self.core.decoder)
         return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
+    @cached_property
+    def identity(self) -> str:
+        """A digest that two tokenizers share exactly when the same rules give every text the same ids.
+
+        Vocabulary, merges, normalizer, pre-tokenizer and added tokens count. What surrounds a text (post-processor,
+        padding, truncation), what turns ids back into text and the chat template do not: transformers rewrites them.
+        """
+        rules = json.loads(self.core.to_str())
+        counted = {
+            "model": _model_rules(rules["model"]),
+            "normalizer": _steps(rules["normalizer"], "normalizers"),
+            "pre_tokenizer": _steps(rules["pre_tokenizer"], "pretokenizers"),
+            # Whether an added token is special decides what `decode` leaves out, not where a text is cut.
+            "added_tokens": sorted(
+                (
+                    {name: value for name, value in token.items() if name != "special"}
+                    for token in rules["added_tokens"]
+                ),
+                key=lambda token: token["id"],
+            ),
+        }
+        written = json.dumps(counted, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(written.encode("utf8", "surrogatepass")).hexdigest()
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
@@ -175,10 +200,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
             f"{folder} has no tokenizer.json",
             fix="copy the tokenizer files of the model it was made from into it (tokenizer.json, tokenizer_config.json)",
         )
-    try:
-        core = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for whatever is wrong
-        raise ArtifactError(f"{path} is corrupt: {error}", fix="copy it again from its source") from None
+    core = _read(path)
     core.no_truncation()
     core.no_padding()
     settings = _optional(folder / "special_tokens_map.json") | _optional(folder / "tokenizer_config.json")
@@ -202,6 +224,44 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         chat_template=_chat_template(folder, settings),
         template_tokens=tokens,
     )
+
+
+def identity_of(folder: Path | str) -> str | None:
+    """`Tokenizer.identity` of the tokenizer in a folder; None when there is no tokenizer.json."""
+    path = Path(folder) / "tokenizer.json"
+    return Tokenizer(_read(path)).identity if path.exists() else None
+
+
+def tokenizers_differ(one: Path | str, other: Path | str) -> bool:
+    """Whether two folders have tokenizers that give some text different ids; False when one has none to compare."""
+    paths = [Path(folder) / "tokenizer.json" for folder in (one, other)]
+    if not all(path.exists() for path in paths) or paths[0].read_bytes() == paths[1].read_bytes():
+        return False
+    return identity_of(one) != identity_of(other)
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for whatever is wrong
+        raise ArtifactError(f"{path} is corrupt: {error}", fix="copy it again from its source") from None
+
+
+def _model_rules(model: dict[str, Any]) -> dict[str, Any]:
+    """The options of a tokenizer's model that are set, its merges as pairs: 'a b' and ['a', 'b'] are the same."""
+    options = {name: value for name, value in model.items() if value not in (None, "") and value is not False}
+    if "merges" in model:
+        options["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    return options
+
+
+def _steps(part: dict[str, Any] | None, nested: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as a flat list of steps, without what moves offsets only."""
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        return [step for one in part[nested] for step in _steps(one, nested)]
+    return [{name: value for name, value in part.items() if name != "trim_offsets"}]
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:

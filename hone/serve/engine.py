@@ -13,7 +13,7 @@ from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.model import hf
 from hone.model.decoder import Decoder
-from hone.model.tokenizer import Tokenizer, load_tokenizer
+from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 from hone.serve import DRAFTERS
 from hone.serve.detokenize import TextStream
 from hone.serve.pages import KVCache, PagePool, page_bytes
@@ -57,7 +57,7 @@ class Engine:
         config = model.config
         self.eos_ids = frozenset((*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())))
         longest = self.spec.max_model_len or config.max_seq_len
-        drafter, draft = _open_draft(self.spec, draft_model, device, dtype)
+        drafter, draft = _open_draft(self.spec, draft_model, tokenizer, device, dtype)
         dtype, size = model.embedding.dtype, self.spec.page_size
         one = page_bytes(kv_shapes(config), size, dtype)
         if draft is not None:
@@ -357,7 +357,11 @@ class Engine:
 
 
 def _open_draft(
-    spec: EngineSpec, model: Decoder | Path | str | None, device: torch.device | str, dtype: torch.dtype | None
+    spec: EngineSpec,
+    model: Decoder | Path | str | None,
+    tokenizer: Tokenizer | None,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
 ) -> tuple[Drafter | None, Decoder | None]:
     """The drafter and its model. A draft model without a drafter named is used by the drafter "draft_model"."""
     drafter = spec.drafter
@@ -372,6 +376,12 @@ def _open_draft(
             fix="give draft_model=FOLDER" if wanted else "leave draft_model out",
         )
     if model is not None and not isinstance(model, Decoder):
+        theirs = identity_of(model)
+        if tokenizer is not None and theirs not in (None, tokenizer.identity):
+            raise SpecError(
+                f"the draft model {model} has another tokenizer than the model",
+                fix="use a draft model with the same tokenizer",
+            )
         check_weights(model, torch.device(device))
         model = hf.load(model, device=device, dtype=dtype)
     return drafter, model.eval().requires_grad_(False) if model is not None else None

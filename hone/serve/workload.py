@@ -70,11 +70,10 @@ def make_workload(
 
 def _in_model_tokens(text: Any, starts: Any, data: Path, model: Path) -> tuple[Any, Any]:
     """The tokens as they are when data and model share a tokenizer, else decoded and encoded again."""
-    theirs, ours = model / "tokenizer.json", data / "tokenizer.json"
-    if not theirs.exists() or not ours.exists() or theirs.read_bytes() == ours.read_bytes():
-        return text, starts
-    from hone.model.tokenizer import load_tokenizer
+    from hone.model.tokenizer import load_tokenizer, tokenizers_differ
 
+    if not tokenizers_differ(data, model):
+        return text, starts
     old, new = load_tokenizer(data), load_tokenizer(model)
     pieces: list[list[int]] = []
     for begin, end in pairwise(starts):

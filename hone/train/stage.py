@@ -6,7 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -310,20 +310,16 @@ def _must_be_dense(parent: Artifact) -> None:
 
 
 def _same_tokens(parent: Artifact, config: ModelConfig, source: Artifact, data: PackedTokens, role: str) -> None:
-    """Raises SpecError unless the parent model knows every token of the data under the same number."""
+    """Raises SpecError unless the parent model has the data's tokenizer and an embedding for each of its tokens."""
+    from hone.model.tokenizer import tokenizers_differ
+
     if config.vocab_size < data.vocab_size:
         raise SpecError(
             f"{parent.folder} knows {config.vocab_size} tokens, the data use {data.vocab_size}",
             fix=f"make the data with the {role}'s tokenizer, or take another {role}",
         )
-    both = [artifact.folder / "tokenizer.json" for artifact in (parent, source)]
-    if all(path.exists() for path in both) and not _same_vocabulary(*both):
+    if tokenizers_differ(parent.folder, source.folder):
         raise SpecError(
-            f"{both[0]} and {both[1]} number their tokens differently",
+            f"the tokenizers of {parent.folder} and {source.folder} cut texts differently",
             fix=f"make the data with the {role}'s tokenizer, or take another {role}",
         )
-
-
-def _same_vocabulary(one: Any, other: Any) -> bool:
-    vocabularies = [json.loads(path.read_text(encoding="utf8")).get("model", {}).get("vocab") for path in (one, other)]
-    return vocabularies[0] == vocabularies[1]

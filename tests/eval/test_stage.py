@@ -101,6 +101,12 @@ def test_another_tokenizer_scores_the_text_itself(tiny_llama, data, tmp_path):
 def test_mistakes(tiny_llama, data, tmp_path):
     with pytest.raises(SpecError, match="longer than the model's context of 512"):
         evaluate(tmp_path / "eval-a", tiny_llama, data, window=513)
+    other = shutil.copytree(tiny_llama, tmp_path / "other")
+    values = json.loads((other / "tokenizer.json").read_text())
+    values["model"]["merges"].reverse()
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(SpecError, match="cut texts differently: their predictions cannot be compared"):
+        evaluate(tmp_path / "eval-a", tiny_llama, data, other)
     shorter = shutil.copytree(tiny_llama, tmp_path / "shorter")
     config = json.loads((shorter / "config.json").read_text())
     (shorter / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.model.tokenizer import Tokenizer, load_tokenizer
+from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer, tokenizers_differ
 from tests.conftest import byte_tokenizer
 from tests.model.llama2c import convert_tokenizer
 
@@ -148,3 +148,78 @@ def test_a_special_token_that_is_no_text(tiny_llama, tmp_path):
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     with pytest.raises(ArtifactError, match=r"eos_token is \[1\]"):
         load_tokenizer(folder)
+
+
+def _changed(folder: Path, source: Path, change) -> Path:
+    """A folder with the tokenizer of `source` after `change` of its values."""
+    values = json.loads((source / "tokenizer.json").read_text())
+    change(values)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(values, indent=2))
+    return folder
+
+
+SAME = {
+    "post_processor": lambda values: values.update(post_processor=None),
+    "padding and truncation": lambda values: values.update(
+        truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        padding={"strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                 "pad_type_id": 0, "pad_token": "x"},
+    ),
+    "decoder": lambda values: values.update(decoder=None),
+    "special": lambda values: [token.update(special=False) for token in values["added_tokens"]],
+    "merges as text": lambda values: values["model"].update(merges=[" ".join(pair) for pair in values["model"]["merges"]]),
+    "a sequence of one step": lambda values: values.update(
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [values["pre_tokenizer"]]}
+    ),
+    "order of the vocabulary": lambda values: values["model"].update(
+        vocab=dict(sorted(values["model"]["vocab"].items()))
+    ),
+}  # fmt: skip
+OTHER = {
+    "merges": lambda values: values["model"]["merges"].clear(),
+    "vocabulary": lambda values: values["model"]["vocab"].update(
+        zip(values["model"]["vocab"], reversed(values["model"]["vocab"].values()), strict=True)
+    ),
+    "normalizer": lambda values: values.update(normalizer={"type": "Lowercase"}),
+    "pre_tokenizer": lambda values: values["pre_tokenizer"].update(add_prefix_space=True),
+    "added token": lambda values: values["added_tokens"][0].update(lstrip=True),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_identity_leaves_out_what_changes_no_id(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    other = _changed(tmp_path / "other", tiny_llama, SAME[name])
+    ours, theirs = load_tokenizer(tiny_llama), load_tokenizer(other)
+    assert ours.encode(TEXT, add_special_tokens=False) == theirs.encode(TEXT, add_special_tokens=False)
+    assert ours.identity == theirs.identity == identity_of(other) and len(ours.identity) == 64
+    assert not tokenizers_differ(tiny_llama, other)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_identity_tells_other_ids(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    other = _changed(tmp_path / "other", tiny_llama, OTHER[name])
+    ours, theirs = load_tokenizer(tiny_llama), load_tokenizer(other)
+    text = "The mat, the cat sat <|endoftext|> fox jumps"
+    assert ours.encode(text) != theirs.encode(text)  # not only the rules differ: their ids do
+    assert ours.identity != theirs.identity and tokenizers_differ(tiny_llama, other)
+
+
+def test_identity_outlives_being_saved_by_transformers(shared_data: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    raw = gzip.decompress((shared_data / "tokenizers" / "pythia-neox" / "tokenizer.json.gz").read_bytes())
+    (tmp_path / "neox").mkdir()
+    (tmp_path / "neox" / "tokenizer.json").write_bytes(raw)
+    for name, loader in (("neox", transformers.GPTNeoXTokenizerFast), ("llama", transformers.AutoTokenizer)):
+        source = tiny_llama if name == "llama" else tmp_path / name
+        again = tmp_path / f"{name}-again"
+        loader.from_pretrained(source, padding_side="left").save_pretrained(again)
+        assert identity_of(source) == identity_of(again)
+    assert tokenizers_differ(tmp_path / "neox", tiny_llama)
+
+
+def test_a_folder_without_a_tokenizer_differs_from_none(tiny_llama: Path, tmp_path: Path) -> None:
+    assert identity_of(tmp_path) is None
+    assert not tokenizers_differ(tmp_path, tiny_llama) and not tokenizers_differ(tiny_llama, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ArtifactError, match="corrupt"):
+        tokenizers_differ(tiny_llama, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -237,6 +239,16 @@ def test_drafter_and_draft_model_belong_together():
         Engine(MODEL, EngineSpec(drafter="prompt_lookup", num_pages=8), draft_model=DRAFT)
     with pytest.raises(SpecError, match="same tokenizer"):
         Engine(MODEL, EngineSpec(num_pages=8), draft_model=decoder(0, vocab_size=50))
+
+
+def test_a_draft_model_with_other_merges_is_refused(tiny_llama, tmp_path):
+    other = shutil.copytree(tiny_llama, tmp_path / "other")
+    Engine(tiny_llama, EngineSpec(num_pages=8), draft_model=other)
+    values = json.loads((other / "tokenizer.json").read_text())
+    values["model"]["merges"].reverse()
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(SpecError, match="another tokenizer"):
+        Engine(tiny_llama, EngineSpec(num_pages=8), draft_model=other)
 
 
 @pytest.mark.parametrize("name", list(DRAFTERS))

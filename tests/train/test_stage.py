@@ -170,13 +170,17 @@ def test_quantized_weights_are_not_trained(trained, data_folder, tmp_path):
         Train.read(SPEC).make(tmp_path / "train-x", parents, QUIET)
 
 
-def test_another_tokenizer_is_said(trained, tmp_path):
+@pytest.mark.parametrize("part", ["vocab", "merges"])
+def test_another_tokenizer_is_said(part, trained, tmp_path):
     data = write_data(tmp_path / "data-other")
     values = json.loads((data / "tokenizer.json").read_text())
-    names = list(values["model"]["vocab"])
-    values["model"]["vocab"] = {name: number for number, name in enumerate(reversed(names))}
+    if part == "vocab":
+        names = list(values["model"]["vocab"])
+        values["model"]["vocab"] = {name: number for number, name in enumerate(reversed(names))}
+    else:  # the same tokens, which texts are cut into by other rules
+        values["model"]["merges"].reverse()
     (data / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(SpecError, match="number their tokens differently"):
+    with pytest.raises(SpecError, match="cut texts differently"):
         Train.read(SPEC).make(tmp_path / "train-x", {"data": Artifact.read(data), "model": trained}, QUIET)
 
 

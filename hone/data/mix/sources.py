@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hone.data.mix.proportional import Proportional
 from hone.data.order.base import Curriculum
 from hone.data.order.documents import named, texts_of
 from hone.data.order.ordered import OrderedTokens
+from hone.model.tokenizer import tokenizers_differ
 
 
 class Joined:
@@ -116,8 +116,8 @@ class Sources:
     def _same_tokens(self) -> None:
         first, *others = self.parts.values()
         for other in others:
-            mine, theirs = (_vocabulary(data) for data in (first, other))
-            if mine != theirs:
+            marks = [(data.vocab_size, data.eos_token_id) for data in (first, other)]
+            if marks[0] != marks[1] or tokenizers_differ(first.folder, other.folder):
                 raise SpecError(
                     f"{first.folder} and {other.folder} number their tokens differently",
                     fix=f"make the second with tokenizer: {{path: {first.folder}}}",
@@ -139,10 +139,3 @@ def _sampler(data: PackedTokens) -> Any:
         return texts_of(data.folder, data.split, data.numbers[places] if isinstance(data, Part) else places)
 
     return sample
-
-
-def _vocabulary(data: PackedTokens) -> tuple[int, int, Any]:
-    """What must agree for the tokens of two folders to mean the same."""
-    path = data.folder / "tokenizer.json"
-    known = json.loads(path.read_text(encoding="utf8")).get("model", {}).get("vocab") if path.exists() else None
-    return data.vocab_size, data.eos_token_id, known

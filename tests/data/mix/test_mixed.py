@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,7 +183,10 @@ def test_what_cannot_be_mixed_is_said(folder, tmp_path):
     other = write_artifact(tmp_path / "other", numbered([9] * 30), {"group": ["x"] * 30, "ratio": [0.5] * 30})
     with pytest.raises(SpecError, match="column of fractions"):
         Sources({"only": other}, "ratio")
-    (other / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1}}}')
+    for place, merges in ((folder, []), (other, [("a", "b")])):  # the same vocabulary, cut by other rules
+        tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, merges)).save(
+            str(place / "tokenizer.json")
+        )
     with pytest.raises(SpecError, match="number their tokens differently"):
         Sources({"one": folder, "two": other})
     with pytest.raises(SpecError, match="weights for a, sources b"):
