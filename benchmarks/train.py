@@ -161,7 +161,7 @@ def torch_only() -> Iterator[None]:
     try:
         with (
             patch("hone.model.context.has_fused", lambda *_: False),
-            patch("hone.ops.loss.linear_cross_entropy", loss),
+            patch("hone.ops.linear_cross_entropy", loss),
         ):
             yield
     finally:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
 from hone.ops import attend
-from hone.ops.masks import CAUSAL, FULL, Mask
+from hone.ops.attention.masks import CAUSAL, FULL, Mask
 
 NUM_TOKENS = 16384
 PEER = "cuDNN through SDPA"

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import fused, grouped, reference, sampling
-from hone.ops.loss import linear_cross_entropy
+from hone.ops import fused, linear_cross_entropy, reference
+from hone.ops.moe import api as grouped
+from hone.ops.sample import api as sampling
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
 from hone.ops import formats
-from hone.ops.gemm import compress_24, fp8_codes, fp8_linear, linear, quantized_linear, sparse_linear
+from hone.ops.linear.api import compress_24, fp8_codes, fp8_linear, linear, quantized_linear, sparse_linear
 
 COPIES = 8
 SIZES = ((14336, 4096), (4096, 14336))

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.kernels.attention import backward_seconds
 from benchmarks.kernels.timing import Ceilings, interleaved, median_seconds, row
 from hone.ops import scan
-from hone.ops.recurrence import scan_backward, scan_forward
+from hone.ops.scan.api import scan_backward, scan_forward
 
 PEER = "cuDNN causal attention"
 SHAPE = (1, 16384, 16, 128)

@@ -20,9 +20,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.kernels.attention import backward_seconds, randoms
 from benchmarks.kernels.timing import Ceilings, interleaved, median_seconds, row
-from hone.ops import attend, masks
-from hone.ops.attention import tile_sizes
-from hone.ops.masks import FULL, Mask, as_flex
+from hone.ops import attend
+from hone.ops.attention import masks
+from hone.ops.attention.api import tile_sizes
+from hone.ops.attention.masks import FULL, Mask, as_flex
 
 SEQ_LEN, NUM_HEADS, HEAD_DIM = 16384, 16, 128
 NUM_DOCUMENTS = SEQ_LEN // 1024

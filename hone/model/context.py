@@ -189,7 +189,7 @@ class Packed(Context):
 
     def _documents(self, window: int | None) -> Any:
         """The kernels' mask, one for all layers: its block lists are made once."""
-        from hone.ops.masks import documents
+        from hone.ops.attention.masks import documents
 
         key = ("documents", window)
         if key not in self._masks:
@@ -225,7 +225,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = No
 
     Queries that are fewer than the keys stand at their end.
     """
-    from hone.ops import attend, masks
+    from hone.ops import attend
+    from hone.ops.attention import masks
 
     if mask is None:
         mask = masks.CAUSAL if window is None else masks.window(window)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.base.table import Table
-from hone.ops.gemm import linear
+from hone.ops import linear
 
 LINEARS = Table("linear", {"dense": "hone.model.linear:Dense", "packed_int": "hone.model.quantized:PackedInt"})
 

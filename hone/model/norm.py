@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hone.ops.fused import rms_norm
+from hone.ops import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
-from hone.ops import formats
+from hone.ops import formats, quantized_linear
 from hone.ops.dispatch import locate
-from hone.ops.gemm import quantized_linear
 
 Layout = Literal["pack-quantized", "int-quantized"]
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}

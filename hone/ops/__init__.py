@@ -1,45 +1,40 @@
-"""Numeric operations: one function an op, a plain torch reference for each; fast twins come beside them."""
+"""Numeric operations: a folder an operation, with its public functions in `api.py`, which `hone.ops` hands on.
 
-from __future__ import annotations
+Functions are bound here at once, not on first use: three of them have the name of their folder, and an import of the
+folder would hide them. No kernel is imported with them.
+"""
 
-import importlib
-from typing import Any
+from hone.ops.attention.api import attend, merge
+from hone.ops.dispatch import choose
+from hone.ops.fused import rms_norm, rope, rope_write, swiglu
+from hone.ops.linear.api import fp8_linear, linear, quantized_linear, sparse_linear
+from hone.ops.loss.api import linear_cross_entropy
+from hone.ops.moe.api import grouped_linear, permute, unpermute
+from hone.ops.paged.api import attend_latent, attend_paged, quantize_kv, write_kv
+from hone.ops.sample.api import sample
+from hone.ops.scan.api import scan, scan_delta
 
-# Name to home (no file is named as its function: a submodule would hide it). Everything loads on first use:
-# a reference must not wait for a kernel's imports.
-_HOMES: dict[str, str] = {
-    "attend": "hone.ops.attention",
-    "merge": "hone.ops.attention",
-    "attend_paged": "hone.ops.paged",
-    "attend_latent": "hone.ops.paged",
-    "quantize_kv": "hone.ops.paged",
-    "write_kv": "hone.ops.paged",
-    "scan": "hone.ops.recurrence",
-    "scan_delta": "hone.ops.recurrence",
-    "linear": "hone.ops.gemm",
-    "quantized_linear": "hone.ops.gemm",
-    "fp8_linear": "hone.ops.gemm",
-    "sparse_linear": "hone.ops.gemm",
-    "choose": "hone.ops.dispatch",
-    "grouped_linear": "hone.ops.grouped",
-    "linear_cross_entropy": "hone.ops.loss",
-    "permute": "hone.ops.grouped",
-    "rms_norm": "hone.ops.fused",
-    "rope": "hone.ops.fused",
-    "rope_write": "hone.ops.fused",
-    "sample": "hone.ops.sampling",
-    "swiglu": "hone.ops.fused",
-    "unpermute": "hone.ops.grouped",
-}
-
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'hone.ops' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOMES)
+__all__ = [
+    "attend",
+    "attend_latent",
+    "attend_paged",
+    "choose",
+    "fp8_linear",
+    "grouped_linear",
+    "linear",
+    "linear_cross_entropy",
+    "merge",
+    "permute",
+    "quantize_kv",
+    "quantized_linear",
+    "rms_norm",
+    "rope",
+    "rope_write",
+    "sample",
+    "scan",
+    "scan_delta",
+    "sparse_linear",
+    "swiglu",
+    "unpermute",
+    "write_kv",
+]

@@ -17,7 +17,7 @@ from torch.autograd.function import Function, once_differentiable
 from hone.base.errors import SpecError
 from hone.ops import lean, reference
 from hone.ops.dispatch import backend_of
-from hone.ops.paged import check_write, write_kv
+from hone.ops.paged.api import check_write, write_kv
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """The largest code of each kind."""
@@ -192,7 +192,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, codes:
 def _normed(
     keeps: bool, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, codes: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from hone.ops.triton.norm import launch_forward
+    from hone.ops.norm.triton_kernels import launch_forward
 
     y, summed, rows = _norm_fake(x, weight, eps, residual, codes)
     rows = rows if keeps or codes else rows.new_empty(0)  # 1 / rms is for a backward pass
@@ -217,7 +217,7 @@ def _norm_backward(
     upstream: Tensor, upstream_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """(gradient by x, gradient by weight or empty)."""
-    from hone.ops.triton.norm import launch_backward
+    from hone.ops.norm.triton_kernels import launch_backward
 
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grad_weight = launch_backward(upstream, upstream_sum, x, weight, rstd, grad_x, wants_weight)
@@ -266,7 +266,7 @@ class _Norm(Function):
 
 
 def _gate(gate_up: Tensor) -> Tensor:
-    from hone.ops.triton.pointwise import launch_gate
+    from hone.ops.rope.triton_kernels import launch_gate
 
     out = _gate_fake(gate_up)
     launch_gate(gate_up, out)
@@ -282,7 +282,7 @@ def _gate_fake(gate_up: Tensor) -> Tensor:
 
 
 def _gate_backward(gate_up: Tensor, upstream: Tensor) -> Tensor:
-    from hone.ops.triton.pointwise import launch_gate_backward
+    from hone.ops.rope.triton_kernels import launch_gate_backward
 
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     launch_gate_backward(gate_up, upstream, grad)
@@ -338,7 +338,7 @@ def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    from hone.ops.triton.pointwise import launch_turn
+    from hone.ops.rope.triton_kernels import launch_turn
 
     out = _rope_fake(x, cos, sin, sign)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -374,7 +374,7 @@ class _Rotated(Function):
 
 
 def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    from hone.ops.triton.pointwise import launch_turn
+    from hone.ops.rope.triton_kernels import launch_turn
 
     if x.stride(-1) != 1:
         said = f"x with strides {x.stride()} cannot be turned in place: its last axis must be contiguous"
@@ -396,7 +396,7 @@ def _turn_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    from hone.ops.triton.pointwise import launch_turn_write
+    from hone.ops.rope.triton_kernels import launch_turn_write
 
     for name, one in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         if one.stride(-1) != 1:

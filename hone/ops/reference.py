@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hone.ops.masks import CAUSAL, Mask
+from hone.ops.attention.masks import CAUSAL, Mask
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hone.model.context import Context
+from hone.ops import rope_write
 from hone.ops.dispatch import choose, locate
-from hone.ops.fused import rope_write
-from hone.ops.paged import PagedPlan, attend_paged, attend_planned, plan_rows, runs_kernel, write_kv
+from hone.ops.paged.api import PagedPlan, attend_paged, attend_planned, plan_rows, runs_kernel, write_kv
 from hone.serve.pages import NULL_PAGE, KVCache
 
 

@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hone.ops.sampling import ACCEPT, GUMBEL, RESIDUAL, filter_logits, gumbel, noise_keys, sample, token_hashes, uniform
+from hone.ops.sample.api import (
+    ACCEPT,
+    GUMBEL,
+    RESIDUAL,
+    filter_logits,
+    gumbel,
+    noise_keys,
+    sample,
+    token_hashes,
+    uniform,
+)
 from hone.serve.request import SamplingParams, TokenLogprob
 
 __all__ = ["ACCEPT", "GUMBEL", "RESIDUAL", "Chooser", "Chosen", "Entry", "Sampler", "logprobs", "uniform"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hone.data.load import IGNORE
-from hone.ops.loss import linear_cross_entropy
+from hone.ops import linear_cross_entropy
 from hone.ops.reference import Lesson, chunk_rows
 
 

@@ -19,6 +19,6 @@ class NextToken(Objective):
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
     ) -> Tensor:
         """Nats summed over the valid targets."""
-        from hone.ops.loss import linear_cross_entropy
+        from hone.ops import linear_cross_entropy
 
         return linear_cross_entropy(model.norm(x), model.head_weight, targets, reduction="sum")

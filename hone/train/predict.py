@@ -10,7 +10,7 @@ from hone.cost.facts import ModelFacts
 from hone.cost.memory import train_bytes
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.machine import Machine
-from hone.ops.loss import kernel_rows
+from hone.ops.loss.api import kernel_rows
 from hone.ops.reference import chunk_rows
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.remat import Segment, live_layers

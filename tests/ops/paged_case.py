@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.ops.paged import quantize_kv
+from hone.ops import quantize_kv
 
 
 class Case:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import attend, masks, merge
-from hone.ops.library import cudnn
-from hone.ops.masks import CAUSAL, FULL, Mask
+from hone.ops import attend, merge
+from hone.ops.attention import cudnn, masks
+from hone.ops.attention.masks import CAUSAL, FULL, Mask
 
 F64 = torch.float64
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0] * 11])

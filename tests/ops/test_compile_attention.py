@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hone.ops.triton import flash, flash_backward
+from hone.ops.attention import triton_backward as flash_backward
+from hone.ops.attention import triton_forward as flash
 from tests.ops.compiled import Compiled, compile_triton
 
 CAUSAL, LISTS = 1, 2

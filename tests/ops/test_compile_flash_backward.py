@@ -9,12 +9,12 @@ pytest.importorskip("triton")
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from hone.base.errors import SpecError
+from hone.ops.attention.gluon_backward import BLOCK_N, config, tile_shape
+from hone.ops.attention.gluon_gradients import flash_backward
+from hone.ops.attention.gluon_passes import finish, prepare
+from hone.ops.attention.gluon_ranges import QUERIES
+from hone.ops.attention.masks import gluon_function
 from hone.ops.compat import INTERPRETED
-from hone.ops.gluon.flash_backward import BLOCK_N, config, tile_shape
-from hone.ops.gluon.flash_gradients import flash_backward
-from hone.ops.gluon.flash_passes import finish, prepare
-from hone.ops.gluon.flash_ranges import QUERIES
-from hone.ops.masks import gluon_function
 from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -76,7 +76,7 @@ def test_full_half_precision():
 
 
 def test_lists_with_a_rule_and_shared_heads():
-    rule = gluon_function("hone.ops.masks:_since")
+    rule = gluon_function("hone.ops.attention.masks:_since")
     mask = {"MASK": "lists", "RULE": rule, "QUERIES": None, "PARAMS": (), "HAS_DATA": (True, False)}
     record = compiled(128, group=4, **mask)
     steps(record, 128)
@@ -84,7 +84,7 @@ def test_lists_with_a_rule_and_shared_heads():
 
 
 def test_lists_with_a_range_of_queries_for_each_key():
-    name = "hone.ops.masks:_band"
+    name = "hone.ops.attention.masks:_band"
     mask = {"MASK": "lists", "RULE": gluon_function(name), "QUERIES": gluon_function(QUERIES[name])}
     record = compiled(128, PARAMS=(1023, 0), HAS_DATA=(False, False), **mask)
     steps(record, 128)

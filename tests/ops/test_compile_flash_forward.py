@@ -7,18 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from hone.ops.attention import gluon_forward as flash
+from hone.ops.attention.gluon_ranges import KEYS
+from hone.ops.attention.masks import gluon_function
 from hone.ops.compat import INTERPRETED
-from hone.ops.gluon import flash
-from hone.ops.gluon.descriptors import boxes
-from hone.ops.gluon.flash_ranges import KEYS
-from hone.ops.masks import gluon_function
+from hone.ops.descriptors import boxes
 from tests.ops.compiled import Compiled, compile_gluon, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
-SINCE = {"KIND": "lists", "RULE": "hone.ops.masks:_since", "PARAMS": (), "DATA": (True, False)}
-BAND = {"KIND": "lists", "RULE": "hone.ops.masks:_band", "PARAMS": (1023, 0), "DATA": (False, False)}
-SAME = {"KIND": "lists", "RULE": "hone.ops.masks:_same_document", "PARAMS": (), "DATA": (True, True)}
+SINCE = {"KIND": "lists", "RULE": "hone.ops.attention.masks:_since", "PARAMS": (), "DATA": (True, False)}
+BAND = {"KIND": "lists", "RULE": "hone.ops.attention.masks:_band", "PARAMS": (1023, 0), "DATA": (False, False)}
+SAME = {"KIND": "lists", "RULE": "hone.ops.attention.masks:_same_document", "PARAMS": (), "DATA": (True, True)}
 CAUSAL = {"KIND": "causal", "RULE": None, "PARAMS": (), "DATA": (False, False)}
 
 

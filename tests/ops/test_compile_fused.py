@@ -8,9 +8,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hone.ops.loss import ROW_BLOCK
-from hone.ops.sampling import FLOOR_SHAPE
-from hone.ops.triton import grouped, loss, norm, pointwise, sample
+from hone.ops.loss import triton_kernels as loss
+from hone.ops.loss.api import ROW_BLOCK
+from hone.ops.moe import triton_kernels as grouped
+from hone.ops.norm import triton_kernels as norm
+from hone.ops.rope import triton_kernels as pointwise
+from hone.ops.sample import triton_kernels as sample
+from hone.ops.sample.api import FLOOR_SHAPE
 from tests.ops.compiled import compile_triton
 
 STRIDES = {"stride", "token", "head", "slot", "page", "outer", "width", "half", "values", "expert", "row", "in", "out"}
@@ -75,7 +79,7 @@ def test_rope_write_with_codes() -> None:
 
 
 def test_few_tokens_streams_weights_through_shared_memory() -> None:
-    from hone.ops.grouped import few_shape
+    from hone.ops.moe.api import few_shape
 
     block_n, block_k, stages, warps = few_shape(1536, 2048)
     shape = {"EVEN_K": True, "TOKENS": 16, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}

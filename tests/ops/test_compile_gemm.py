@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
-from hone.ops.gemm_shapes import QuantizedShape, fp8_shape, quantized_shape, skinny_shape
-from hone.ops.gluon.w4 import max_registers, w4_stream
-from hone.ops.triton.fp8 import fp8_product
-from hone.ops.triton.skinny import skinny
+from hone.ops.linear.gluon_quantized import max_registers, w4_stream
+from hone.ops.linear.shapes import QuantizedShape, fp8_shape, quantized_shape, skinny_shape
+from hone.ops.linear.triton_fp8 import fp8_product
+from hone.ops.linear.triton_skinny import skinny
 from tests.ops.compiled import compile_gluon, compile_triton, descriptor
 
 PLAIN = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -127,7 +127,7 @@ def test_fp8(blockwise: bool) -> None:
 def test_the_kernels_are_torch_ops_that_know_their_outputs() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    import hone.ops.gemm  # noqa: F401  (registers them)
+    import hone.ops.linear.api  # noqa: F401  (registers them)
 
     with FakeTensorMode():
         x, weight = torch.empty(2, 3, 256, dtype=torch.bfloat16), torch.empty(96, 256, dtype=torch.bfloat16)

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("triton")
 
 from hone.ops.compat import INTERPRETED
-from hone.ops.gluon.latent import decode_latents
-from hone.ops.triton.paged import decode
-from hone.ops.triton.paged_prefill import prefill
+from hone.ops.paged.gluon_latent import decode_latents
+from hone.ops.paged.triton_decode import decode
+from hone.ops.paged.triton_prefill import prefill
 from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")

@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from hone.ops.compat import INTERPRETED
-from hone.ops.gluon import scan as hopper
-from hone.ops.triton import scan as kernels
-from hone.ops.triton.scan_channel import chunks, passes
+from hone.ops.scan import gluon_outputs as hopper
+from hone.ops.scan import triton_channel_chunks as chunks
+from hone.ops.scan import triton_channel_passes as passes
+from hone.ops.scan import triton_kernels as kernels
 from tests.ops.compiled import SHARED_LIMIT, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import choose, dispatch, fused, reference
+from hone.ops import choose, dispatch, fused, reference, write_kv
 from hone.ops.dispatch import Where
-from hone.ops.paged import write_kv
 
 F64 = torch.float64
 H200 = Where("cuda", (9, 0), 132, (3, 6))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hone.base.errors import SpecError
 from hone.ops import formats
-from hone.ops.gemm import (
+from hone.ops.linear.api import (
     compress_24,
     fp8_codes,
     fp8_linear,
@@ -17,7 +17,7 @@ from hone.ops.gemm import (
     quantized_linear,
     sparse_linear,
 )
-from hone.ops.gemm_shapes import fp8_shape, quantized_shape, skinny_shape
+from hone.ops.linear.shapes import fp8_shape, quantized_shape, skinny_shape
 
 
 @pytest.fixture(autouse=True)

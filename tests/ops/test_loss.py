@@ -10,7 +10,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.ops import choose
 from hone.ops.dispatch import Where
-from hone.ops.loss import kernel_rows, linear_cross_entropy
+from hone.ops.loss.api import kernel_rows, linear_cross_entropy
 from hone.ops.reference import Lesson
 
 F64 = torch.float64

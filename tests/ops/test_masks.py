@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import masks
-from hone.ops.gluon import flash_ranges as ranges
-from hone.ops.intervals import FAR_LONGER, Interval, resolve_rule
-from hone.ops.masks import CAUSAL, FULL, Mask, Tiles, as_flex
+from hone.ops.attention import gluon_ranges as ranges
+from hone.ops.attention import masks
+from hone.ops.attention.intervals import FAR_LONGER, Interval, resolve_rule
+from hone.ops.attention.masks import CAUSAL, FULL, Mask, Tiles, as_flex
 
 CPU = torch.device("cpu")
 

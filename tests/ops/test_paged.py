@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
-from hone.ops import masks
-from hone.ops.fused import rope_write
-from hone.ops.library import paged_rows
-from hone.ops.paged import attend_latent, attend_paged, attend_planned, plan_rows, quantize_kv, write_kv
-from hone.ops.reference import attend
+from hone.ops import attend, rope_write
+from hone.ops.attention import masks
+from hone.ops.paged import reference as paged_rows
+from hone.ops.paged.api import attend_latent, attend_paged, attend_planned, plan_rows, quantize_kv, write_kv
 from tests.ops.paged_case import Case, distance
 
 HEAD_DIM = 6

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops import lean, masks, reference
+from hone.ops import lean, reference
+from hone.ops.attention import masks
 
 F64 = torch.float64
 

@@ -13,7 +13,7 @@ from scipy import stats
 from hone.base.errors import SpecError
 from hone.ops import choose, sample
 from hone.ops.dispatch import Where
-from hone.ops.sampling import GUMBEL, RESIDUAL, filter_logits, gumbel, noise_keys, token_hashes, uniform
+from hone.ops.sample.api import GUMBEL, RESIDUAL, filter_logits, gumbel, noise_keys, token_hashes, uniform
 
 MASK = (1 << 64) - 1
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hone.base.table import Technique
 from hone.model.linear import MakeLinear
-from hone.ops.fused import swiglu
+from hone.ops import swiglu
 
 
 class SwiGLU(Technique):

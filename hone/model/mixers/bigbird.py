@@ -16,7 +16,7 @@ from hone.model.incremental import KeyValues
 from hone.model.linear import MakeLinear
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend
-from hone.ops.masks import Mask, bigbird, documents
+from hone.ops.attention.masks import Mask, bigbird, documents
 
 
 class BigBird(GroupedHeads):

@@ -15,7 +15,7 @@ from hone.model.mixer import Initial
 from hone.model.mixers.gated_linear import initial_rates, initial_steps, wide
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
 from hone.model.norm import RMSNorm
-from hone.ops.recurrence import scan_delta
+from hone.ops import scan_delta
 
 
 class DeltaNet(Recurrent):

@@ -15,7 +15,7 @@ from hone.model.linear import MakeLinear
 from hone.model.mixer import Initial
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
 from hone.model.norm import RMSNorm
-from hone.ops.recurrence import scan
+from hone.ops import scan
 
 
 class GatedLinear(Recurrent):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hone.model.context import Context
 from hone.model.linear import MakeLinear
 from hone.model.mixer import Mixer
-from hone.ops.recurrence import scan
+from hone.ops import scan
 
 
 class Recurrent(Mixer):

@@ -15,7 +15,7 @@ from hone.model.linear import MakeLinear
 from hone.model.mixer import refuse_packed
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend
-from hone.ops.masks import FULL
+from hone.ops.attention.masks import FULL
 
 
 class Linformer(GroupedHeads):

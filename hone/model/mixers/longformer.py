@@ -13,8 +13,8 @@ from hone.model.context import Context, sdpa
 from hone.model.linear import MakeLinear
 from hone.model.mixers.attention import GroupedHeads, Rope
 from hone.ops import attend
+from hone.ops.attention.masks import FULL, Mask
 from hone.ops.lean import rope
-from hone.ops.masks import FULL, Mask
 
 
 class Longformer(GroupedHeads):

@@ -18,7 +18,7 @@ from hone.model.context import Context
 from hone.model.linear import MakeLinear
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend, merge
-from hone.ops.masks import CAUSAL, FULL, Mask
+from hone.ops.attention.masks import CAUSAL, FULL, Mask
 
 
 class LongNet(GroupedHeads):

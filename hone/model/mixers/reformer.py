@@ -18,8 +18,8 @@ from hone.model.linear import MakeLinear
 from hone.model.mixer import Mixer
 from hone.model.mixers.attention import Rope
 from hone.ops import attend, merge
+from hone.ops.attention.masks import Mask
 from hone.ops.lean import rope
-from hone.ops.masks import Mask
 
 
 class Reformer(Mixer):

@@ -14,8 +14,8 @@ from hone.model.context import Context
 from hone.model.linear import MakeLinear
 from hone.model.mixers.attention import Rope
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
+from hone.ops import scan
 from hone.ops.lean import rope
-from hone.ops.recurrence import scan
 
 
 class RetNet(Recurrent):

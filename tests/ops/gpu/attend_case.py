@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from hone.ops import attend, masks, merge, reference
-from hone.ops.masks import CAUSAL, Mask
+from hone.ops import attend, merge, reference
+from hone.ops.attention import masks
+from hone.ops.attention.masks import CAUSAL, Mask
 
 LENGTHS = [(1, 1), (2, 63), (129, 129), (333, 1400), (1025, 77), (1003, 1003), (1, 3000)]
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import attend, masks, reference
+from hone.ops import attend, reference
+from hone.ops.attention import masks
+from hone.ops.attention.masks import CAUSAL, FULL
 from hone.ops.dispatch import locate
-from hone.ops.masks import CAUSAL, FULL
 from tests.ops.gpu import attend_case as case
 from tests.ops.gpu.attend_case import LENGTHS, check, check_lengths, far_from, random_documents, randoms
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import masks, reference
+from hone.ops import reference
+from hone.ops.attention import masks
+from hone.ops.attention.masks import CAUSAL, FULL, Mask, block_sparse, documents, window
 from hone.ops.dispatch import locate
-from hone.ops.masks import CAUSAL, FULL, Mask, block_sparse, documents, window
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ def far_from(found: Tensor, wanted: Tensor) -> float:
 
 def check(shape: tuple[int, int, int, int, int], head_dim: int, mask: Mask, **changes) -> None:
     """dq, dk, dv of one case with `changes` to its configuration, twice, on poisoned memory."""
-    from hone.ops.gluon.flash_backward import config, launch, tile_shape
+    from hone.ops.attention.gluon_backward import config, launch, tile_shape
 
     batch, seq_q, seq_k, heads, kv_heads = shape
     shapes = ((seq_q, heads), (seq_k, kv_heads), (seq_k, kv_heads), (seq_q, heads))

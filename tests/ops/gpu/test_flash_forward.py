@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import attend, masks, reference
+from hone.ops import attend, reference
+from hone.ops.attention import masks
+from hone.ops.attention.masks import CAUSAL, FULL, Mask
 from hone.ops.dispatch import locate
-from hone.ops.masks import CAUSAL, FULL, Mask
 
 pytestmark = pytest.mark.gpu
 

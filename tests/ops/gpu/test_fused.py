@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import fused, grouped, sampling
-from hone.ops.loss import linear_cross_entropy
+from hone.ops import fused, linear_cross_entropy
+from hone.ops.moe import api as grouped
 from hone.ops.reference import Lesson
+from hone.ops.sample import api as sampling
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

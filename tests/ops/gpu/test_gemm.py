@@ -19,7 +19,7 @@ from hone.model.linear import Dense, make_dense
 from hone.model.quantized import PackedInt, Scheme
 from hone.ops import formats
 from hone.ops.dispatch import locate
-from hone.ops.gemm import compress_24, fp8_codes, fp8_linear, fp8_values, linear, quantized_linear, sparse_linear
+from hone.ops.linear.api import compress_24, fp8_codes, fp8_linear, fp8_values, linear, quantized_linear, sparse_linear
 from tests.model.test_quantized import make_parts
 
 pytestmark = pytest.mark.gpu

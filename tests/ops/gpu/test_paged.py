@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import attend_latent, attend_paged
-from hone.ops.paged import quantize_kv, write_kv
+from hone.ops import attend_latent, attend_paged, quantize_kv, write_kv
 from tests.ops.paged_case import Case, distance
 
 pytestmark = pytest.mark.gpu

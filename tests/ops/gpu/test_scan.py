@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hone.ops import scan
-from hone.ops.recurrence import scan_chunks
+from hone.ops.scan.api import scan_chunks
 
 pytestmark = pytest.mark.gpu
 

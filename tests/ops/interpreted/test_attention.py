@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import attend, masks, reference
-from hone.ops.masks import CAUSAL, FULL, Mask
-from hone.ops.triton import flash
+from hone.ops import attend, reference
+from hone.ops.attention import masks
+from hone.ops.attention import triton_forward as flash
+from hone.ops.attention.masks import CAUSAL, FULL, Mask
 
 OWN = torch.randint(0, 4, (2, 2, 64), dtype=torch.int32).sort(-1).values
 IDS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 9, [0] * 80])

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from hone.ops.gluon.flash_passes import finish, prepare
+from hone.ops.attention.gluon_passes import finish, prepare
 
 BATCH, SEQ, HEADS, DIM, ROWS = 2, 70, 2, 16, 32
 NUM_M = -(-SEQ // ROWS)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.ops import fused, grouped, sampling
-from hone.ops.loss import linear_cross_entropy
+from hone.ops import fused, linear_cross_entropy
+from hone.ops.moe import api as grouped
 from hone.ops.reference import Lesson
+from hone.ops.sample import api as sampling
 
 
 def agree(run: Callable[[str], Sequence[torch.Tensor]], other: str = "reference", close: float = 1e-4) -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops.gemm import fp8_codes, fp8_linear, fp8_values, linear
-from hone.ops.gemm_shapes import Fp8Shape, SkinnyShape
-from hone.ops.triton.fp8 import fp8_rows_product
-from hone.ops.triton.skinny import skinny_product, sum_parts
+from hone.ops.linear.api import fp8_codes, fp8_linear, fp8_values, linear
+from hone.ops.linear.shapes import Fp8Shape, SkinnyShape
+from hone.ops.linear.triton_fp8 import fp8_rows_product
+from hone.ops.linear.triton_skinny import skinny_product, sum_parts
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops.triton.paged_launch import Options, Plan, decode_rows, prefill_rows
+from hone.ops.paged.triton_launch import Options, Plan, decode_rows, prefill_rows
 from tests.ops.paged_case import Case, distance
 
 

@@ -1,0 +1,406 @@
+"""Softmax attention under any mask, and the exact union of its parts: public functions, GPU ops and their gradients.
+
+Legend: B batch, Sq and Sk the queries' and keys' sequence lengths, H query heads, KV key/value heads, Dh and Dv head widths of
+keys and values. Kernels stand in ops/gluon, ops/triton and ops/library; each backend's modules share the signatures
+forward(q, k, v, tiles, scale, softcap) -> (out, lse), backward(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap) ->
+(dq, dk, dv) and tile_shape(head_dim, v_dim, limit) -> (block_m, block_n).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.base.errors import SpecError
+from hone.ops import reference
+from hone.ops.attention.masks import CAUSAL, Mask, Tiles
+from hone.ops.dispatch import backend_of
+
+_FORWARD = {
+    "gluon": "hone.ops.attention.gluon_forward",
+    "triton": "hone.ops.attention.triton_forward",
+    "cudnn": "hone.ops.attention.cudnn",
+}
+_BACKWARD = {
+    "gluon": "hone.ops.attention.gluon_backward",
+    "triton": "hone.ops.attention.triton_backward",
+    "cudnn": "hone.ops.attention.cudnn",
+}
+
+_LONG = 512
+"""Tokens from which on a library's plan for each new shape is worth building."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = CAUSAL,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """softmax(q k^T scale) v over what `mask` lets a query see; Vaswani et al. 2017, arXiv:1706.03762.
+
+    q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv], one floating dtype, H a multiple of KV (consecutive query heads
+    share a key head, arXiv:2305.13245) -> out [B, Sq, H, Dv] in that dtype, and with `return_lse` lse float32 [B, H, Sq]: the
+    natural log of the softmax's denominator, which `merge` needs; gradients flow through it. A query that sees nothing
+    has out 0 and lse -inf. `scale` is Dh^-0.5 unless given. `softcap` c makes a score s into c tanh(s / c), arXiv:2408.00118.
+    `sinks` [H] adds a score to each head that takes weight and gives nothing (its lse counts it), arXiv:2309.17453.
+    `deterministic` asks for bit-equal gradients run by run. Raises SpecError for what does not fit together.
+    """
+    _check(q, k, v, mask, sinks)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not scale > 0:
+        raise SpecError(
+            f"scale is positive, not {scale}", fix="leave scale out for head_dim ** -0.5, or give one above 0"
+        )
+    if softcap is not None and not softcap > 0:
+        raise SpecError(f"softcap is positive, not {softcap}", fix="leave softcap out for no cap, or give one above 0")
+    extras = return_lse or sinks is not None or softcap is not None
+    dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
+    facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
+    chosen = _choose(*facts, not extras, backend)
+    if chosen == "torch":
+        if extras:
+            raise SpecError(
+                f"backend 'torch' has no lse, no sinks and no softcap: {return_lse=}, sinks "
+                f"{'given' if sinks is not None else 'None'}, {softcap=}",
+                fix="leave backend out, or give 'reference' or 'triton'",
+            )
+        return _sdpa(q, k, v, mask, scale)
+    if chosen == "reference":
+        out, lse = reference.attend(q, k, v, mask, scale=scale, softcap=softcap)
+    else:
+        wants_grad = torch.is_grad_enabled() and any(made.requires_grad for made in (q, k, v))
+        reverse = ""
+        if wants_grad:
+            reverse = _choose_backward(*facts, deterministic, backend)
+        out, lse = _fused(q, k, v, mask, scale, softcap, chosen, reverse)
+    if sinks is not None:
+        drop = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+        out = (out * drop.transpose(1, 2)[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out, lse) if return_lse else out
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys from attention over each: [(out, lse), ...] -> (out, lse).
+
+    out [B, S, H, Dv], lse float32 [B, H, S] (-inf where a part sees nothing). Exact: ring attention (arXiv:2310.01889),
+    split keys, shared prefixes and rounds of hashing all end in it. Differentiable in every out and lse. Raises SpecError
+    for no parts, or parts of unlike shapes.
+    """
+    if not parts:
+        raise SpecError(
+            "merge got 0 parts, and needs at least one part", fix="give (out, lse) of attend(return_lse=True)"
+        )
+    outs, lses = zip(*parts)
+    if any(made.shape != outs[0].shape for made in outs) or any(made.shape != lses[0].shape for made in lses):
+        raise SpecError(
+            f"merge's parts are of unlike shapes: {[(list(out.shape), list(lse.shape)) for out, lse in parts]}",
+            fix="give parts of the same queries: out [B, Sq, H, Dv] and lse [B, H, Sq] of equal sizes in all",
+        )
+    stacked = torch.stack(tuple(lses))
+    highest = stacked.detach().amax(0)
+    highest = highest.masked_fill(highest == float("-inf"), 0.0)
+    weights = torch.exp(stacked - highest)
+    total = weights.sum(0)
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    shares = (weights / total).transpose(2, 3)[..., None]
+    joined = sum(
+        (share * out.to(share.dtype) for share, out in zip(shares, outs)), start=torch.zeros_like(shares[0, :1])
+    )
+    return joined.to(outs[0].dtype), (highest + total.log()).masked_fill(blind, float("-inf"))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> None:
+    for name, made in (("q", q), ("k", k), ("v", v)):
+        if made.dim() != 4:
+            raise SpecError(
+                f"{name} is [batch, sequence, heads, head_dim], not of shape {list(made.shape)}",
+                fix=f"give {name} four axes: unsqueeze(0) adds the batch, unflatten(-1, (heads, head_dim)) the heads",
+            )
+        if made.dtype != q.dtype or not made.is_floating_point():
+            raise SpecError(
+                f"q, k and v share one floating dtype: q has {q.dtype}, {name} has {made.dtype}",
+                fix="convert all three to one of bfloat16, float16, float32 with .to(dtype)",
+            )
+        if made.device != q.device:
+            raise SpecError(
+                f"q, k and v share one device: q is on {q.device}, {name} on {made.device}",
+                fix=f"move it there: {name}.to(q.device)",
+            )
+        if made.shape[2] == 0 or made.shape[3] == 0:
+            raise SpecError(
+                f"{name} {list(made.shape)} has no heads, or heads of no width",
+                fix=f"give {name} at least one head of at least one number",
+            )
+    if k.shape[:3] != v.shape[:3]:
+        raise SpecError(
+            f"k {list(k.shape)} and v {list(v.shape)} differ in more than the head width",
+            fix="give k [B, Sk, KV, Dh] and v [B, Sk, KV, Dv]: a value for every key",
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise SpecError(
+            f"q {list(q.shape)} and k {list(k.shape)} differ in batch or head width",
+            fix="give q [B, Sq, H, Dh] and k [B, Sk, KV, Dh] of one B and one Dh",
+        )
+    if q.shape[2] % k.shape[2]:
+        raise SpecError(
+            f"q's {q.shape[2]} heads are no multiple of k's {k.shape[2]}",
+            fix="give k and v a number of heads that divides q's: consecutive query heads share a key head",
+        )
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise SpecError(
+            f"sinks is one number a query head, [{q.shape[2]}], not of shape {list(sinks.shape)}",
+            fix=f"give a vector of {q.shape[2]} numbers, or None",
+        )
+    mask.check_sizes(q.shape[1], k.shape[1])
+    for name, made in (("q_data", mask.q_data), ("k_data", mask.k_data), ("table", mask.table)):
+        if made is None:
+            continue
+        if made.shape[0] not in (1, q.shape[0]) or made.shape[1] not in (1, q.shape[2]):
+            raise SpecError(
+                f"the mask's {name} is for {made.shape[0]} sequences and {made.shape[1]} heads (1: for all), "
+                f"q has {q.shape[0]} and {q.shape[2]}",
+                fix="make the mask of as many rows and heads as q has, or of 1 for all",
+            )
+        if made.device != q.device:
+            raise SpecError(
+                f"the mask's {name} is on {made.device}, q on {q.device}",
+                fix=f"make the mask of tensors on {q.device}",
+            )
+
+
+# Branches, so that torch.compile guards on lengths and passes constants on.
+
+
+def _is_square(mask: Mask, seq_q: int, seq_k: int) -> bool:
+    """Whether a library's causal mask, which begins at the first key, is this mask, which ends at the last."""
+    square = False
+    if mask.is_causal and seq_q == seq_k:
+        square = True
+    return square
+
+
+def _is_dense(mask: Mask, seq_q: int, seq_k: int) -> bool:
+    """Whether a library has this mask, for sequences that are long enough."""
+    dense = False
+    if min(seq_q, seq_k) >= _LONG and (mask.is_full or _is_square(mask, seq_q, seq_k)):
+        dense = True
+    return dense
+
+
+# torch.compile takes what these answer as it is: it could not look into them.
+
+
+@torch.compiler.assume_constant_result
+def _choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    block: int,
+    dense: bool,
+    plain: bool,
+    forced: str | None,
+) -> str:
+    facts = {"dtype": dtype, "head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "plain": plain}
+    return backend_of("attend", device, forced, **facts)
+
+
+@torch.compiler.assume_constant_result
+def _choose_backward(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    block: int,
+    dense: bool,
+    deterministic: bool,
+    forced: str | None,
+) -> str:
+    forced = "triton" if forced is not None and deterministic else forced
+    facts = {"head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "deterministic": deterministic}
+    return backend_of("attend_backward", device, forced, **facts)
+
+
+@torch.compiler.assume_constant_result
+def _blocks(forward: str, reverse: str, head_dim: int, v_dim: int, limit: int) -> list[int]:
+    """The tile sizes of the forward pass and, if there is one, of the backward pass."""
+    blocks = list(importlib.import_module(_FORWARD[forward]).tile_shape(head_dim, v_dim, limit))
+    if reverse:
+        blocks += importlib.import_module(_BACKWARD[reverse]).tile_shape(head_dim, v_dim, limit)
+    return blocks
+
+
+def tile_sizes(device: torch.device, dtype: torch.dtype, head_dim: int, v_dim: int, block: int = 0) -> list[int]:
+    """[block_m, block_n] of the forward kernel that `attend` would run on a sparse mask, then of the backward kernel."""
+    chosen = _choose(device, dtype, head_dim, v_dim, block, False, True, None)
+    reverse = _choose_backward(device, dtype, head_dim, v_dim, block, False, False, None)
+    return _blocks(chosen, reverse, head_dim, v_dim, block)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Torch's own attention."""
+    causal = _is_square(mask, q.shape[1], k.shape[1])
+    kept = None if causal or mask.is_full else mask.kept_dense(q.shape[1], k.shape[1], q.device)
+    share = q.shape[2] // k.shape[2]
+    if share > 1 and q.is_cuda and (kept is not None or q.dtype == torch.float32):
+        # Of CUDA's fused kernels only FlashAttention shares keys between heads, and it takes neither masks nor float32:
+        # torch would fall back to keeping every score. Repeated keys are far smaller than scores.
+        k, v, share = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2), 1
+    q, k, v = (made.transpose(1, 2) for made in (q, k, v))
+    options = {"attn_mask": kept, "is_causal": causal, "scale": scale, "enable_gqa": share > 1}
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None, backend: str, reverse: str
+) -> tuple[Tensor, Tensor]:
+    """The kernels of `backend`, with those of `reverse` for the gradient ('' for none)."""
+    sizes = (q.shape[1], k.shape[1])
+    blocks = _blocks(backend, reverse, q.shape[3], v.shape[3], mask.block)
+    ahead = mask.tiles(*sizes, blocks[0], blocks[1], q.device)
+    lists = ahead.lists
+    if reverse:
+        lists = lists + mask.tiles(*sizes, blocks[2], blocks[3], q.device, transposed=True).lists
+    kind = "causal" if ahead.causal else "full" if ahead.full else "lists"
+    return _attend_op(
+        q, k, v, ahead.q_data, ahead.k_data, lists, blocks, ahead.rule, list(ahead.params), kind, scale, softcap,
+        backend, reverse,
+    )  # fmt: skip
+
+
+def _rows(made: Tensor) -> Tensor:
+    """`made`, copied only if its last axis has gaps or its rows do not begin at multiples of 16 bytes."""
+    grain = 16 // made.element_size()
+    aligned = made.stride(-1) == 1 and all(stride % grain == 0 and stride > 0 for stride in made.stride()[:-1])
+    if aligned and made.data_ptr() % 16 == 0:
+        return made
+    width = made.shape[-1]
+    if width % grain == 0:
+        return made.clone(memory_format=torch.contiguous_format)
+    return F.pad(made, (0, -width % grain))[..., :width]
+
+
+def _unpack(
+    q: Tensor, k: Tensor, q_data: Tensor | None, k_data: Tensor | None, lists: Sequence[Tensor], blocks: Sequence[int],
+    rule: str, params: Sequence[int], kind: str,
+) -> Tiles:  # fmt: skip
+    return Tiles(
+        rule, tuple(params), q_data, k_data, kind == "causal", kind == "full", q.shape[1], k.shape[1], *blocks, *lists
+    )
+
+
+@torch.library.custom_op("hone::attend", mutates_args=())
+def _attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_data: Tensor | None,
+    k_data: Tensor | None,
+    lists: Sequence[Tensor],
+    blocks: Sequence[int],
+    rule: str,
+    params: Sequence[int],
+    kind: str,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    reverse: str,
+) -> tuple[Tensor, Tensor]:
+    # `lists` and `blocks` hold those of the forward pass, then, if there is a `reverse`, those of the backward pass.
+    if q.numel() == 0 or k.shape[1] == 0:
+        return _empty_out(q, v).zero_(), _empty_lse(q).fill_(float("-inf"))
+    tiles = _unpack(q, k, q_data, k_data, lists[:4], blocks[:2], rule, params, kind)
+    return importlib.import_module(_FORWARD[backend]).forward(_rows(q), _rows(k), _rows(v), tiles, scale, softcap)
+
+
+@_attend_op.register_fake
+def _(q, k, v, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_out(q, v), _empty_lse(q)
+
+
+def _empty_out(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+@torch.library.custom_op("hone::attend_backward", mutates_args=())
+def _attend_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q_data: Tensor | None,
+    k_data: Tensor | None,
+    lists: Sequence[Tensor],
+    blocks: Sequence[int],
+    rule: str,
+    params: Sequence[int],
+    kind: str,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or k.shape[1] == 0:
+        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+    tiles = _unpack(q, k, q_data, k_data, lists, blocks, rule, params, kind)
+    module = importlib.import_module(_BACKWARD[backend])
+    q, k, v, d_out = (_rows(made) for made in (q, k, v, d_out))
+    return module.backward(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap)
+
+
+@_attend_backward_op.register_fake
+def _(q, k, v, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _like(made: Tensor) -> Tensor:
+    return made.new_empty(made.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_data, k_data, lists, blocks, *rest = inputs
+    out, lse = output
+    lists = list(lists)[4:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, q_data, k_data, *lists)
+    ctx.num_lists = len(inputs[5])
+    ctx.blocks = list(blocks)[2:]
+    ctx.rest = rest
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, q_data, k_data, *lists = ctx.saved_tensors
+    rule, params, kind, scale, softcap, _, reverse = ctx.rest
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    if reverse == "cudnn" and d_lse is not None:
+        reverse = "triton"  # its lse is the same, and it takes the gradient of one
+    grads = _attend_backward_op(
+        q, k, v, out, lse, d_out, d_lse, q_data, k_data, lists, ctx.blocks, rule, params, kind, scale, softcap, reverse
+    )
+    # An empty list of numbers passes for a list of tensors, which wants a list back.
+    return (*grads, None, None, [None] * ctx.num_lists, None, None, [] if len(params) == 0 else None, *[None] * 5)
+
+
+_attend_op.register_autograd(_backward, setup_context=_setup)

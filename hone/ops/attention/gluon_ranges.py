@@ -1,0 +1,47 @@
+"""Rules by which a query sees one range of keys, or a key is seen by one range of queries: kernels then compare once a pair.
+
+What stands here says the same as the rule in `masks` that it is for, of places that an int32 can be added to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.ops.attention.masks import Tiles, gluon_function
+
+_FAR = 1 << 30
+"""From here on a sum of a place and a parameter may be no int32."""
+
+
+def keys_of(tiles: Tiles) -> Any:
+    """(q, q_data, params) -> (first, last) key that a query sees, as a Gluon function; None for another kind of rule."""
+    return _known(KEYS, tiles)
+
+
+def queries_of(tiles: Tiles) -> Any:
+    """(k, params) -> (first, last) query that sees a key, as a Gluon function; None for another kind of rule."""
+    return _known(QUERIES, tiles)
+
+
+def _known(ranges: dict[str, str], tiles: Tiles) -> Any:
+    known = tiles.rule in ranges and all(abs(number) < _FAR for number in tiles.params)
+    return gluon_function(ranges[tiles.rule]) if known else None
+
+
+def _band_keys(q, q_data, params):  # type: ignore[no-untyped-def]
+    return q - params[0], q + params[1]
+
+
+def _since_keys(q, q_data, params):  # type: ignore[no-untyped-def]
+    return q_data, q
+
+
+def _band_queries(k, params):  # type: ignore[no-untyped-def]
+    return k - params[1], k + params[0]
+
+
+KEYS = {
+    "hone.ops.attention.masks:_band": f"{__name__}:_band_keys",
+    "hone.ops.attention.masks:_since": f"{__name__}:_since_keys",
+}
+QUERIES = {"hone.ops.attention.masks:_band": f"{__name__}:_band_queries"}

@@ -1,0 +1,341 @@
+"""Matrix products of linear layers: dense, integer weights, fp8 and 2:4 sparse; public functions and their GPU ops.
+
+Legend: M rows of x, N output features, K input features, G groups of columns that share a scale, S parts of K.
+A row's result does not depend on the other rows; it does depend (in its last bit) on M where M decides the kernel or
+how K is split.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.base.errors import MachineError, SpecError
+from hone.ops import formats
+from hone.ops.dispatch import backend_of
+from hone.ops.linear.shapes import fp8_shape, quantized_shape, skinny_shape
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+"""The largest number of float8_e4m3fn."""
+
+FP8_BLOCK = 128
+"""Columns of x, and rows and columns of the weight, that share a scale in the blockwise recipe."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]; float sums in every dtype.
+
+    Few rows without gradients go to a kernel that streams the weight; everything else is torch's own product. All are of
+    one floating dtype unless autocast is on. Raises SpecError for shapes that do not fit.
+    """
+    _check_features(x, weight, bias)
+    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    facts = {
+        "dtype": _product_dtype(x, weight, bias),
+        "rows": x.numel() // max(1, x.shape[-1]),
+        "out_features": weight.shape[0],
+        "in_features": weight.shape[1],
+        "in_rows": weight.stride(1) == 1,
+        "plain": not (wants_grad or torch.is_autocast_enabled(x.device.type)),
+    }
+    if backend_of("linear", x.device, backend, **facts) == "triton":
+        return _skinny_op(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def quantized_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    out_features: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """x [..., K] times a weight of integer codes and scales, plus bias [N]: [..., N] in x's dtype. No gradient to weights.
+
+    Either plain codes int8 [N, K] with scales [N, G] (the reference), or what `formats.tile_codes` and `tile_scales`
+    made of them for `bits` 4 or 8 (the kernels'; `out_features` is N, for tiles are padded). The weight is code times
+    scale, rounded to x's dtype as `formats.dequantize` does; with one scale a row the outputs are scaled instead.
+    Differentiable in x, in plain torch. Raises SpecError naming what does not fit.
+    """
+    tiled = codes.dim() == 4
+    num_rows = codes.shape[0] if out_features is None else out_features
+    _check_codes(x, codes, scales, bits, num_rows, tiled)
+    _check_bias(bias, num_rows)
+    facts = {
+        "dtype": x.dtype,
+        "rows": x.numel() // max(1, x.shape[-1]),
+        "bits": bits,
+        "group_size": x.shape[-1] // (len(scales) if tiled else scales.shape[1]),
+        "in_features": x.shape[-1],
+        "tiled": tiled,
+        "plain": not (torch.is_grad_enabled() and x.requires_grad),
+    }
+    if backend_of("quantized_linear", x.device, backend, **facts) == "gluon":
+        return _quantized_op(x, codes, scales, bias, bits, num_rows)
+    if tiled:
+        codes, scales = formats.untile_codes(codes, num_rows, bits), formats.untile_scales(scales, num_rows)
+    if scales.shape[1] == 1:  # N products a row in place of N x K, and no rounding of weights
+        out = F.linear(x, codes.to(x.dtype)) * scales.to(x.dtype).view(-1)
+    else:
+        out = F.linear(x, formats.dequantize(codes, scales, x.dtype))
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tuple[Tensor, Tensor]:
+    """x [M, K] as e4m3 codes [M, K] and float32 scales: one a row [M], a row's 128 columns [M, K/128], or a square of 128.
+
+    A scale is the largest magnitude over 448, and 1 where all is zero. The blockwise recipe is DeepSeek-V3's
+    (arXiv:2412.19437): x in 1x128, weights in 128x128 (scales [ceil(M/128), K/128]).
+    """
+    if kind not in ("row", "1x128", "128x128"):
+        raise SpecError(f"kind is {kind!r}; it may be 'row', '1x128' or '128x128'", fix="leave kind out for 'row'")
+    if x.dim() != 2 or x.shape[1] == 0 or (kind != "row" and x.shape[1] % FP8_BLOCK):
+        by = f"columns by the {FP8_BLOCK}" if kind != "row" else "columns, one at least"
+        raise SpecError(
+            f"x has shape {tuple(x.shape)}; {kind} wants two axes and {by}",
+            fix=f"flatten x to [M, K]{'' if kind == 'row' else ', and pad K or take row, a scale a row'}",
+        )
+    rows, columns = x.shape
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    high, wide_by = {"row": (1, columns), "1x128": (1, FP8_BLOCK), "128x128": (FP8_BLOCK, FP8_BLOCK)}[kind]
+    blocks = F.pad(wide, (0, 0, 0, -rows % high)).view(-1, high, columns // wide_by, wide_by)
+    largest = blocks.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / FP8_LARGEST, 1.0)
+    codes = (blocks / scales[:, None, :, None]).clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8).view(-1, columns)[:rows]
+    return codes, (scales.view(-1) if kind == "row" else scales).float()
+
+
+def fp8_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers [M, K] of e4m3 codes and scales as `fp8_codes` gives them; the kind shows in the scales' shape."""
+    if scales.dim() == 1:
+        return codes.to(dtype) * scales.to(dtype).unsqueeze(1)
+    high = 1 if len(scales) == len(codes) else FP8_BLOCK
+    spread = scales.repeat_interleave(high, 0)[: len(codes)].repeat_interleave(FP8_BLOCK, 1)
+    return codes.to(dtype) * spread.to(dtype)
+
+
+def fp8_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """x e4m3 [M, K] times weight e4m3 [N, K] transposed, both with their scales, plus bias [N]: [M, N] in `dtype`.
+
+    Row-wise: x_scales [M], weight_scales [N]. Block-wise: x_scales [M, K/128], weight_scales [ceil(N/128), K/128].
+    Sums are taken in float32 over every 128 columns and then added in float32. No gradient. Raises SpecError naming
+    what does not fit.
+    """
+    blockwise = x_scales.dim() == 2
+    _check_fp8(x, x_scales, weight, weight_scales, bias, blockwise)
+    facts = {"rows": len(x), "out_features": len(weight), "in_features": x.shape[1], "blockwise": blockwise}
+    chosen = backend_of("fp8_linear", x.device, backend, dtype=dtype, **facts)
+    if chosen == "triton":
+        return _fp8_op(x, x_scales, weight, weight_scales, bias, dtype)
+    if chosen == "torch":
+        return torch._scaled_mm(
+            x, weight.T, scale_a=x_scales[:, None], scale_b=weight_scales[None, :], bias=bias, out_dtype=dtype
+        )
+    wide = torch.promote_types(dtype, torch.float32)
+    out = fp8_values(x, x_scales, wide) @ fp8_values(weight, weight_scales, wide).T
+    return (out if bias is None else out + bias.to(wide)).to(dtype)
+
+
+def compress_24(weight: Tensor) -> Tensor:
+    """A weight [N, K] with at most two numbers in every four neighbours of a row, as `sparse_linear` takes it.
+
+    On a GPU: torch's semi-structured form (half the bytes and two bits a kept number); elsewhere the weight itself.
+    Raises SpecError naming the first row that keeps more than two of four, MachineError where a GPU has no such form.
+    """
+    if weight.dim() != 2 or weight.shape[1] % 4:
+        raise SpecError(
+            f"weight has shape {tuple(weight.shape)}; 2:4 wants two axes and columns by the four",
+            fix="give [N, K], K a multiple of 4",
+        )
+    crowded = (weight.unflatten(1, (-1, 4)) != 0).sum(-1) > 2
+    if bool(crowded.any()):
+        row, four = (int(i) for i in crowded.nonzero()[0])
+        raise SpecError(
+            f"weight is not 2:4: row {row} keeps more than two of columns {4 * four} to {4 * four + 3}",
+            fix="prune it to two of every four columns first, the largest magnitudes for instance",
+        )
+    if not weight.is_cuda:
+        return weight
+    if weight.dtype not in (torch.bfloat16, torch.float16) or len(weight) % 32 or weight.shape[1] % 64:
+        raise MachineError(
+            f"weight is {weight.dtype} {tuple(weight.shape)}; a GPU's 2:4 form wants 16 bits, rows by 32, columns by 64",
+            fix="cast it to bfloat16 or float16 and pad its axes, or keep it dense and call linear",
+        )
+    return torch.sparse.to_sparse_semi_structured(weight)
+
+
+def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times the 2:4 sparse weight [N, K] of `compress_24`, plus bias [N]: [..., N]."""
+    _check_features(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+# What the GPU runs: launches of hone.ops.{triton,gluon} as torch ops.
+
+
+@torch.library.custom_op("hone::skinny_linear", mutates_args=())
+def _skinny_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from hone.ops.linear.triton_skinny import skinny_product
+
+    rows, weight, bias = _rows(x), _in_rows(weight), None if bias is None else bias.contiguous()
+    shape = skinny_shape(max(1, len(rows)), *weight.shape)
+    return skinny_product(rows, weight, bias, shape).view(*x.shape[:-1], len(weight))
+
+
+@_skinny_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("hone::quantized_linear", mutates_args=())
+def _quantized_op(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, out_features: int
+) -> Tensor:
+    from hone.ops.linear.gluon_quantized import quantized_product
+
+    rows, bias = _rows(x), None if bias is None else bias.contiguous()
+    codes, scales = codes.contiguous(), scales.contiguous()
+    group_size = 0 if len(scales) == 1 else x.shape[-1] // len(scales)
+    shape = quantized_shape(max(1, len(rows)), out_features, x.shape[-1], bits, group_size)
+    out = quantized_product(rows, codes, scales, bias, bits, out_features, shape)
+    return out.view(*x.shape[:-1], out_features)
+
+
+@_quantized_op.register_fake
+def _(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@torch.library.custom_op("hone::fp8_linear", mutates_args=())
+def _fp8_op(
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    from hone.ops.linear.triton_fp8 import fp8_rows_product
+
+    shape = fp8_shape(max(1, len(x)), *weight.shape, blockwise=x_scales.dim() == 2)
+    bias = None if bias is None else bias.contiguous()
+    return fp8_rows_product(_rows(x), x_scales, _in_rows(weight), weight_scales, bias, dtype, shape)
+
+
+@_fp8_op.register_fake
+def _(
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as rows [M, K] whose starts are 16-byte aligned, copied only where they are not."""
+    rows = x.reshape(-1, x.shape[-1])
+    wide = 16 // x.element_size()
+    if rows.stride(1) != 1 or (len(rows) > 1 and rows.stride(0) % wide) or rows.data_ptr() % 16:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
+def _in_rows(weight: Tensor) -> Tensor:
+    """weight [N, K], copied only if its rows have gaps: kernels take one stride."""
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def _check_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise SpecError(
+            f"x {tuple(x.shape)} has not the columns of weight {tuple(weight.shape)}",
+            fix="give x [..., K] and weight [N, K], output features first",
+        )
+    _check_bias(bias, weight.shape[0])
+
+
+def _check_bias(bias: Tensor | None, out_features: int) -> None:
+    if bias is not None and bias.shape != (out_features,):
+        raise SpecError(
+            f"bias has shape {tuple(bias.shape)}, not ({out_features},)",
+            fix=f"give a number an output feature, {out_features} in all, or None",
+        )
+
+
+def _check_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int, num_rows: int, tiled: bool) -> None:
+    if tiled:
+        if codes.dtype != torch.int32 or bits not in (4, 8):
+            raise SpecError(
+                f"codes are {codes.dtype} of {bits} bits; tiles are int32 words of 4 or 8 bits",
+                fix="give what formats.tile_codes made, and the bits it was made for",
+            )
+        columns, groups, rows = codes.shape[1] * 256 // bits, scales.shape[0], codes.shape[0] * 64
+        if scales.dim() != 4 or scales.shape[1] * 16 != rows or not 0 <= rows - num_rows < formats.TILE_ROWS:
+            raise SpecError(
+                f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} are not tiles of {num_rows} rows",
+                fix="give what formats.tile_codes and tile_scales made of one weight, and its rows as out_features",
+            )
+    else:
+        if codes.dtype != torch.int8 or codes.dim() != 2 or len(codes) != num_rows:
+            raise SpecError(
+                f"codes are {codes.dtype} {tuple(codes.shape)}; plain codes are int8 [N, K], N = {num_rows}",
+                fix="give int8 [N, K], one code a byte, and leave out_features out",
+            )
+        columns, groups = codes.shape[1], scales.shape[-1]
+        if scales.dim() != 2 or len(scales) != num_rows:
+            raise SpecError(
+                f"scales {tuple(scales.shape)} do not belong to codes {tuple(codes.shape)}",
+                fix=f"give scales [{num_rows}, G], G groups of columns a row",
+            )
+    if x.shape[-1] != columns or not groups or columns % groups:
+        raise SpecError(
+            f"x {tuple(x.shape)} meets codes of {columns} columns with {groups} scales a row",
+            fix="give x as many columns as codes have, and a number of scales a row that divides them",
+        )
+
+
+def _check_fp8(
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, blockwise: bool
+) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise SpecError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [M, K] and [N, K]",
+            fix="flatten x to rows, and give weight output features first",
+        )
+    if x.dtype != FP8 or weight.dtype != FP8:
+        raise SpecError(
+            f"x is {x.dtype} and weight {weight.dtype}; both must be {FP8}",
+            fix="give the codes that fp8_codes makes of them",
+        )
+    (rows, columns), features = x.shape, len(weight)
+    if blockwise and columns % FP8_BLOCK:
+        raise SpecError(
+            f"x_scales {tuple(x_scales.shape)} are block-wise, and {columns} columns do not divide into blocks of {FP8_BLOCK}",
+            fix=f"pad the columns to a multiple of {FP8_BLOCK}, or give a scale a row: x_scales [M], weight_scales [N]",
+        )
+    wanted: dict[str, Any] = {"x_scales": (rows,), "weight_scales": (features,)}
+    if blockwise:
+        blocks = columns // FP8_BLOCK
+        wanted = {"x_scales": (rows, blocks), "weight_scales": (-(-features // FP8_BLOCK), blocks)}
+    for name, scales in (("x_scales", x_scales), ("weight_scales", weight_scales)):
+        if scales.shape != wanted[name] or scales.dtype != torch.float32:
+            raise SpecError(
+                f"{name} are {scales.dtype} {tuple(scales.shape)}, not float32 {wanted[name]}",
+                fix="give both scales as fp8_codes makes them: 'row' for both, or '1x128' for x and '128x128' for weight",
+            )
+    _check_bias(bias, features)
+
+
+def _product_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The dtype that all of them have, None where they differ (torch then says so)."""
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return x.dtype if same else None

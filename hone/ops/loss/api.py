@@ -1,0 +1,285 @@
+"""Cross entropy of a linear head, chunk by chunk: logits never exist beyond a chunk, gradients are made beside the loss.
+
+Every chunk of tokens costs three library products and one kernel, which turns the logits into their slope where they
+lie. Legend: T tokens, D width, E the teacher's width, V vocabulary, R tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hone.base.errors import SpecError
+from hone.ops import reference
+from hone.ops.dispatch import backend_of
+from hone.ops.reference import Lesson
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    reduction: Literal["sum", "mean"] = "mean",
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    lesson: Lesson | None = None,
+    rows: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Cross entropy of softmax(x W^T) against `targets`, in nats, without ever holding all logits; a scalar.
+
+    x [..., D] in any floating dtype, weight [V, D], targets int64 [...] with `ignore_index` where there is none.
+    `z_loss` adds z_loss * log(sum(exp(logits)))^2 a token (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+    `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
+    `lesson` mixes in the divergence from a teacher (see `Lesson`). 'mean' divides by the valid targets (NaN when there
+    is none). `rows` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
+    float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only: its gradients are handed
+    over. A target must lie in [0, V) or be `ignore_index`: a GPU does not look. Raises SpecError for what does not fit.
+    """
+    if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1] or targets.is_floating_point():
+        raise SpecError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {targets.dtype} {tuple(targets.shape)} do not fit",
+            fix="give x [..., D], weight [V, D] and targets int64 [...]",
+        )
+    if reduction not in ("sum", "mean"):
+        raise SpecError(
+            f"reduction is {reduction!r}; it may be 'sum' or 'mean': no loss a token is kept",
+            fix="give 'sum' or 'mean'; for a loss a token make the logits and take torch's cross_entropy",
+        )
+    if rows is not None and rows < 1:
+        raise SpecError(
+            f"rows is {rows}: at least 1 token's logits are held at once",
+            fix="leave rows out for what suits the device, or give 1 or more",
+        )
+    if lesson is not None:
+        _check_lesson(lesson, targets.numel(), len(weight), label_smoothing)
+    chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype)
+    if chosen != "triton":
+        return reference.linear_cross_entropy(
+            x, weight, targets, reduction=reduction, ignore_index=ignore_index, z_loss=z_loss,
+            label_smoothing=label_smoothing, lesson=lesson, rows=rows,
+        )  # fmt: skip
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
+    mean = reduction == "mean" and x.dtype != torch.float16
+    count = (targets != ignore_index).sum()
+    factor = (1 / count if mean else torch.ones((), device=x.device)).float()
+    grads = torch.is_grad_enabled()
+    alpha, temperature = (0.0, 1.0) if lesson is None else (lesson.alpha, lesson.temperature)
+    hidden = None if lesson is None else lesson.hidden.detach().reshape(len(x), -1)
+    teacher = None if lesson is None else lesson.weight.detach()
+    terms = [z_loss, label_smoothing, alpha, temperature]
+    rows = rows or kernel_rows(len(x))
+    if torch.compiler.is_compiling():
+        wants = grads and x.requires_grad, grads and weight.requires_grad
+        total, _, _ = _loss_op(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows, *wants)
+    elif grads and (x.requires_grad or weight.requires_grad):
+        total = _Loss.apply(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows)
+    else:
+        total, _, _ = _loss(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows, False, False)
+    return total / count if reduction == "mean" and not mean else total
+
+
+def _check_lesson(lesson: Lesson, num_tokens: int, vocab_size: int, label_smoothing: float) -> None:
+    if label_smoothing:
+        raise SpecError(
+            f"label_smoothing and a lesson are two soft targets: {label_smoothing=} came with a lesson",
+            fix="give one of them: label_smoothing=0.0 or lesson=None",
+        )
+    hidden, weight = tuple(lesson.hidden.shape), tuple(lesson.weight.shape)
+    if len(weight) != 2 or hidden[-1] != weight[1] or lesson.hidden.numel() != num_tokens * weight[1]:
+        raise SpecError(
+            f"the lesson's hidden {hidden} and weight {weight} are not [..., E] of {num_tokens} tokens and [V, E]",
+            fix="give the teacher's last hidden states of the same tokens, and its head's weight",
+        )
+    if weight[0] != vocab_size:
+        raise SpecError(
+            f"the lesson's weight {weight} has not the {vocab_size} tokens of the student's",
+            fix=f"take a teacher of the student's tokenizer, its weight cut or padded to {vocab_size} rows",
+        )
+    if not lesson.temperature > 0:
+        raise SpecError(
+            f"the lesson's temperature is positive, not {lesson.temperature}",
+            fix="give a temperature above 0; 1 takes the teacher's probabilities as they are",
+        )
+
+
+class _Loss(torch.autograd.Function):
+    """Hands the gradients made beside the loss on without a copy, so a backward pass works once."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        total, *grads = _loss(*given, *ctx.needs_input_grad[:2])
+        ctx.lift = _lift(given[0].dtype)
+        ctx.grads = [grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad)]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        if ctx.grads is None:
+            raise SpecError(
+                "the loss gave its gradients away on the first backward pass: there is no second one",
+                fix="compute the loss again before each backward pass, or add up what you want the gradient of first",
+            )
+        # Nothing else may hold them: autograd then makes them the parameters' .grad as they are.
+        (grad_x, grad_weight), ctx.grads = ctx.grads, None
+        scale = (upstream / ctx.lift).reshape(1).float()
+        for grad in (grad_x, grad_weight):
+            if grad is not None and grad.numel():
+                _scale(grad, scale)
+        return grad_x, grad_weight, *[None] * 7
+
+
+def _scale(values: Tensor, factor: Tensor) -> None:
+    """values *= factor [1]; costs nothing where the factor is 1, and no wait to learn it."""
+    from hone.ops.loss.triton_kernels import scale_in_place
+
+    scale_in_place[(-(-values.numel() // 4096),)](values, factor, values.numel(), BLOCK=4096, num_warps=8)
+
+
+MOST_ROUNDINGS = 8
+"""Chunks whose products may be added up in the weight's own dtype: each adds one rounding, the product itself is
+float32 inside. Beyond that the sum is float32, which for a half-precision weight is twice its size again."""
+
+
+def kernel_rows(num_tokens: int) -> int:
+    """Tokens whose logits a GPU holds at once: an eighth of them, in whole tiles, 1024 to 4096."""
+    return max(1024, min(4096, -(-num_tokens // (8 * 256)) * 256))
+
+
+def _loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    factor: Tensor,
+    taught: Tensor | None,
+    teacher: Tensor | None,
+    terms: list[float],
+    ignore_index: int,
+    rows: int,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, gradient by x or empty, gradient by weight or empty), summed over the rows of x [T, D], times `factor`.
+
+    taught [T, E] and teacher [V, E] make the lesson; `terms` are z_loss, label_smoothing, alpha, temperature. Gradients
+    are `_lift` times too large.
+    """
+    num_tokens, vocab_size = len(x), len(weight)
+    rows = max(1, min(rows, num_tokens))
+    _, grad_x, grad_weight = _loss_fake(
+        x, weight, targets, factor, taught, teacher, terms, ignore_index, rows, wants_x, wants_weight
+    )
+    losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    logits = _logits(rows, vocab_size, x)
+    lessons = logits if teacher is None else _logits(rows, vocab_size, x)
+    summed = grad_weight
+    if wants_weight and num_tokens > MOST_ROUNDINGS * rows and grad_weight.dtype != torch.float32:
+        summed = torch.empty(grad_weight.shape, dtype=torch.float32, device=x.device)
+    for begin in range(0, num_tokens, rows):
+        part = slice(begin, min(begin + rows, num_tokens))
+        chunk, lesson = logits[: part.stop - begin], lessons[: part.stop - begin]
+        torch.mm(x[part], weight.T, out=chunk)
+        if taught is not None and teacher is not None:
+            torch.mm(taught[part], teacher.T, out=lesson)
+        _cross_entropy(
+            chunk, lesson, targets[part], losses[part], factor, terms, ignore_index,
+            taught=teacher is not None, slope=wants_x or wants_weight,
+        )  # fmt: skip
+        if wants_x:
+            torch.mm(chunk, weight, out=grad_x[part])
+        if wants_weight:
+            _add_product(summed, chunk.T, x[part], first=begin == 0)
+    if summed is not grad_weight:
+        grad_weight.copy_(summed)
+    return losses.sum(), grad_x, grad_weight.zero_() if wants_weight and not num_tokens else grad_weight
+
+
+_loss_op = torch.library.custom_op("hone::linear_cross_entropy", _loss, mutates_args=())
+
+
+@_loss_op.register_fake
+def _loss_fake(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    factor: Tensor,
+    taught: Tensor | None,
+    teacher: Tensor | None,
+    terms: list[float],
+    ignore_index: int,
+    rows: int,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x = torch.empty(x.shape if wants_x else (0,), dtype=x.dtype, device=x.device)
+    grad_weight = torch.empty(weight.shape if wants_weight else (0,), dtype=weight.dtype, device=x.device)
+    return torch.empty((), dtype=torch.float32, device=x.device), grad_x, grad_weight
+
+
+def _logits(rows: int, vocab_size: int, x: Tensor) -> Tensor:
+    """Room for [R, V] whose rows begin at whole cache lines."""
+    return torch.empty(rows, -(-vocab_size // 64) * 64, dtype=x.dtype, device=x.device)[:, :vocab_size]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """total (+)= left @ right, summed in total's dtype inside the product."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
+    elif total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, beta=0 if first else 1, out=total)
+    else:
+        product = (left @ right).to(total.dtype)
+        total.copy_(product) if first else total.add_(product)
+
+
+def _lift(dtype: torch.dtype) -> float:
+    """Slopes of rare tokens are below float16's range; a power of two lifts them and is taken out again."""
+    return 256.0 if dtype == torch.float16 else 1.0
+
+
+ROW_BLOCK = (8192, 16, 3)
+"""(columns at a time, warps, blocks under way) of the kernel that walks a row of logits."""
+
+
+def _cross_entropy(
+    logits: Tensor,
+    taught_logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    factor: Tensor,
+    terms: list[float],
+    ignore_index: int,
+    *,
+    taught: bool,
+    slope: bool,
+) -> None:
+    from hone.ops.loss.triton_kernels import cross_entropy_rows
+
+    z_loss, smoothing, alpha, temperature = terms
+    block, warps, stages = ROW_BLOCK
+    block = min(block, 1 << (logits.shape[1] - 1).bit_length())
+    cross_entropy_rows[(len(logits),)](
+        logits, taught_logits, targets, losses, factor, logits.stride(0), taught_logits.stride(0), logits.shape[1],
+        ignore_index, _lift(logits.dtype), z_loss, smoothing, alpha, temperature,
+        TEACHER=taught, SMOOTH=smoothing != 0, SLOPE=slope, BLOCK=block, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.lift = _lift(inputs[0].dtype)
+
+
+def _scaled(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
+    scale = upstream / ctx.lift
+    wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[:2])
+    return *((grad * scale).to(grad.dtype) if wants else None for grad, wants in wanted), *[None] * 9
+
+
+_loss_op.register_autograd(_scaled, setup_context=_setup)

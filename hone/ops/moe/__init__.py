@@ -1,0 +1,1 @@
+"""Mixtures of experts: sort tokens by expert, one product an expert, and back."""

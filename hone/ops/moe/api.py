@@ -1,0 +1,252 @@
+"""Mixture of experts: tokens sorted by expert and back, and the product of each expert's tokens with its own weights.
+
+Legend: T tokens, k experts a token, E experts, D or K input width, N output width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.base.errors import SpecError
+from hone.ops.dispatch import backend_of
+from hone.ops.linear.shapes import power_of_2
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | None = None) -> Tensor:
+    """x [T, K], rows sorted by expert, times the transpose of their expert's weight [E, N, K]: [T, N], differentiable.
+
+    ends int32 [E]: where each expert's rows end (`permute` gives it), never falling; ends[-1] is T, which a GPU does not
+    look at. x and weight are of one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    """
+    if (
+        x.dim() != 2
+        or weight.dim() != 3
+        or x.shape[1] != weight.shape[2]
+        or ends.shape != weight.shape[:1]
+        or not len(weight)
+    ):
+        raise SpecError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, ends {tuple(ends.shape)} do not fit",
+            fix="give x [T, K], weight [E, N, K] of at least one expert, and the ends [E] of permute",
+        )
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    chosen = backend_of(
+        "grouped_linear", x.device, backend, dtype=x.dtype, num_rows=len(x), num_experts=len(weight),
+        sizes=(weight.shape[1], weight.shape[2]), grad=grad,
+    )  # fmt: skip
+    if chosen == "triton":
+        if grad:
+            raise SpecError(
+                f"backend 'triton' has no gradient here: x wants one: {x.requires_grad}, weight: {weight.requires_grad}",
+                fix="leave backend out, give 'torch', or call it under torch.no_grad()",
+            )
+        return _few_tokens_op(x, weight, ends)
+    if chosen == "torch":
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([rows @ own.T for rows, own in zip(x.split(sizes), weight.unbind())])
+
+
+def permute(
+    x: Tensor, expert_ids: Tensor, num_experts: int, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows [T * k, D] of x [T, D] sorted by expert, ends int32 [E], place int32 [T, k]); differentiable in x.
+
+    expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order.
+    ends[e] is where expert e's rows end; place[t, j] is where token t's row for its j-th expert went. Raises SpecError
+    for shapes that do not fit, and in plain torch for ids that are no expert's (a kernel does not look).
+    """
+    if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids) or expert_ids.is_floating_point():
+        raise SpecError(
+            f"x {tuple(x.shape)} must be [T, D] and expert_ids {expert_ids.dtype} {tuple(expert_ids.shape)} integer [T, k]",
+            fix="flatten batch and sequence to T rows in both, and give the indices of topk, not its values",
+        )
+    top_k = expert_ids.shape[1]
+    if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
+        place, order, ends = _order_op(expert_ids, num_experts)
+        return _take_rows_op(x, order, place), ends, place
+    flat = expert_ids.flatten()
+    if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
+        raise SpecError(
+            f"expert_ids lie in {int(flat.min())} ... {int(flat.max())}, experts in 0 ... {num_experts - 1}",
+            fix="give num_experts as the router has outputs, or ids below it",
+        )
+    order = flat.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    ends = torch.bincount(flat, minlength=num_experts).cumsum(0).to(torch.int32)
+    return x[order // top_k], ends, place.view(-1, top_k).to(torch.int32)
+
+
+def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """[T, D]: each token's k rows of y [T * k, D] summed, times weights [T, k] where given; differentiable in both.
+
+    place integer [T, k] as `permute` gives it; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    """
+    if (
+        y.dim() != 2
+        or place.dim() != 2
+        or place.numel() != len(y)
+        or (weights is not None and weights.shape != place.shape)
+    ):
+        given = None if weights is None else tuple(weights.shape)
+        raise SpecError(
+            f"y {tuple(y.shape)}, place {tuple(place.shape)}, weights {given} do not fit",
+            fix="give y [T * k, D], the place [T, k] of permute, and weights [T, k] or None",
+        )
+    if backend_of("permute", y.device, backend, dtype=y.dtype) == "triton":
+        return _combine_op(y, place, weights)
+    rows = y[place.flatten().long()].view(*place.shape, y.shape[1])
+    wide = rows.to(torch.promote_types(y.dtype, torch.float32))
+    return (wide if weights is None else wide * weights[..., None].to(wide.dtype)).sum(1).to(y.dtype)
+
+
+# What the GPU runs: launches of hone.ops.moe.triton_kernels as torch ops.
+
+
+FEW_IDS = 2048
+"""So many entries are placed by comparing each with all: one kernel, and less than a microsecond of comparisons."""
+
+
+@torch.library.custom_op("hone::expert_order", mutates_args=())
+def _order_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(place int32 [T, k], order int32 [T * k], ends int32 [E])."""
+    from hone.ops.moe.triton_kernels import count_experts, place_by_expert, place_few
+
+    ids = expert_ids.contiguous()
+    place, order, ends = _order_fake(expert_ids, num_experts)
+    num_ids = ids.numel()
+    if not num_ids:
+        return place, order, ends.zero_()
+    if num_ids <= FEW_IDS:
+        programs = -(-num_ids // 16) + -(-num_experts // 16)
+        place_few[(programs,)](
+            ids, place, order, ends, num_ids, num_experts, IDS=max(16, power_of_2(num_ids)), MINE=16, num_warps=4
+        )
+        return place, order, ends
+    block = max(256, power_of_2(-(-num_ids // 128)))
+    blocks, experts = -(-num_ids // block), max(16, power_of_2(num_experts))
+    counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
+    count_experts[(blocks,)](ids, counts, num_ids, num_experts, EXPERTS=experts, BLOCK=block, num_warps=4)
+    place_by_expert[(blocks,)](
+        ids, counts, place, order, ends, num_ids, num_experts, blocks,
+        EXPERTS=experts, BLOCK=block, STEP=max(16, min(256, 8192 // experts)), num_warps=8,
+    )  # fmt: skip
+    return place, order, ends
+
+
+@_order_op.register_fake
+def _order_fake(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    place = torch.empty(expert_ids.shape, dtype=torch.int32, device=expert_ids.device)
+    return place, place.new_empty(expert_ids.numel()), place.new_empty(num_experts)
+
+
+@torch.library.custom_op("hone::take_rows", mutates_args=())
+def _take_rows_op(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """x [T, D] -> [T * k, D]: row i is token order[i] // k."""
+    from hone.ops.moe.triton_kernels import gather_rows
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = _take_rows_fake(x, order, place)
+    if out.numel():
+        width = x.shape[1]
+        block = min(2048, power_of_2(width))
+        rows = max(1, 4096 // block)
+        gather_rows[(-(-len(out) // rows), -(-width // block))](
+            x, order, out, x.stride(0), len(out), width, place.shape[1], ROWS=rows, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+@_take_rows_op.register_fake
+def _take_rows_fake(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    return torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("hone::combine_rows", mutates_args=())
+def _combine_op(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    """y [T * k, D] -> [T, D]."""
+    from hone.ops.moe.triton_kernels import combine_rows
+
+    y = y if y.stride(-1) == 1 else y.contiguous()
+    place = place.contiguous()
+    out = _combine_fake(y, place, weights)
+    if out.numel():
+        width, top_k = y.shape[1], place.shape[1]
+        block = min(2048, power_of_2(width))
+        combine_rows[(len(out), -(-width // block))](
+            y, place, place if weights is None else weights.contiguous(), out, y.stride(0), width, top_k,
+            WEIGHTED=weights is not None, TOP_K=power_of_2(top_k), BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@_combine_op.register_fake
+def _combine_fake(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    return torch.empty(len(place), y.shape[1], dtype=y.dtype, device=y.device)
+
+
+@torch.library.custom_op("hone::combine_rows_backward", mutates_args=())
+def _combine_backward_op(upstream: Tensor, y: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient by y, gradient by weights)."""
+    from hone.ops.moe.triton_kernels import combine_rows_backward
+
+    upstream, y = (x if x.stride(-1) == 1 else x.contiguous() for x in (upstream, y))
+    place, weights = place.contiguous(), weights.contiguous()
+    grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    grad_weights = torch.empty(weights.shape, dtype=torch.float32, device=y.device)
+    if y.numel():
+        combine_rows_backward[(len(y),)](
+            upstream, y, place, weights, grad_y, grad_weights, upstream.stride(0), y.stride(0), y.shape[1],
+            place.shape[1], BLOCK=min(2048, power_of_2(y.shape[1])), num_warps=4,
+        )  # fmt: skip
+    return grad_y, grad_weights.to(weights.dtype)
+
+
+@_combine_backward_op.register_fake
+def _combine_backward_fake(upstream: Tensor, y: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(y.shape, dtype=y.dtype, device=y.device), torch.empty_like(weights)
+
+
+def _combine_grad(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    y, place, weights = ctx.saved_tensors
+    given = upstream.new_ones(place.shape) if weights is None else weights
+    grad_y, grad_weights = _combine_backward_op(upstream, y, place, given)
+    return grad_y, None, None if weights is None else grad_weights
+
+
+_combine_op.register_autograd(_combine_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+_take_rows_op.register_autograd(
+    lambda ctx, upstream: (_combine_op(upstream, ctx.saved_tensors[0], None), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[2]),
+)
+
+
+@torch.library.custom_op("hone::few_tokens_linear", mutates_args=())
+def _few_tokens_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    from hone.ops.moe.triton_kernels import few_tokens
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    out = _few_tokens_fake(x, weight, ends)
+    num_experts, num_out, num_in = weight.shape
+    if out.numel():
+        block_n, block_k, stages, warps = few_shape(num_out, num_in)
+        few_tokens[(num_experts * -(-num_out // block_n),)](
+            x, weight, ends, out, x.stride(0), weight.stride(0), weight.stride(1), num_experts, num_out, num_in,
+            EVEN_K=num_in % block_k == 0, TOKENS=16, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def few_shape(num_out: int, num_in: int) -> tuple[int, int, int, int]:
+    """(BLOCK_N, BLOCK_K, stages, warps) of the few-token product."""
+    return min(64, max(16, power_of_2(num_out))), min(128, max(16, power_of_2(num_in))), 3, 4
+
+
+@_few_tokens_op.register_fake
+def _few_tokens_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch.empty(len(x), weight.shape[1], dtype=x.dtype, device=x.device)

@@ -1,0 +1,292 @@
+"""Attention over a paged cache: write new keys and values into pages, attend through a page table.
+
+Kwon et al. 2023, arXiv:2309.06180. Rows of any number of new tokens come flat, one after another. Pages may hold 8-bit
+numbers with scales: of a token and head (`write_kv` finds them as it writes, so that nothing written is ever rounded
+again), or fixed beforehand for a page and head, or for a head.
+
+Legend: T flat new tokens, R rows, P pages of a row (padded), H query heads, KV key/value heads, Dh head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.base.errors import SpecError
+from hone.ops.dispatch import backend_of
+from hone.ops.paged.reference import Extras, PagedPlan, attend_planned, plan_rows
+
+__all__ = [
+    "PagedPlan",
+    "attend_latent",
+    "attend_paged",
+    "attend_planned",
+    "plan_rows",
+    "quantize_kv",
+    "runs_kernel",
+    "write_kv",
+]
+
+HIGHEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The formats of quantized pages, and the largest number of each."""
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Files k, v [T, KV, Dh] in k_pages, v_pages [num_pages, KV, page_size, Dh]: token t at offsets[t] of pages[t].
+
+    `pages` and `offsets` are int64 [T] on the pages' device; no place may come twice. Pages of 8-bit numbers need
+    `k_scale` and `v_scale`: [num_pages, KV, page_size] are filled in, [num_pages, KV] and [KV] are used as they are
+    (what is out of their range is clamped). Raises SpecError for shapes, formats and scales that do not go together.
+    """
+    check_write(k, v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+    for x, into, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
+        if scale is not None and scale.dim() == 3:
+            x, scale[pages, :, offsets] = quantize_kv(x, into.dtype)
+        elif scale is not None:
+            x = _rounded(x / (scale[pages] if scale.dim() == 2 else scale)[..., None], into.dtype)
+        into[pages, :, offsets] = x
+
+
+def check_write(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """SpecError for what `write_kv` cannot file."""
+    for name, x, into, scale in (("k", k, k_pages, k_scale), ("v", v, v_pages, v_scale)):
+        if x.dim() != 3 or into.dim() != 4 or x.shape[1] != into.shape[1] or x.shape[2] != into.shape[3]:
+            raise SpecError(
+                f"{name} {tuple(x.shape)} and {name}_pages {tuple(into.shape)} do not go together",
+                fix="k and v are [T, KV, Dh], pages [num_pages, KV, page_size, Dh]",
+            )
+        if (into.dtype in HIGHEST) != (scale is not None):
+            raise SpecError(
+                f"{name}_pages of {into.dtype} came {'without' if scale is None else 'with'} {name}_scale",
+                fix="8-bit pages take both k_scale and v_scale, others take none",
+            )
+    if not len(k) == len(v) == len(pages) == len(offsets):
+        raise SpecError(
+            f"{len(k)} keys and {len(v)} values go to {len(pages)} pages and {len(offsets)} offsets",
+            fix="one page and one offset a token",
+        )
+
+
+def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [..., Dh] in `dtype` (float8_e4m3fn or int8), and its scales [...], float32: x is about the product of the two."""
+    if dtype not in HIGHEST:
+        raise SpecError(f"pages are quantized to {dtype}", fix=f"take one of {', '.join(map(str, HIGHEST))}")
+    scale = (x.abs().amax(-1).float() / HIGHEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
+    return _rounded(x.float() / scale[..., None], dtype), scale
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.clamp(-HIGHEST[dtype], HIGHEST[dtype])
+    return (x if dtype.is_floating_point else x.round()).to(dtype)
+
+
+def attend_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink_tokens: int = 0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    max_query_len: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal attention of the last `query_lens[r]` tokens of each row to all `seq_lens[r]` tokens of it.
+
+    q [T, H, Dh], rows one after another, T the sum of `query_lens` (1 each when None); pages
+    [num_pages, KV, page_size, Dh] (values may have another width); page_table integer [R, P], padded with any page;
+    seq_lens [R] counts the new tokens too. With `window` w a token sees itself and the w - 1 before it, and the first
+    `sink_tokens` of its row (Xiao et al. 2023, arXiv:2309.17453). `sinks` [H] float32 are learned scores that take
+    part in the softmax and bring no value. 8-bit pages come with `k_scale` and `v_scale`: [num_pages, KV, page_size],
+    [num_pages, KV] or [KV], float32. Returns [T, H, Dv].
+
+    On a GPU nothing waits for the lengths: one captured CUDA graph serves all of them. `max_query_len`, a promise, spares
+    the kernel for rows of many tokens. The reference reads slots past the end of a row, with weight zero: there they
+    must hold finite numbers; the kernels do not read them. Raises SpecError for what does not go together; lengths and
+    page numbers are looked at by the reference only, since a look would make a GPU wait. No gradient.
+    """
+    extras = Extras(sink_tokens, sinks, _per_token(k_scale, k_pages), _per_token(v_scale, v_pages))
+    _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
+    _check_options(scale, window, sink_tokens)
+    if _backend(q, k_pages, v_pages, len(seq_lens), backend) == "triton":
+        from hone.ops.paged import triton_launch as paged_launch
+
+        run = paged_launch.attend_pages_op if torch.compiler.is_compiling() else paged_launch.attend_pages
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        return run(
+            q, k_pages, v_pages, page_table, seq_lens, query_lens, scale, window, sink_tokens, sinks,
+            extras.k_scale, extras.v_scale, max_query_len
+        )  # fmt: skip
+    plan = _planned(q, page_table, seq_lens, query_lens, k_pages.shape[2])
+    return attend_planned(q, k_pages, v_pages, plan, scale=scale, window=window, extras=extras)
+
+
+def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int) -> bool:
+    """Whether `attend_paged` reads lengths and pages on the device; else a plan made on the host serves all layers better."""
+    return _backend(q, k_pages, v_pages, num_rows, None) == "triton"
+
+
+def _backend(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, forced: str | None) -> str:
+    return backend_of(
+        "attend_paged",
+        q.device,
+        forced,
+        dtype=q.dtype,
+        page_dtype=k_pages.dtype,
+        head_dim=k_pages.shape[3],
+        v_dim=v_pages.shape[3],
+        rows=num_rows,
+    )
+
+
+def attend_latent(
+    q: Tensor,
+    pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None = None,
+    *,
+    value_dim: int,
+    scale: float,
+    window: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`attend_paged` where all heads share one latent per token: pages [num_pages, page_size, D], values its first columns.
+
+    DeepSeek-AI 2024 (multi-head latent attention, arXiv:2405.04434), absorbed form: q [T, H, D] is already projected
+    onto the latent (its first `value_dim` columns) and the shared rotated key (the rest). Returns [T, H, value_dim].
+    The kernel reads the latents once for all heads; made for decoding, it takes every new token as a row of its own.
+    Raises SpecError as `attend_paged` does. No gradient.
+    """
+    if q.dim() != 3 or pages.dim() != 3 or q.shape[2] != pages.shape[2] or not 0 < value_dim < pages.shape[2]:
+        raise SpecError(
+            f"q {tuple(q.shape)}, pages {tuple(pages.shape)} and value_dim {value_dim} do not go together",
+            fix="q is [T, H, D], pages [num_pages, page_size, D], value_dim below D",
+        )
+    _check_rows(q, page_table, seq_lens, query_lens)
+    _check_options(scale, window, 0)
+    keys = pages.unsqueeze(1)
+    turned = pages.shape[2] - value_dim
+    facts = {"dtype": q.dtype, "page_dtype": pages.dtype, "heads": q.shape[1], "value_dim": value_dim, "turned": turned}
+    boxed = window is None and pages.shape[1] % 64 == 0 and _aligned(pages)
+    chosen = backend_of("attend_latent", q.device, backend, **facts, rows=len(q), boxed=boxed)
+    if chosen in ("triton", "gluon"):
+        from hone.ops.paged import triton_launch as paged_launch
+
+        run = paged_launch.attend_latents_op if torch.compiler.is_compiling() else paged_launch.attend_latents
+        q = q if _aligned(q) else q.contiguous()
+        return run(q, keys, page_table, seq_lens, query_lens, value_dim, scale, window, chosen == "gluon")
+    plan = _planned(q, page_table, seq_lens, query_lens, pages.shape[1])
+    return attend_planned(q, keys, keys, plan, scale=scale, window=window, extras=Extras(value_dim=value_dim))
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows are contiguous and begin at multiples of 16 bytes."""
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(start * x.element_size() % 16 == 0 for start in starts)
+
+
+def _planned(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor | None, page_size: int) -> PagedPlan:
+    """The plan of `attend_planned`; SpecError for lengths that contradict each other."""
+    lengths = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
+    totals = seq_lens.tolist()
+    if sum(lengths) != len(q):
+        raise SpecError(f"query_lens add up to {sum(lengths)}, q has {len(q)} tokens", fix="T is the sum of query_lens")
+    for row, (count, total) in enumerate(zip(lengths, totals)):
+        if not 0 <= count <= total <= page_table.shape[1] * page_size:
+            raise SpecError(
+                f"row {row} has {count} new tokens of {total}, and {page_table.shape[1]} pages of {page_size}",
+                fix="seq_lens counts the new tokens too, and the row's pages hold them all",
+            )
+    return plan_rows(page_table.cpu().numpy(), totals, lengths, page_size, q.device)
+
+
+def _per_token(scale: Tensor | None, pages: Tensor) -> Tensor | None:
+    """Scales of any of the three shapes as [num_pages, KV, page_size], without a copy."""
+    if scale is None:
+        return None
+    whole = pages.shape[:3]
+    try:
+        return (scale[:, None] if scale.dim() == 1 else scale[..., None] if scale.dim() == 2 else scale).expand(whole)
+    except RuntimeError:
+        raise SpecError(
+            f"scales {tuple(scale.shape)} do not fit pages {tuple(pages.shape)}",
+            fix=f"give scales {tuple(whole)}, {tuple(whole[:2])} or {tuple(whole[1:2])}",
+        ) from None
+
+
+def _check_options(scale: float, window: int | None, sink_tokens: int) -> None:
+    if window is not None and window < 1:
+        raise SpecError(f"a window of {window} tokens sees nothing", fix="give at least 1 token, its own, or None")
+    if sink_tokens < 0:
+        raise SpecError(f"sink_tokens is {sink_tokens}", fix="give the number of first tokens that stay in sight, or 0")
+    if not scale > 0:
+        raise SpecError(
+            f"scale is {scale}", fix="give a scale above 0: the kernels find the highest score before scaling"
+        )
+
+
+def _check(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_lens: Tensor | None,
+    extras: Extras,
+) -> None:
+    """SpecError for shapes and formats that do not go together."""
+    shapes = f"q {tuple(q.shape)}, k_pages {tuple(k_pages.shape)}, v_pages {tuple(v_pages.shape)}"
+    if q.dim() != 3 or k_pages.dim() != 4 or v_pages.shape[:3] != k_pages.shape[:3] or q.shape[2] != k_pages.shape[3]:
+        raise SpecError(f"{shapes} do not go together", fix="q is [T, H, Dh], pages [num_pages, KV, page_size, Dh]")
+    if not all(k_pages.shape[1:]) or not v_pages.shape[3]:
+        raise SpecError(f"{shapes}: pages without heads, slots or width", fix="give pages of at least one of each")
+    if q.shape[1] % k_pages.shape[1]:
+        raise SpecError(
+            f"{q.shape[1]} query heads are no multiple of {k_pages.shape[1]} key/value heads",
+            fix="consecutive query heads share a key/value head: H is a multiple of KV",
+        )
+    if extras.sinks is not None and extras.sinks.shape != q.shape[1:2]:
+        raise SpecError(f"sinks {tuple(extras.sinks.shape)} are not [{q.shape[1]}]", fix="give a number a query head")
+    _check_rows(q, page_table, seq_lens, query_lens)
+    if (k_pages.dtype in HIGHEST) != (extras.k_scale is not None) or (extras.k_scale is None) != (
+        extras.v_scale is None
+    ):
+        raise SpecError(
+            f"pages of {k_pages.dtype} came {'without' if extras.k_scale is None else 'with'} scales",
+            fix="8-bit pages take both k_scale and v_scale, others take none",
+        )
+
+
+def _check_rows(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor | None) -> None:
+    lens = seq_lens if query_lens is None else query_lens
+    fits = page_table.dim() == 2 and seq_lens.dim() == lens.dim() == 1 and len(page_table) == len(seq_lens) == len(lens)
+    if not fits or (query_lens is None and len(q) != len(seq_lens)):
+        raise SpecError(
+            f"page_table {tuple(page_table.shape)}, seq_lens {tuple(seq_lens.shape)} and query_lens speak of unlike rows",
+            fix="one entry a row in each; without query_lens q has one token a row",
+        )

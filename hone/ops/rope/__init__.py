@@ -1,0 +1,1 @@
+"""Rotary position embedding: `rope`, `rope_write`."""

@@ -1,0 +1,225 @@
+"""What each token's numbers become alone: rotary positions, also straight into pages, and the SwiGLU gate.
+
+Queries and keys are turned where they lie; the gate's backward pass computes the gate again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def rope_rows(
+    x, out, cos, sin, x_token, x_head, out_token, out_head, angle_stride, angle_rows, num_heads, half, sign,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """out = x [T, heads, 2 * half] turned by the angles cos, sin [angle_rows, half] of row t % angle_rows.
+
+    `sign` -1 turns back. `out` may be `x`: a program reads all it writes before it writes.
+    """
+    parts = tl.cdiv(num_heads, HEADS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    heads = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
+    angle = token % angle_rows
+    first, second, inside = _turned(
+        x + token * x_token, cos, sin, angle, x_head, angle_stride, heads, num_heads, half, sign, HALF
+    )
+    at = out + token * out_token + heads * out_head + tl.arange(0, HALF)[None, :]
+    tl.store(at, first, mask=inside)
+    tl.store(at + half, second, mask=inside)
+
+
+@triton.jit
+def rope_write(
+    q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale,
+    q_token, q_head, k_token, k_head, v_token, v_head, angle_stride,
+    page_stride, page_head, page_slot, v_page_stride, v_page_head, v_page_slot,
+    scale_page, scale_head, scale_slot, v_scale_page, v_scale_head, v_scale_slot,
+    num_heads, num_kv_heads, half, value_width, largest,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Turns q [T, H, Dh] in place; writes turned k [T, KV, Dh] and v [T, KV, Dv] to slot offsets[t] of pages[t].
+
+    When SCALED pages hold 8-bit codes, and each token and head gets its scale, as hone.ops.paged.api.quantize_kv makes it.
+    Programs of one token: blocks of query heads first, then of key heads, then of value heads.
+    """
+    query_parts = tl.cdiv(num_heads, HEADS)
+    key_parts = tl.cdiv(num_kv_heads, HEADS)
+    token = (tl.program_id(0) // (query_parts + 2 * key_parts)).to(tl.int64)
+    part = tl.program_id(0) % (query_parts + 2 * key_parts)
+    if part < query_parts:
+        heads = part * HEADS + tl.arange(0, HEADS)[:, None]
+        start = q + token * q_token
+        first, second, inside = _turned(start, cos, sin, token, q_head, angle_stride, heads, num_heads, half, 1.0, HALF)
+        at = start + heads * q_head + tl.arange(0, HALF)[None, :]
+        tl.store(at, first, mask=inside)
+        tl.store(at + half, second, mask=inside)
+    else:
+        page = tl.load(pages + token).to(tl.int64)
+        slot = tl.load(offsets + token).to(tl.int64)
+        if part < query_parts + key_parts:
+            keys = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
+            start = k + token * k_token
+            one, two, real = _turned(start, cos, sin, token, k_head, angle_stride, keys, num_kv_heads, half, 1.0, HALF)
+            if SCALED:
+                peak = tl.maximum(tl.max(tl.abs(one.to(tl.float32)), 1), tl.max(tl.abs(two.to(tl.float32)), 1))
+                scale = _scale_of(peak[:, None], largest)
+                known = keys < num_kv_heads
+                tl.store(k_scale + page * scale_page + slot * scale_slot + keys * scale_head, scale, mask=known)
+                one = _codes(one, scale, largest, k_pages.dtype.element_ty)
+                two = _codes(two, scale, largest, k_pages.dtype.element_ty)
+            to = k_pages + page * page_stride + slot * page_slot + keys * page_head + tl.arange(0, HALF)[None, :]
+            tl.store(to, one.to(k_pages.dtype.element_ty), mask=real)
+            tl.store(to + half, two.to(k_pages.dtype.element_ty), mask=real)
+        else:
+            kept = (part - query_parts - key_parts) * HEADS + tl.arange(0, HEADS)[:, None]
+            columns = tl.arange(0, VALUES)[None, :]
+            whole = (kept < num_kv_heads) & (columns < value_width)
+            values = tl.load(v + token * v_token + kept * v_head + columns, mask=whole, other=0.0)
+            if SCALED:
+                own = _scale_of(tl.max(tl.abs(values.to(tl.float32)), 1)[:, None], largest)
+                into = v_scale + page * v_scale_page + slot * v_scale_slot + kept * v_scale_head
+                tl.store(into, own, mask=kept < num_kv_heads)
+                values = _codes(values, own, largest, v_pages.dtype.element_ty)
+            into_page = v_pages + page * v_page_stride + slot * v_page_slot + kept * v_page_head + columns
+            tl.store(into_page, values.to(v_pages.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _scale_of(peak, largest):
+    """The scale under which `peak` is the largest code; never 0."""
+    return tl.maximum(tl.div_rn(peak, largest + tl.zeros_like(peak)), 1.1754943508222875e-38)
+
+
+@triton.jit
+def _codes(values, scale, largest, dtype: tl.constexpr):
+    codes = tl.div_rn(values.to(tl.float32), scale + tl.zeros(values.shape, tl.float32))
+    codes = tl.minimum(tl.maximum(codes, -largest), largest)
+    if dtype == tl.int8:
+        # Round half to even, as torch does: adding and taking away 1.5 * 2^23 leaves an integer.
+        codes = (codes + 12582912.0) - 12582912.0
+    return codes.to(dtype)
+
+
+@triton.jit
+def _turned(start, cos, sin, angle, head_stride, angle_stride, heads, num_heads, half, sign, HALF: tl.constexpr):
+    """(first halves, second halves, mask) of a token's heads after the turn, in their dtype."""
+    columns = tl.arange(0, HALF)[None, :]
+    inside = (heads < num_heads) & (columns < half)
+    at = start + heads * head_stride + columns
+    first = tl.load(at, mask=inside, other=0.0)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + angle * angle_stride + columns, mask=columns < half, other=0.0).to(tl.float32)
+    sine = tl.load(sin + angle * angle_stride + columns, mask=columns < half, other=0.0).to(tl.float32) * sign
+    kind = first.dtype
+    first = first.to(tl.float32)
+    return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind), inside
+
+
+@triton.jit
+def _part(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(row, columns, which of them there are) of a program; neighbours in a row run together, so memory comes in long runs.
+
+    A width known at compile time makes the division cheap: these programs live for a few microseconds.
+    """
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = tl.full([BLOCK], True, tl.int1) if WIDTH % BLOCK == 0 else at < WIDTH
+    return row, at, inside
+
+
+@triton.jit
+def swiglu_forward(gate_up, out, gate_up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """out [T, F] = silu(gate) * up of gate_up [T, 2F], BLOCK columns of a row a program; WIDTH is F."""
+    row, at, inside = _part(WIDTH, BLOCK)
+    gate = tl.load(gate_up + row * gate_up_stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * gate_up_stride + WIDTH + at, mask=inside, other=0.0)
+    # The reference rounds silu(gate) before it multiplies.
+    active = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * WIDTH + at, (active * up.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_backward(gate_up, upstream, grad, gate_up_stride, upstream_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """grad [T, 2F] from upstream [T, F] and the forward's input."""
+    row, at, inside = _part(WIDTH, BLOCK)
+    gate = tl.load(gate_up + row * gate_up_stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * gate_up_stride + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    flow = tl.load(upstream + row * upstream_stride + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    active = gate * share
+    grad_gate = flow * up * (share + active * (1.0 - share))
+    start = grad + row * 2 * WIDTH
+    tl.store(start + at, grad_gate.to(grad.dtype.element_ty), mask=inside)
+    tl.store(start + WIDTH + at, (flow * active).to(grad.dtype.element_ty), mask=inside)
+
+
+def gate_shape(width: int) -> tuple[int, int]:
+    """(columns a program, warps) of the gate's kernels: 8 columns a thread, and no masks where 512 divides the width."""
+    block = next((size for size in (1024, 512) if width % size == 0), min(1024, triton.next_power_of_2(width)))
+    return block, max(1, block // 256)
+
+
+def launch_gate(gate_up: Tensor, out: Tensor) -> None:
+    """out [..., F] from gate_up [..., 2F]."""
+    rows, width = _rows(gate_up), out.shape[-1]
+    block, warps = gate_shape(width)
+    if out.numel():
+        grid = (triton.cdiv(width, block) * len(rows),)
+        swiglu_forward[grid](rows, out, rows.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
+
+
+def launch_gate_backward(gate_up: Tensor, upstream: Tensor, grad: Tensor) -> None:
+    """grad [..., 2F] from the forward's input and upstream [..., F]."""
+    rows, flow, width = _rows(gate_up), _rows(upstream), upstream.shape[-1]
+    block, warps = gate_shape(width)
+    if grad.numel():
+        grid = (triton.cdiv(width, block) * len(rows),)
+        swiglu_backward[grid](
+            rows, flow, grad, rows.stride(0), flow.stride(0), WIDTH=width, BLOCK=block, num_warps=warps
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def turn_shape(num_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """(HEADS, HALF, warps) of the rotary kernels: at most 512 pairs a program, 8 a thread."""
+    block = triton.next_power_of_2(head_dim // 2)
+    heads = min(triton.next_power_of_2(num_heads), max(1, 512 // block))
+    return heads, block, max(1, min(2, heads * block // 256))
+
+
+def launch_turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+    """out [T, heads, Dh] = x turned by cos, sin [rows, Dh/2]."""
+    num_tokens, num_heads, head_dim = x.shape
+    heads, block, warps = turn_shape(num_heads, head_dim)
+    if num_tokens:
+        rope_rows[(num_tokens * triton.cdiv(num_heads, heads),)](
+            x, out, cos, sin, *x.stride()[:2], *out.stride()[:2], cos.stride(0), len(cos), num_heads, head_dim // 2,
+            sign, HEADS=heads, HALF=block, num_warps=warps,
+        )  # fmt: skip
+
+
+def launch_turn_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor,
+    offsets: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, largest: float,
+) -> None:  # fmt: skip
+    """Turns q in place, writes turned k and v to their slots, as codes where there are scales; cos, sin [T, Dh/2]."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, value_width = v.shape[1:]
+    heads, block, warps = turn_shape(num_heads, head_dim)
+    scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
+    if num_tokens:
+        rope_write[(num_tokens * (triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)),)](
+            q, k, v, cos, sin, k_pages, v_pages, pages, offsets, *scales,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), *k_pages.stride()[:3],
+            *v_pages.stride()[:3], *scales[0].stride()[:3], *scales[1].stride()[:3], num_heads, num_kv_heads,
+            head_dim // 2, value_width, largest, SCALED=k_scale is not None, HEADS=heads, HALF=block,
+            VALUES=triton.next_power_of_2(value_width), num_warps=warps,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Sampling of tokens from logits: `sample`."""

@@ -1,1 +1,0 @@
-"""Triton twins of the ops: portable GPU kernels, imported only when chosen."""
