@@ -6,6 +6,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hone.base.run import Run
 from hone.base.spec import Spec, dump_yaml, parse_scalar, read_yaml, set_dotted
 from hone.base.stage import STAGES, Stage
 
-_RESERVED = ("stage", "name", "from", "each")
+_RESERVED = ("stage", "name", "from", "each", "repeats")
 
 
 class Node(Spec):
@@ -46,7 +47,9 @@ class Recipe(Spec):
     """A line of work: stages in order, each made from earlier ones or from folders.
 
     In YAML a stage is a mapping with `stage`, `name`, `from` (role: earlier stage or folder), `each` (one role: a list,
-    which makes one branch per value) and, beside them, the stage's own fields.
+    which makes one branch per value), `repeats` (how often it is made, each time with the next `seed`) and, beside them, the
+    stage's own fields. Neighbours that are repeated equally often are made in turn, round by round, so that a machine whose
+    speed drifts is equally unfair to all of them.
     """
 
     line: str = Field(description="Name of the line; its artifacts go to WORK/LINE/.")
@@ -64,8 +67,8 @@ class Recipe(Spec):
         if Path(self.line).name != self.line or self.line in ("", ".", ".."):
             raise SpecError(f"line '{self.line}' is no folder name", fix="write line: NAME, without slashes")
         found: dict[str, Node] = {}
-        for position, entry in enumerate(self.stages):
-            for node in _expand(entry, f"stages.{position}"):
+        for nodes in _in_turn([_rounds(entry, f"stages.{place}") for place, entry in enumerate(self.stages)]):
+            for node in nodes:
                 if node.folder in found:
                     raise SpecError(f"two stages are named {node.folder}", fix="give one of them another name")
                 for role, source in node.inputs.items():
@@ -119,6 +122,13 @@ class Recipe(Spec):
         changed.nodes()
         return changed
 
+    def _repeats(self, name: str) -> list[str]:
+        """The folders of the entry called `name` when it is repeated, else none."""
+        for entry in self.stages:
+            if "repeats" in entry and f"{entry['stage']}-{entry.get('name')}" == name:
+                return [f"{name}-{repeat}" for repeat in range(entry["repeats"])]
+        return []
+
     def _entry(self, stages: list[dict[str, Any]], where: str, field: str) -> dict[str, Any]:
         if not field:
             raise SpecError(f"'{where}' names no field", fix="write --STAGE.FIELD=VALUE, such as --data.source=PATH")
@@ -155,6 +165,7 @@ class Recipe(Spec):
         line = Path(work) / self.line
         line.mkdir(parents=True, exist_ok=True)
         known = {node.folder for node in nodes}
+        redo = tuple(folder for name in redo for folder in self._repeats(name) or [name])
         for name in redo:
             if name not in known and name not in ("all", "drifted"):
                 raise SpecError(
@@ -191,8 +202,36 @@ class Recipe(Spec):
         return line
 
 
-def _expand(entry: dict[str, Any], where: str) -> Iterator[Node]:
-    """The nodes of one recipe entry: one, or one per value of `each`."""
+def _in_turn(entries: list[list[list[Node]]]) -> Iterator[list[Node]]:
+    """Every round of every entry; of neighbours with as many rounds the first of each, then the second of each, ..."""
+    for _, group in groupby(entries, key=len):
+        for together in zip(*group, strict=True):
+            yield from together
+
+
+def _rounds(entry: dict[str, Any], where: str) -> list[list[Node]]:
+    """The nodes of one recipe entry, a list a repeat: one node, or one per value of `each`."""
+    if not isinstance(entry, dict) or "repeats" not in entry:
+        return [list(_branches(entry, where))]
+    repeats, cls = entry["repeats"], stage_class(entry.get("stage", ""))
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 2:
+        raise SpecError(f"{where}.repeats is {repeats!r}", fix="give a whole number from 2 on, or leave repeats out")
+    if "seed" not in cls.model_fields:
+        raise SpecError(
+            f"{where}: a {cls.stage} stage has no seed: every repeat would be the same", fix="leave repeats out"
+        )
+    seed = entry.get("seed", cls.model_fields["seed"].default)
+    return [
+        [
+            node.model_copy(update={"name": f"{node.name}-{repeat}"})
+            for node in _branches({**entry, "seed": seed + repeat}, where)
+        ]
+        for repeat in range(repeats)
+    ]
+
+
+def _branches(entry: dict[str, Any], where: str) -> Iterator[Node]:
+    """The nodes of one recipe entry without its repeats."""
     if not isinstance(entry, dict) or "stage" not in entry:
         raise SpecError(f"{where} has no 'stage'", fix=f"write stage: NAME, one of: {', '.join(STAGES)}")
     stage_class(entry["stage"])

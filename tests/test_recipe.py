@@ -31,6 +31,7 @@ class Grow(Stage):
     stage = "train"
     roles = {"data": True, "teacher": False}  # noqa: RUF012
     steps: int = Field(1, description="Steps.")
+    seed: int = Field(0, description="Seed.")
 
     def execute(self, draft, parents, run):
         MADE.append(draft.target.name)
@@ -65,6 +66,34 @@ def test_each_makes_one_branch_per_value():
     names = [node.folder for node in recipe().nodes()]
     assert names == ["data-text", "train-base", "train-draft-base"]
     assert recipe().nodes()[2].inputs == {"teacher": "train-base", "data": "data-text"}
+
+
+def test_repeats_of_neighbours_are_made_in_turn_each_with_its_seed(tmp_path):
+    arms = [
+        {"stage": "train", "name": name, "from": {"data": "data-text"}, "steps": steps, "repeats": 3}
+        for name, steps in (("one", 1), ("two", 2))
+    ]
+    recipe = Recipe(line="l", stages=[ENTRIES[0], *arms, {**arms[0], "name": "alone", "repeats": 2, "seed": 5}])
+    names = [node.folder for node in recipe.nodes()]
+    assert names[:3] == ["data-text", "train-one-0", "train-two-0"]
+    assert names[3:7] == ["train-one-1", "train-two-1", "train-one-2", "train-two-2"]
+    assert names[7:] == ["train-alone-0", "train-alone-1"]
+    assert [node.read().seed for node in recipe.nodes()[1:]] == [0, 0, 1, 1, 2, 2, 5, 6]
+    again = Recipe.read(yaml.safe_load(recipe.full()))
+    assert again.nodes() == [node.model_copy(update={"spec": node.read().model_dump()}) for node in recipe.nodes()]
+    recipe.override({"train-two.steps": "7"}).run(tmp_path, QUIET)
+    assert names == MADE
+    MADE.clear()
+    recipe.override({"train-two.steps": "7"}).run(tmp_path, QUIET, redo=("train-two",))
+    assert MADE == ["train-two-0", "train-two-1", "train-two-2"]
+
+
+@pytest.mark.parametrize("repeats", [1, 0, -2, "3", True, 2.0])
+def test_repeats_are_a_whole_number_from_two_on(repeats):
+    with pytest.raises(SpecError, match="repeats"):
+        Recipe(line="l", stages=[ENTRIES[0], {**ENTRIES[1], "repeats": repeats}]).nodes()
+    with pytest.raises(SpecError, match="has no seed"):
+        Recipe(line="l", stages=[{**ENTRIES[0], "repeats": 2}]).nodes()
 
 
 def test_a_second_run_makes_nothing(tmp_path):

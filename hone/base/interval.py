@@ -45,6 +45,13 @@ def welch(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -
     return Difference(by, t_quantile((1 + level) / 2, freedom) * math.sqrt(sum(parts)), freedom)
 
 
+def paired(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -> Difference:
+    """The mean of `other[i] - base[i]`: for values measured in pairs under the same circumstances. Two pairs are the least."""
+    differences = [after - before for before, after in zip(base, other, strict=True)]
+    freedom = len(differences) - 1
+    return Difference(statistics.fmean(differences), half_width(differences, level), freedom)
+
+
 def half_width(values: Sequence[float], level: float = LEVEL) -> float:
     """Half of the interval of the mean of `values`, two at least."""
     return t_quantile((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))

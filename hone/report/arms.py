@@ -8,7 +8,7 @@ from itertools import takewhile
 from statistics import fmean, stdev
 from typing import Any
 
-from hone.base.interval import Difference, half_width, welch
+from hone.base.interval import Difference, half_width, paired, welch
 from hone.base.spec import fingerprint
 from hone.report import units
 from hone.report.collect import Line, Row
@@ -50,6 +50,13 @@ class Arm:
     fields: tuple[tuple[str, str], ...] = ()
 
     @property
+    def name(self) -> str:
+        """What the artifacts' names have in common: 'plain' of plain-0, plain-1 and plain-2."""
+        if len(self.rows) == 1:
+            return self.rows[0].name
+        return stem([row.name for row in self.rows]).rstrip("-_.") or self.rows[0].name
+
+    @property
     def label(self) -> str:
         """'curriculum: staged'; what the artifacts' names have in common when no field tells the arms apart."""
         if not self.fields:
@@ -63,9 +70,29 @@ class Arm:
         """The label without the fields' names: 'staged'."""
         return ", ".join(value for _, value in self.fields[:_MOST_FIELDS]) or self.label
 
+    def change_from(self, base: Arm) -> str:
+        """The settings in which this serving arm differs from `base`, as it has them: 'batching static', 'model int4'."""
+        before = dict(base.fields)
+        words = [
+            f"{field.removeprefix('engine ').removeprefix('enable ')} {value}"
+            for field, value in self.fields
+            if before.get(field) != value
+        ]
+        return ", ".join(words) or self.name
+
+    @property
+    def model(self) -> str:
+        """The id of the model that a serving run or an evaluation was made from; '' when none was."""
+        parent = self.rows[0].parent("model")
+        return parent.id if parent else ""
+
     def values(self, name: str) -> list[float]:
         """The figure of every seed that has it."""
         return [value for row in self.rows if (value := row.value(name)) is not None]
+
+    def by_seed(self, name: str) -> dict[Any, float]:
+        """Seed to the figure of its run, for the runs that have it."""
+        return {row.spec.get("seed"): value for row in self.rows if (value := row.value(name)) is not None}
 
     def conditions(self, name: str) -> set[tuple[str, str]]:
         """(unit, note) of the figure, over the seeds: what its values must share to be compared."""
@@ -162,8 +189,14 @@ class Trial:
                 return None, f"one value of {who} is too few" if values else f"{who} has no such figure"
         if len(base.conditions(name) | arm.conditions(name)) > 1:
             return None, "measured under other conditions"
-        found = welch(before, after)
-        return found, verdict(name, fmean(before), found, len(before), len(after))
+        found = self._paired(base.by_seed(name), arm.by_seed(name)) or welch(before, after)
+        return found, verdict(name, fmean(before), found, len(before), len(after), runs=self.kind == "serve")
+
+    def _paired(self, before: dict[Any, float], after: dict[Any, float]) -> Difference | None:
+        """The mean difference of serving runs of equal seed: they answered the same requests, one soon after the other."""
+        if self.kind != "serve" or set(before) != set(after) or len(before) < 2:
+            return None
+        return paired([before[seed] for seed in before], [after[seed] for seed in before])
 
 
 def stem(ids: Sequence[str]) -> str:
@@ -172,10 +205,11 @@ def stem(ids: Sequence[str]) -> str:
     return "".join(same[0] for same in takewhile(lambda some: len(set(some)) == 1, letters))
 
 
-def verdict(name: str, base: float, found: Difference, *seeds: int) -> str:
-    """What a difference says, in words: 'better: 3.4 % lower', or that it is none that so many seeds can show."""
+def verdict(name: str, base: float, found: Difference, *seeds: int, runs: bool = False) -> str:
+    """What a difference says, in words: 'better: 3.4 % lower', or that it is none that so many seeds (or runs) can show."""
     if not found.clear:
-        return f"no difference that {seeds[0] if len(set(seeds)) == 1 else 'these'} seeds can show"
+        count = seeds[0] if len(set(seeds)) == 1 else "these"
+        return f"no difference that {count} {'runs' if runs else 'seeds'} can show"
     way = "higher" if found.by > 0 else "lower"
     change = units.signed_percent(abs(found.by) / abs(base)).lstrip("+") if base else ""
     good = direction(name) * found.by
@@ -188,6 +222,29 @@ def direction(name: str) -> int:
     return 1 if name in MORE else -1 if name in LESS or name.startswith("val_loss_") else 0
 
 
+def serving(line: Line) -> list[Arm]:
+    """The serving runs, those equal but for their seed as one arm; `fields` are the settings in which the arms differ."""
+    key, groups = _grouped(line)
+    arms = [rows for rows in groups.values() if rows[0].kind == "serve"]
+    seeded = {name for name, group in groups.items() if len(group) > 1}
+    fields = varied(line, [rows[0] for rows in arms], key, seeded) if arms else {}
+    return [
+        Arm(tuple(rows), tuple((field, words[place]) for field, words in fields.items()))
+        for place, rows in enumerate(arms)
+    ]
+
+
+def _grouped(line: Line) -> tuple[Callable[[Row], str], dict[str, list[Row]]]:
+    """(signature of a row, rows by signature): the rows of one signature are equal but for their seed."""
+    key = _signatures(line)
+    groups: dict[str, list[Row]] = {}
+    for row in line.rows:
+        group = groups.setdefault(key(row), [])
+        if all(other.fingerprint != row.fingerprint for other in group):
+            group.append(row)
+    return key, groups
+
+
 def trials(line: Line) -> list[Trial]:
     """Every comparison of arms over seeds that the line holds, in its order; those of one arm alone last.
 
@@ -195,12 +252,7 @@ def trials(line: Line) -> list[Trial]:
     over seeds themselves. Arms are set against each other when they were judged on the same data: a training's held-out loss on
     other data is another quantity.
     """
-    key = _signatures(line)
-    groups: dict[str, list[Row]] = {}
-    for row in line.rows:
-        group = groups.setdefault(key(row), [])
-        if all(other.fingerprint != row.fingerprint for other in group):
-            group.append(row)
+    key, groups = _grouped(line)
     seeded = {name for name, group in groups.items() if len(group) > 1}
     judged: dict[str, list[list[Row]]] = {}
     for name, group in groups.items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from markupsafe import Markup
 
-from hone.report import units
+from hone.report import arms, units
 from hone.report.collect import KINDS, Line, Row
 from hone.report.svg import drawing, el, fit, group, line, rect, text, text_width
 
@@ -71,19 +72,31 @@ def facts(row: Row) -> list[str]:
     return found
 
 
+def _mean_facts(arm: arms.Arm) -> list[str]:
+    """The rate of a serving arm that ran several times, as the mean of its runs."""
+    rates = arm.values("tokens_per_s")
+    return [f"{units.show(fmean(rates), 'tokens/s').replace('tokens/s', 'tok/s')} on average"] if rates else []
+
+
 def layout(line_: Line) -> list[Node]:
     """Nodes with columns (longest path from an input; measurements in the last) and disjoint vertical bands.
 
     Each node hangs below one main parent: its model, else the first parent no longer path leads to. Of the other
-    inputs only those that no longer path implies are kept as `others`.
+    inputs only those that no longer path implies are kept as `others`. Serving runs of one arm are one node.
     """
     nodes = {
         parent.id: Node(parent.id, "foreign", parent.name.removeprefix("foreign-"), ["from outside"])
         for parent in line_.foreign
     }
-    nodes |= {row.id: Node(row.id, row.kind, row.name, facts(row), row) for row in line_.rows}
+    repeats = {arm.rows[0].id: arm for arm in arms.serving(line_) if len(arm.rows) > 1}
+    hidden = {row.id for arm in repeats.values() for row in arm.rows[1:]}
+    rows = [row for row in line_.rows if row.id not in hidden]
+    for row in rows:
+        arm = repeats.get(row.id)
+        name, words = (f"{arm.name} x{len(arm.rows)}", _mean_facts(arm)) if arm else (row.name, facts(row))
+        nodes[row.id] = Node(row.id, row.kind, name, words, row)
     ancestors: dict[str, set[str]] = {id: set() for id in nodes}
-    for row in line_.rows:
+    for row in rows:
         node = nodes[row.id]
         known = [
             parent for parent in row.parents if parent.id in nodes and row.id not in ancestors[parent.id] | {parent.id}

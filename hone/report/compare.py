@@ -1,10 +1,10 @@
-"""What the figures say against each other: Pareto line, one-change pairs, estimates against measurements."""
+"""What the figures say against each other: the Pareto line of models, estimates against measurements."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.base.figure import Figure
@@ -17,7 +17,11 @@ NEAR = 0.1
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluated model: its size and its quality (lower is better), `on_line` when nothing beats it in both."""
+    """One evaluated model: its size and its quality (lower is better), `on_line` when nothing beats it in both.
+
+    `tokens` is what it and the models whose weights it began with were trained on; `longer` says that this is more than
+    the base model's. Such a model is not on the line: the others might be as good after as much training.
+    """
 
     id: str
     model: str
@@ -25,18 +29,8 @@ class Point:
     num_bytes: float
     quality: float
     on_line: bool = False
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two serving runs that differ in one thing: `path` was `before` in `base` and is `after` in `other`."""
-
-    base: Row
-    other: Row
-    path: str
-    before: Any
-    after: Any
-    ratio: float
+    tokens: float | None = None
+    longer: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,16 +83,27 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
         if model_bytes(line, row) and row.value(metric) is not None and row.parent("model"):
             groups.setdefault(key, []).append(row)
     rows = max(groups.values(), key=len) if groups else []
-    raw = []
+    base = base_model(line)
+    trained = tokens_seen(line, base) if base else None
+    points = []
     for row in rows:
         model = row.parent("model")
         assert model is not None, "grouped above only with a model"
-        raw.append((row, model.id, model_bytes(line, row) or 0.0, row.value(metric) or 0.0))
-    best = set(pareto([(size, quality) for _, _, size, quality in raw]))
-    points = [
-        Point(row.id, model, line.label(model), size, quality, index in best)
-        for index, (row, model, size, quality) in enumerate(raw)
-    ]
+        tokens = tokens_seen(line, model.id)
+        points.append(
+            Point(
+                row.id,
+                model.id,
+                line.label(model.id),
+                model_bytes(line, row) or 0.0,
+                row.value(metric) or 0.0,
+                tokens=tokens,
+                longer=tokens is not None and trained is not None and tokens > trained,
+            )
+        )
+    fair = [point for point in points if not point.longer]
+    best = {fair[index].id for index in pareto([(point.num_bytes, point.quality) for point in fair])}
+    points = [replace(point, on_line=point.id in best) for point in points]
     return points, [row for row in line.of("eval") if row not in rows]
 
 
@@ -117,6 +122,29 @@ def model_bytes(line: Line, row: Row) -> float | None:
     model = row.parent("model")
     behind = line.get(model.id) if model else None
     return own or (behind.value("model_bytes") if behind else None)
+
+
+def tokens_seen(line: Line, id: str) -> float | None:
+    """Training tokens behind a model's weights: its own, and those of the model that its weights were copied from."""
+    row = line.get(id)
+    if row is None:
+        return None
+    if row.kind != "train":
+        model = row.parent("model")
+        return tokens_seen(line, model.id) if model and model.id != id else None
+    own = row.value("train_tokens")
+    start = row.parent("model") or (row.parent("teacher") if row.spec.get("init") == "teacher" else None)
+    before = tokens_seen(line, start.id) if start and start.id != id else 0.0
+    return None if own is None or before is None else own + before
+
+
+def stored_bits(line: Line, id: str) -> float | None:
+    """Bits a weight of a model's folder, scales and all; None when its size or its parameters are not known."""
+    row = line.get(id)
+    if row is None:
+        return None
+    size, params = row.value("model_bytes"), row.value("num_params")
+    return row.value("bits_per_weight") or (8 * size / params if size and params else None)
 
 
 def base_model(line: Line) -> str | None:
@@ -152,55 +180,6 @@ def lineage_words(line: Line, id: str) -> str:
     if row is not None and (teacher := row.parent("teacher")):
         words.insert(0, f"distilled from {line.label(teacher.id)}")
     return ", ".join(words) or ("as trained" if row is not None else "from outside")
-
-
-def differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Fields in which two specs differ, (dotted path, one's value, other's value); a missing mapping counts once."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        found = []
-        for key in [*one, *(key for key in other if key not in one)]:
-            found += differences(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
-        return found
-    return [] if one == other else [(path, one, other)]
-
-
-def changes(line: Line, one: Row, other: Row) -> list[tuple[str, Any, Any]]:
-    """What differs between two serving runs: spec fields and inputs; a draft model belongs to its drafter."""
-    found = differences(one.spec, other.spec)
-    for role in sorted({parent.role for row in (one, other) for parent in row.parents}):
-        before, after = one.parent(role), other.parent(role)
-        if (before and before.fingerprint) != (after and after.fingerprint):
-            found.append((role, before and line.label(before.id), after and line.label(after.id)))
-    drafters = [path for path, *_ in found if "draft" in path and path != "draft"]
-    return [change for change in found if not (change[0] == "draft" and drafters)]
-
-
-def serving_pairs(line: Line) -> list[Pair]:
-    """Serving runs that differ in exactly one thing from the run most others differ little from."""
-    rows = [row for row in line.of("serve") if row.value("tokens_per_s")]
-    single = {
-        row.id: [(other, found[0]) for other in rows if len(found := changes(line, row, other)) == 1] for row in rows
-    }
-    if not any(single.values()):
-        return []
-    base = max(rows, key=lambda row: len(single[row.id]))
-    return [
-        Pair(base, other, path, before, after, (other.value("tokens_per_s") or 0) / (base.value("tokens_per_s") or 1))
-        for other, (path, before, after) in single[base.id]
-    ]
-
-
-def setting(path: str, value: Any) -> str:
-    """A changed field in words: 'continuous batching', 'prefix cache on', 'no drafter', 'model int4'."""
-    name = path.rpartition(".")[2].replace("_", " ")
-    if isinstance(value, bool):
-        return f"{name} {'on' if value else 'off'}"
-    if value is None:
-        return f"no {name}"
-    if isinstance(value, dict):
-        kind = str(value.get("kind") or "on").replace("_", " ")
-        return kind if name in kind else f"{kind} as {name}"
-    return f"{value} {name}" if isinstance(value, str) and path not in ("model", "data", "draft") else f"{name} {value}"
 
 
 def short(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hone.report import compare, curation, origin, sections, texts, units
 from hone.report.chain import facts
@@ -12,6 +13,15 @@ from hone.report.findings import findings
 _EFFECT = (
     "Artifacts that differ in nothing but their seed are one arm; each is set against the first of its kind in the recipe. "
     "The interval is of the difference of their means (Welch's): where it holds 0, these seeds show no difference."
+)
+
+_PAIRED = (
+    "Runs of one arm answer different requests, runs of one seed in different arms the same ones, one soon after the other. "
+    "The interval is of the mean difference of runs of one seed (paired t): where it holds 0, these runs show no difference."
+)
+_ONCE = (
+    "Each of these ran once. A second run of the same thing differs too: `repeats: 3` in the recipe runs the arms in turn "
+    "and says which differences are larger than that."
 )
 
 
@@ -78,7 +88,12 @@ def _chain(line: Line) -> list[str]:
 
 def _effects(line: Line) -> list[str]:
     found = sections.effects(line)
-    parts = ["## Effect over seeds", "", _EFFECT, ""] if found else []
+    return ["## Effect over seeds", "", _EFFECT, "", *_trials(found)] if found else []
+
+
+def _trials(found: list[dict[str, Any]]) -> list[str]:
+    """The tables of trials, the artifacts of each arm below them."""
+    parts: list[str] = []
     head = ("arm", "verdict", "seeds", "mean", "standard deviation", "difference", "95 % interval")
     for entry in found:
         for table_ in (entry["main"], *entry["others"]):
@@ -114,6 +129,8 @@ def _quality(line: Line) -> list[str]:
         [
             escape(entry["label"]) + (" ●" if entry["row"].id in best else ""),
             escape(entry["words"]),
+            entry["tokens"] or "-",
+            entry["bits"] or "-",
             units.show_bytes(entry["bytes"]),
             entry["smaller"] or "-",
             _value(entry["row"], metric),
@@ -122,7 +139,17 @@ def _quality(line: Line) -> list[str]:
         ]
         for entry in found["rows"]
     ]
-    head = ("model", "done to it", "size", "smaller", units.label(metric), "change", "KL")
+    head = (
+        "model",
+        "done to it",
+        "training tokens",
+        "bits a weight",
+        "size",
+        "smaller",
+        units.label(metric),
+        "change",
+        "KL",
+    )
     return [
         "## Quality against size",
         "",
@@ -161,23 +188,25 @@ def _serving(line: Line) -> list[str]:
     found = sections.serving(line)
     if not found:
         return []
-    names = found["figures"]
     rows = [
         [
-            code(entry["row"].id),
+            code(entry["arm"].name),
             escape(entry["model"]),
             *map(escape, entry["settings"]),
-            *(_value(entry["row"], name) for name in names),
+            str(len(entry["arm"].rows)),
+            *(escape(words) or "-" for words in entry["figures"]),
         ]
         for entry in found["rows"]
     ]
-    pairs = [
-        f"- {pair['shown']} the tokens/s with {escape(pair['after'])} instead of {escape(pair['before'])}"
-        for pair in found["pairs"]
+    head = ("run", "model", *map(escape, found["paths"]), "runs", *map(units.label, found["figures"]))
+    note = [_PAIRED if found["trials"] else _ONCE, ""] if found["trials"] or found["alone"] else []
+    return [
+        "## Serving",
+        "",
+        *note,
+        *_trials(found["trials"]),
+        *table(head, rows, numbers=2 + len(found["paths"])),
     ]
-    head = ("run", "model", *map(escape, found["paths"]), *map(units.label, names))
-    against = [f"Against {code(found['base'])}, one change at a time:", "", *pairs] if pairs else []
-    return ["## Serving", "", *against, *table(head, rows, numbers=2 + len(found["paths"]))]
 
 
 def _estimates(line: Line) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import fmean, stdev
 from typing import Any
 
 from markupsafe import Markup
@@ -64,14 +65,14 @@ def taught(row: Row) -> bool:
 
 
 def effects(line: Line) -> list[dict[str, Any]]:
-    """Every trial of arms over seeds: its chart, its table, and the tables of its other figures."""
-    found = []
-    for trial in arms.trials(line):
-        tables = [_effect_table(trial, name) for name in trial.figures]
-        if tables:
-            chart = _means(trial, tables[0]) if len(trial.arms) > 1 else None
-            found.append({"trial": trial, "chart": chart, "main": tables[0], "others": tables[1:]})
-    return found
+    """Every trial of arms over seeds but serving runs: its chart, its table, and the tables of its other figures."""
+    return [_effect(trial) for trial in arms.trials(line) if trial.kind != "serve"]
+
+
+def _effect(trial: arms.Trial) -> dict[str, Any]:
+    tables = [_effect_table(trial, name) for name in trial.figures]
+    chart = _means(trial, tables[0]) if len(trial.arms) > 1 else None
+    return {"trial": trial, "chart": chart, "main": tables[0], "others": tables[1:]}
 
 
 def comparisons(found: list[dict[str, Any]]) -> int:
@@ -100,7 +101,7 @@ def _effect_table(trial: arms.Trial, name: str) -> dict[str, Any]:
         rows.append(
             {
                 "effect": effect,
-                "label": effect.arm.label,
+                "label": _arm_label(trial, effect.arm),
                 "n": len(effect.values),
                 "mean": words(effect.mean),
                 "spread": words(effect.spread),
@@ -119,11 +120,22 @@ def _effect_table(trial: arms.Trial, name: str) -> dict[str, Any]:
     return {"name": name, "unit": unit, "rows": rows, "better": better, "note": figure.note}
 
 
+def _arm_label(trial: arms.Trial, arm: arms.Arm) -> str:
+    """An arm of a table: by the fields that tell the arms apart; a serving arm by its name and what it changes."""
+    if trial.kind != "serve":
+        return arm.label
+    return arm.name if arm is trial.arms[0] else f"{arm.name}: {arm.change_from(trial.arms[0])}"
+
+
 def _means(trial: arms.Trial, table: dict[str, Any]) -> Markup:
     scale = 100.0 if table["unit"] == "%" else 1.0
     effects = [row["effect"] for row in table["rows"]]
     rows = [
-        (effect.arm.short, [value * scale for value in effect.values], effect.half and effect.half * scale)
+        (
+            effect.arm.name if trial.kind == "serve" else effect.arm.short,
+            [value * scale for value in effect.values],
+            effect.half and effect.half * scale,
+        )
         for effect in effects
     ]
     said = f"{units.label(table['name'])} of {len(rows)} arms over their seeds, with 95 % intervals"
@@ -147,6 +159,8 @@ def quality(line: Line) -> dict[str, Any] | None:
                 "label": point.label,
                 "words": compare.lineage_words(line, point.model),
                 "bytes": point.num_bytes,
+                "bits": f"{bits:.3g}" if (bits := compare.stored_bits(line, point.model)) else "",
+                "tokens": units.show(point.tokens, "") if point.tokens else "",
                 "smaller": _smaller(base.num_bytes, point.num_bytes) if compared and base else "",
                 "change": units.signed_percent(point.quality / base.quality - 1)
                 if compared and base and base.quality
@@ -155,6 +169,15 @@ def quality(line: Line) -> dict[str, Any] | None:
         )
     figure = next(row.figures[metric] for row in line.of("eval") if row.id == points[0].id)
     note = f"{units.heading(metric)}: {figure.note}. " if figure.note else ""
+    trained = next((row.figures["val_loss"].note for row in line.of("train") if row.value("val_loss") is not None), "")
+    if trained:
+        note += f"The validation loss of a training run is another figure ({trained}): compare models by this table. "
+    longer = [point.label for point in points if point.longer]
+    if longer:
+        note += (
+            f"{', '.join(longer)}: trained on more tokens than the model of the line, so that a better figure need not come "
+            "from what was done to it; left out of the line. "
+        )
     if left_out:
         note += f"Not comparable (other data, other window, or no figure) and left out: {', '.join(row.id for row in left_out)}."
     views = compare.quality_views(points)
@@ -176,37 +199,42 @@ def _smaller(before: float, after: float) -> str:
 
 
 def _layers(line: Line) -> list[tuple[str, Markup, str]]:
-    """(title, chart, sentence) of the errors layer by layer: of outputs where calibration text was seen, of weights."""
-    found = []
+    """(title, chart, sentence) of the errors layer by layer: of outputs; of weights where no run saw calibration text.
+
+    A method that uses calibration text accepts larger weight errors for smaller output errors, so that weight errors of
+    methods with and without it say nothing against each other.
+    """
     for key, title, words in (
         ("error", "Output error, layer by layer", "Relative error of each linear's output on the calibration text."),
         (
             "weight_error",
             "Weight error, layer by layer",
-            "Relative error of the weights alone: cheap to know, but not what a model's text depends on.",
+            "Relative error of the weights alone: no calibration text was given, so that output errors are not known.",
         ),
     ):
-        entries = []
+        entries, without = [], []
         for row in line.of("compress"):
             layers = row.content.get("layers.jsonl") or []
             pairs = finite((index, entry.get(key)) for index, entry in enumerate(layers))
             dots = [(str(layers[int(index)].get("name", "?")), error) for index, error in pairs if error > 1e-30]
             entries += [(row.name, dots)] if dots else []
+            without += [row.name] if not pairs and layers else []
         if entries:
             chart = both(lambda width, entries=entries, title=title: bars.strips(entries, width, title))
-            found.append((title, chart, f"{words} Log scale; the bar is the median."))
-    return found
+            missing = f" Without calibration text, so not known: {', '.join(without)}." if without else ""
+            return [(title, chart, f"{words} Log scale; the bar is the median.{missing}")]
+    return []
 
 
 def speeds(line: Line) -> list[tuple[str, Markup, str]]:
     """(title, chart, sentence) for training speed, generation speed and energy per token."""
-    strong = {pair.base.id for pair in compare.serving_pairs(line)}
     found = []
+    served = [arm.rows[0] for arm in arms.serving(line) if len(arm.rows) == 1]  # repeated ones are in their own section
     for title, rows, words in (
         ("Training, tokens per second", line.of("train"), _mfu_words(line)),
-        ("Generation, tokens per second", line.of("serve"), ""),
+        ("Generation, tokens per second", served, ""),
     ):
-        shown = [_bar(row, "tokens_per_s", strong) for row in rows if "tokens_per_s" in row.figures]
+        shown = [_bar(row, "tokens_per_s") for row in rows if "tokens_per_s" in row.figures]
         if shown:
             notes = {row.figures["tokens_per_s"].note for row in rows if "tokens_per_s" in row.figures} - {""}
             words = ". ".join([units.first_upper("; ".join(sorted(notes)))] * bool(notes) + [words] * bool(words))
@@ -215,7 +243,7 @@ def speeds(line: Line) -> list[tuple[str, Markup, str]]:
     wide = FULL if len(found) % 2 == 0 else HALF
     rows = [row for row in line.of("train", "serve") if "joules_per_token" in row.figures]
     if any(row.value("joules_per_token") is not None for row in rows):
-        shown = [_bar(row, "joules_per_token", strong) for row in rows]
+        shown = [_bar(row, "joules_per_token") for row in rows]
         found.append(
             ("Joules per token", both(lambda width: bars.bars(shown, width, "J/token", "Joules per token"), wide), "")
         )
@@ -248,80 +276,59 @@ def _mfu_words(line: Line) -> str:
     return f"Share of this machine's calibrated matmul rate (MFU): {', '.join(known)}." if known else ""
 
 
-def _bar(row: Row, name: str, strong: set[str]) -> bars.Bar:
+def _bar(row: Row, name: str) -> bars.Bar:
     figure = row.figures[name]
-    return bars.Bar(
-        row.name,
-        row.value(name),
-        figure.note or "not measured",
-        strong=row.kind == "train" or row.id in strong,
-    )
+    return bars.Bar(row.name, row.value(name), figure.note or "not measured", strong=row.kind == "train")
 
 
 def serving(line: Line) -> dict[str, Any] | None:
-    """Table of the serving runs with the settings in which they differ, and the one-change pairs."""
-    rows = line.of("serve")
-    if not rows:
+    """Comparisons of repeated serving runs, and a table of all of them: a row an arm, with the settings that differ."""
+    found = arms.serving(line)
+    if not found:
         return None
-    pairs = compare.serving_pairs(line)
-    found = {
-        path: None
-        for row in rows[1:]
-        for path, *_ in compare.changes(line, rows[0], row)
-        if path not in ("model", "data")
-    }
-    paths = list(found)[:6]
+    paths = [field for field in dict(found[0].fields) if field not in ("model", "data")][:6]
+    names = [name for name in SERVING if any(arm.values(name) for arm in found)]
     waits = [
-        (row.name, low, high)
-        for row in rows
-        if (low := row.value("ttft_p50_s")) is not None and (high := row.value("ttft_p99_s")) is not None
+        (arm.name, fmean(low), fmean(high))
+        for arm in found
+        if (low := arm.values("ttft_p50_s")) and (high := arm.values("ttft_p99_s"))
     ]
+    said = "Time to the first token of each run, median and 99th percentile"
     return {
-        "base": pairs[0].base.id if pairs else "",
-        "pairs": [
-            {
-                "ratio": pair.ratio,
-                "shown": f"{units.three(pair.ratio)}x",
-                "after": compare.setting(pair.path, pair.after),
-                "before": compare.setting(pair.path, pair.before),
-                "id": pair.other.id,
-            }
-            for pair in sorted(pairs, key=lambda pair: -pair.ratio)
-        ],
-        "paths": [units.first_upper(path.rpartition(".")[2].replace("_", " ")) for path in paths],
+        "trials": [_effect(trial) for trial in arms.trials(line) if trial.kind == "serve" and len(trial.arms) > 1],
+        "paths": [units.first_upper(path.removeprefix("engine ")) for path in paths],
         "rows": [
             {
-                "row": row,
-                "model": _model_words(line, row),
-                "settings": [compare.short(_at(row, line, path)) for path in paths],
+                "arm": arm,
+                "model": _model_words(line, arm.rows[0]),
+                "settings": [dict(arm.fields).get(path, "") for path in paths],
+                "figures": [_with_spread(arm, name) for name in names],
             }
-            for row in rows
+            for arm in found
         ],
-        "figures": [name for name in SERVING if any(row.value(name) is not None for row in rows)],
-        "waits": both(
-            lambda width: bars.ranges(
-                waits, width, "s", "Time to the first token of each run, median and 99th percentile"
-            ),
-            FULL,
-        )
-        if waits
-        else None,
+        "figures": names,
+        "alone": len(found) > 1 and all(len(arm.rows) == 1 for arm in found),
+        "repeated": any(len(arm.rows) > 1 for arm in found),
+        "waits": both(lambda width: bars.ranges(waits, width, "s", said), FULL) if waits else None,
     }
+
+
+def _with_spread(arm: arms.Arm, name: str) -> str:
+    """A figure's mean over an arm's runs, with their standard deviation where there are several: '1,480 ± 31'."""
+    values = arm.values(name)
+    if not values:
+        return ""
+    figure = next(row.figures[name] for row in arm.rows if row.value(name) is not None)
+    unit = "" if name in ("tokens_per_s", "joules_per_token") else figure.unit
+    mean = units.show(fmean(values), unit, name)
+    if len(values) < 2 or not (spread := stdev(values)):
+        return mean
+    return f"{mean} ± {units.show(spread, unit, name)}"
 
 
 def _model_words(line: Line, row: Row) -> str:
     model, draft = row.parent("model"), row.parent("draft")
     return (line.label(model.id) if model else "?") + (f", drafted by {line.label(draft.id)}" if draft else "")
-
-
-def _at(row: Row, line: Line, path: str) -> Any:
-    parent = row.parent(path)
-    if parent is not None:
-        return line.label(parent.id)
-    value: Any = row.spec
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def estimates(line: Line) -> dict[str, Any] | None:

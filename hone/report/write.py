@@ -95,17 +95,6 @@ def rows(line: Line) -> dict[str, Any]:
             "left_out": [row.id for row in left_out],
         },
         "effects": [_trial(trial) for trial in arms.trials(line)],
-        "serving": [
-            {
-                "base": pair.base.id,
-                "other": pair.other.id,
-                "path": pair.path,
-                "before": pair.before,
-                "after": pair.after,
-                "ratio": pair.ratio,
-            }
-            for pair in compare.serving_pairs(line)
-        ],
         "artifacts": artifacts,
     }
     return without_nan(found)

@@ -36,5 +36,4 @@
     if (target && target.tagName === "DETAILS") target.open = true;
   }
   addEventListener("hashchange", unfold); unfold();
-  addEventListener("beforeprint", function () { document.querySelectorAll("details").forEach(function (d) { d.open = true; }); });
 })();
