@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from hone.base.content import changed_file, foreign_fingerprint
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError
-from hone.base.figure import Estimate, Figure
+from hone.base.figure import Estimate, Figure, human_bytes
 from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take
 from hone.base.provenance import provenance
 from hone.base.run import Run
@@ -35,6 +35,9 @@ _FIELDS |= {"parents": list, "techniques": list}
 
 class _Window(Protocol):
     """What `Draft.record_window` needs of a finished `measure.Window` (a room above this one)."""
+
+    @property
+    def start_memory_bytes(self) -> int: ...
 
     def figures(self) -> list[Figure]: ...
 
@@ -219,7 +222,15 @@ class Draft:
         self._figures[name] = Figure(name=name, value=value, unit=unit, **more)
 
     def record_window(self, window: _Window) -> None:
-        """Adds time, peak memory and energy as a `measure.Window` saw them; time includes killed runs."""
+        """Adds time, peak memory and energy as a `measure.Window` saw them; time includes killed runs.
+
+        What was in use when the window opened joins the estimate of what the work adds: the estimate of the peak.
+        """
+        growth, before = self._estimates.get("memory_growth_bytes"), window.start_memory_bytes
+        if growth is not None:
+            formula = f"in use before {human_bytes(before)} + {growth.formula}"
+            peak = growth.model_copy(update={"value": before + growth.value, "formula": formula})
+            self._estimates.setdefault("peak_memory_bytes", peak)
         for figure in window.figures():
             if figure.name == "time_s":
                 figure = figure.model_copy(
@@ -252,6 +263,8 @@ class Draft:
                 continue
             sync(path)
             files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        size = sum(row["bytes"] for row in files.values())
+        self.record("disk_bytes", size, "B", note="the finished folder")
         figures = [
             figure.model_copy(update={"estimate": self._estimates.get(name)}) for name, figure in self._figures.items()
         ]
@@ -268,6 +281,22 @@ class Draft:
         write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
         publish(self.target, self._lock)
         return Artifact(self.target, manifest)
+
+
+def finished(
+    out: Path,
+    *,
+    kind: str,
+    spec: Spec,
+    parents: dict[str, Artifact],
+    files: dict[str, Path],
+    run: Run,
+) -> Artifact | None:
+    """The artifact in `out` when it is whole and made from the same; None when it is to be made. Raises as `start` does."""
+    need_local(out, PUSH)
+    for parent in parents.values():
+        parent.need_unchanged()
+    return _finished(out, _identity(out, kind, spec, parents, files, run), run)
 
 
 def start(

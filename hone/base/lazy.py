@@ -1,4 +1,4 @@
-"""Modules that load on first use, so that reading a spec never imports torch."""
+"""Modules and objects that load on first use, so that reading a spec never imports torch."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def lazy(name: str) -> Any:
     torch). They write `torch = lazy("torch")` where another file would write `import torch`.
     """
     return _Lazy(name)
+
+
+def resolve(row: str) -> Any:
+    """The object that a table row 'package.module:Name' stands for."""
+    module, _, attribute = row.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -12,6 +12,7 @@ from pydantic_core import core_schema
 
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate
+from hone.base.lazy import resolve
 from hone.base.spec import Spec, describe_fields
 
 TABLES: tuple[str, ...] = (
@@ -50,13 +51,15 @@ def all_tables() -> dict[str, Table]:
 class Technique(Spec):
     """One alternative of a slot. Its fields are its options; its first docstring line says what it does and cites its paper.
 
-    `kind` is its name in the slot's table (filled in by the table). `needs` and `gives` are facts, never names
-    of other techniques: a chain is valid when each step's needs are given by the input or an earlier step.
+    `kind` is its name in the slot's table (filled in by the table). `needs`, `gives` and `takes` are facts, never names
+    of other techniques: a chain is valid when each step's needs are given by the input or an earlier step, and no step
+    in between took them away (`hone.base.plan.check_order`).
     """
 
     kind: str = Field("", description="Name of the technique in its slot.")
     needs: ClassVar[frozenset[str]] = frozenset()
     gives: ClassVar[frozenset[str]] = frozenset()
+    takes: ClassVar[frozenset[str]] = frozenset()
     paper: ClassVar[str] = ""
 
     def estimates(self, **facts: Any) -> dict[str, Estimate]:
@@ -80,8 +83,7 @@ class Table:
             near = difflib.get_close_matches(name, self.rows, n=1)
             hint = f"did you mean '{near[0]}'? " if near else ""
             raise SpecError(f"unknown {self.slot} '{name}'", fix=f"{hint}the {self.slot}s are: {', '.join(self.rows)}")
-        module, _, attribute = self.rows[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return resolve(self.rows[name])
 
     def read(self, value: Any) -> Technique:
         """A technique from its name, from a mapping with `kind` and options, or from an instance (passed through).

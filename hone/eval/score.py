@@ -12,12 +12,9 @@ from torch import Tensor
 
 from hone.base.errors import HoneError
 from hone.eval.compare import agreement, divergence
-from hone.eval.windows import Join, Piece, batches, cut
+from hone.eval.windows import LOGITS, Join, Piece, batches, cut
 from hone.model.context import Causal
 from hone.model.decoder import Decoder
-
-LOGITS = 1 << 22
-"""Logits alive at once for one model (16 MiB in float32): long texts and large vocabularies cost no more memory."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,23 +12,35 @@ from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_atomic
-from hone.base.errors import SpecError
+from hone.base.errors import ArtifactError, SpecError
 from hone.base.figure import Estimate
 from hone.base.lazy import lazy
+from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
-from hone.cost.facts import ModelFacts
-from hone.cost.memory import BYTES, score_bytes
+from hone.cost.memory import score_bytes
 from hone.cost.steps import forward_seconds, loss_seconds
-from hone.measure.machine import Machine, describe
+from hone.data.facts import DataFacts
+from hone.eval.windows import LOGITS
+from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
+from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 
 torch = lazy("torch")
 
 DEFAULT_WINDOW = 1024
 """Window where none is given and the model's context is longer."""
+
+
+_WAYS = {MEMORY: ("lower batch_tokens", "compute in bfloat16: dtype", "score a smaller or quantized model")}
+
+
+class EvalPlan(Plan):
+    """A plan with the window that is used: the spec's, or what the model's context allows."""
+
+    window: int
 
 
 class Eval(Stage):
@@ -54,52 +67,55 @@ class Eval(Stage):
             raise ValueError(f"stride {self.stride} is longer than window {self.window}: tokens between go unscored")
         return self
 
-    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+    def plan(self, facts: Mapping[str, Facts], machine: Machine) -> EvalPlan:
+        """Time and memory from what one batch needs. Raises SpecError when model, reference and data do not go together."""
+        model, data = need(facts, "model", CheckpointFacts), need(facts, "data", DataFacts)
+        models = {"model": model}
+        if "reference" in facts:
+            models["reference"] = need(facts, "reference", CheckpointFacts)
+        if model.tokenizer is None:
+            raise ArtifactError(f"{model.where} has no tokenizer.json", fix="copy it from where the model comes from")
+        window = self.window or min(model.config.max_seq_len, DEFAULT_WINDOW)
+        for role, one in models.items():
+            one.config.must_be_causal("a token's loss would be read off, not predicted")
+            _same_tokens(model, one)
+            if window > one.config.max_seq_len:
+                raise SpecError(
+                    f"window {window} is longer than the {role}'s context of {one.config.max_seq_len}",
+                    fix=f"use --window={one.config.max_seq_len} or less",
+                )
+        estimates = self._estimates([*models.values()], data, machine, window)
+        return EvalPlan(estimates=estimates, ways=_WAYS, window=window)
+
+    def run(self, plan: EvalPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+        """Scores the split and writes eval.json."""
         from hone.eval.score import score
         from hone.eval.text import read_text
-        from hone.model.hf import Checkpoint
 
         folders = {role: parent.folder for role, parent in parents.items()}
-        parents["model"].need("config.json", "tokenizer.json")
-        config = Checkpoint(folders["model"]).config
-        for role in ("model", "reference"):
-            if role in folders:
-                Checkpoint(folders[role]).config.must_be_causal("a token's loss would be read off, not predicted")
         text = read_text(folders["data"], folders["model"], split=self.split, max_tokens=self.max_tokens)
-        window = self.window or min(config.max_seq_len, DEFAULT_WINDOW)
-        for role in ("model", "reference"):
-            longest = Checkpoint(folders[role]).config.max_seq_len if role in folders else window
-            if window > longest:
-                raise SpecError(
-                    f"window {window} is longer than the {role}'s context of {longest}",
-                    fix=f"use --window={longest} or less",
-                )
-        machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
-        if int(text.tokens.max()) >= config.vocab_size:
-            raise SpecError(
-                f"the text has token {int(text.tokens.max())}, the model {folders['model']} only {config.vocab_size}",
-                fix="use the tokenizer that the model was trained with",
-            )
         warm_up(run.device)
         with Window(run.device) as measured:
-            models = [folders[role] for role in ("model", "reference") if role in folders]
-            draft.predict(self._estimates(models, machine, text.starts, window, measured))
             model = self._load(folders["model"], run.device)
             reference = self._load(folders["reference"], run.device) if "reference" in folders else None
-            _comparable(model, reference, folders)
+            if int(text.tokens.max()) >= model.config.vocab_size:
+                raise SpecError(
+                    f"the text has token {int(text.tokens.max())}, the model {folders['model']} only {model.config.vocab_size}",
+                    fix="use the tokenizer that the model was trained with",
+                )
             with run.progress("scoring", len(text.tokens), "tok") as bar:
                 scores = score(
                     model,
                     text.tokens,
                     text.starts,
-                    window=window,
+                    window=plan.window,
                     stride=self.stride or None,
                     join=self.join,
                     batch_tokens=self.batch_tokens,
                     reference=reference,
                     watch=bar.advance,
                 )
-        self._record(draft, scores, text, window, weights_bytes(folders["model"]))
+        self._record(draft, scores, text, plan.window, weights_bytes(folders["model"]))
         draft.record_window(measured)
 
     def _load(self, folder: Path, device: str) -> Any:
@@ -107,49 +123,34 @@ class Eval(Stage):
 
         return load(folder, device=device, dtype=getattr(torch, self.dtype)).eval()
 
-    def _weights_bytes(self, folder: Path, facts: ModelFacts) -> float:
-        """Bytes of the loaded weights: a quantized folder stays packed, a plain one is converted to `dtype`."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf8"))
-        return weights_bytes(folder) if config.get("quantization_config") else facts.num_params * BYTES[self.dtype]
-
     def _estimates(
-        self, folders: list[Path], machine: Machine, starts: Any, window: int, measured: Window
+        self, models: list[CheckpointFacts], data: DataFacts, machine: Machine, window: int
     ) -> dict[str, Estimate]:
-        """Time and peak memory, from what one batch needs. `folders`: the model's, then the reference's if there is one."""
-        from hone.eval.score import LOGITS
-        from hone.model.hf import Checkpoint
-
-        facts = [Checkpoint(folder).config.facts() for folder in folders]
+        """Time, and what the work adds to memory. `models`: the model, then the reference if there is one."""
+        facts = [one.config.facts() for one in models]
+        split = data.split(self.split)
         compared, vocab_size = len(facts) > 1, facts[0].vocab_size
-        tokens = int(starts[-1])
-        documents = len(starts) - 1 if self.join == "documents" else 1
+        tokens = max(min(split.tokens, self.max_tokens or split.tokens), 1)
+        documents = max(round(split.documents * tokens / max(split.tokens, 1)), 1) if self.join == "documents" else 1
         mean_len = max(min(window, math.ceil(tokens / documents)), 1)
         repeated = window / (self.stride or window)
-        batch = max(min(self.batch_tokens, tokens), 1)
+        batch = min(self.batch_tokens, tokens)
         forwards = [forward_seconds(one, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype) for one in facts]
         # Exponentials over every logit: one for the loss; both models' log-softmax and one more for a divergence.
         softmax_s = (4 if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
         value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
-        growth = score_bytes(
-            facts,
-            weights_bytes=sum(self._weights_bytes(folder, one) for folder, one in zip(folders, facts, strict=True)),
-            max_tokens=batch,
-            max_rows=min(max(LOGITS // vocab_size, 1), batch),
-            dtype=self.dtype,
-            device=machine.device,
-        )
-        peak = growth.model_copy(
-            update={
-                "value": measured.start_memory_bytes + growth.value,
-                "formula": f"{growth.formula} + in use before",
-            }
-        )
         each = " + ".join(f"forward [{forward.formula}]" for forward in forwards)
         formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({each} + softmax {softmax_s:.3g} s)"
         return {
             "time_s": Estimate(value=value, unit="s", formula=formula, bound=forwards[0].bound),
-            "peak_memory_bytes": peak,
-            "memory_growth_bytes": growth,
+            "memory_growth_bytes": score_bytes(
+                facts,
+                weights_bytes=sum(one.loaded_bytes(self.dtype) for one in models),
+                max_tokens=batch,
+                max_rows=min(max(LOGITS // vocab_size, 1), batch),
+                dtype=self.dtype,
+                device=machine.device,
+            ),
         }
 
     def _record(self, draft: Draft, scores: Any, text: Any, window: int, own_bytes: int) -> None:
@@ -191,17 +192,13 @@ def evaluate(
     return Eval.read(fields).make(out, parents, run)
 
 
-def _comparable(model: Any, reference: Any, folders: dict[str, Path]) -> None:
+def _same_tokens(model: CheckpointFacts, reference: CheckpointFacts) -> None:
     """Raises SpecError unless the reference's logits are about the model's tokens."""
-    from hone.model.tokenizer import tokenizers_differ
-
-    if reference is None:
-        return
     sizes = model.config.vocab_size, reference.config.vocab_size
     if sizes[0] != sizes[1]:
-        differ = f"{folders['model']} has {sizes[0]} tokens, reference {folders['reference']} has {sizes[1]}"
-    elif tokenizers_differ(folders["model"], folders["reference"]):
-        differ = f"the tokenizers of {folders['model']} and reference {folders['reference']} cut texts differently"
+        differ = f"{model.where} has {sizes[0]} tokens, reference {reference.where} has {sizes[1]}"
+    elif reference.tokenizer not in (None, model.tokenizer):
+        differ = f"the tokenizers of {model.where} and reference {reference.where} cut texts differently"
     else:
         return
     raise SpecError(

@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+LOGITS = 1 << 22
+"""Logits alive at once for one model (16 MiB in float32): long texts and large vocabularies cost no more memory."""
+
 Join = Literal["documents", "stream"]
 """documents: none sees another, windows begin anew in each. stream: all end to end, as published perplexities do it."""
 

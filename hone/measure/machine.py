@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from hone.base.errors import MachineError
+from hone.base.run import Run
 from hone.measure.calibration import Calibration, read_calibration
+from hone.measure.memory import resident_bytes
 
 
 class Gpu(BaseModel):
@@ -47,6 +50,26 @@ class Machine(BaseModel):
         if self.device.startswith("cuda") and self.gpus:
             return self.gpus[_index(self.device)].name
         return self.cpu
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of what computes: the GPU's for a CUDA device, else what this process may use."""
+        if self.device.startswith("cuda") and self.gpus:
+            return self.gpus[_index(self.device)].memory_bytes
+        return self.ram_bytes
+
+    @property
+    def free_memory_bytes(self) -> float:
+        """`memory_bytes` without what this process holds already (on a GPU, torch's tensors)."""
+        if not self.device.startswith("cuda"):
+            return self.memory_bytes - resident_bytes()
+        torch = sys.modules.get("torch")  # a process that has not imported it holds nothing there
+        return self.memory_bytes - (torch.cuda.memory_allocated(self.device) if torch is not None else 0)
+
+
+def machine_of(run: Run) -> Machine:
+    """The machine that `run` says it runs on; this one when it says nothing."""
+    return Machine.model_validate(run.machine) if run.machine else describe(run.device)
 
 
 @cache

@@ -14,8 +14,9 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, outside
 from hone.model.families import from_hf, own_format, to_hf
+from hone.model.folder import read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
-from hone.model.shards import Shards, read_json, write_json, write_tensors
+from hone.model.shards import Shards, write_json, write_tensors
 from hone.ops.dispatch import say_once
 
 CONFIG = "config.json"

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.base.errors import ArtifactError
+from hone.model.folder import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -143,19 +144,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
                 raise OSError(code, os.strerror(code), str(path)) from None
         raise
     path.chmod(mode)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ArtifactError when it is missing or broken."""
-    try:
-        values = json.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise ArtifactError(f"no file {path}", fix="point at a folder that hone or transformers wrote") from None
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} is corrupt: {error}", fix="download or write the folder again") from None
-    if not isinstance(values, dict):
-        raise ArtifactError(f"{path} is no JSON object", fix="download or write the folder again")
-    return values
 
 
 def _corrupt(path: Path, error: Exception, tensor: str = "") -> ArtifactError:

@@ -1,0 +1,77 @@
+"""Facts of a data artifact: tokens of each split, vocabulary and tokenizer, without opening a shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hone.base.errors import ArtifactError, SpecError
+from hone.base.plan import Facts
+from hone.model.folder import read_json
+
+
+class SplitFacts(BaseModel):
+    """How much one split holds. Of a data stage that has not run yet, estimates."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: int = Field(ge=0, description="Tokens, the end-of-text token of every document included.")
+    documents: int = Field(ge=0, description="Documents.")
+    bytes: int = Field(ge=0, description="UTF-8 bytes of their text.")
+
+    def num_rows(self, seq_len: int) -> int:
+        """Rows of `seq_len` positions that the split is cut into, as a stream; best-fit packing makes a few more."""
+        return max(-(-(self.tokens - 1) // seq_len), 0)
+
+
+class DataFacts(Facts):
+    """What packed tokens are, those on disk or those a data stage will make."""
+
+    noun: ClassVar[str] = "data set"
+    mark: ClassVar[str] = "tokens/meta.json"
+
+    splits: dict[str, SplitFacts] = Field(description="By name: 'train', 'val'.")
+    vocab_size: int = Field(description="Tokens of the vocabulary.")
+    eos_token_id: int | None = Field(description="The end-of-text token.")
+    tokenizer: str | None = Field(
+        description="Identity of its tokenizer (`Tokenizer.identity`); of one that is still to be trained any text of its own."
+    )
+    packing: str = Field("stream", description="How documents become rows: 'stream' or 'best_fit'.")
+    exact: bool = Field(True, description="Whether the counts are of tokens that exist.")
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """The facts of a data artifact's folder. Raises ArtifactError when meta.json is corrupt."""
+        from hone.model.tokenizer import identity_of
+
+        path = folder / cls.mark
+        meta = read_json(path)
+        try:
+            names = SplitFacts.model_fields
+            return cls(
+                where=str(folder),
+                splits={name: {key: row[key] for key in names} for name, row in meta["splits"].items()},
+                vocab_size=meta["vocab_size"],
+                eos_token_id=meta["eos_token_id"],
+                tokenizer=identity_of(folder),
+                packing=meta.get("packing", {}).get("kind", "stream"),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ArtifactError(
+                f"{path} is corrupt: {type(error).__name__} {error}",
+                fix="delete the folder and run its data stage again",
+            ) from None
+
+    @property
+    def given(self) -> frozenset[str]:
+        """'calibration' where there are tokens to train on."""
+        train = self.splits.get("train")
+        return frozenset({"calibration"}) if train is not None and train.tokens > 1 else frozenset()
+
+    def split(self, name: str) -> SplitFacts:
+        """The split called `name`. Raises SpecError when there is none."""
+        if name not in self.splits:
+            raise SpecError(f"{self.where} has no split '{name}'", fix=f"its splits are: {', '.join(self.splits)}")
+        return self.splits[name]

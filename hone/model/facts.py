@@ -1,0 +1,74 @@
+"""Facts of a model folder: its config, the format of its weights and its tokenizer's identity, without opening a tensor."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import Field
+
+from hone.base.errors import ArtifactError
+from hone.base.plan import Facts
+from hone.cost.memory import BYTES
+from hone.model.config import ModelConfig
+from hone.model.families import from_hf
+from hone.model.folder import read_json, weights_bytes
+
+_STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Number formats by their names in a safetensors header."""
+
+
+class CheckpointFacts(Facts):
+    """What a model folder is, of hone's or from elsewhere."""
+
+    noun: ClassVar[str] = "model"
+    mark: ClassVar[str] = "config.json"
+
+    config: ModelConfig = Field(description="Sizes and layers.")
+    dtype: str = Field(description="Number format of the weights that are not quantized: 'float32', 'bfloat16'.")
+    quantization: dict[str, Any] | None = Field(None, description="config.json's quantization_config, if it has one.")
+    weights_bytes: int = Field(description="Bytes of the *.safetensors files.")
+    tokenizer: str | None = Field(description="Identity of its tokenizer (`Tokenizer.identity`); None: it has none.")
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """The facts of a Hugging Face folder. Raises ArtifactError for a corrupt file, SpecError for a config hone cannot run."""
+        from hone.model.tokenizer import identity_of
+
+        values = read_json(folder / cls.mark)
+        stated = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
+        return cls(
+            where=str(folder),
+            config=from_hf(values, str(folder / cls.mark)),
+            dtype=stated if stated in BYTES else _dtype(folder),
+            quantization=values.get("quantization_config"),
+            weights_bytes=weights_bytes(folder),
+            tokenizer=identity_of(folder),
+        )
+
+    @property
+    def given(self) -> frozenset[str]:
+        """'weights:float' or 'weights:int'."""
+        return frozenset({"weights:int" if self.quantization else "weights:float"})
+
+    def loaded_bytes(self, dtype: str) -> float:
+        """Bytes of the weights in memory: quantized ones stay packed, others are converted to `dtype`."""
+        return self.weights_bytes if self.quantization else self.config.num_params * BYTES[dtype]
+
+
+def _dtype(folder: Path) -> str:
+    """The number format of most bytes of the first weights file, from its header; 'float32' for a folder without weights."""
+    sizes: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors"))[:1]:
+        with open(path, "rb") as file:
+            try:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            except (ValueError, struct.error, MemoryError, OverflowError):
+                raise ArtifactError(f"{path} is corrupt: its header cannot be read", fix="get the file again") from None
+        for name, row in header.items():
+            if name != "__metadata__" and row["dtype"] in _STORED:
+                kind = _STORED[row["dtype"]]
+                sizes[kind] = sizes.get(kind, 0) + row["data_offsets"][1] - row["data_offsets"][0]
+    return max(sizes, key=lambda name: sizes[name], default="float32")
