@@ -14,13 +14,16 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hone.base.content import changed_file, foreign_fingerprint
 from hone.base.durable import sha256, sync, write_atomic
-from hone.base.errors import ArtifactError, DriftError
+from hone.base.errors import ArtifactError, DriftError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
+from hone.base.identity import drift, foreign_to_today, identify, same
 from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take
 from hone.base.provenance import provenance
 from hone.base.run import Run
@@ -34,12 +37,21 @@ _FIELDS |= {"parents": list, "techniques": list}
 
 
 class _Window(Protocol):
-    """What `Draft.record_window` needs of a finished `measure.Window` (a room above this one)."""
+    """What a draft asks of a `measure.Window` (a room above this one)."""
 
     @property
     def start_memory_bytes(self) -> int: ...
 
+    def joules(self) -> float | None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
     def figures(self) -> list[Figure]: ...
+
+
+W = TypeVar("W", bound=_Window)
 
 
 class Artifact:
@@ -178,8 +190,10 @@ class Draft:
         self._techniques = [row for parent in parents[:1] for row in parent.techniques]
         self._command: str | None = None
         self._started = time.monotonic()
+        self._window: _Window | None = None
         self.state.mkdir(exist_ok=True)
         (self.folder / LOG).mkdir(exist_ok=True)
+        self._joules_before = self._noted("energy_j")
 
     @property
     def fingerprint(self) -> str:
@@ -198,17 +212,35 @@ class Draft:
     @property
     def elapsed_s(self) -> float:
         """Seconds spent on this artifact by this process and, as far as `keep_time` was called, by killed ones before it."""
+        return (self._noted("elapsed_s") or 0.0) + time.monotonic() - self._started
+
+    def _noted(self, name: str) -> float | None:
+        """What `keep_time` noted; None when it noted nothing."""
         try:
-            before = float((self.state / "elapsed_s").read_text())
+            return float((self.state / name).read_text())
         except (OSError, ValueError):
-            before = 0.0
-        return before + time.monotonic() - self._started
+            return None
 
     def keep_time(self) -> None:
-        """Notes the seconds spent so far; call it at every durable step."""
-        spent = self.elapsed_s
+        """Notes the seconds and joules spent so far; call it at every durable step."""
+        spent, joules = self.elapsed_s, self._joules()
         write_atomic(self.state / "elapsed_s", repr(spent).encode())
+        if joules is not None:
+            write_atomic(self.state / "energy_j", repr(joules).encode())
         self._started = time.monotonic()
+
+    def _joules(self) -> float | None:
+        """Joules of the window that is open and, as far as `keep_time` was called, of killed runs before it."""
+        now = self._window.joules() if self._window is not None else None
+        return None if now is None else now + (self._joules_before or 0.0)
+
+    @contextmanager
+    def measuring(self, window: W) -> Iterator[W]:
+        """Opens `window` over the work and records what it saw; what killed runs spent is added to its time and energy."""
+        self._window = window
+        with window:
+            yield window
+        self.record_window(window)
 
     def predict(self, estimates: dict[str, Estimate]) -> None:
         """Says before the work what its figures should come to; joined to the figure of the same name."""
@@ -233,9 +265,13 @@ class Draft:
             self._estimates.setdefault("peak_memory_bytes", peak)
         for figure in window.figures():
             if figure.name == "time_s":
-                figure = figure.model_copy(
-                    update={"value": self.elapsed_s, "note": "with interrupted runs" if self.resumed else ""}
-                )
+                note = "with interrupted runs" if self.resumed else ""
+                figure = figure.model_copy(update={"value": self.elapsed_s, "note": note})
+            elif figure.name == "energy_j" and self.resumed and figure.value is not None:
+                before = self._joules_before
+                note = "with interrupted runs" if before is not None else "of the last process only"
+                update = {"value": figure.value + (before or 0.0), "note": f"{figure.note}; {note}".strip("; ")}
+                figure = figure.model_copy(update=update)
             self._figures[figure.name] = figure
 
     def did(self, technique: dict[str, Any]) -> None:
@@ -250,7 +286,10 @@ class Draft:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the folder free for another try, whether the work was committed or failed."""
+        """Gives the folder free for another try; one in which nothing was made yet goes."""
+        made = any(path.is_file() and path.name != BEGUN for path in self.folder.rglob("*"))
+        if not made and not self._lock.closed:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
     def commit(self) -> Artifact:
@@ -296,7 +335,7 @@ def finished(
     need_local(out, PUSH)
     for parent in parents.values():
         parent.need_unchanged()
-    return _finished(out, _identity(out, kind, spec, parents, files, run), run)
+    return _finished(out, identify(out, kind, spec, parents, files, run.machine), run, type(spec))
 
 
 def start(
@@ -318,8 +357,8 @@ def start(
     out, run = Path(out), run or Run()
     for parent in (parents or {}).values():
         parent.need_unchanged()
-    identity = _identity(out, kind, spec, parents or {}, files or {}, run)
-    opened = reserve(out, identity, identity["fingerprint"], run, parents or {})
+    identity = identify(out, kind, spec, parents or {}, files or {}, run.machine)
+    opened = reserve(out, identity, identity["fingerprint"], run, parents or {}, type(spec))
     if isinstance(opened, Artifact):
         return opened
     lock, resumed = opened
@@ -327,51 +366,30 @@ def start(
 
 
 def reserve(
-    out: Path, identity: dict[str, Any], token: str, run: Run, parents: dict[str, Artifact]
+    out: Path,
+    identity: dict[str, Any],
+    token: str,
+    run: Run,
+    parents: dict[str, Artifact],
+    kind: type[Spec] | None = None,
 ) -> Artifact | tuple[Any, bool]:
     """The finished artifact of this identity in `out`; else (lock of its partial folder, whether it was begun for `token`).
 
     Raises as `start` does.
     """
-    finished = _finished(out, identity, run)
-    if finished is not None:
-        return finished
+    there = _finished(out, identity, run, kind)
+    if there is not None:
+        return there
     _stand_outside(out, parents)
     lock = take(out)
     if run.redo and out.exists():
         shutil.rmtree(out)  # under the lock: two that make it again do not collide
-    finished = _finished(out, identity, run)  # the other process may have finished between the look and the lock
-    if finished is not None:
+    there = _finished(out, identity, run, kind)  # the other process may have finished between the look and the lock
+    if there is not None:
         lock.close()
         shutil.rmtree(partial_of(out), ignore_errors=True)
-        return finished
+        return there
     return lock, resume(out, lock, token, run)
-
-
-def _identity(
-    out: Path, kind: str, spec: Spec, parents: dict[str, Artifact], files: dict[str, Path], run: Run
-) -> dict[str, Any]:
-    """What an artifact is made from, and the fingerprint of that."""
-    roles = [
-        {"role": role, "name": f"{parent.kind}-{parent.name}", "fingerprint": parent.fingerprint}
-        for role, parent in parents.items()
-    ]
-    made_from: dict[str, Any] = {"kind": kind, "spec": spec.model_dump(mode="json"), "parents": _by_role(roles)}
-    if files:
-        made_from["files"] = {name: sha256(path)[:16] for name, path in files.items()}
-    return {
-        "kind": kind,
-        "name": out.name.removeprefix(f"{kind}-"),
-        "spec": made_from["spec"],
-        "parents": roles,
-        "input_files": made_from.get("files", {}),
-        "fingerprint": fingerprint(made_from),
-        "machine": run.machine,
-    }
-
-
-def _by_role(roles: list[dict[str, str]]) -> dict[str, str]:
-    return {row["role"]: row["fingerprint"] for row in roles}
 
 
 def _stand_outside(out: Path, parents: dict[str, Artifact]) -> None:
@@ -384,8 +402,11 @@ def _stand_outside(out: Path, parents: dict[str, Artifact]) -> None:
             )
 
 
-def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
-    """The artifact in `out` if it is whole and of this identity; None when it is to be made; raises on drift."""
+def _finished(out: Path, identity: dict[str, Any], run: Run, kind: type[Spec] | None = None) -> Artifact | None:
+    """The artifact in `out` if it is whole and of this identity; None when it is to be made; raises on drift.
+
+    `kind` is the spec that made it, as it is today: what an earlier hone made from the same is the same.
+    """
     if not out.exists():
         return None
     if not (out / MANIFEST).exists():
@@ -396,55 +417,23 @@ def _finished(out: Path, identity: dict[str, Any], run: Run) -> Artifact | None:
     there = Artifact.read(out)
     if run.redo:
         return None
-    if there.fingerprint == identity["fingerprint"]:
+    if same(there.manifest, identity, kind):
         sweep(out)  # its maker may have been killed right after the rename
         there.need_unchanged()
         return there
+    differs = drift(there.manifest, identity, kind)
+    if foreign_to_today(there.manifest, kind):
+        raise DriftError(
+            f"{out} was made by an earlier hone, whose {identity['kind']} stage had other options: {differs}",
+            fix=f"go on with it as it is by naming {out} as an input, or make it again with --redo={out.name}",
+        )
     raise DriftError(
-        f"{out} was made from another spec: {drift(there.manifest, identity)}",
+        f"{out} was made from another spec: {differs}",
         fix=f"keep it and give the new one another name, or make it again with --redo={out.name}",
     )
 
 
-def drift(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first field in which what two manifests' artifacts were made from differs."""
-    return difference(
-        *(
-            {
-                "kind": one["kind"],
-                "spec": one["spec"],
-                "parents": _by_role(one["parents"]),
-                "files": one.get("input_files", {}),
-            }
-            for one in (before, now)
-        )
-    )
-
-
-def difference(before: Any, now: Any, path: str = "") -> str:
-    """The first field in which two specs differ: 'spec.steps was 10, is 20'; '' when they are equal."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            found = difference(before.get(key, "absent"), now.get(key, "absent"), f"{path}.{key}" if path else str(key))
-            if found:
-                return found
-        return ""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for position, (one, other) in enumerate(zip(before, now, strict=True)):
-            found = difference(one, other, f"{path}.{position}")
-            if found:
-                return found
-        return ""
-    return "" if before == now else f"{path} was {before!r}, is {now!r}"
-
-
 def _nearest(folder: Path) -> str:
-    import difflib
-
     beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, beside, n=1)
-    return (
-        f"did you mean {folder.parent / near[0]}?"
-        if near
-        else f"{folder.parent} holds: {', '.join(sorted(beside)[:8]) or 'no folders'}"
-    )
+    hint = did_you_mean(folder.name, beside, f"{folder.parent}/{{}}")
+    return hint.strip() or f"{folder.parent} holds: {', '.join(sorted(beside)[:8]) or 'no folders'}"

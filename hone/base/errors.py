@@ -11,6 +11,9 @@ HoneError
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class HoneError(Exception):
     """A mistake with a way out: `what` happened, with its values, and `fix`, what to do about it.
@@ -65,3 +68,14 @@ class MissingExtra(HoneError):
         return cls(
             f"{what} needs the package '{package}', which is not installed", fix=f"pip install 'hone-llm[{extra}]'"
         )
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is most likely a slip of; None when none is near."""
+    return next(iter(difflib.get_close_matches(str(name), [str(one) for one in known], n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], shown: str = "{}") -> str:
+    """ "did you mean 'NEAREST'? " to begin a `fix` with; empty when no known name is near. `shown` says how it is written."""
+    near = nearest(name, known)
+    return "" if near is None else f"did you mean '{shown.format(near)}'? "

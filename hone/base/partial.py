@@ -40,6 +40,8 @@ def take(out: Path) -> Any:
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = open(partial / BEGUN, "a+", encoding="utf8")
+    except FileNotFoundError:
+        return take(out)  # another process gave the folder up in between
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -53,7 +55,18 @@ def take(out: Path) -> Any:
         raise ArtifactError(
             f"another process is making {out}", fix="wait for it, or give this run another folder"
         ) from None
+    if not _is_at(lock, partial / BEGUN):  # given up by another process between the opening and the lock
+        lock.close()
+        return take(out)
     return lock
+
+
+def _is_at(file: Any, path: Path) -> bool:
+    """Whether the open `file` is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def resume(out: Path, lock: Any, token: str, run: Run) -> bool:

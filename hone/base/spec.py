@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -10,21 +9,44 @@ import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
-from hone.base.errors import HoneError, SpecError
+from hone.base.errors import HoneError, SpecError, did_you_mean
+
+EARLIER = {"earlier": True}
+"""Context of `Spec.read` for what an earlier hone wrote."""
 
 _WORDS = {"null": None, "none": None, "true": True, "false": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
+class Circumstance:
+    """Marks a field that says how the work is done and not what comes out: it is no part of the spec's identity.
+
+    `compile: Annotated[bool, Circumstance()] = Field(False, description="...")`
+    """
+
+
 class Spec(BaseModel):
-    """Says what to compute. Frozen; unknown fields are errors; every field has a description, which is its help text."""
+    """Says what to compute. Frozen; unknown fields are errors; every field has a description, which is its help text.
+
+    `renamed` maps what a field was called before to its name today (None: it is gone), so that what an earlier hone
+    wrote is understood, and whoever writes the earlier name is told today's.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    renamed: ClassVar[dict[str, str | None]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_named_today(cls, values: Any, info: ValidationInfo) -> Any:
+        """With the context EARLIER, fields of an earlier hone under the names they have today."""
+        if not isinstance(values, dict) or info.context != EARLIER:
+            return values
+        return {name: value for old, value in values.items() if (name := cls.renamed.get(old, old)) is not None}
 
     @model_validator(mode="before")
     @classmethod
@@ -48,15 +70,18 @@ class Spec(BaseModel):
         return value
 
     @classmethod
-    def read(cls, values: Any) -> Self:
-        """A spec from a mapping. Raises SpecError that names the field, its value and the nearest known name."""
+    def read(cls, values: Any, context: dict[str, bool] | None = None) -> Self:
+        """A spec from a mapping. Raises SpecError that names the field, its value and the nearest known name.
+
+        With `context` EARLIER it is a mapping that an earlier hone may have written (see `renamed`).
+        """
         if not isinstance(values, dict):
             raise SpecError(
                 f"{cls.__name__} must be a mapping of fields, got {values!r}",
                 fix=f"write its fields as `name: value`: {', '.join(cls.model_fields)}",
             )
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values, context=context)
         except ValidationError as error:
             raise _first_mistake(cls, error) from None
 
@@ -90,9 +115,24 @@ class Spec(BaseModel):
             set_dotted(values, path, parse_scalar(text), where=type(self).__name__)
         return type(self).read(values)
 
+    def identity(self) -> dict[str, Any]:
+        """What it computes: every field but circumstances, here and in the specs it holds, as JSON values."""
+        return _identity(self, self.model_dump(mode="json"))
+
     def to_yaml(self) -> str:
         """The spec's exact print; `read` of the mapping it says gives an equal spec."""
         return dump_yaml(self.model_dump(mode="json"))
+
+
+def _identity(value: Any, dumped: Any) -> Any:
+    """`dumped`, which `value` prints as, without the circumstances of the specs in it."""
+    if isinstance(value, Spec):
+        fields = type(value).model_fields
+        marked = {name for name in fields if any(isinstance(one, Circumstance) for one in fields[name].metadata)}
+        return {name: _identity(getattr(value, name, None), one) for name, one in dumped.items() if name not in marked}
+    if isinstance(value, list | tuple):
+        return [_identity(one, other) for one, other in zip(value, dumped, strict=True)]
+    return dumped
 
 
 def _is_open_list(annotation: Any) -> bool:
@@ -110,11 +150,16 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
     detail = error.errors()[0]
     path = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        known = _fields_at(cls, detail["loc"][:-1])
         name = str(detail["loc"][-1])
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        return SpecError(f"{cls.__name__} has no field '{path}'", fix=f"{hint}known fields: {', '.join(known)}")
+        here = _model_at(cls, detail["loc"][:-1])
+        if name in here.renamed:
+            now = here.renamed[name]
+            fix = f"it is called '{now}' now" if now else "leave it out: it is no longer needed"
+            return SpecError(f"{cls.__name__} has no field '{path}'", fix=fix)
+        known = list(here.model_fields)
+        return SpecError(
+            f"{cls.__name__} has no field '{path}'", fix=f"{did_you_mean(name, known)}known fields: {', '.join(known)}"
+        )
     if detail["type"] == "missing":
         return SpecError(f"{cls.__name__} needs the field '{path}'", fix=f"add {path}: VALUE")
     message = detail["msg"].removeprefix("Value error, ")
@@ -124,8 +169,8 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
     )
 
 
-def _fields_at(cls: type[BaseModel], location: tuple) -> list[str]:
-    """Field names of the model found by following `location` from `cls`, as far as types tell."""
+def _model_at(cls: type[BaseModel], location: tuple) -> type[BaseModel]:
+    """The model found by following `location` from `cls`, as far as types tell."""
     for part in location:
         if isinstance(part, int):
             continue
@@ -134,7 +179,7 @@ def _fields_at(cls: type[BaseModel], location: tuple) -> list[str]:
         if inner is None:
             break
         cls = inner
-    return list(cls.model_fields)
+    return cls
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
@@ -164,9 +209,8 @@ def set_dotted(values: Any, path: str, value: Any, *, where: str) -> None:
             part = int(part)  # type: ignore[assignment]
         elif isinstance(here, dict):
             if part not in here and not last:
-                near = difflib.get_close_matches(part, here, n=1)
-                hint = f"did you mean '{near[0]}'? " if near else ""
-                raise SpecError(f"{where} has no field '{path}'", fix=f"{hint}known here: {', '.join(map(str, here))}")
+                known = ", ".join(map(str, here))
+                raise SpecError(f"{where} has no field '{path}'", fix=f"{did_you_mean(part, here)}known here: {known}")
         else:
             raise SpecError(
                 f"{where}.{path}: '{'.'.join(parts[:position])}' is {here!r} and has no fields",

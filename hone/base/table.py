@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
 
-from hone.base.errors import SpecError
+from hone.base.errors import SpecError, did_you_mean
 from hone.base.figure import Estimate
 from hone.base.lazy import resolve
 from hone.base.spec import Spec, describe_fields
@@ -80,15 +79,14 @@ class Table:
     def __getitem__(self, name: str) -> type[Technique]:
         """The class named `name`. Raises SpecError with the nearest name when there is none."""
         if name not in self.rows:
-            near = difflib.get_close_matches(name, self.rows, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
+            hint = did_you_mean(name, self.rows)
             raise SpecError(f"unknown {self.slot} '{name}'", fix=f"{hint}the {self.slot}s are: {', '.join(self.rows)}")
         return resolve(self.rows[name])
 
-    def read(self, value: Any) -> Technique:
+    def read(self, value: Any, context: dict[str, bool] | None = None) -> Technique:
         """A technique from its name, from a mapping with `kind` and options, or from an instance (passed through).
 
-        Raises SpecError when the kind is missing or unknown, or an option is wrong.
+        `context` as `Spec.read` takes it. Raises SpecError when the kind is missing or unknown, or an option is wrong.
         """
         if isinstance(value, Technique):
             return value if value.kind else value.model_copy(update={"kind": self.name_of(type(value))})
@@ -98,7 +96,7 @@ class Table:
             raise SpecError(
                 f"a {self.slot} needs a 'kind', got {value!r}", fix=f"write kind: NAME, one of: {', '.join(self.rows)}"
             )
-        return self[value["kind"]].read(value)
+        return self[value["kind"]].read(value, context)
 
     def name_of(self, cls: type[Technique]) -> str:
         """The name under which `cls` stands in this table."""
@@ -118,8 +116,8 @@ class Choice:
         self.table = table
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self.table.read,
+        return core_schema.with_info_plain_validator_function(
+            lambda value, info: self.table.read(value, info.context),
             serialization=core_schema.plain_serializer_function_ser_schema(
                 lambda technique: technique.model_dump(mode="json")
             ),

@@ -95,7 +95,7 @@ class Eval(Stage):
         folders = {role: parent.folder for role, parent in parents.items()}
         text = read_text(folders["data"], folders["model"], split=self.split, max_tokens=self.max_tokens)
         warm_up(run.device)
-        with Window(run.device) as measured:
+        with draft.measuring(Window(run.device)):
             model = self._load(folders["model"], run.device)
             reference = self._load(folders["reference"], run.device) if "reference" in folders else None
             if int(text.tokens.max()) >= model.config.vocab_size:
@@ -116,7 +116,6 @@ class Eval(Stage):
                     watch=bar.advance,
                 )
         self._record(draft, scores, text, plan.window, weights_bytes(folders["model"]))
-        draft.record_window(measured)
 
     def _load(self, folder: Path, device: str) -> Any:
         from hone.model.hf import load

@@ -43,6 +43,10 @@ class Window:
             self._meter.stop()
             self._memory.close()
 
+    def joules(self) -> float | None:
+        """Energy so far of a window that is open; None without a sensor."""
+        return self._meter.joules()
+
     @property
     def start_memory_bytes(self) -> int:
         """Memory in use when the window opened."""

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hone.base.artifact import difference
 from hone.base.errors import SpecError
+from hone.base.identity import difference
 from hone.base.spec import Spec
 from hone.base.table import Technique
 from hone.model.config import LayerSpec, ModelConfig

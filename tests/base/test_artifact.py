@@ -9,10 +9,11 @@ import textwrap
 import pytest
 from pydantic import Field
 
-from hone.base.artifact import Artifact, Draft, difference, start
+from hone.base.artifact import Artifact, Draft, start
 from hone.base.durable import sha256, write_jsonl
 from hone.base.errors import ArtifactError, DriftError, HoneError
 from hone.base.figure import Estimate
+from hone.base.identity import difference
 from hone.base.run import Run
 from hone.base.spec import Spec
 from hone.base.stage import Stage
