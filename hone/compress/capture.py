@@ -1,11 +1,11 @@
-"""What calibration shows of a layer: the mean of x x^T in front of every linear, and what the layer makes of its inputs.
+"""The calibration pass: hidden states layer by layer, and statistics of the inputs of a layer's linears.
 
-Shapes: B sequences, S tokens, D hidden width, K input features of a linear, T tokens that count.
+Shapes: B sequences, S tokens, D hidden width, T tokens of a batch that count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
 from hone.compress.calibration import Calibration
+from hone.compress.statistics import STATISTICS, Statistic
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder, DecoderLayer
 
 
 class Flow:
-    """The calibration sequences' hidden states on their way through the layers: `states` [B, S, D], one layer at a time."""
+    """Hidden states of the calibration sequences: `states` [B, S, D], the inputs of the layer that is next."""
 
     def __init__(self, calibration: Calibration, batch_size: int, device: str, dtype: torch.dtype) -> None:
         self.calibration = calibration
@@ -49,13 +50,19 @@ class Flow:
                 f"{path} is corrupt: {error}", fix="delete the unfinished folder and start again"
             ) from None
 
-    def hessians(self, layer: DecoderLayer, names: list[str]) -> dict[str, Tensor]:
-        """float32 [K, K] for each linear `names` of `layer`: the mean of x x^T over the tokens that count.
+    def statistics(
+        self, layer: DecoderLayer, readers: dict[str, list[str]], wanted: Collection[str]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Statistics `wanted` of the inputs of `layer`'s linears, in one pass and once for each distinct input.
 
-        Products of bfloat16 inputs are summed in float32, so only the order of summation differs from float32 inputs.
+        `readers` maps an input to the linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its
+        statistics by name; linears that read one input share them.
         """
-        gathered = {name: _Gather() for name in names}
-        hooks = [layer.get_submodule(name).register_forward_pre_hook(gathered[name]) for name in names]
+        gathered = {source: _Gather(wanted, self.calibration.num_tokens) for source in readers}
+        hooks = [
+            layer.get_submodule(names[0]).register_forward_pre_hook(gathered[source])
+            for source, names in readers.items()
+        ]
         try:
             for piece, context, counts in self._batches():
                 for gather in gathered.values():
@@ -64,10 +71,11 @@ class Flow:
         finally:
             for hook in hooks:
                 hook.remove()
-        return {name: gather.total / self.calibration.num_tokens for name, gather in gathered.items()}
+        values = {source: gather.values() for source, gather in gathered.items()}
+        return {name: values[source] for source, names in readers.items() for name in names}
 
     def through(self, layer: DecoderLayer) -> None:
-        """Replaces the states by what `layer` makes of them."""
+        """Replaces the states by the outputs of `layer`."""
         for piece, context, _ in self._batches():
             self.states[piece] = layer(self.states[piece], context)
 
@@ -85,19 +93,22 @@ class Flow:
 
 
 class _Gather:
-    """A hook in front of a linear that adds up x x^T of the tokens that count (`counts` bool [T], None for all)."""
+    """A hook in front of a linear that adds up statistics of the tokens that count (`counts` bool [T], None for all)."""
 
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
+    def __init__(self, wanted: Collection[str], num_tokens: int) -> None:
+        self.wanted = sorted(wanted)
+        self.num_tokens = num_tokens
+        self.statistics: dict[str, Statistic] = {}
         self.counts: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1])
         x = x if self.counts is None else x[self.counts]
-        if self.total is None:
-            self.total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-        if x.is_cuda and x.dtype != torch.float32:
-            self.total += torch.mm(x.T, x, out_dtype=torch.float32)
-        else:
-            x = x.float()
-            self.total.addmm_(x.T, x)
+        for name in self.wanted:
+            if name not in self.statistics:
+                self.statistics[name] = STATISTICS[name](x.shape[1], self.num_tokens, x.device)
+            self.statistics[name].add(x)
+
+    def values(self) -> dict[str, Tensor]:
+        """Every statistic over all batches."""
+        return {name: statistic.value() for name, statistic in self.statistics.items()}

@@ -53,14 +53,9 @@ class Plan:
         """The tensors that take the place of one module's weight."""
         quantizer = self.job.quantizer
         assert quantizer is not None
-        stored = {
-            "weight": torch.int8,
-            "weight_packed": torch.int32,
-            "weight_scale": quantizer.stored_scale_dtype(self.job.checkpoint.dtype),
-            "weight_shape": torch.int64,
-        }
-        shapes = quantizer.scheme(before[1][1]).shapes(*before[1])
-        return {f"{name}.{suffix}": (stored[suffix], shape) for suffix, shape in shapes.items()}
+        shape, scale_dtype = before[1], quantizer.stored_scale_dtype(self.job.checkpoint.dtype)
+        tensors = quantizer.scheme(shape[1]).tensors(*shape, scale_dtype)
+        return {f"{name}.{suffix}": entry for suffix, entry in tensors.items()}
 
     def states_bytes(self) -> int:
         """Bytes of the hidden states of all calibration sequences."""

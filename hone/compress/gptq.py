@@ -1,4 +1,4 @@
-"""GPTQ: quantize column by column, each rounding error made good by the columns still to come.
+"""GPTQ: quantize column by column and let the columns that follow compensate each rounding error.
 
 Legend: N rows, K columns, H [K, K] mean of x x^T, R upper triangular with R R^T = H.
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Quantizer, Work
+from hone.compress.matrix import IntegerQuantizer, Matrix, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 torch = lazy("torch")
 formats = lazy("hone.ops.formats")
 grid = lazy("hone.compress.grid")
+schemes = lazy("hone.model.quantized.scheme")
 
 BLOCK = 64
 """Columns between two matrix products that bring in the errors of all columns before."""
 
 
-class GPTQ(Quantizer):
+class GPTQ(IntegerQuantizer):
     """Rounds column by column and lets later columns absorb each error. Frantar et al. 2022, arXiv:2210.17323."""
 
     paper: ClassVar[str] = "arXiv:2210.17323"
@@ -43,19 +44,19 @@ class GPTQ(Quantizer):
     )
 
     def apply(self, matrix: Matrix) -> None:
-        assert matrix.hessian is not None, f"{matrix.name}: gptq ran without calibration inputs"
-        dtype, size = self.stored_scale_dtype(matrix.stored_dtype), self.groups_of(matrix.original.shape[1])
-        shown = matrix.weight  # without pruned weights: they need no place on the grid
-        importance = matrix.hessian.diagonal()
-        matrix.scales = grid.find_scales(shown, self.bits, size, self.scale, dtype, importance)
-        factor, order, damping = self._factor(matrix.hessian)
+        hessian = matrix.statistics["hessian"]
+        scheme, shown = self.scheme(matrix.original.shape[1]), matrix.weight  # pruned weights need no place on the grid
+        dtype = self.stored_scale_dtype(matrix.stored_dtype)
+        scales = grid.find_scales(shown, self.bits, scheme.group_size, self.scale, dtype, hessian.diagonal())
+        factor, order, damping = self._factor(hessian)
         if factor is None:
             matrix.notes.append("no Cholesky factor at any damping: rounded to nearest")
-            matrix.codes = formats.quantize(shown, matrix.scales, self.bits)
+            matrix.stored = scheme.quantize(shown, scales)
             return
         if damping > self.damping:
             matrix.notes.append(f"damping raised to {damping:g}")
-        matrix.codes = solve(matrix.original, factor, matrix.scales, self.bits, keep=matrix.keep, order=order)
+        codes = solve(matrix.current, factor, scales, self.bits, keep=matrix.keep, order=order)
+        matrix.stored = schemes.Stored(scheme, codes, scales)
 
     def work(self, rows: int, columns: int) -> Work:
         """The search, one Cholesky factor, half a matrix product, and the column loop."""

@@ -1,4 +1,4 @@
-"""Scales: which integer grid a group of weights is rounded to.
+"""Scales of integer grids: how the spacing of the grid is chosen for each group of weights.
 
 Shapes: N rows, K columns, G groups a row, g columns a group.
 """
@@ -34,8 +34,8 @@ def find_scales(
     for part in weights.split(chunk):
         groups = part.reshape(len(part), columns // size, size)
         if how == "search":
-            heed = None if importance is None else importance.to(weights.dtype).view(1, columns // size, size)
-            found.append(_search(groups, bits, dtype, heed))
+            weighted = None if importance is None else importance.to(weights.dtype).view(1, columns // size, size)
+            found.append(_search(groups, bits, dtype, weighted))
         else:
             found.append(_extreme(groups, bits, dtype, signed=how == "signed"))
     return torch.cat(found)

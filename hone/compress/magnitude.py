@@ -25,8 +25,7 @@ class Magnitude(Step):
         order = weights.abs().flatten().argsort(stable=True)
         keep = weights.new_ones(weights.numel(), dtype=bool)
         keep[order[:count]] = False
-        keep = keep.view(weights.shape)
-        matrix.keep = keep if matrix.keep is None else matrix.keep & keep
+        matrix.prune(keep.view(weights.shape))
 
     def estimates(self, **facts: Any) -> dict[str, Estimate]:
         """sparsity of the pruned matrices."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -19,48 +19,64 @@ from hone.base.table import Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.model.quantized.scheme import Scheme, Stored
+
 torch = lazy("torch")
-formats = lazy("hone.ops.formats")
-quantized = lazy("hone.model.quantized")
+schemes = lazy("hone.model.quantized.scheme")
+
+
+class Errors(NamedTuple):
+    """What a matrix lost: ||W' - W|| / ||W||, ||(W' - W) X|| / ||W X|| (None without calibration inputs X), zeros in W'."""
+
+    weight: float
+    output: float | None
+    zeros: int
 
 
 @dataclass
 class Matrix:
-    """A weight matrix and what the steps decided about it so far.
+    """A weight matrix and what the steps have made of it.
 
-    `original` [N, K] is float32 or float64. `hessian` [K, K], the mean of x x^T over the calibration tokens, is there
-    when the inputs were seen. `keep` bool [N, K] is False where a weight must be zero. `codes` int8 [N, K] and
-    `scales` [N, G] (already in the dtype they are stored in) are there once it is quantized.
+    `original` [N, K] is float32 or float64. A step edits `current`, the float weight; a pruner also says in `keep` (bool
+    [N, K]) which weights must stay zero; a quantizer sets `stored`, whose numbers are the weight from then on.
+    `statistics` holds what the steps asked for of the calibration inputs (see `hone.compress.statistics`).
     """
 
     name: str
     original: Tensor
     stored_dtype: Any
-    hessian: Tensor | None = None
+    """Dtype of the checkpoint, in which a weight that is not quantized is written."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
     keep: Tensor | None = None
-    codes: Tensor | None = None
-    scales: Tensor | None = None
+    stored: Stored | None = None
     notes: list[str] = field(default_factory=list)
+    current: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.current = self.original
 
     @property
     def weight(self) -> Tensor:
         """What the matrix has become, [N, K] in the dtype of `original`."""
-        if self.codes is not None and self.scales is not None:
-            return formats.dequantize(self.codes, self.scales, self.original.dtype)
-        return self.original if self.keep is None else self.original * self.keep
+        if self.stored is not None:
+            return self.stored.weight(self.original.dtype)
+        return self.current if self.keep is None else self.current.masked_fill(~self.keep, 0)
 
-    def weight_error(self) -> float:
-        """||W' - W|| / ||W|| (Frobenius)."""
-        return _ratio((self.weight - self.original).norm(), self.original.norm())
+    def prune(self, keep: Tensor) -> None:
+        """Makes every weight zero where `keep` bool [N, K] is False, for good."""
+        self.keep = keep if self.keep is None else self.keep & keep
 
-    def output_error(self) -> float | None:
-        """||(W' - W) X|| / ||W X|| over the calibration inputs X; None without them."""
-        if self.hessian is None:
-            return None
-        change = self.weight - self.original
-        lost = ((change @ self.hessian) * change).sum()
-        whole = ((self.original @ self.hessian) * self.original).sum()
-        return _ratio(lost.clamp(min=0).sqrt(), whole.clamp(min=0).sqrt())
+    def errors(self) -> Errors:
+        """How far `weight` is from `original`, in itself and in its outputs on the calibration inputs."""
+        weight = self.weight
+        change = weight - self.original
+        hessian, output = self.statistics.get("hessian"), None
+        if hessian is not None:
+            lost = ((change @ hessian) * change).sum()
+            whole = ((self.original @ hessian) * self.original).sum()
+            output = _ratio(lost.clamp(min=0).sqrt(), whole.clamp(min=0).sqrt())
+        zeros = weight.numel() - int(torch.count_nonzero(weight))
+        return Errors(_ratio(change.norm(), self.original.norm()), output, zeros)
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
@@ -79,7 +95,8 @@ class Work:
 class Step(Technique):
     """A technique that works on one matrix at a time; a subclass writes `apply`.
 
-    `needs` may hold "hessian": the engine then runs the calibration data and fills `Matrix.hessian`.
+    `needs` may name statistics of the calibration inputs ("hessian", "absmax" ...): the engine then runs the calibration
+    data and fills `Matrix.statistics`.
     """
 
     def check(self, name: str, rows: int, columns: int) -> None:
@@ -95,15 +112,50 @@ class Step(Technique):
 
 
 class Quantizer(Step):
-    """What every integer quantizer has: bits, groups and how scales are found and stored. `apply` sets codes and scales."""
+    """A step that decides how weights are stored: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
 
-    gives: ClassVar[frozenset[str]] = frozenset({"weights:int"})
+    gives: ClassVar[frozenset[str]] = frozenset({"weights:quantized"})
 
-    bits: int = Field(4, ge=2, le=8, description="Bits a weight.")
-    group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale a row.")
     scale_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype scales are stored in; auto is the checkpoint's, or float16 for a float32 checkpoint."
     )
+
+    def scheme(self, columns: int) -> Scheme:
+        """How a matrix of `columns` input features is stored."""
+        raise NotImplementedError
+
+    def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
+        """The torch dtype of the scales for a checkpoint of `checkpoint_dtype`."""
+        if self.scale_dtype != "auto":
+            return getattr(torch, self.scale_dtype)
+        return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        problem = self.scheme(columns).problem()
+        if problem is not None:
+            raise SpecError(
+                f"{self.kind} asks for {problem}, at {name}", fix="choose what hone stores: hone techniques"
+            )
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Finding scales and rounding: a few passes."""
+        return Work(num_bytes=32.0 * rows * columns, num_ops=12)
+
+    def estimates(self, **facts: Any) -> dict[str, Estimate]:
+        """bits_per_weight of the quantized matrices alone. Facts: `shapes` [(rows, columns)], `scale_bits` (16)."""
+        shapes, scale_bits = facts["shapes"], facts.get("scale_bits", 16)
+        weights = sum(rows * columns for rows, columns in shapes)
+        scales = sum(self.scheme(columns).num_scales(rows, columns) for rows, columns in shapes)
+        coded = sum(self.scheme(columns).bits * rows * columns for rows, columns in shapes) / weights
+        formula = f"{coded:g} bits + {scale_bits}-bit scales of {weights / scales:.0f} weights each"
+        return {"bits_per_weight": Estimate(value=coded + scale_bits * scales / weights, unit="bits", formula=formula)}
+
+
+class IntegerQuantizer(Quantizer):
+    """What every integer quantizer has: bits, and groups of columns that share a scale."""
+
+    bits: int = Field(4, ge=2, le=8, description="Bits a weight.")
+    group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale a row.")
     uneven: Literal["error", "nearest"] = Field(
         "error", description="Where group_size does not divide a matrix's columns: stop, or take the nearest divisor."
     )
@@ -111,9 +163,8 @@ class Quantizer(Step):
         "auto", description="compressed-tensors format; auto is int-quantized for 8 bits a row, else pack-quantized."
     )
 
-    def scheme(self, columns: int) -> Any:
-        """How a matrix of `columns` input features is stored (a `hone.model.quantized.Scheme`)."""
-        return quantized.Scheme(self.bits, self.groups_of(columns), self.stored_layout)
+    def scheme(self, columns: int) -> Scheme:
+        return schemes.Scheme(self.bits, self.groups_of(columns), self.stored_layout)
 
     def groups_of(self, columns: int) -> int:
         """The group size used for a matrix of `columns` input features."""
@@ -128,12 +179,6 @@ class Quantizer(Step):
             return "int-quantized" if self.bits == 8 and not self.group_size else "pack-quantized"
         return self.layout
 
-    def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
-        """The torch dtype of the scales for a checkpoint of `checkpoint_dtype`."""
-        if self.scale_dtype != "auto":
-            return getattr(torch, self.scale_dtype)
-        return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
-
     def check(self, name: str, rows: int, columns: int) -> None:
         if self.stored_layout == "int-quantized" and (self.bits != 8 or self.group_size):
             raise SpecError(
@@ -147,17 +192,9 @@ class Quantizer(Step):
                 f"{self.kind}: group_size {self.group_size} does not divide the {columns} input features of {name}",
                 fix=f"use one of {', '.join(divisors[-10:])}, 0 for one scale a row, or uneven=nearest",
             )
+        super().check(name, rows, columns)
 
     def work(self, rows: int, columns: int) -> Work:
         """Rounding, and the search over scales where there is one."""
         passes = 40 if getattr(self, "scale", "") == "search" else 1
         return Work(num_bytes=passes * 32.0 * rows * columns, num_ops=passes * 12)
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """bits_per_weight of the quantized matrices alone. Facts: `shapes` [(rows, columns)], `scale_bits` (16)."""
-        shapes, scale_bits = facts["shapes"], facts.get("scale_bits", 16)
-        weights = sum(rows * columns for rows, columns in shapes)
-        scales = sum(rows * self.scheme(columns).num_groups(columns) for rows, columns in shapes)
-        value = self.bits + scale_bits * scales / weights
-        formula = f"{self.bits} bits + {scale_bits}-bit scales of {weights / scales:.0f} weights each"
-        return {"bits_per_weight": Estimate(value=value, unit="bits", formula=formula)}

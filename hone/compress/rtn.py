@@ -7,13 +7,12 @@ from typing import Literal
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.matrix import IntegerQuantizer, Matrix
 
-formats = lazy("hone.ops.formats")
 grid = lazy("hone.compress.grid")
 
 
-class RoundToNearest(Quantizer):
+class RoundToNearest(IntegerQuantizer):
     """Rounds each weight to the nearest point of a symmetric integer grid. The baseline of every quantization paper."""
 
     scale: Literal["absmax", "signed", "search"] = Field(
@@ -22,8 +21,9 @@ class RoundToNearest(Quantizer):
     )
 
     def apply(self, matrix: Matrix) -> None:
-        importance = None if matrix.hessian is None else matrix.hessian.diagonal()
-        weights = matrix.weight
-        dtype, size = self.stored_scale_dtype(matrix.stored_dtype), self.groups_of(matrix.original.shape[1])
-        matrix.scales = grid.find_scales(weights, self.bits, size, self.scale, dtype, importance)
-        matrix.codes = formats.quantize(weights, matrix.scales, self.bits)
+        hessian = matrix.statistics.get("hessian")
+        weights, scheme = matrix.weight, self.scheme(matrix.original.shape[1])
+        dtype = self.stored_scale_dtype(matrix.stored_dtype)
+        importance = None if hessian is None else hessian.diagonal()
+        scales = grid.find_scales(weights, self.bits, scheme.group_size, self.scale, dtype, importance)
+        matrix.stored = scheme.quantize(weights, scales)

@@ -24,7 +24,10 @@ DTYPES = {
     "I32": torch.int32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I8": torch.int8,
+    "U8": torch.uint8,
 }
 """Dtypes by safetensors' names, in the order in which safetensors lays tensors out, those of one dtype by name."""
 

@@ -26,7 +26,7 @@ calibration = lazy("hone.compress.calibration")
 estimate = lazy("hone.compress.estimate")
 shards = lazy("hone.compress.shards")
 stream = lazy("hone.compress.stream")
-quantized = lazy("hone.model.quantized")
+quantized = lazy("hone.model.quantized.config")
 hf = lazy("hone.model.hf")
 
 DEFAULT_SEQ_LEN = 512
@@ -34,7 +34,7 @@ DEFAULT_SEQ_LEN = 512
 
 
 class Compress(Stage):
-    """Prunes and quantizes a model layer by layer, writes a folder that transformers loads and hone serves packed."""
+    """Prunes and quantizes a model layer by layer; the folder it writes loads in transformers and stays packed in hone."""
 
     stage: ClassVar[str] = "compress"
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
@@ -66,7 +66,7 @@ class Compress(Stage):
     def _steps_follow(self) -> Compress:
         given: set[str] = set()
         for step in self.steps:
-            if "weights:int" in given:
+            if "weights:quantized" in given:
                 raise ValueError(
                     f"{step.kind} comes after a quantizer: weights on a grid stay as they are, put it first"
                 )
@@ -118,7 +118,7 @@ class Compress(Stage):
         return getattr(torch, self.compute_dtype)
 
     def _select(self, checkpoint: Any) -> tuple[tuple[str, ...], ...]:
-        """Per layer, the fused linears to work on. Raises SpecError when none is, or a fused one only in part."""
+        """Per layer, the fused linears to work on. Raises SpecError when there is none, or one is chosen only in part."""
         selected, shapes = [], []
         for index in range(checkpoint.config.num_layers):
             chosen: dict[str, dict[str, bool]] = {}
@@ -191,21 +191,35 @@ class Compress(Stage):
         draft.record(
             "bits_per_weight", 8 * size / checkpoint.config.num_params, "bits", note="whole folder, scales too"
         )
-        draft.record("compression_ratio", weights_bytes(folder) / size, "times")
         draft.record(
-            "sparsity", sum(row["zeros"] for row in rows) / weights, "fraction", note="of the matrices worked on"
+            "compression_ratio",
+            weights_bytes(folder) / size,
+            "times",
+            note=f"against the checkpoint as it is stored, in {str(checkpoint.dtype).removeprefix('torch.')}",
         )
-        errors = [row["error"] for row in rows if row["error"] is not None]
+        draft.record(
+            "sparsity",
+            sum(row["zeros"] for row in rows) / weights,
+            "fraction",
+            note="zeros among the matrices worked on",
+        )
+        outputs = [row["error"] for row in rows if row["error"] is not None]
         draft.record(
             "relative_output_error",
-            sum(errors) / len(errors) if errors else None,
+            sum(outputs) / len(outputs) if outputs else None,
             "fraction",
-            n=max(len(errors), 1),
-            note="mean over matrices" if errors else "no calibration inputs were seen",
+            n=max(len(outputs), 1),
+            note="|(W' - W) X| / |W X| over the calibration inputs X, mean over matrices"
+            if outputs
+            else "not measured: no calibration inputs (give the role data, or calibration_text)",
         )
         errors = [row["weight_error"] for row in rows]
         draft.record(
-            "relative_weight_error", sum(errors) / len(errors), "fraction", n=len(errors), note="mean over matrices"
+            "relative_weight_error",
+            sum(errors) / len(errors),
+            "fraction",
+            n=len(errors),
+            note="|W' - W| / |W|, mean over matrices; methods that fit the outputs accept a larger one",
         )
 
 

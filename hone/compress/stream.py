@@ -1,4 +1,4 @@
-"""The streaming engine: one decoder layer in memory at a time, each finished one a durable shard, so that a kill costs one layer."""
+"""The streaming engine: loads, compresses and writes one decoder layer at a time, and resumes after the last one written."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.matrix import Matrix, Quantizer, Step
 from hone.compress.shards import shard_name, write_index, write_shard
+from hone.compress.statistics import STATISTICS
 from hone.model.decoder import DecoderLayer
 from hone.model.hf import Checkpoint, fused_linears
 
@@ -42,6 +43,11 @@ class Job:
     def quantizer(self) -> Quantizer | None:
         """The step that decides how weights are stored."""
         return next((step for step in self.steps if isinstance(step, Quantizer)), None)
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Statistics to gather of the calibration inputs: what the steps need, and what the output error is computed from."""
+        return frozenset({"hessian"}).union(*(step.needs & STATISTICS.keys() for step in self.steps))
 
     @property
     def num_shards(self) -> int:
@@ -92,7 +98,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
             if written is not None:
                 written.result()
             written = writer.submit(_keep, job, draft, index, rows, tensors, states)
-            del tensors, states  # the thread has them, until they are on disk
+            del tensors, states  # the writing thread holds them until they are on disk
             bar.advance(1, rows[-1]["name"] if rows else "")
         if written is not None:
             written.result()
@@ -147,75 +153,76 @@ def _states(draft: Draft, index: int) -> Path:
 
 def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Rows of the report and the checkpoint tensors of layer `index`; moves `flow` behind the layer."""
-    checkpoint = Checkpoint(job.checkpoint.folder)  # opened anew, so that the pages it maps go with it
+    checkpoint = Checkpoint(job.checkpoint.folder)  # opened anew, so that the pages it maps are freed with it
     layer = checkpoint.build_layer(index, job.device, job.dtype)
     linears = fused_linears(layer, index)
     targets = [name for name in linears if name in job.targets[index]]
-    hessians = flow.hessians(layer, targets) if flow is not None else {}
+    readers = {name: [name] for name in targets}
+    statistics = flow.statistics(layer, readers, job.statistics) if flow is not None else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     rows = []
     for target in targets:
         names = linears[target]
-        matrix = _solve(job, layer, f"model.layers.{index}.{target}", target, hessians.pop(target, None))
-        rows += _report(job, matrix, names)
-        tensors.update(_stored(job, matrix, names, tensors))
+        linear = layer.get_submodule(target)
+        original = _original(linear.weight.detach(), [tensors[f"{name}.weight"] for name in names])
+        matrix = _solve(job, f"model.layers.{index}.{target}", original, statistics.pop(target, {}))
+        rows.append(_report(job, matrix, names))
+        tensors.update(_written(matrix, names, tensors))
         # A new tensor: the old one may be the mapped checkpoint file itself.
-        layer.get_submodule(target).weight = nn.Parameter(matrix.weight.to(job.dtype), requires_grad=False)
+        linear.weight = nn.Parameter(matrix.weight.to(job.dtype), requires_grad=False)
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
         flow.through(layer)
     return rows, tensors
 
 
-def _solve(job: Job, layer: DecoderLayer, name: str, target: str, hessian: Tensor | None) -> Matrix:
+def _original(computed: Tensor, stored: list[Tensor]) -> Tensor:
+    """The weight in float32 (float64 where the checkpoint has it), from what the layer computes with if that is exact."""
+    dtype = torch.promote_types(stored[0].dtype, torch.float32)
+    if torch.promote_types(stored[0].dtype, computed.dtype) == computed.dtype:
+        return computed.to(dtype, copy=True)
+    return torch.cat([one.to(computed.device, dtype) for one in stored])
+
+
+def _solve(job: Job, name: str, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
     """Runs the steps on one fused matrix. Raises ArtifactError when its inputs are not finite."""
-    weight = layer.get_submodule(target).weight.detach()
-    original = weight.to(torch.float32, copy=True)
-    if hessian is not None and not bool(torch.isfinite(hessian).all()):
+    if not all(bool(torch.isfinite(value).all()) for value in statistics.values()):
         raise ArtifactError(
             f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",
             fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
         )
-    matrix = Matrix(name, original, job.checkpoint.dtype, hessian)
+    matrix = Matrix(name, original, job.checkpoint.dtype, statistics)
     for step in job.steps:
         step.apply(matrix)
     return matrix
 
 
-def _stored(job: Job, matrix: Matrix, names: dict[str, int], before: dict[str, Tensor]) -> dict[str, Tensor]:
+def _written(matrix: Matrix, names: dict[str, int], before: dict[str, Tensor]) -> dict[str, Tensor]:
     """The checkpoint tensors that take the place of the modules `names` (to their row counts); drops what they replace."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, count in names.items():
         rows = slice(begin, begin + count)
         begin += count
-        stored = before.pop(f"{name}.weight")
-        if matrix.codes is not None and matrix.scales is not None and job.quantizer is not None:
-            scheme = job.quantizer.scheme(matrix.codes.shape[1])
-            part = scheme.write(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
-        elif matrix.keep is not None:
-            part = {"weight": stored.masked_fill(~matrix.keep[rows].to(stored.device), 0)}
-        else:
-            part = {"weight": stored}
+        dtype = before.pop(f"{name}.weight").dtype
+        part = {"weight": matrix.weight[rows].to(dtype)} if matrix.stored is None else matrix.stored.write(rows)
         found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
     return found
 
 
-def _report(job: Job, matrix: Matrix, names: dict[str, int]) -> list[dict[str, Any]]:
-    """One row: what was done to a matrix and what it cost in accuracy."""
-    weight = matrix.weight
-    return [
-        {
-            "name": matrix.name,
-            "modules": list(names),
-            "kind": "+".join(step.kind for step in job.steps),
-            "bits": job.quantizer.bits if job.quantizer is not None else matrix.original.element_size() * 8,
-            "error": matrix.output_error(),
-            "weight_error": matrix.weight_error(),
-            "zeros": int((weight == 0).sum()),
-            "weights": weight.numel(),
-            "notes": matrix.notes,
-        }
-    ]
+def _report(job: Job, matrix: Matrix, names: dict[str, int]) -> dict[str, Any]:
+    """What was done to a matrix and what it cost in accuracy: a row of layers.jsonl."""
+    errors = matrix.errors()
+    return {
+        "name": matrix.name,
+        "modules": list(names),
+        "kind": "+".join(step.kind for step in job.steps),
+        "bits": matrix.stored.scheme.bits if matrix.stored is not None else 8 * job.checkpoint.dtype.itemsize,
+        "error": errors.output,
+        "weight_error": errors.weight,
+        "zeros": errors.zeros,
+        "weights": matrix.original.numel(),
+        "notes": matrix.notes,
+    }
 
 
 def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:

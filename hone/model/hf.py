@@ -44,7 +44,7 @@ _NORMS = {
     "mixer.k_norm": "self_attn.k_norm",
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_CODES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
 _AS_STORED = ("weight_scale",)
 _IGNORED = (
     "rotary_emb.inv_freq",
@@ -146,16 +146,16 @@ class Checkpoint:
     def _maker(self) -> MakeLinear:
         """Dense linears, or what the quantization config asks for.
 
-        hone.model.quantized offers `scheme(quantization_config, module_name) -> (kind, options) | None`: the row of
+        hone.model.quantized.config offers `linear_of(quantization_config, module_name) -> (kind, options) | None`: the row of
         the LINEARS table and its options for one checkpoint module, None when it stays dense.
         """
         if self.quantization is None:
             return make_dense
-        from hone.model.quantized import scheme
+        from hone.model.quantized.config import linear_of
 
         def make(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
             modules = self._modules_of(name)
-            schemes = [scheme(self.quantization, module) for module in modules]
+            schemes = [linear_of(self.quantization, module) for module in modules]
             if any(one != schemes[0] for one in schemes):
                 raise ArtifactError(
                     f"{self.folder}: {', '.join(modules)} are quantized differently",
@@ -247,9 +247,9 @@ class Checkpoint:
         """
         file, kind = self._shards.file(name), str(stored.dtype).removeprefix("torch.")
         if integers:
-            if stored.dtype not in _INTEGERS:
+            if stored.dtype not in _CODES:
                 raise ArtifactError(
-                    f"{file}: {name} holds {kind}, codes of a quantized weight are integers",
+                    f"{file}: {name} holds {kind}, codes of a quantized weight are integers or 8-bit floats",
                     fix="pair the weights with the config.json they were saved with",
                 )
             return stored.to(device)
@@ -304,7 +304,7 @@ def save(
     stored = dtype or decoder.embedding.dtype
     write_config(decoder.config, folder, stored, decoder.quantization)
     cast = (
-        (name, tensor.to(stored) if tensor.is_floating_point() and not name.endswith(_AS_STORED) else tensor)
+        (name, tensor.to(stored) if tensor.dtype in _FLOATS and not name.endswith(_AS_STORED) else tensor)
         for name, tensor in state(decoder)
     )
     write_tensors(cast, folder, max_shard_bytes)

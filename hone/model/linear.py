@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from hone.base.table import Table
 from hone.ops import linear
 
-LINEARS = Table("linear", {"dense": "hone.model.linear:Dense", "packed_int": "hone.model.quantized:PackedInt"})
+LINEARS = Table(
+    "linear",
+    {
+        "dense": "hone.model.linear:Dense",
+        "packed_int": "hone.model.quantized.packed_int:PackedInt",
+        "dequantizing": "hone.model.quantized.dequantizing:Dequantizing",
+    },
+)
 
 
 class MakeLinear(Protocol):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hone.model.hf import load
-from hone.model.quantized import PackedInt
+from hone.model.quantized.packed_int import PackedInt
 from tests.conftest import byte_tokenizer
 
 FORMATS = {

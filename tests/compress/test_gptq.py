@@ -74,10 +74,10 @@ def test_output_error_is_below_round_to_nearest_on_the_same_grid(bits: int, act_
     weights, hessian = problem(32, 64, seed=bits)
     errors = {}
     for kind, options in (("rtn", {}), ("gptq", {"act_order": act_order})):
-        matrix = Matrix("w", weights, torch.float32, hessian)
+        matrix = Matrix("w", weights, torch.float32, {"hessian": hessian})
         options = {"kind": kind, "bits": bits, "group_size": 32, "scale": "absmax", **options}
         QUANTIZERS.read(options).apply(matrix)
-        errors[kind] = matrix.output_error()
+        errors[kind] = matrix.errors().output
     assert errors["gptq"] < 0.8 * errors["rtn"]
 
 
@@ -86,27 +86,27 @@ def test_columns_that_no_input_touched_are_rounded_to_nearest() -> None:
     dead = [0, 5, 31]
     hessian[dead] = 0
     hessian[:, dead] = 0
-    matrix = Matrix("w", weights, torch.float32, hessian)
+    matrix = Matrix("w", weights, torch.float32, {"hessian": hessian})
     QUANTIZERS.read({"kind": "gptq", "bits": 4, "group_size": 32, "scale": "absmax"}).apply(matrix)
-    nearest = formats.quantize(weights, matrix.scales, 4)
-    assert torch.equal(matrix.codes[:, dead], nearest[:, dead]) and not matrix.notes
+    nearest = formats.quantize(weights, matrix.stored.scales, 4)
+    assert torch.equal(matrix.stored.codes[:, dead], nearest[:, dead]) and not matrix.notes
 
 
 def test_a_hessian_of_rank_one_is_damped_and_solved() -> None:
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     weights = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    matrix = Matrix("w", weights, torch.float32, x.T @ x)
+    matrix = Matrix("w", weights, torch.float32, {"hessian": x.T @ x})
     QUANTIZERS.read({"kind": "gptq", "bits": 4, "group_size": 32}).apply(matrix)
-    plain = Matrix("w", weights, torch.float32, x.T @ x)
+    plain = Matrix("w", weights, torch.float32, {"hessian": x.T @ x})
     QUANTIZERS.read({"kind": "rtn", "bits": 4, "group_size": 32}).apply(plain)
-    assert matrix.output_error() < plain.output_error()
+    assert matrix.errors().output < plain.errors().output
 
 
 def test_damping_is_raised_and_said() -> None:
     weights, hessian = problem(4, 32, seed=0)
     hessian -= 0.05 * hessian.diagonal().mean() * torch.eye(32)  # has negative eigenvalues
     assert upper_factor(hessian, 0.01) is None
-    matrix = Matrix("w", weights, torch.float32, hessian)
+    matrix = Matrix("w", weights, torch.float32, {"hessian": hessian})
     QUANTIZERS.read({"kind": "gptq", "bits": 4, "group_size": 32}).apply(matrix)
     assert matrix.notes == ["damping raised to 0.1"]
 
@@ -114,13 +114,13 @@ def test_damping_is_raised_and_said() -> None:
 def test_a_hopeless_hessian_is_rounded_to_nearest_and_said() -> None:
     weights, _ = problem(4, 32, seed=0)
     hessian = torch.full((32, 32), 5.0, dtype=torch.float64).fill_diagonal_(1.0)
-    matrix = Matrix("w", weights, torch.float32, hessian)
+    matrix = Matrix("w", weights, torch.float32, {"hessian": hessian})
     QUANTIZERS.read({"kind": "gptq", "bits": 4, "group_size": 32}).apply(matrix)
     assert "rounded to nearest" in matrix.notes[0]
-    assert torch.equal(matrix.codes, formats.quantize(weights, matrix.scales, 4))
+    assert torch.equal(matrix.stored.codes, formats.quantize(weights, matrix.stored.scales, 4))
 
 
 def test_all_zero_inputs_and_weights_give_zero_error() -> None:
-    matrix = Matrix("w", torch.zeros(4, 32), torch.float32, torch.zeros(32, 32))
+    matrix = Matrix("w", torch.zeros(4, 32), torch.float32, {"hessian": torch.zeros(32, 32)})
     QUANTIZERS.read({"kind": "gptq", "bits": 4, "group_size": 16}).apply(matrix)
-    assert (matrix.weight == 0).all() and matrix.output_error() == 0.0
+    assert (matrix.weight == 0).all() and matrix.errors().output == 0.0

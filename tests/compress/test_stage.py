@@ -6,7 +6,6 @@ import errno
 import gc
 import json
 import shutil
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,10 @@ from hone.base.artifact import Artifact
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, FitError, MachineError, SpecError
 from hone.base.run import Run
-from hone.compress import QUANTIZERS, STEPS
 from hone.compress.stage import Compress
 from hone.model.folder import weights_bytes
 from hone.model.hf import load
-from hone.model.quantized import PackedInt
+from hone.model.quantized.packed_int import PackedInt
 
 INT4 = {"kind": "rtn", "bits": 4, "group_size": 32}
 GPTQ4 = {"kind": "gptq", "bits": 4, "group_size": 32}
@@ -295,33 +293,3 @@ def test_a_device_that_is_not_there_is_refused(tiny_llama: Path, tmp_path: Path)
         Compress.read({"steps": [INT4]}).make(
             tmp_path / "compress-x", {"model": Artifact.read(tiny_llama)}, Run(device="cuda", quiet=True)
         )
-
-
-def test_a_new_technique_is_one_file_and_one_table_line(
-    tiny_llama: Path, compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = '''
-        """Round to nearest with three bits, as someone new would add it."""
-        from pydantic import Field
-        from hone.compress.grid import find_scales
-        from hone.compress.matrix import Quantizer
-        from hone.ops import formats
-
-        class Int3(Quantizer):
-            """Rounds every weight to one of eight levels."""
-            bits: int = Field(3, ge=3, le=3, description="Bits a weight.")
-            group_size: int = Field(16, description="Columns that share a scale.")
-
-            def apply(self, matrix):
-                matrix.scales = find_scales(matrix.weight, 3, self.group_size, "signed", self.stored_scale_dtype(matrix.stored_dtype))
-                matrix.codes = formats.quantize(matrix.weight, matrix.scales, 3)
-    '''
-    (tmp_path / "someones_int3.py").write_text(textwrap.dedent(code))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "int3": "someones_int3:Int3"})
-    assert "int3" in STEPS
-    made = compress(tiny_llama, {"kind": "int3"})
-    assert made.techniques == [{"slot": "quantizer", **STEPS.read("int3").model_dump()}]
-    assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
-    packed = [module for module in load(made.folder).modules() if isinstance(module, PackedInt)]
-    assert len(packed) == 8 and all(module.scheme.bits == 3 for module in packed)

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.base.errors import ArtifactError
-from hone.model import quantized
-from hone.model.quantized import PackedInt, QuantizationConfig, Scheme
+from hone.model.quantized import packed_int
+from hone.model.quantized.config import QuantizationConfig, linear_of
+from hone.model.quantized.packed_int import PackedInt
+from hone.model.quantized.scheme import Scheme
 from hone.ops import formats
 
 SCHEMES = [
@@ -43,9 +45,7 @@ def make_parts(scheme: Scheme, rows: list[int], columns: int, bias: bool = False
 
 def make_module(scheme: Scheme, parts: list, rows: list[int], columns: int, bias: bool = False) -> PackedInt:
     with torch.device("meta"):
-        module = PackedInt(
-            columns, sum(rows), bias, bits=scheme.bits, group_size=scheme.group_size, layout=scheme.layout
-        )
+        module = PackedInt(columns, sum(rows), bias, scheme=scheme)
     module.load(parts)
     return module
 
@@ -55,7 +55,7 @@ def make_module(scheme: Scheme, parts: list, rows: list[int], columns: int, bias
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile", [1 << 20, 100])
 def test_forward_equals_the_dense_layer(scheme: Scheme, rows: list[int], bias: bool, tile: int, monkeypatch) -> None:
-    monkeypatch.setitem(quantized.TILE_VALUES, "cpu", tile)
+    monkeypatch.setitem(packed_int.TILE_VALUES, "cpu", tile)
     parts, weight, offset = make_parts(scheme, rows, 96, bias)
     module = make_module(scheme, parts, rows, 96, bias)
     for shape in ((96,), (3, 96), (2, 5, 96)):
@@ -106,7 +106,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 32), Scheme(8, 0, "int-quantized")])
 def test_memory_is_the_packed_size_and_a_tile(scheme: Scheme, monkeypatch) -> None:
     rows, columns, tile = [256, 128, 128], 512, 1 << 14
-    monkeypatch.setitem(quantized.TILE_VALUES, "cpu", tile)
+    monkeypatch.setitem(packed_int.TILE_VALUES, "cpu", tile)
     parts, _, _ = make_parts(scheme, rows, columns, dtype=torch.bfloat16)
     with Largest() as largest:
         module = make_module(scheme, parts, rows, columns)
@@ -126,9 +126,8 @@ def test_the_config_survives_its_own_json() -> None:
     assert config.scheme("lm_head") is None and config.scheme("model.layers.0.mlp.up_proj") is None
     assert config.scheme("model.layers.1.mlp.up_proj") == Scheme(8, 0, "int-quantized")
     assert config.scheme("model.layers.1.self_attn.q_proj") == Scheme(3, 32)
-    assert quantized.scheme(config.to_json(), "lm_head") is None
-    kind, options = quantized.scheme(config.to_json(), "model.layers.1.self_attn.q_proj")
-    assert kind == "packed_int" and options == {"bits": 3, "group_size": 32, "layout": "pack-quantized"}
+    assert linear_of(config.to_json(), "lm_head") is None
+    assert linear_of(config.to_json(), "model.layers.1.self_attn.q_proj") == ("packed_int", {"scheme": Scheme(3, 32)})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_the_config_survives_its_own_json() -> None:
     [
         (("quant_method",), "gptq", "gptq"),
         (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme"),
-        (("config_groups", "group_0", "weights", "symmetric"), False, "symmetric"),
+        (("config_groups", "group_0", "weights", "symmetric"), None, "symmetric"),
         (("config_groups", "group_0", "weights", "type"), "float", "type"),
         (("config_groups", "group_0", "weights", "num_bits"), 16, "num_bits"),
         (("config_groups", "group_0", "weights", "actorder"), "group", "actorder"),

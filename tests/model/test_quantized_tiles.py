@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.model import quantized
-from hone.model.quantized import Scheme, tiles_on
+from hone.model.quantized import packed_int
+from hone.model.quantized.packed_int import tiles_on
+from hone.model.quantized.scheme import Scheme
 from tests.model.test_quantized import make_module, make_parts
 
 SCHEMES = [Scheme(4, 32), Scheme(4, 64), Scheme(4, 0), Scheme(8, 0, "int-quantized"), Scheme(8, 0), Scheme(8, 64)]
@@ -17,7 +18,7 @@ SCHEMES = [Scheme(4, 32), Scheme(4, 64), Scheme(4, 0), Scheme(8, 0, "int-quantiz
 @pytest.mark.parametrize("rows", [[8, 4, 4], [7], [130]])
 @pytest.mark.parametrize("bias", [False, True])
 def test_tiles_keep_the_checkpoint_and_its_numbers(scheme: Scheme, rows: list[int], bias: bool, monkeypatch) -> None:
-    monkeypatch.setattr(quantized, "tiles_on", lambda *_: True)
+    monkeypatch.setattr(packed_int, "tiles_on", lambda *_: True)
     parts, weight, offset = make_parts(scheme, rows, 128, bias)
     module = make_module(scheme, parts, rows, 128, bias)
     assert module.tiled and module.codes.dim() == module.scales.dim() == 4
@@ -35,7 +36,7 @@ def test_a_move_arranges_the_codes_anew_and_changes_nothing(scheme: Scheme, monk
     module = make_module(scheme, parts, [12, 8], 128)
     plain = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     assert not module.tiled
-    monkeypatch.setattr(quantized, "tiles_on", lambda *_: True)
+    monkeypatch.setattr(packed_int, "tiles_on", lambda *_: True)
     module.to(torch.device("cpu"))  # stands for a GPU
     assert module.tiled and torch.equal(module.dequantize(torch.float64), weight)
     monkeypatch.undo()
@@ -50,10 +51,10 @@ def test_who_gets_tiles(monkeypatch) -> None:
     assert not tiles_on(cpu, Scheme(4, 128), 4096)
     from hone.ops.dispatch import Where
 
-    monkeypatch.setattr(quantized, "locate", lambda device: Where("cuda", (9, 0), 132, (3, 6)))
+    monkeypatch.setattr(packed_int, "locate", lambda device: Where("cuda", (9, 0), 132, (3, 6)))
     for scheme in (Scheme(4, 128), Scheme(8, 0), Scheme(4, 4096), Scheme(4, 32)):
         assert tiles_on(cpu, scheme, 4096)
     for scheme, columns in ((Scheme(3, 128), 4096), (Scheme(4, 16), 4096), (Scheme(4, 96), 4032), (Scheme(4, 0), 4064)):
         assert not tiles_on(cpu, scheme, columns)
-    monkeypatch.setattr(quantized, "locate", lambda device: Where("cuda", (8, 0), 108, (3, 6)))
+    monkeypatch.setattr(packed_int, "locate", lambda device: Where("cuda", (8, 0), 108, (3, 6)))
     assert not tiles_on(cpu, Scheme(4, 128), 4096)

@@ -16,7 +16,8 @@ from hone.model.decoder import build
 from hone.model.families import Shape
 from hone.model.hf import load, save
 from hone.model.linear import Dense, make_dense
-from hone.model.quantized import PackedInt, Scheme
+from hone.model.quantized.packed_int import PackedInt
+from hone.model.quantized.scheme import Scheme
 from hone.ops import formats
 from hone.ops.dispatch import locate
 from hone.ops.linear.api import compress_24, fp8_codes, fp8_linear, fp8_values, linear, quantized_linear, sparse_linear
@@ -155,7 +156,7 @@ def test_layers_under_graphs_and_compile(hopper) -> None:
         for parameter in dense.parameters():
             parameter.normal_()
     parts, weight, _ = make_parts(Scheme(4, 128), [200, 184], 512, dtype=torch.bfloat16)
-    packed = PackedInt(512, 384, False, bits=4, group_size=128)
+    packed = PackedInt(512, 384, False, scheme=Scheme(4, 128))
     packed.load(parts)
     before = packed(torch.ones(1, 512))
     packed.to("cuda")

@@ -1,178 +1,23 @@
-"""Linear layers that stay packed in memory, and the `quantization_config` of compressed-tensors that describes them.
+"""A linear with symmetric integer weights that stay packed in memory.
 
-Shapes: N output features, K input features, G groups of columns that share a scale, T rows of one tile.
+Shapes: N output features, K input features, G groups of columns that share a scale.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.base.errors import ArtifactError
+from hone.model.quantized.scheme import Scheme
 from hone.ops import formats, quantized_linear
 from hone.ops.dispatch import locate
 
-Layout = Literal["pack-quantized", "int-quantized"]
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights that are unpacked at a time: few enough for a cache on a CPU, enough to fill a GPU."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How one linear's weights are stored: signed codes of `bits` bits, one scale for `group_size` columns (0: a row)."""
-
-    bits: int
-    group_size: int = 0
-    layout: Layout = "pack-quantized"
-
-    def num_groups(self, in_features: int) -> int:
-        """Scales a row."""
-        return in_features // self.group_size if self.group_size else 1
-
-    def shapes(self, rows: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """Tensors of one checkpoint module [rows, in_features] by suffix, without a bias."""
-        scale = (rows, self.num_groups(in_features))
-        if self.layout == "int-quantized":
-            return {"weight": (rows, in_features), "weight_scale": scale}
-        packed = (rows, formats.num_words(in_features, self.bits))
-        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": (2,)}
-
-    def write(self, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """The checkpoint tensors of codes int8 [N, K] and scales [N, G]."""
-        if self.layout == "int-quantized":
-            return {"weight": codes, "weight_scale": scales}
-        shape = torch.tensor(codes.shape, dtype=torch.int64)
-        return {"weight_packed": formats.pack(codes, self.bits), "weight_scale": scales, "weight_shape": shape}
-
-    def read(self, part: dict[str, Tensor], in_features: int) -> Tensor:
-        """Codes int8 [rows, K] of one checkpoint module."""
-        if self.layout == "int-quantized":
-            return part["weight"]
-        return formats.unpack(part["weight_packed"], self.bits, in_features)
-
-
-@dataclass(frozen=True)
-class QuantizationConfig:
-    """Which modules of a checkpoint are quantized and how: the part of compressed-tensors' config that hone uses.
-
-    `groups` are (targets, scheme) in order; a target is the class 'Linear', a module name, or 're:' and a pattern.
-    """
-
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
-    ignore: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, values: dict[str, Any], where: str = "config.json") -> QuantizationConfig:
-        """From config.json's `quantization_config`. Raises ArtifactError for anything hone does not compute exactly."""
-        method = values.get("quant_method") if isinstance(values, dict) else values
-        if method != "compressed-tensors":
-            raise ArtifactError(
-                f"{where}: quantization_config has quant_method {method!r}",
-                fix="hone reads compressed-tensors int weights; start from the unquantized checkpoint instead",
-            )
-        for key in ("sparsity_config", "kv_cache_scheme", "transform_config"):
-            if values.get(key):
-                raise _unsupported(where, key, values[key])
-        groups = []
-        for name, group in (values.get("config_groups") or {}).items():
-            if not isinstance(group, dict):
-                raise _unsupported(where, f"config_groups.{name}", group)
-            groups.append((tuple(group.get("targets", ())), _read_scheme(group, values, f"{where}: {name}")))
-        if not groups:
-            raise _unsupported(where, "config_groups", values.get("config_groups"))
-        return cls(tuple(groups), tuple(values.get("ignore") or ()))
-
-    def scheme(self, module: str) -> Scheme | None:
-        """The scheme of the linear named `module` in the checkpoint; None when it is not quantized."""
-        if any(_matches(target, module) for target in self.ignore):
-            return None
-        for targets, scheme in self.groups:
-            if any(target == "Linear" or _matches(target, module) for target in targets):
-                return scheme
-        return None
-
-    def to_json(self) -> dict[str, Any]:
-        """The block that transformers and vLLM read. `format` stands in every group: without it readers guess it."""
-        groups = {}
-        for position, (targets, scheme) in enumerate(self.groups):
-            weights = {
-                "num_bits": scheme.bits,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group" if scheme.group_size else "channel",
-                "group_size": scheme.group_size or None,
-                "dynamic": False,
-            }
-            groups[f"group_{position}"] = {
-                "targets": list(targets),
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-                "format": scheme.layout,
-            }
-        layouts = {scheme.layout for _, scheme in self.groups}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
-            "quantization_status": "compressed",
-            "config_groups": groups,
-            "ignore": list(self.ignore),
-            "kv_cache_scheme": None,
-        }
-
-
-def scheme(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]] | None:
-    """The LINEARS row and options for checkpoint module `module` under config.json's `quantization_config`.
-
-    None when it stays dense. Raises ArtifactError for a config hone does not compute exactly.
-    """
-    found = QuantizationConfig.read(values).scheme(module)
-    return None if found is None else ("packed_int", asdict(found))
-
-
-def _read_scheme(group: dict[str, Any], values: dict[str, Any], where: str) -> Scheme:
-    weights = group.get("weights") or {}
-    for key in ("input_activations", "output_activations"):
-        if group.get(key):
-            raise _unsupported(where, key, group[key])
-    wanted: dict[str, tuple[Any, ...]] = {
-        "type": ("int",),
-        "symmetric": (True,),
-        "strategy": ("group", "channel"),
-        "num_bits": tuple(range(2, 9)),
-        "actorder": (None, "static", "weight"),  # these two leave the columns where they were
-    }
-    for key, allowed in wanted.items():
-        if weights.get(key) not in allowed:
-            raise _unsupported(where, f"weights.{key}", weights.get(key))
-    bits, group_size = weights["num_bits"], 0
-    if weights["strategy"] == "group":
-        group_size = weights.get("group_size") or 0
-        if group_size < 1:
-            raise _unsupported(where, "weights.group_size", weights.get("group_size"))
-    layout = group.get("format") or values.get("format")
-    if layout not in ("pack-quantized", "int-quantized") or (layout == "int-quantized" and bits != 8):
-        raise _unsupported(where, "format", layout)
-    return Scheme(bits, group_size, layout)
-
-
-def _unsupported(where: str, key: str, value: Any) -> ArtifactError:
-    return ArtifactError(
-        f"{where}: quantization_config has {key} = {value!r}",
-        fix="hone reads symmetric int weights (2 to 8 bits, per group or channel) in pack-quantized or int-quantized",
-    )
-
-
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return target == module
 
 
 class PackedInt(nn.Module):
@@ -186,20 +31,12 @@ class PackedInt(nn.Module):
 
     paper: ClassVar[str] = ""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        *,
-        bits: int = 4,
-        group_size: int = 0,
-        layout: Layout = "pack-quantized",
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, *, scheme: Scheme) -> None:
         super().__init__()
+        bits = scheme.bits
         self.in_features = in_features
         self.out_features = out_features
-        self.scheme = Scheme(bits, group_size, layout)
+        self.scheme = scheme
         self.halves = bits == 4 and out_features % 2 == 0
         self.tiled = False
         if bits == 8:

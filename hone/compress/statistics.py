@@ -1,0 +1,106 @@
+"""Statistics of a linear's calibration inputs, each by its name: steps say in `needs` which of them they read.
+
+Shapes: T tokens of a batch, K input features, S samples.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Statistic(Protocol):
+    """Added up over batches of inputs [T, K]; made for `num_tokens` tokens of `columns` features in all."""
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None: ...
+
+    def add(self, x: Tensor) -> None:
+        """Takes in one batch [T, K]."""
+        ...
+
+    def value(self) -> Tensor:
+        """The statistic over all batches."""
+        ...
+
+
+class Hessian:
+    """Mean of x x^T, float32 [K, K]. Products of bfloat16 inputs are summed in float32, so only the order of sums differs."""
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+        self.num_tokens = num_tokens
+        self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+
+    def add(self, x: Tensor) -> None:
+        if x.is_cuda and x.dtype != torch.float32:
+            self.total += torch.mm(x.T, x, out_dtype=torch.float32)
+        else:
+            x = x.float()
+            self.total.addmm_(x.T, x)
+
+    def value(self) -> Tensor:
+        return self.total / self.num_tokens
+
+
+class Mean:
+    """Mean of x, float32 [K]."""
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+        self.num_tokens = num_tokens
+        self.total = torch.zeros(columns, dtype=torch.float32, device=device)
+
+    def add(self, x: Tensor) -> None:
+        self.total += x.float().sum(0)
+
+    def value(self) -> Tensor:
+        return self.total / self.num_tokens
+
+
+class AbsMean(Mean):
+    """Mean of |x|, float32 [K]."""
+
+    def add(self, x: Tensor) -> None:
+        self.total += x.float().abs().sum(0)
+
+
+class AbsMax:
+    """Largest |x|, float32 [K]."""
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+        self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
+
+    def add(self, x: Tensor) -> None:
+        torch.maximum(self.largest, x.float().abs().amax(0), out=self.largest)
+
+    def value(self) -> Tensor:
+        return self.largest
+
+
+class Samples:
+    """Inputs themselves, [S, K] in their own dtype: `LIMIT` tokens at even distances among all, or all where fewer."""
+
+    LIMIT = 512
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+        count = min(self.LIMIT, num_tokens)
+        self.wanted = torch.arange(count) * num_tokens // max(count, 1)
+        self.seen = 0
+        self.kept: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        here = self.wanted[(self.wanted >= self.seen) & (self.wanted < self.seen + len(x))] - self.seen
+        self.kept.append(x[here.to(x.device)])
+        self.seen += len(x)
+
+    def value(self) -> Tensor:
+        return torch.cat(self.kept)
+
+
+STATISTICS: dict[str, type[Statistic]] = {
+    "hessian": Hessian,
+    "mean": Mean,
+    "absmean": AbsMean,
+    "absmax": AbsMax,
+    "samples": Samples,
+}

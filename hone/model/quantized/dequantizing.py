@@ -1,0 +1,136 @@
+"""A linear whose codes stay as stored and are turned into weights tile by tile: fp8, zero points, blocks, one scale for all.
+
+Shapes: N output features, K input features, G groups of columns that share a scale.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.base.errors import ArtifactError
+from hone.model.quantized.scheme import Scheme, dequantize
+from hone.ops import formats
+
+TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Weights that exist as floats at a time."""
+
+
+class Dequantizing(nn.Module):
+    """y = x W^T + b with W kept as codes and scales of any scheme, dequantized tile by tile. Format: compressed-tensors.
+
+    In memory a code takes a byte, or its share of a word where the checkpoint packs it; each row has its own G scales (and
+    zero points), also where several rows share them in the checkpoint.
+    """
+
+    paper: ClassVar[str] = ""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, *, scheme: Scheme) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.packed = scheme.layout == "pack-quantized"
+        self.width = scheme.extent(out_features, in_features)[1]
+        columns = formats.num_words(in_features, scheme.bits) if self.packed else in_features
+        codes = torch.empty(out_features, columns, dtype=torch.int32 if self.packed else torch.int8)
+        groups = (out_features, scheme.num_groups(in_features))
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", torch.empty(groups))
+        self.register_buffer("zero_points", None if scheme.symmetric else torch.empty(groups, dtype=torch.int8))
+        self.register_buffer("bias", torch.empty(out_features) if bias else None)
+
+    @property
+    def integers(self) -> frozenset[str]:
+        """Suffixes of the checkpoint tensors that hold codes, not numbers."""
+        return frozenset({"weight", "weight_packed", "weight_shape", "weight_zero_point"})
+
+    def load(self, parts: list[dict[str, Tensor]]) -> None:
+        """Stacks checkpoint modules on output rows, each {"weight" or "weight_packed", "weight_scale", ...}."""
+        codes = [part["weight_packed" if self.packed else "weight"] for part in parts]
+        wanted = torch.int32 if self.packed else self.scheme.code_dtype
+        for one in codes:
+            if one.dtype != wanted:
+                raise ArtifactError(
+                    f"codes of a quantized weight are {one.dtype}, config.json's {self.scheme.number} needs {wanted}",
+                    fix="pair the weights with the config.json they were saved with",
+                )
+        # Bytes, not floats: a change of the module's dtype must leave codes alone.
+        self.codes = _stack([one if self.packed else one.view(torch.int8) for one in codes])
+        assert len(self.codes) == self.out_features, f"stacked to {tuple(self.codes.shape)}"
+        rows = [len(one) for one in codes]
+        scales = [part["weight_scale"] for part in parts]
+        self.scales = _stack(self._by_row(scales, rows))
+        if not self.scheme.symmetric:
+            points = [self.scheme.read_zero_points(part, count) for part, count in zip(parts, rows, strict=True)]
+            self.zero_points = _stack(self._by_row(points, rows))
+        if self.bias is not None:
+            self.bias = _stack([part["bias"] for part in parts])
+
+    def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
+        """The checkpoint tensors, split at `rows` output rows each."""
+        assert sum(rows) == self.out_features, f"{rows} do not add up to {self.out_features}"
+        parts, begin = [], 0
+        for count in rows:
+            here = slice(begin, begin + count)
+            begin += count
+            points = (
+                None if self.zero_points is None else self.scheme.by_block(self.zero_points[here], self.in_features)
+            )
+            scales = self.scheme.by_block(self.scales[here], self.in_features)
+            part = self.scheme.write(self._codes(here), scales.contiguous(), points)
+            if self.bias is not None:
+                part["bias"] = self.bias[here]
+            parts.append(part)
+        return parts
+
+    def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
+        """What `load` expects: the shape of every tensor of each part."""
+        shapes = [self.scheme.shapes(count, self.in_features) for count in rows]
+        if self.bias is not None:
+            for shape, count in zip(shapes, rows, strict=True):
+                shape["bias"] = (count,)
+        return shapes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The whole weight [N, K] in `dtype`: for tests and conversions, never for a forward pass."""
+        return self._tile(slice(None), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype."""
+        tile = max(1, TILE_VALUES.get(x.device.type, 1 << 20) // self.in_features)
+        if tile >= self.out_features:
+            return F.linear(x, self._tile(slice(None), x.dtype), self.bias)
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        for start in range(0, self.out_features, tile):
+            piece = slice(start, min(start + tile, self.out_features))
+            out[..., piece] = F.linear(x, self._tile(piece, x.dtype))
+        return out if self.bias is None else out.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        scheme = self.scheme
+        return f"{self.in_features}, {self.out_features}, {scheme.number}, bits={scheme.bits}, {scheme.strategy}"
+
+    def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
+        """The weights of rows `piece`."""
+        points = None if self.zero_points is None else self.zero_points[piece]
+        return dequantize(self._codes(piece), self.scales[piece], points, self.width, dtype)
+
+    def _codes(self, piece: slice) -> Tensor:
+        """Codes of rows `piece`, one a byte."""
+        codes = self.codes[piece]
+        if self.packed:
+            return formats.unpack(codes, self.scheme.bits, self.in_features)
+        return codes.view(self.scheme.code_dtype)
+
+    def _by_row(self, values: list[Tensor], rows: list[int]) -> list[Tensor]:
+        """Scales or zero points of each part, one set a row."""
+        pairs = zip(values, rows, strict=True)
+        return [self.scheme.by_row(one, count, self.in_features) for one, count in pairs]
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,228 @@
+"""How a weight matrix is stored as codes and scales: number format, what shares a scale, layout of the checkpoint's tensors.
+
+Shapes: N output features (rows), K input features (columns), [R, G] the scales of one checkpoint module: R of its blocks of
+rows by G of its blocks of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hone.ops import formats
+
+Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"]
+Number = Literal["int", "e4m3", "e5m2", "e2m1"]
+Strategy = Literal["group", "block", "channel", "tensor"]
+
+FLOATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""Floating number formats whose codes are a torch dtype."""
+
+_STRATEGIES: dict[str, tuple[str, ...]] = {
+    "pack-quantized": ("group", "channel"),
+    "int-quantized": ("group", "block", "channel", "tensor"),
+    "float-quantized": ("group", "block", "channel", "tensor"),
+}
+Entry = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How a linear's inputs are rounded before the product: one scale a token or for all, found as it runs or beforehand."""
+
+    bits: int = 8
+    number: Number = "int"
+    dynamic: bool = True
+    per: Literal["token", "tensor"] = "token"
+    symmetric: bool = True
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one linear is stored. One scale is shared by `group_size` columns of a row, or by a `block` of (rows, columns), or
+    by the whole tensor (`per_tensor`), or else by a row (channel). Asymmetric codes have a zero point beside each scale.
+    """
+
+    bits: int
+    group_size: int = 0
+    layout: Layout = "pack-quantized"
+    number: Number = "int"
+    block: tuple[int, int] | None = None
+    per_tensor: bool = False
+    symmetric: bool = True
+    activations: Activations | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """What shares a scale, as compressed-tensors calls it."""
+        if self.block is not None:
+            return "block"
+        return "tensor" if self.per_tensor else "group" if self.group_size else "channel"
+
+    def problem(self) -> str | None:
+        """Why no checkpoint can hold this combination, or hone cannot compute with it yet; None when it can."""
+        if self.activations is not None:
+            return "quantized activations: hone computes with quantized weights alone"
+        if self.layout not in _STRATEGIES:
+            return f"the layout {self.layout}, which hone does not run yet"
+        if self.strategy not in _STRATEGIES[self.layout]:
+            return f"strategy {self.strategy} in {self.layout}"
+        if self.layout == "float-quantized":
+            fits = self.number in FLOATS and self.bits == 8 and self.symmetric
+        else:
+            fits = self.number == "int" and 2 <= self.bits <= 8 and (self.bits == 8 or self.layout == "pack-quantized")
+        sign = "symmetric" if self.symmetric else "asymmetric"
+        return None if fits else f"{sign} {self.number} weights of {self.bits} bits in {self.layout}"
+
+    def num_groups(self, in_features: int) -> int:
+        """Scales beside each other in a row."""
+        return self.grid(1, in_features)[1]
+
+    def num_scales(self, rows: int, in_features: int) -> int:
+        """Scales of one checkpoint module."""
+        high, wide = self.grid(rows, in_features)
+        return high * wide
+
+    def grid(self, rows: int, in_features: int) -> tuple[int, int]:
+        """(R, G): how many scales one checkpoint module [rows, in_features] has."""
+        high, wide = self.extent(rows, in_features)
+        return -(-rows // high), -(-in_features // wide)
+
+    def extent(self, rows: int, in_features: int) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        if self.block is not None:
+            return self.block
+        return (max(rows, 1) if self.per_tensor else 1), self.group_size or max(in_features, 1)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The dtype of one unpacked code."""
+        return FLOATS.get(self.number, torch.int8)
+
+    def tensors(self, rows: int, in_features: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
+        """Dtype and shape of every tensor of one checkpoint module [rows, in_features] by suffix, without a bias."""
+        grid = (1,) if self.per_tensor else self.grid(rows, in_features)
+        if self.layout != "pack-quantized":
+            found: dict[str, Entry] = {"weight": (self.code_dtype, (rows, in_features))}
+            found["weight_scale"] = (scale_dtype, grid)
+            return found if self.symmetric else found | {"weight_zero_point": (torch.int8, grid)}
+        found = {"weight_packed": (torch.int32, (rows, formats.num_words(in_features, self.bits)))}
+        found |= {"weight_scale": (scale_dtype, grid), "weight_shape": (torch.int64, (2,))}
+        if not self.symmetric:
+            found["weight_zero_point"] = (torch.int32, (formats.num_words(rows, self.bits), grid[1]))
+        return found
+
+    def shapes(self, rows: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of one checkpoint module by suffix, without a bias."""
+        return {suffix: shape for suffix, (_, shape) in self.tensors(rows, in_features, torch.float32).items()}
+
+    def write(self, codes: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> dict[str, Tensor]:
+        """The checkpoint tensors of codes [N, K], scales [R, G] and, where asymmetric, zero points int8 [R, G]."""
+        assert (zero_points is None) == self.symmetric, "zero points belong to asymmetric schemes"
+        scales = scales.reshape(1) if self.per_tensor else scales
+        if self.layout != "pack-quantized":
+            part = {"weight": codes, "weight_scale": scales}
+            return part if zero_points is None else part | {"weight_zero_point": zero_points.reshape(scales.shape)}
+        shape = torch.tensor(codes.shape, dtype=torch.int64)
+        part = {"weight_packed": formats.pack(codes, self.bits), "weight_scale": scales, "weight_shape": shape}
+        if zero_points is not None:  # packed along the rows, one word for the codes of 32 / bits of them
+            part["weight_zero_point"] = formats.pack(zero_points.T.contiguous(), self.bits).T.contiguous()
+        return part
+
+    def read(self, part: dict[str, Tensor], in_features: int) -> Tensor:
+        """Codes [N, K] of one checkpoint module."""
+        if self.layout != "pack-quantized":
+            return part["weight"]
+        return formats.unpack(part["weight_packed"], self.bits, in_features)
+
+    def read_zero_points(self, part: dict[str, Tensor], rows: int) -> Tensor | None:
+        """Zero points int8 [R, G] of one checkpoint module of `rows` rows; None where codes are symmetric."""
+        if self.symmetric:
+            return None
+        stored = part["weight_zero_point"]
+        if self.layout == "pack-quantized":
+            return formats.unpack(stored.T.contiguous(), self.bits, rows).T.contiguous()
+        return stored.reshape(1, 1) if self.per_tensor else stored
+
+    def by_row(self, values: Tensor, rows: int, in_features: int) -> Tensor:
+        """Scales or zero points of one checkpoint module, [R, G] or [1], as [N, G]: each row with its own."""
+        high = self.extent(rows, in_features)[0]
+        values = values.reshape(self.grid(rows, in_features))
+        return values if high == 1 else values.repeat_interleave(high, 0)[:rows]
+
+    def by_block(self, values: Tensor, in_features: int) -> Tensor:
+        """What `by_row` was given [R, G], from what it made [N, G]."""
+        return values[:: self.extent(len(values), in_features)[0]]
+
+    def quantize(self, weights: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> Stored:
+        """Weights [N, K] rounded to the nearest numbers of the grid of scales [R, G] (and zero points)."""
+        rows, columns = weights.shape
+        if self.number == "int" and zero_points is None and columns % scales.shape[-1] == 0:
+            codes = formats.quantize(weights, self.by_row(scales, rows, columns), self.bits)
+            return Stored(self, codes, scales)
+        steps = weights / self._spread(scales, rows, columns).to(weights.dtype)
+        if self.number != "int":
+            largest = torch.finfo(self.code_dtype).max
+            return Stored(self, steps.clamp_(-largest, largest).to(self.code_dtype), scales)
+        if zero_points is not None:
+            steps += self._spread(zero_points, rows, columns)
+        low, high = formats.code_range(self.bits)
+        return Stored(self, steps.round_().clamp_(low, high).to(torch.int8), scales, zero_points)
+
+    def _spread(self, values: Tensor, rows: int, columns: int) -> Tensor:
+        """[R, G] repeated to [N, K] (or [N, 1] where a row has one)."""
+        return spread(self.by_row(values, rows, columns), columns, self.extent(rows, columns)[1])
+
+
+def spread(values: Tensor, columns: int, width: int) -> Tensor:
+    """Values [N, G] of `width` columns each, one for every column: [N, K], or [N, 1] as they are."""
+    return values if values.shape[1] == 1 else values.repeat_interleave(width, 1)[:, :columns]
+
+
+def dequantize(codes: Tensor, scales: Tensor, zero_points: Tensor | None, width: int, dtype: torch.dtype) -> Tensor:
+    """Weights [N, K] in `dtype` from codes [N, K], scales and zero points [N, G] that `width` columns share each.
+
+    The product is taken in `dtype`, as compressed-tensors does with scales of the model's dtype.
+    """
+    columns = codes.shape[1]
+    if zero_points is None and columns == scales.shape[1] * width:
+        weights = codes.to(dtype).view(len(codes), -1, width)
+        return (weights * scales.to(dtype).unsqueeze(-1)).view(codes.shape)
+    weights = codes.to(dtype)
+    if zero_points is not None:
+        weights = weights - spread(zero_points, columns, width).to(dtype)
+    return weights * spread(scales, columns, width).to(dtype)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight [N, K] in its stored form: codes [N, K], scales [R, G] in the dtype they are stored in, zero points or None.
+
+    `N` may be the rows of several checkpoint modules stacked, where blocks of rows do not cross from one to the next.
+    """
+
+    scheme: Scheme
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """The numbers that it stands for, [N, K] in `dtype`."""
+        rows, columns = self.codes.shape
+        zero_points = self.zero_points
+        if zero_points is not None:
+            zero_points = self.scheme.by_row(zero_points, rows, columns)
+        scales = self.scheme.by_row(self.scales, rows, columns)
+        return dequantize(self.codes, scales, zero_points, self.scheme.extent(rows, columns)[1], dtype)
+
+    def write(self, rows: slice) -> dict[str, Tensor]:
+        """The checkpoint tensors of the module that has the rows `rows` of the stack."""
+        total, columns = self.codes.shape
+        high = self.scheme.extent(total, columns)[0]
+        assert rows.start % high == 0 or self.scheme.per_tensor, f"{self.scheme} has blocks across two modules"
+        blocks = slice(rows.start // high, -(-rows.stop // high))
+        zero_points = None if self.zero_points is None else self.zero_points[blocks].contiguous()
+        return self.scheme.write(self.codes[rows].contiguous(), self.scales[blocks].contiguous(), zero_points)

@@ -1,0 +1,91 @@
+"""A new quantizer is one file and one line in the table: three-bit integers, 8-bit floats."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hone.compress import QUANTIZERS, STEPS
+from hone.model.hf import load, save
+from hone.model.quantized.dequantizing import Dequantizing
+from hone.model.quantized.packed_int import PackedInt
+from tests.compress.test_export import transformers_logits
+
+
+def test_a_new_technique_is_one_file_and_one_table_line(
+    tiny_llama: Path, compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = '''
+        """Round to nearest with three bits, as someone new would add it."""
+        from pydantic import Field
+        from hone.compress.grid import find_scales
+        from hone.compress.matrix import IntegerQuantizer
+
+        class Int3(IntegerQuantizer):
+            """Rounds every weight to one of eight levels."""
+            bits: int = Field(3, ge=3, le=3, description="Bits a weight.")
+            group_size: int = Field(16, description="Columns that share a scale.")
+
+            def apply(self, matrix):
+                dtype = self.stored_scale_dtype(matrix.stored_dtype)
+                scales = find_scales(matrix.weight, 3, self.group_size, "signed", dtype)
+                matrix.stored = self.scheme(matrix.weight.shape[1]).quantize(matrix.weight, scales)
+    '''
+    (tmp_path / "someones_int3.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "int3": "someones_int3:Int3"})
+    assert "int3" in STEPS
+    made = compress(tiny_llama, {"kind": "int3"})
+    assert made.techniques == [{"slot": "quantizer", **STEPS.read("int3").model_dump()}]
+    assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
+    packed = [module for module in load(made.folder).modules() if isinstance(module, PackedInt)]
+    assert len(packed) == 8 and all(module.scheme.bits == 3 for module in packed)
+
+
+FP8 = '''
+    """8-bit floats with one scale a row, as someone new would add them."""
+    from hone.base.lazy import lazy
+    from hone.compress.grid import stored
+    from hone.compress.matrix import Quantizer
+    from hone.model.quantized.scheme import Scheme
+
+    class FP8(Quantizer):
+        """Rounds every weight to the nearest e4m3 number. Micikevicius et al. 2022, arXiv:2209.05433."""
+
+        def scheme(self, columns):
+            return Scheme(8, layout="float-quantized", number="e4m3")
+
+        def apply(self, matrix):
+            scales = stored(matrix.weight.abs().amax(1, keepdim=True) / 448, self.stored_scale_dtype(matrix.stored_dtype))
+            matrix.stored = self.scheme(matrix.weight.shape[1]).quantize(matrix.weight, scales)
+'''
+
+
+def test_an_8_bit_float_quantizer_is_one_file_and_one_table_line(
+    tiny_llama: Path, compress, tmp_path: Path, calibration_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "someones_fp8.py").write_text(textwrap.dedent(FP8))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "fp8": "someones_fp8:FP8"})
+    made = compress(tiny_llama, {"kind": "fp8"}, calibration_text=str(calibration_text))
+    assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
+    assert 0.005 < made.figures["relative_output_error"].value < 0.05  # three bits of mantissa: 2^-4 at most, each
+    model, tokens = load(made.folder), torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    layers = [module for module in model.modules() if isinstance(module, Dequantizing)]
+    assert len(layers) == 8 and {module.scheme.number for module in layers} == {"e4m3"}
+    with torch.no_grad():
+        ours, whole = model(tokens), load(tiny_llama)(tokens)
+    assert (ours - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
+    assert 1e-3 < (ours - whole).abs().max() < 0.2 * whole.abs().max()
+    save(model, tmp_path / "again")
+    shards = [load_file(path) for path in sorted(made.folder.glob("*.safetensors"))]
+    before = {name: tensor for shard in shards for name, tensor in shard.items()}
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(tensor.dtype == after[name].dtype for name, tensor in before.items())
+    assert all(torch.equal(tensor.double(), after[name].double()) for name, tensor in before.items())

@@ -1,0 +1,137 @@
+"""Dequantizing against a dense layer of the same weights, for every scheme that PackedInt does not run; schemes in config.json."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hone.base.errors import ArtifactError, SpecError
+from hone.model.quantized import dequantizing
+from hone.model.quantized.config import QuantizationConfig, linear_of
+from hone.model.quantized.dequantizing import Dequantizing
+from hone.model.quantized.scheme import Activations, Scheme
+from hone.ops import formats
+
+FP8 = {"layout": "float-quantized", "number": "e4m3"}
+INT8 = {"layout": "int-quantized"}
+SCHEMES = {
+    "fp8 channel": Scheme(8, **FP8),
+    "fp8 tensor": Scheme(8, per_tensor=True, **FP8),
+    "fp8 group": Scheme(8, 32, **FP8),
+    "fp8 block": Scheme(8, block=(4, 40), **FP8),
+    "int8 tensor": Scheme(8, per_tensor=True, **INT8),
+    "int8 block": Scheme(8, block=(4, 40), **INT8),
+    "int8 group asymmetric": Scheme(8, 32, symmetric=False, **INT8),
+    "int8 tensor asymmetric": Scheme(8, per_tensor=True, symmetric=False, **INT8),
+    "int4 group asymmetric": Scheme(4, 32, symmetric=False),
+    "int3 channel asymmetric": Scheme(3, symmetric=False),
+}
+
+
+def make_parts(scheme: Scheme, rows: list[int], columns: int):
+    """Checkpoint modules quantized from random weights, and the weights [N, K] float64 that they stand for."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = formats.code_range(scheme.bits)
+    parts, weights = [], []
+    for count in rows:
+        weight = torch.randn(count, columns, generator=generator, dtype=torch.float64)
+        grid = scheme.grid(count, columns)
+        points = None if scheme.symmetric else torch.randint(low, high + 1, grid, generator=generator).to(torch.int8)
+        scales = torch.rand(grid, generator=generator) * 0.2 + 0.05
+        stored = scheme.quantize(weight, scales, points)
+        parts.append(stored.write(slice(0, count)))
+        values = stored.weight(torch.float64)
+        for row in range(count):  # by hand, a number at a time
+            for column in range(0, columns, 7):
+                block = row // scheme.extent(count, columns)[0], column // scheme.extent(count, columns)[1]
+                code = stored.codes[row, column].double() - (0 if points is None else points[block].double())
+                assert values[row, column] == code * scales[block].double()
+        weights.append(values)
+    return parts, torch.cat(weights)
+
+
+def make_module(scheme: Scheme, parts: list, rows: list[int], columns: int, bias: bool = False) -> Dequantizing:
+    with torch.device("meta"):
+        module = Dequantizing(columns, sum(rows), bias, scheme=scheme)
+    module.load(parts)
+    return module
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("rows", [[8, 4, 6], [7]])
+@pytest.mark.parametrize("tile", [1 << 20, 300])
+def test_forward_equals_the_dense_layer_and_parts_give_back_what_load_took(
+    name: str, rows: list[int], tile: int, monkeypatch
+) -> None:
+    monkeypatch.setitem(dequantizing.TILE_VALUES, "cpu", tile)
+    scheme = SCHEMES[name]
+    parts, weight = make_parts(scheme, rows, 96)
+    biases = torch.randn(sum(rows), generator=torch.Generator().manual_seed(2)).split(rows)
+    parts = [{**part, "bias": bias} for part, bias in zip(parts, biases, strict=True)]
+    module = make_module(scheme, parts, rows, 96, bias=True)
+    assert torch.equal(module.dequantize(torch.float64), weight)
+    x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(module(x).double(), F.linear(x.double(), weight, torch.cat(biases).double()), atol=1e-4)
+    for before, after, shapes in zip(parts, module.parts(rows), module.part_shapes(rows), strict=True):
+        assert before.keys() == after.keys() == shapes.keys()
+        for suffix, tensor in before.items():
+            assert tensor.dtype == after[suffix].dtype and tuple(tensor.shape) == shapes[suffix]
+            assert torch.equal(tensor.double(), after[suffix].double())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_tensors_say_what_is_written(name: str) -> None:
+    scheme = SCHEMES[name]
+    (part,), _ = make_parts(scheme, [10], 96)
+    found = {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in part.items()}
+    assert found == scheme.tensors(10, 96, torch.float32)
+
+
+def test_codes_survive_a_change_of_dtype_and_are_of_the_format_that_the_config_names() -> None:
+    scheme = SCHEMES["fp8 channel"]
+    parts, weight = make_parts(scheme, [8], 96)
+    module = make_module(scheme, parts, [8], 96).to(torch.bfloat16)
+    assert module.codes.element_size() == 1 and torch.equal(
+        module.parts([8])[0]["weight"].double(), parts[0]["weight"].double()
+    )
+    assert torch.allclose(module.dequantize(torch.float64), weight, rtol=0.01)
+    with pytest.raises(ArtifactError, match=r"int8.*e4m3"):
+        make_module(scheme, [{**parts[0], "weight": torch.zeros(8, 96, dtype=torch.int8)}], [8], 96)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_survives_its_own_json(name: str) -> None:
+    config = QuantizationConfig(((("Linear",), SCHEMES[name]),), ("lm_head",))
+    assert QuantizationConfig.read(config.to_json()) == config
+    assert linear_of(config.to_json(), "model.layers.0.mlp.up_proj") == ("dequantizing", {"scheme": SCHEMES[name]})
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_compressed_tensors_reads_the_config_and_the_codes_as_hone_does(name: str) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import BaseCompressor
+
+    scheme = SCHEMES[name]
+    group = QuantizationConfig(((("Linear",), scheme),)).to_json()["config_groups"]["group_0"]
+    theirs = quantization.QuantizationScheme.model_validate(group)
+    (part,), weight = make_parts(scheme, [8], 96)
+    wide = {suffix: one.double() if suffix == "weight_scale" else one for suffix, one in part.items()}
+    back = BaseCompressor.get_value_from_registry(scheme.layout).decompress(wide, theirs)["weight"]
+    assert torch.allclose(back.double(), weight, atol=1e-12)
+
+
+def test_what_hone_cannot_run_is_refused_by_name() -> None:
+    fp8 = SCHEMES["fp8 channel"]
+    running = Scheme(8, activations=Activations(number="e4m3"), **FP8)
+    assert "activations" in running.problem() and fp8.problem() is None
+    with pytest.raises(ArtifactError, match="input_activations"):
+        QuantizationConfig.read(QuantizationConfig(((("Linear",), running),)).to_json())
+    nvfp4 = Scheme(4, 16, "nvfp4-pack-quantized", number="e2m1")
+    assert "does not run yet" in nvfp4.problem()
+    with pytest.raises(ArtifactError, match=r"weights\.type = 'float'"):
+        QuantizationConfig.read(QuantizationConfig(((("Linear",), nvfp4),)).to_json())
+    assert "asymmetric e4m3" in Scheme(8, symmetric=False, **FP8).problem()
+    assert "strategy block" in Scheme(4, block=(8, 8)).problem()
+    with pytest.raises(SpecError, match="cannot store e5m2"):
+        QuantizationConfig(((("Linear",), Scheme(8, layout="float-quantized", number="e5m2")),)).to_json()
