@@ -4,7 +4,7 @@
     python -m benchmarks.line work/tiny work/techniques
 
 A figure's peer is the same figure of the run without the technique: the uncompressed model, the run without a drafter,
-the cosine schedule, no rematerialization.
+the cosine schedule, no activation checkpointing.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ def of_serving(line: dict[str, Artifact], plain: Artifact) -> Rows:
 
 
 def of_training(line: dict[str, Artifact]) -> Rows:
-    """Validation loss of schedules and objectives, memory and speed of rematerialization policies."""
+    """Validation loss of schedules and objectives, memory and speed of activation checkpointing."""
     rows = []
     for artifact in line.values():
         if artifact.kind != "train":
             continue
         spec, figures = artifact.manifest["spec"], artifact.figures
         steps = f"{spec['steps']} steps of {spec['batch_size']} x {spec['seq_len']}"
-        if spec["remat"]["kind"] != "none" or artifact.name == "none":
+        if spec["activation_checkpointing"]["kind"] != "none" or artifact.name == "none":
             for figure, unit in (("memory_growth_bytes", "B"), ("tokens_per_s", "tokens/s")):
                 without = line["train-none"].figures[figure].value
                 rows.append(
                     row(
-                        f"remat/{spec['remat']['kind']}",
+                        f"activation_checkpointing/{spec['activation_checkpointing']['kind']}",
                         f"{figure}, {steps}",
                         figures[figure].value,
                         unit,

@@ -4,7 +4,7 @@
     python -m benchmarks.train --device cuda --shape llama3-8b    # random weights and tokens; needs one GPU of 140 GB
     python -m benchmarks.train --device cuda --compared           # the same with torch's attention and loss, then with hone.ops
     python -m benchmarks.train --device cuda --shape llama3-1b
-    python -m benchmarks.train --remat                            # what each rematerialization costs and saves, on a CPU
+    python -m benchmarks.train --activation-checkpointing                          # what each costs and saves, on a CPU
 
 Random tokens are made here; nothing is downloaded and no tokenizer is needed.
 """
@@ -37,12 +37,12 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, build
 from hone.model.families import Shape
 from hone.ops import dispatch
-from hone.train import REMATS
-from hone.train.cosine import Cosine
+from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.loop import Trainer
-from hone.train.optimizer import AdamW
+from hone.train.optimizers.adamw import AdamW
 from hone.train.predict import Plan, growth_bytes
-from hone.train.remat import EveryNth, KeepAll
+from hone.train.schedules.cosine import Cosine
 
 SHAPES: dict[str, tuple[Shape, int]] = {
     "tiny": (Shape(), 4096),
@@ -228,8 +228,8 @@ def _cell(
 ) -> list[dict[str, Any]]:
     """Times `steps` steps after two to warm up; prints a line and returns the ledger's rows."""
     rows, seq_len, nth, compiled, ops = cell
-    remat = EveryNth(n=nth) if nth else KeepAll()
-    trainer.segments = remat.segments(config.num_layers)
+    policy = EveryNth(n=nth) if nth else KeepAll()
+    trainer.segments = policy.segments(config.num_layers)
     torch._dynamo.reset()  # what was compiled for another cell's attention
     for layer in trainer.model.layers:
         layer._compiled_call_impl = None
@@ -280,23 +280,22 @@ def _cell(
     ]
 
 
-REMAT_CHILD = """
+CHECKPOINTING_CHILD = """
 import json, sys, time
 import numpy as np
 from benchmarks.train import SHAPES, random_batch
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.decoder import build
-from hone.train import REMATS
-from hone.train import REMATS
-from hone.train.cosine import Cosine
+from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.schedules.cosine import Cosine
 from hone.train.loop import Trainer
 sizes, vocab = SHAPES["tiny"]
 warm_up("cpu")
 times = []
 with Window("cpu") as window:
     model = build(sizes.model_copy(update={"num_layers": 9}).config(vocab))
-    trainer = Trainer(model, steps=99, schedule=Cosine(), remat=REMATS.read(sys.argv[1]))
+    trainer = Trainer(model, steps=99, schedule=Cosine(), activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(sys.argv[1]))
     draw = np.random.default_rng(0)
     for _ in range(6):
         batch = random_batch(draw, vocab, 16, 256)
@@ -307,15 +306,17 @@ print(json.dumps([window.memory_growth_bytes / 2**20, 16 * 256 / sorted(times[1:
 """
 
 
-def remats() -> list[dict[str, Any]]:
-    """Memory and rate of every rematerialization on nine layers, each in a process of its own."""
+def checkpointings() -> list[dict[str, Any]]:
+    """Memory and rate of every policy of activation checkpointing on nine layers, each in a process of its own."""
     found = {}
-    for name in REMATS:
-        done = subprocess.run([sys.executable, "-c", REMAT_CHILD, name], capture_output=True, text=True, check=True)
+    for name in ACTIVATION_CHECKPOINTINGS:
+        done = subprocess.run(
+            [sys.executable, "-c", CHECKPOINTING_CHILD, name], capture_output=True, text=True, check=True
+        )
         found[name] = json.loads(done.stdout.splitlines()[-1])
     rows = []
     for name, (mebibytes, rate) in found.items():
-        base = {"peer": "no recomputation", "technique": f"remat/{name}", "n": 5}
+        base = {"peer": "no recomputation", "technique": f"activation_checkpointing/{name}", "n": 5}
         memory = {"figure": "training memory", "value": mebibytes, "unit": "MiB", "peer_value": found["none"][0]}
         speed = {"figure": "training rate", "value": rate, "unit": "tokens/s", "peer_value": found["none"][1]}
         rows += [{**base, **row, "ratio": row["value"] / row["peer_value"]} for row in (memory, speed)]
@@ -341,12 +342,16 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20, help="steps measured")
-    parser.add_argument("--remat", action="store_true", help="compare the rematerializations instead")
+    parser.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="compare the policies of activation checkpointing instead",
+    )
     parser.add_argument("--compared", action="store_true", help="on a GPU: torch's attention and loss against hone.ops")
     parser.add_argument("--no-ledger", action="store_true", help="print only")
     chosen = parser.parse_args()
-    if chosen.remat:
-        rows = remats()
+    if chosen.activation_checkpointing:
+        rows = checkpointings()
     elif chosen.device == "cpu":
         rows = against_transformers(chosen.shape or "tiny", chosen.batch_size, chosen.seq_len, chosen.repeats)
     else:

@@ -27,9 +27,9 @@ from hone.model.families import Shape
 from hone.model.incremental import Incremental, generate
 from hone.model.mixers import MIXERS
 from hone.serve import DRAFTERS
-from hone.train import OBJECTIVES, REMATS, SCHEDULES
+from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, SCHEDULES
 from hone.train.loop import Trainer
-from hone.train.optimizer import AdamW
+from hone.train.optimizers.adamw import AdamW
 
 QUIET = Run(quiet=True)
 SPECS = [
@@ -250,10 +250,10 @@ def test_a_schedule_stays_between_nothing_and_the_peak(name, steps):
         assert shares[-1] < 0.2, "the learning rate never came down"
 
 
-@pytest.mark.parametrize("name", [*REMATS])
+@pytest.mark.parametrize("name", [*ACTIVATION_CHECKPOINTINGS])
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 16, 33])
 def test_a_remat_policy_covers_every_layer_once(name, num_layers):
-    segments = REMATS.read(name).segments(num_layers)
+    segments = ACTIVATION_CHECKPOINTINGS.read(name).segments(num_layers)
     covered = [layer for segment in segments for layer in range(segment.start, segment.stop)]
     assert covered == list(range(num_layers))
 

@@ -112,6 +112,9 @@ class Spec(BaseModel):
         """
         values = self.model_dump(mode="json")
         for path, text in changes.items():
+            first = path.partition(".")[0]
+            if first in self.renamed:
+                raise _renamed(type(self), path, self.renamed[first])
             set_dotted(values, path, parse_scalar(text), where=type(self).__name__)
         return type(self).read(values)
 
@@ -153,9 +156,7 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
         name = str(detail["loc"][-1])
         here = _model_at(cls, detail["loc"][:-1])
         if name in here.renamed:
-            now = here.renamed[name]
-            fix = f"it is called '{now}' now" if now else "leave it out: it is no longer needed"
-            return SpecError(f"{cls.__name__} has no field '{path}'", fix=fix)
+            return _renamed(cls, path, here.renamed[name])
         known = list(here.model_fields)
         return SpecError(
             f"{cls.__name__} has no field '{path}'", fix=f"{did_you_mean(name, known)}known fields: {', '.join(known)}"
@@ -167,6 +168,12 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
         f"{cls.__name__}.{path} = {detail['input']!r}: {message}" if path else f"{cls.__name__}: {message}",
         fix=f"give {path or 'it'} a value that fits; `hone schema` prints every field with its type",
     )
+
+
+def _renamed(cls: type[BaseModel], path: str, now: str | None) -> SpecError:
+    """What is said to whoever writes the earlier name of a field that is called `now` today (None: it is gone)."""
+    fix = f"it is called '{now}' now" if now else "leave it out: it is no longer needed"
+    return SpecError(f"{cls.__name__} has no field '{path}'", fix=fix)
 
 
 def _model_at(cls: type[BaseModel], location: tuple) -> type[BaseModel]:

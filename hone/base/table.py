@@ -29,7 +29,7 @@ TABLES: tuple[str, ...] = (
     "hone.data:EXECUTORS",
     "hone.train:SCHEDULES",
     "hone.train:OBJECTIVES",
-    "hone.train:REMATS",
+    "hone.train:ACTIVATION_CHECKPOINTINGS",
     "hone.compress:QUANTIZERS",
     "hone.compress:PRUNERS",
     "hone.serve:DRAFTERS",

@@ -12,7 +12,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 GAPS = 2.5
 """Gaps that glibc's heap keeps on a CPU, in sets of one layer's temporaries: tensors that are freed leave holes which the
-next ones, of other sizes, do not fill. Measured with hone's trainer, with and without rematerialization, at 1 to 96
+next ones, of other sizes, do not fill. Measured with hone's trainer, with and without activation checkpointing, at 1 to 96
 rows, in float32 and bfloat16: 1.3 to 4.5 sets. (None with MALLOC_MMAP_THRESHOLD_=65536, which gives every tensor pages of
 its own and takes a third more time.) CUDA's figures count live bytes, so there it is 0."""
 
@@ -25,7 +25,7 @@ FORWARD_TOUCHED = 8 << 20
 """The same two without a backward pass, where little lives long enough to leave gaps; measured while serving and scoring."""
 
 BUCKET = 1 << 26
-"""Gradients that half-precision training widens to float32 at a time (hone.train.optimizer.BUCKET_ELEMENTS)."""
+"""Gradients that half-precision training widens to float32 at a time (hone.train.optimizers.adamw.BUCKET_ELEMENTS)."""
 
 
 def train_bytes(

@@ -1,28 +1,28 @@
-"""Training on one device: schedules, objectives, rematerialization, precision, and the loop that joins them."""
+"""Training on one device: schedules, objectives, activation checkpointing, precision, and the loop that joins them."""
 
 from hone.base.table import Table
 
 SCHEDULES = Table(
     "schedule",
     {
-        "cosine": "hone.train.cosine:Cosine",
-        "wsd": "hone.train.wsd:WarmupStableDecay",
+        "cosine": "hone.train.schedules.cosine:Cosine",
+        "wsd": "hone.train.schedules.wsd:WarmupStableDecay",
     },
 )
 
 OBJECTIVES = Table(
     "objective",
     {
-        "next_token": "hone.train.next_token:NextToken",
-        "distill": "hone.train.distill:Distill",
+        "next_token": "hone.train.objectives.next_token:NextToken",
+        "distill": "hone.train.objectives.distill:Distill",
     },
 )
 
-REMATS = Table(
-    "remat",
+ACTIVATION_CHECKPOINTINGS = Table(
+    "activation_checkpointing",
     {
-        "none": "hone.train.remat:KeepAll",
-        "every_nth": "hone.train.remat:EveryNth",
-        "sqrt": "hone.train.remat:SquareRoot",
+        "none": "hone.train.activation_checkpointing:KeepAll",
+        "every_nth": "hone.train.activation_checkpointing:EveryNth",
+        "sqrt": "hone.train.activation_checkpointing:SquareRoot",
     },
 )

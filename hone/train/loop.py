@@ -19,13 +19,13 @@ from hone.data.load import IGNORE, Batch, Feed, PackedTokens
 from hone.data.mix.sources import Joined
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder
+from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll, Segment
 from hone.train.checkpoint import Checkpoints
-from hone.train.next_token import NextToken
-from hone.train.objective import Objective
-from hone.train.optimizer import AdamW, Update
+from hone.train.objectives.base import Objective
+from hone.train.objectives.next_token import NextToken
+from hone.train.optimizers.adamw import AdamW, Update
 from hone.train.precision import LossScaler, Precision, compute_dtype
-from hone.train.remat import KeepAll, Remat, Segment
-from hone.train.schedule import Schedule
+from hone.train.schedules.base import Schedule
 from hone.train.watch import Watch
 
 
@@ -59,7 +59,7 @@ class Trainer:
     """A decoder in training: its weights, AdamW, loss scale, and how many of `steps` are done.
 
     The model comes in float32 and is trained in place; afterwards its parameters have the dtype of `precision` (see
-    precision.py). `accumulation` cuts a step's batch into that many micro-batches; the result does not depend on it
+    precision.py). `gradient_accumulation_steps` cuts a step's batch into that many micro-batches; the result does not depend on it
     but for rounding. `compile` runs every layer through torch.compile.
     """
 
@@ -71,10 +71,10 @@ class Trainer:
         schedule: Schedule,
         optimizer: AdamW | None = None,
         objective: Objective | None = None,
-        remat: Remat | None = None,
+        activation_checkpointing: ActivationCheckpointing | None = None,
         precision: Precision = "fp32",
-        clip: float = 1.0,
-        accumulation: int = 1,
+        max_grad_norm: float = 1.0,
+        gradient_accumulation_steps: int = 1,
         teacher: Decoder | None = None,
         compile: bool = False,
     ) -> None:
@@ -83,12 +83,14 @@ class Trainer:
         self.schedule = schedule
         self.optimizer = optimizer or AdamW()
         self.objective = objective or NextToken()
-        self.segments = (remat or KeepAll()).segments(len(model.layers))
-        self.clip = clip
-        self.accumulation = accumulation
+        self.segments = (activation_checkpointing or KeepAll()).segments(len(model.layers))
+        self.max_grad_norm = max_grad_norm
+        self.gradient_accumulation_steps = gradient_accumulation_steps
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         assert teacher is not None or not self.objective.from_teacher, "this objective needs a teacher"
-        self.update = Update(model, self.optimizer, compute_dtype(precision), accumulate=accumulation > 1)
+        self.update = Update(
+            model, self.optimizer, compute_dtype(precision), accumulate=gradient_accumulation_steps > 1
+        )
         self.scaler = LossScaler(enabled=precision == "fp16")
         self.done = 0
         self.tokens = 0
@@ -102,7 +104,7 @@ class Trainer:
         lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
         valid = max(int((batch.targets != IGNORE).sum()), 1)
         total = torch.zeros((), device=self.device)
-        for part in _cut(batch, self.accumulation):
+        for part in _cut(batch, self.gradient_accumulation_steps):
             loss, extra = self._loss(part)
             ((loss if extra is None else loss + extra) * (self.scaler.scale / valid)).backward()
             total += loss.detach()
@@ -112,7 +114,7 @@ class Trainer:
         if not math.isfinite(mean) or not (finite or self.scaler.enabled):
             raise self._diverged(mean, norm, lr)
         if finite:
-            shrink = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
+            shrink = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0
             self.update.apply(lr, shrink / self.scaler.scale)
             self.scaler.passed()
         else:
@@ -137,8 +139,8 @@ class Trainer:
     def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
         return HoneError(
             f"training diverged at step {self.done + 1}: loss {loss:g}, gradient norm {norm:g}, learning rate {lr:g}",
-            fix=f"lower optimizer.lr (it is {self.optimizer.lr:g}), lengthen schedule.warmup or lower clip "
-            f"(it is {self.clip:g})",
+            fix=f"lower optimizer.lr (it is {self.optimizer.lr:g}), lengthen schedule.warmup or lower max_grad_norm "
+            f"(it is {self.max_grad_norm:g})",
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -171,16 +173,16 @@ def fit(
     seed: int = 0,
     val: PackedTokens | Joined | None = None,
     eval_every: int = 0,
-    eval_rows: int = 0,
+    eval_sequences: int = 0,
     watch: Watch | None = None,
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int = 0,
 ) -> None:
     """Trains until `trainer.steps` are done, from wherever `trainer` stands.
 
-    A step takes `batch_size` rows of `seq_len` tokens. With `val` the loss on its first `eval_rows` rows (0: all) is
+    A step takes `batch_size` sequences of `seq_len` tokens. With `val` the loss on its first `eval_sequences` sequences (0: all) is
     taken every `eval_every` steps and after the last one. `watch` writes down every step; `checkpoints` keeps the
-    whole state every `checkpoint_every` steps, after `watch` has made its rows durable.
+    whole state every `checkpoint_every` steps, after `watch` has made its lines durable.
     """
     while trainer.done < trainer.steps:
         step = trainer.step(data.batch(trainer.done, batch_size, seq_len, seed))
@@ -188,7 +190,7 @@ def fit(
             watch.stepped(step.row())
         last = trainer.done == trainer.steps
         if val is not None and (last or (eval_every and trainer.done % eval_every == 0)):
-            loss = validate(trainer.model, val, batch_size=batch_size, seq_len=seq_len, rows=eval_rows)
+            loss = validate(trainer.model, val, batch_size=batch_size, seq_len=seq_len, num_sequences=eval_sequences)
             if watch is not None:
                 bits = loss / math.log(2) * val.num_tokens / val.num_bytes
                 watch.evaluated({"step": trainer.done, "val_loss": loss, "val_bits_per_byte": bits})
@@ -200,20 +202,22 @@ def fit(
                 watch.restart_clock()
 
 
-def validate(model: Decoder, data: PackedTokens | Joined, *, batch_size: int, seq_len: int, rows: int = 0) -> float:
-    """Mean next-token loss (nats per valid token) on the first `rows` rows of `data` in stored order (0: all of them)."""
+def validate(
+    model: Decoder, data: PackedTokens | Joined, *, batch_size: int, seq_len: int, num_sequences: int = 0
+) -> float:
+    """Mean next-token loss (nats per valid token) on the first `num_sequences` of `data` in stored order (0: all of them)."""
     segments = KeepAll().segments(len(model.layers))
     nats, count, seen = 0.0, 0, 0
     with torch.no_grad():
         for batch in data.in_order(batch_size, seq_len):
-            if rows:
-                batch = Batch(*(array[: rows - seen] for array in batch))
+            if num_sequences:
+                batch = Batch(*(array[: num_sequences - seen] for array in batch))
             tokens, targets, context = to_device(batch, model.embedding.device)
             x = run_layers(model, tokens, context, segments)
             nats += NextToken().total(model, x, targets, None, None).item()
             count += int((batch.targets != IGNORE).sum())
             seen += len(batch.tokens)
-            if rows and seen >= rows:
+            if num_sequences and seen >= num_sequences:
                 break
     return nats / max(count, 1)
 
@@ -238,7 +242,7 @@ def _through(layers: list[Any], x: Tensor, context: Context) -> Tensor:
 
 
 def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Context]:
-    """(tokens, targets, context) of a batch; rows that are one document each get the cheaper causal context."""
+    """(tokens, targets, context) of a batch; sequences that are one document each get the cheaper causal context."""
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
     if (batch.document_ids == batch.document_ids[:, :1]).all():
@@ -247,7 +251,7 @@ def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Conte
 
 
 def _cut(batch: Batch, parts: int) -> list[Batch]:
-    """`batch` in `parts` micro-batches of as many rows each."""
-    rows, rest = divmod(len(batch.tokens), parts)
-    assert not rest, f"{len(batch.tokens)} rows do not make {parts} equal micro-batches"
-    return [Batch(*(array[at * rows : (at + 1) * rows] for array in batch)) for at in range(parts)]
+    """`batch` in `parts` micro-batches of as many sequences each."""
+    size, rest = divmod(len(batch.tokens), parts)
+    assert not rest, f"{len(batch.tokens)} sequences do not make {parts} equal micro-batches"
+    return [Batch(*(array[at * size : (at + 1) * size] for array in batch)) for at in range(parts)]

@@ -12,21 +12,21 @@ from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.machine import Machine
 from hone.ops.loss.api import kernel_rows
 from hone.ops.reference import chunk_rows
+from hone.train.activation_checkpointing import Segment, live_layers
 from hone.train.precision import TORCH_NAMES, Precision
-from hone.train.remat import Segment, live_layers
 
 
 class Plan(NamedTuple):
-    """A training in numbers: `batch_rows` rows of `seq_len` a step, cut into `accumulation` micro-batches."""
+    """A training in numbers: `batch_rows` rows of `seq_len` a step, cut into `gradient_accumulation_steps` micro-batches."""
 
     facts: ModelFacts
     steps: int
     batch_rows: int
     seq_len: int
-    accumulation: int
+    gradient_accumulation_steps: int
     precision: Precision
     segments: tuple[Segment, ...]
-    eval_rows: int = 0
+    eval_sequences: int = 0
     """Rows evaluated in all, every evaluation counted."""
     teacher: ModelFacts | None = None
     packed: bool = True
@@ -41,8 +41,8 @@ def predict(plan: Plan, machine: Machine, start_memory_bytes: int) -> dict[str, 
     """Estimates of time_s, tokens_per_s, peak_memory_bytes and model_bytes; `start_memory_bytes` is in use already."""
     step = step_seconds(plan, machine)
     evaluation = 0.0
-    if plan.eval_rows:
-        evaluation = _forward(plan.facts, plan, machine, rows=plan.batch_rows) * plan.eval_rows / plan.batch_rows
+    if plan.eval_sequences:
+        evaluation = _forward(plan.facts, plan, machine, rows=plan.batch_rows) * plan.eval_sequences / plan.batch_rows
     time_s = plan.steps * step.value + evaluation
     growth = growth_bytes(plan, device=machine.device)
     width = 4 if plan.precision == "fp32" else 2
@@ -83,7 +83,7 @@ def must_fit(peak: Estimate, machine: Machine) -> None:
         raise FitError(
             f"training needs about {human_bytes(peak.value)}, {machine.processor} has {human_bytes(has)} "
             f"({peak.formula})",
-            fix="raise accumulation, set remat: every_nth, or take a smaller model or seq_len",
+            fix="raise gradient_accumulation_steps, set activation_checkpointing: every_nth, or take a smaller model or seq_len",
         )
 
 
@@ -93,10 +93,10 @@ def step_seconds(plan: Plan, machine: Machine) -> Estimate:
     step = train_step_seconds(
         plan.facts,
         machine,
-        batch_tokens=plan.step_tokens // plan.accumulation,
+        batch_tokens=plan.step_tokens // plan.gradient_accumulation_steps,
         seq_len=plan.seq_len,
         dtype=TORCH_NAMES[plan.precision],
-        micro_batches=plan.accumulation,
+        micro_batches=plan.gradient_accumulation_steps,
         recomputed_layers=recomputed,
     )
     if plan.teacher is None:
@@ -111,13 +111,13 @@ def growth_bytes(plan: Plan, device: str) -> Estimate:
     """Bytes that the training adds at its peak to what was in memory before."""
     facts = plan.facts
     recomputed = [part for part in plan.segments if part.recompute]
-    batch_tokens, on_gpu = plan.step_tokens // plan.accumulation, device.startswith("cuda")
+    batch_tokens, on_gpu = plan.step_tokens // plan.gradient_accumulation_steps, device.startswith("cuda")
     growth = train_bytes(
         facts,
         batch_tokens=batch_tokens,
         seq_len=plan.seq_len,
         dtype=TORCH_NAMES[plan.precision],
-        accumulate=plan.accumulation > 1,
+        accumulate=plan.gradient_accumulation_steps > 1,
         packed=plan.packed,
         kept_layers=live_layers(plan.segments),
         kept_inputs=len(recomputed),

@@ -23,12 +23,12 @@ from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.families import Shape
 from hone.model.folder import weights_bytes
-from hone.train import OBJECTIVES, REMATS, SCHEDULES
-from hone.train.cosine import Cosine
-from hone.train.next_token import NextToken
-from hone.train.optimizer import AdamW
+from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, SCHEDULES
+from hone.train.activation_checkpointing import KeepAll
+from hone.train.objectives.next_token import NextToken
+from hone.train.optimizers.adamw import AdamW
 from hone.train.precision import TORCH_NAMES, Precision
-from hone.train.remat import KeepAll
+from hone.train.schedules.cosine import Cosine
 
 if TYPE_CHECKING:
     from hone.data.load import PackedTokens
@@ -46,6 +46,12 @@ class Train(Stage):
     stage: ClassVar[str] = "train"
     roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False}
     several: ClassVar[frozenset[str]] = frozenset({"data"})
+    renamed: ClassVar[dict[str, str | None]] = {
+        "accumulation": "gradient_accumulation_steps",
+        "clip": "max_grad_norm",
+        "eval_rows": "eval_sequences",
+        "remat": "activation_checkpointing",
+    }
 
     model: Shape = Field(
         default_factory=Shape, description="Sizes of a new model; not used with a 'model' parent or init: teacher."
@@ -63,35 +69,39 @@ class Train(Stage):
     objective: Annotated[Technique, Choice(OBJECTIVES)] = Field(
         NextToken(kind="next_token"), description="What is minimised."
     )
-    remat: Annotated[Technique, Choice(REMATS)] = Field(
+    activation_checkpointing: Annotated[Technique, Choice(ACTIVATION_CHECKPOINTINGS)] = Field(
         KeepAll(kind="none"), description="Which activations are computed twice instead of kept."
     )
     mixture: Annotated[Technique, Choice(MIXTURES)] | None = Field(
         None, description="Weights of the sources: of several data inputs, or of a column of one; empty: as they are."
     )
     curriculum: Annotated[Technique, Choice(CURRICULA)] = Field(
-        Random(kind="random"), description="Order in which each source's rows are learned."
+        Random(kind="random"), description="Order in which each source's sequences are learned."
     )
     precision: Precision = Field("fp32", description="Numbers of the computation; master weights are float32.")
-    batch_size: int = Field(16, gt=0, description="Rows of one optimizer step.")
-    seq_len: int = Field(256, gt=1, description="Tokens of a row; documents packed into it do not see each other.")
-    accumulation: int = Field(1, gt=0, description="Micro-batches a step is cut into: less memory, the same result.")
+    batch_size: int = Field(16, gt=0, description="Sequences of one optimizer step.")
+    seq_len: int = Field(256, gt=1, description="Tokens of a sequence; documents packed into it do not see each other.")
+    gradient_accumulation_steps: int = Field(
+        1, gt=0, description="Micro-batches a step is cut into: less memory, the same result."
+    )
     steps: int | None = Field(
         None, gt=0, description="Optimizer steps; empty: from tokens, else one pass over the data."
     )
     tokens: int | None = Field(None, gt=0, description="Training tokens, as another way to give the steps.")
-    clip: float = Field(1.0, ge=0, description="Largest norm of the gradient; 0 does not clip.")
+    max_grad_norm: float = Field(1.0, ge=0, description="The gradient is scaled down to this norm; 0: never.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations on the val split; 0: only at the end.")
-    eval_rows: int = Field(64, ge=0, description="Rows of the val split an evaluation takes; 0: all.")
+    eval_sequences: int = Field(64, ge=0, description="Sequences of the val split that an evaluation takes; 0: all.")
     checkpoint_every: int = Field(100, ge=0, description="Steps between checkpoints; 0: none, a kill starts over.")
     checkpoint_keep: int = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
     compile: bool = Field(False, description="Run every layer through torch.compile.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Train:
-        if self.batch_size % self.accumulation:
-            raise ValueError(f"accumulation {self.accumulation} does not divide batch_size {self.batch_size}")
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps} does not divide batch_size {self.batch_size}"
+            )
         if self.steps is not None and self.tokens is not None:
             raise ValueError("give steps or tokens, not both")
         return self
@@ -131,7 +141,7 @@ class Train(Stage):
             draft.predict({**estimates, **reading.estimates()})
             trainer = self._trainer(model, teacher, steps)
             watch = self._train(draft, trainer, reading, machine, run)
-            reading.evaluate(partial(self._loss, trainer.model), self.eval_rows, draft)
+            reading.evaluate(partial(self._loss, trainer.model), self.eval_sequences, draft)
             save(model, draft.folder, tokenizer_from=first.folder)
         draft.record_window(window)
         self._record(draft, watch, model.config, reading.sources.num_tokens, window)
@@ -189,10 +199,11 @@ class Train(Stage):
             steps=steps,
             batch_rows=self.batch_size,
             seq_len=self.seq_len,
-            accumulation=self.accumulation,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
             precision=self.precision,
-            segments=self.remat.segments(config.num_layers),
-            eval_rows=evaluations * min(val_rows, self.eval_rows or val_rows) + reading.eval_rows(self.eval_rows),
+            segments=self.activation_checkpointing.segments(config.num_layers),
+            eval_sequences=evaluations * min(val_rows, self.eval_sequences or val_rows)
+            + reading.eval_sequences(self.eval_sequences),
             teacher=None if teacher is None else teacher.config.facts(),
         )
 
@@ -205,10 +216,10 @@ class Train(Stage):
             schedule=self.schedule,
             optimizer=self.optimizer,
             objective=self.objective,
-            remat=self.remat,
+            activation_checkpointing=self.activation_checkpointing,
             precision=self.precision,
-            clip=self.clip,
-            accumulation=self.accumulation,
+            max_grad_norm=self.max_grad_norm,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
             teacher=teacher,
             compile=self.compile,
         )
@@ -246,7 +257,7 @@ class Train(Stage):
                     seed=self.seed,
                     val=reading.sources.val if reading.sources.val.num_rows(self.seq_len) else None,
                     eval_every=self.eval_every,
-                    eval_rows=self.eval_rows,
+                    eval_sequences=self.eval_sequences,
                     watch=watch,
                     checkpoints=checkpoints,
                     checkpoint_every=self.checkpoint_every,
@@ -256,7 +267,7 @@ class Train(Stage):
                     raise
                 raise FitError(
                     f"{run.device} is out of memory at step {trainer.done + 1}: {str(error).splitlines()[0]}",
-                    fix="raise accumulation, set remat: every_nth, or take a smaller model or seq_len",
+                    fix="raise gradient_accumulation_steps, set activation_checkpointing: every_nth, or take a smaller model or seq_len",
                 ) from None
             finally:
                 watch.close()
@@ -266,7 +277,9 @@ class Train(Stage):
         """Mean loss on the first rows of `part`."""
         from hone.train.loop import validate
 
-        return validate(model, part, batch_size=self.batch_size, seq_len=self.seq_len, rows=self.eval_rows)
+        return validate(
+            model, part, batch_size=self.batch_size, seq_len=self.seq_len, num_sequences=self.eval_sequences
+        )
 
     def _record(self, draft: Draft, watch: Watch, config: ModelConfig, num_tokens: int, window: Window) -> None:
         """Figures and the techniques that made the model."""
@@ -281,8 +294,8 @@ class Train(Stage):
         note = f"mean of the last {len(tail)} steps{objective}"
         draft.record("final_loss", sum(tail) / len(tail), "nats/token", n=len(tail), note=note)
         last = next((row for row in reversed(rows) if "val_loss" in row), None)
-        where = f"first {self.eval_rows} rows of val" if self.eval_rows else "all of val"
-        where += f", rows of {self.seq_len} tokens, documents apart"
+        where = f"first {self.eval_sequences} sequences of val" if self.eval_sequences else "all of val"
+        where += f", {self.seq_len} tokens each, documents apart"
         draft.record("val_loss", last and last["val_loss"], "nats/token", note=where if last else "val is empty")
         note = f"{where}; tokens per byte of the whole split" if last else "val is empty"
         draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
@@ -293,7 +306,11 @@ class Train(Stage):
         draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
         joules = window.energy_j and window.energy_j / max(sum(tokens for tokens, _ in watch.rates), 1)
         draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
-        for slot, technique in (("objective", self.objective), ("schedule", self.schedule), ("remat", self.remat)):
+        for slot, technique in (
+            ("objective", self.objective),
+            ("schedule", self.schedule),
+            ("activation_checkpointing", self.activation_checkpointing),
+        ):
             if technique.kind != "none":
                 draft.did({"slot": slot, **technique.model_dump(mode="json")})
 

@@ -77,8 +77,8 @@ def errors(folder: Path) -> tuple[float, str]:
     "spec",
     [
         {},
-        {"batch_size": 32, "accumulation": 4},
-        {"batch_size": 32, "remat": {"kind": "every_nth", "n": 1}},
+        {"batch_size": 32, "gradient_accumulation_steps": 4},
+        {"batch_size": 32, "activation_checkpointing": {"kind": "every_nth", "n": 1}},
         {"batch_size": 16, "precision": "bf16"},
     ],
     ids=["default", "accumulate", "every", "bf16"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.train import distill_loss as module
+from hone.train.objectives import distill_loss as module
 
 
 def inputs(dtype=torch.float64, tokens=37, vocab=50):

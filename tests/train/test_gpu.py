@@ -12,11 +12,11 @@ from hone.data.load import Batch, PackedTokens
 from hone.measure.window import Window
 from hone.model.decoder import build
 from hone.model.families import Shape
+from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.checkpoint import Checkpoints
-from hone.train.cosine import Cosine
 from hone.train.loop import Trainer, fit
 from hone.train.predict import Plan, growth_bytes
-from hone.train.remat import EveryNth, KeepAll
+from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
 
@@ -34,7 +34,10 @@ def make(data: PackedTokens, device: str, **options) -> Trainer:
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2), ("fp16", 5e-3)])
 def test_same_losses_as_on_the_cpu(data_folder, precision, tolerance):
     data = PackedTokens(data_folder)
-    exact, other = make(data, "cpu"), make(data, "cuda", precision=precision, remat=EveryNth(n=2), accumulation=2)
+    exact, other = (
+        make(data, "cpu"),
+        make(data, "cuda", precision=precision, activation_checkpointing=EveryNth(n=2), gradient_accumulation_steps=2),
+    )
     for step in range(5):
         batch = data.batch(step, 4, 48, 0)
         assert exact.step(batch).loss == pytest.approx(other.step(batch).loss, rel=tolerance)
@@ -59,14 +62,14 @@ def test_the_stage(data_folder, tmp_path):
     assert made.figures["val_loss"].value < 5.0
 
 
-@pytest.mark.parametrize("remat", [KeepAll(), EveryNth(n=1)])
+@pytest.mark.parametrize("policy", [KeepAll(), EveryNth(n=1)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_peak_memory_is_predicted_within_a_fifth(precision, remat):
+def test_peak_memory_is_predicted_within_a_fifth(precision, policy):
     config = Shape(hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=8, intermediate_size=2816).config(16000)
     draw = np.random.default_rng(0)
     with Window("cuda") as window:
         model = build(config, device="cuda")
-        trainer = Trainer(model, steps=9, schedule=Cosine(), remat=remat, precision=precision)
+        trainer = Trainer(model, steps=9, schedule=Cosine(), activation_checkpointing=policy, precision=precision)
         for _ in range(3):
             tokens = draw.integers(0, 16000, (8, 1024))
             trainer.step(Batch(tokens, tokens, np.zeros((8, 1024), np.int32)))

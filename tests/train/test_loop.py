@@ -13,11 +13,11 @@ from hone.base.errors import HoneError
 from hone.data.load import Batch, PackedTokens
 from hone.model.decoder import build
 from hone.model.hf import load, save
-from hone.train.cosine import Cosine
-from hone.train.distill import Distill
+from hone.train.activation_checkpointing import EveryNth
 from hone.train.loop import Trainer, fit, to_device, validate
-from hone.train.optimizer import AdamW
-from hone.train.remat import EveryNth
+from hone.train.objectives.distill import Distill
+from hone.train.optimizers.adamw import AdamW
+from hone.train.schedules.cosine import Cosine
 from hone.train.student import from_teacher
 from tests.train.conftest import SHAPE
 
@@ -36,7 +36,7 @@ def make(data: PackedTokens, **options) -> Trainer:
 
 def test_same_losses_as_transformers_with_torch_adamw(data_folder, tmp_path):
     data = PackedTokens(data_folder)
-    trainer = make(data, optimizer=AdamW(lr=3e-3, weight_decay=0.1), clip=0.5)
+    trainer = make(data, optimizer=AdamW(lr=3e-3, weight_decay=0.1), max_grad_norm=0.5)
     save(trainer.model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).train()
     matrices = [part for part in theirs.parameters() if part.ndim >= 2]
@@ -63,7 +63,7 @@ def test_same_losses_as_transformers_with_torch_adamw(data_folder, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_micro_batches_equal_one_big_batch(data_folder, precision):
     data = PackedTokens(data_folder)
-    whole, parts = make(data, precision=precision), make(data, precision=precision, accumulation=4)
+    whole, parts = make(data, precision=precision), make(data, precision=precision, gradient_accumulation_steps=4)
     tolerance = 1e-6 if precision == "fp32" else 2e-3
     for step in range(4):
         batch = data.batch(step, 8, 48, 0)
@@ -96,9 +96,9 @@ def test_packed_documents_do_not_see_each_other(data_folder):
 
 
 def test_the_gradient_is_clipped(data_folder):
-    """One SGD-like look: with clip the update's gradient has the clip's norm, and the reported norm is the true one."""
+    """One SGD-like look: with max_grad_norm the update's gradient has that norm, and the reported norm is the true one."""
     data = PackedTokens(data_folder)
-    free, clipped = make(data, clip=0.0), make(data, clip=0.01)
+    free, clipped = make(data, max_grad_norm=0.0), make(data, max_grad_norm=0.01)
     batch = data.batch(0, 4, 32, 0)
     assert free.step(batch).grad_norm == clipped.step(batch).grad_norm > 0.01
     # After one step the first moment is (1 - beta1) times the gradient that AdamW saw.
@@ -124,7 +124,9 @@ def test_decay_touches_matrices_only(data_folder):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_learns(data_folder, precision):
     data = PackedTokens(data_folder)
-    trainer = make(data, steps=40, precision=precision, optimizer=AdamW(lr=1e-2), remat=EveryNth(n=2))
+    trainer = make(
+        data, steps=40, precision=precision, optimizer=AdamW(lr=1e-2), activation_checkpointing=EveryNth(n=2)
+    )
     val = PackedTokens(data_folder, "val")
     before = validate(trainer.model, val, batch_size=8, seq_len=64)
     fit(trainer, data, batch_size=8, seq_len=64)
@@ -161,9 +163,9 @@ def test_validation_takes_as_many_rows_as_asked_for(data_folder):
     data = PackedTokens(data_folder, "val")
     model = build(SHAPE.config(data.vocab_size), seed=3)
     assert data.num_rows(64) > 8
-    three = validate(model, data, batch_size=1, seq_len=64, rows=3)
-    assert validate(model, data, batch_size=2, seq_len=64, rows=3) == pytest.approx(three, rel=1e-5)
-    assert validate(model, data, batch_size=8, seq_len=64, rows=3) == pytest.approx(three, rel=1e-5)
+    three = validate(model, data, batch_size=1, seq_len=64, num_sequences=3)
+    assert validate(model, data, batch_size=2, seq_len=64, num_sequences=3) == pytest.approx(three, rel=1e-5)
+    assert validate(model, data, batch_size=8, seq_len=64, num_sequences=3) == pytest.approx(three, rel=1e-5)
 
 
 def test_a_student_starts_as_every_second_layer(data_folder):
@@ -217,8 +219,13 @@ def test_compiled_layers_may_be_recomputed(data_folder, window):
     data = PackedTokens(data_folder)
     shape = SHAPE.model_copy(update={"family": "mistral", "window": window} if window else {})
     plain, compiled = (
-        Trainer(build(shape.config(data.vocab_size), seed=3), steps=20, schedule=Cosine(warmup=2), remat=remat)
-        for remat in (None, EveryNth(n=2))
+        Trainer(
+            build(shape.config(data.vocab_size), seed=3),
+            steps=20,
+            schedule=Cosine(warmup=2),
+            activation_checkpointing=policy,
+        )
+        for policy in (None, EveryNth(n=2))
     )
     torch.compiler.reset()
     for layer in compiled.model.layers:

@@ -8,9 +8,9 @@ import torch
 from hone.base.errors import FitError
 from hone.data.load import PackedTokens
 from hone.model.decoder import build
-from hone.train.cosine import Cosine
 from hone.train.loop import Trainer
 from hone.train.precision import INITIAL_SCALE, LossScaler
+from hone.train.schedules.cosine import Cosine
 from tests.train.conftest import SHAPE
 
 
@@ -35,10 +35,10 @@ def test_masters_are_the_float32_originals(data_folder):
         assert not torch.equal(master, master.bfloat16().float()), "the master keeps bits that bf16 cannot"
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_an_overflow_skips_the_step_and_halves_the_scale(data_folder, accumulation):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_overflow_skips_the_step_and_halves_the_scale(data_folder, parts):
     data = PackedTokens(data_folder)
-    trainer = make(data, "fp16", accumulation=accumulation)
+    trainer = make(data, "fp16", gradient_accumulation_steps=parts)
     trainer.step(data.batch(0, 4, 32, 0))
     before = {name: tensor.clone() for name, tensor in trainer.update.state().items()}
     assert trainer.scaler.scale == INITIAL_SCALE

@@ -11,8 +11,8 @@ import pytest
 from hone.base.errors import FitError
 from hone.measure.machine import describe
 from hone.model.families import Shape
+from hone.train.activation_checkpointing import EveryNth, KeepAll, SquareRoot
 from hone.train.predict import Plan, growth_bytes, must_fit, predict
-from hone.train.remat import EveryNth, KeepAll, SquareRoot
 from hone.train.watch import Watch
 
 CONFIG = Shape(max_seq_len=256).config(2048)
@@ -26,7 +26,7 @@ def plan(**changes) -> Plan:
 def test_less_memory_is_predicted_where_less_is_kept():
     whole = growth_bytes(plan(), "cpu").value
     assert growth_bytes(plan(segments=EveryNth(n=1).segments(4)), "cpu").value < whole
-    assert growth_bytes(plan(accumulation=4), "cpu").value < whole
+    assert growth_bytes(plan(gradient_accumulation_steps=4), "cpu").value < whole
     assert growth_bytes(plan(precision="bf16"), "cpu").value < whole
     assert growth_bytes(plan(teacher=CONFIG.facts()), "cpu").value > whole
 
@@ -37,7 +37,7 @@ def test_predictions_add_up():
     assert estimates["peak_memory_bytes"].value == 10**8 + growth_bytes(plan(), "cpu").value
     step_s = 16 * 256 / estimates["tokens_per_s"].value
     assert estimates["time_s"].value == pytest.approx(10 * step_s)
-    longer = predict(plan(eval_rows=64), describe("cpu"), start_memory_bytes=10**8)
+    longer = predict(plan(eval_sequences=64), describe("cpu"), start_memory_bytes=10**8)
     assert longer["time_s"].value > estimates["time_s"].value
 
 
@@ -45,7 +45,7 @@ def test_a_training_that_cannot_fit_is_refused():
     estimate = predict(plan(batch_rows=10**7), describe("cpu"), 0)["peak_memory_bytes"]
     with pytest.raises(FitError, match="training needs about") as caught:
         must_fit(estimate, describe("cpu"))
-    assert "accumulation" in caught.value.fix
+    assert "gradient_accumulation_steps" in caught.value.fix
 
 
 def test_utilization_by_its_convention(tmp_path):
@@ -66,23 +66,23 @@ from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.decoder import build
 from hone.model.families import Shape
-from hone.train import REMATS
-from hone.train.cosine import Cosine
+from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.schedules.cosine import Cosine
 from hone.train.loop import Trainer
 from hone.train.predict import Plan, growth_bytes
-rows, accumulation, precision, remat = json.loads(sys.argv[1])
-remat = REMATS.read(remat)
+rows, parts, precision, policy = json.loads(sys.argv[1])
 warm_up("cpu")
 draw = np.random.default_rng(0)
 with Window("cpu") as window:
     model = build(Shape().config(2048))
     trainer = Trainer(
-        model, steps=9, schedule=Cosine(), remat=remat, precision=precision, accumulation=accumulation
+        model, steps=9, schedule=Cosine(), precision=precision, gradient_accumulation_steps=parts,
+        activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(policy),
     )
     for _ in range(3):
         tokens = draw.integers(0, 2048, (rows, 256))
         trainer.step(Batch(tokens, tokens, np.repeat([[0, 1]], 128, 1).repeat(rows, 0).astype(np.int32)))
-plan = Plan(model.config.facts(), 3, rows, 256, accumulation, precision, trainer.segments)
+plan = Plan(model.config.facts(), 3, rows, 256, parts, precision, trainer.segments)
 predicted = window.start_memory_bytes + growth_bytes(plan, "cpu").value
 print(json.dumps([predicted, window.peak_memory_bytes, window.start_memory_bytes]))
 """

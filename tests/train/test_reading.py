@@ -26,7 +26,7 @@ SPEC = {
     "batch_size": 4,
     "seq_len": 32,
     "steps": 10,
-    "eval_rows": 8,
+    "eval_sequences": 8,
     "checkpoint_every": 3,
     "optimizer": {"lr": 3e-3},
 }

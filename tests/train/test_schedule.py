@@ -8,8 +8,8 @@ import pytest
 
 from hone.base.errors import SpecError
 from hone.train import SCHEDULES
-from hone.train.cosine import Cosine
-from hone.train.wsd import WarmupStableDecay
+from hone.train.schedules.cosine import Cosine
+from hone.train.schedules.wsd import WarmupStableDecay
 
 
 def test_cosine_closed_form():

@@ -23,7 +23,7 @@ SPEC = {
     "seq_len": 32,
     "steps": 12,
     "eval_every": 5,
-    "eval_rows": 8,
+    "eval_sequences": 8,
     "checkpoint_every": 3,
     "optimizer": {"lr": 3e-3},
 }
@@ -140,10 +140,14 @@ def test_a_half_depth_student(trained, data_folder, tmp_path):
         ({"init": "teacher"}, "needs a teacher"),
         ({"seq_len": 4096}, "longer than the model's max_seq_len 128"),
         ({"schedule": {"kind": "cosine", "warmup": 50}}, "longer than the training of 12 steps"),
-        ({"accumulation": 3}, "does not divide batch_size"),
+        ({"gradient_accumulation_steps": 3}, "does not divide batch_size"),
         ({"tokens": 1000}, "not both"),
-        ({"remat": "most"}, "unknown remat 'most'"),
+        ({"activation_checkpointing": "most"}, "unknown activation_checkpointing 'most'"),
         ({"optimiser": {}}, "did you mean 'optimizer'"),
+        ({"accumulation": 2}, "it is called 'gradient_accumulation_steps' now"),
+        ({"clip": 1.0}, "it is called 'max_grad_norm' now"),
+        ({"eval_rows": 8}, "it is called 'eval_sequences' now"),
+        ({"remat": "sqrt"}, "it is called 'activation_checkpointing' now"),
         ({"precision": "fp8"}, "precision"),
     ],
 )
@@ -151,6 +155,13 @@ def test_mistakes_are_said(change, message, data_folder, tmp_path):
     with pytest.raises(SpecError) as caught:
         Train.read({**SPEC, **change}).make(tmp_path / "train-x", {"data": Artifact.read(data_folder)}, QUIET)
     assert message in str(caught.value)
+
+
+def test_an_option_with_a_former_name_is_told_the_new_one():
+    with pytest.raises(SpecError, match="it is called 'activation_checkpointing' now"):
+        Train.read(SPEC).override({"remat.n": "2"})
+    with pytest.raises(SpecError, match="it is called 'max_grad_norm' now"):
+        Train.from_overrides({"clip": "1"})
 
 
 def test_a_model_that_knows_too_few_tokens(trained, tmp_path):
@@ -187,7 +198,7 @@ def test_another_tokenizer_is_said(part, trained, tmp_path):
 def test_the_spec_prints_and_reads_itself():
     import yaml
 
-    spec = Train.read({**SPEC, "schedule": {"kind": "wsd", "decay": 0.3}, "remat": "sqrt"})
+    spec = Train.read({**SPEC, "schedule": {"kind": "wsd", "decay": 0.3}, "activation_checkpointing": "sqrt"})
     assert Train.read(yaml.safe_load(spec.to_yaml())) == spec
     assert len(Train.model_fields) <= 22
 

@@ -64,7 +64,7 @@ class Reading:
         technique = self.mixture or Mixture()
         return {} if self.chosen is None else technique.estimates(self.chosen.shares)
 
-    def eval_rows(self, rows: int) -> int:
+    def eval_sequences(self, rows: int) -> int:
         """Rows that `evaluate` takes."""
         if self.chosen is None:
             return 0

@@ -11,9 +11,9 @@ from hone.data.load import Batch
 from hone.model.context import Packed
 from hone.model.decoder import build
 from hone.model.families import Shape
-from hone.train.cosine import Cosine
+from hone.train.activation_checkpointing import EveryNth
 from hone.train.loop import Trainer
-from hone.train.remat import EveryNth
+from hone.train.schedules.cosine import Cosine
 
 STACKS = {
     "bigbird": ({"kind": "bigbird", "block": 16, "num_window": 1, "num_global": 1, "num_random": 1},),
@@ -37,7 +37,8 @@ def test_compiled_and_recomputed(name):
     torch.compiler.reset()
     counters.clear()
     plain, compiled = (
-        Trainer(decoder(name), steps=20, schedule=Cosine(warmup=2), remat=remat) for remat in (None, EveryNth(n=2))
+        Trainer(decoder(name), steps=20, schedule=Cosine(warmup=2), activation_checkpointing=policy)
+        for policy in (None, EveryNth(n=2))
     )
     for layer in compiled.model.layers:
         layer.compile(dynamic=False, backend="aot_eager")

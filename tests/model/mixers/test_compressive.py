@@ -9,9 +9,9 @@ from hone.base.errors import SpecError
 from hone.data.load import Batch
 from hone.model.context import Causal
 from hone.model.families import Shape
-from hone.train.cosine import Cosine
+from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.loop import Trainer
-from hone.train.remat import EveryNth, KeepAll
+from hone.train.schedules.cosine import Cosine
 from tests.model.mixers.small import (
     check_apart,
     check_causal,
@@ -121,9 +121,9 @@ def test_order_and_folder(tmp_path):
 def test_the_trainer_adds_the_loss_with_and_without_recomputation():
     ids = prompt(4, 24).numpy()
     batch, found = Batch(ids, ids, ids * 0), []
-    for remat in (KeepAll(kind="none"), EveryNth(kind="every_nth")):
+    for policy in (KeepAll(kind="none"), EveryNth(kind="every_nth")):
         model = small(SMALL).float()
-        trainer = Trainer(model, steps=40, schedule=Cosine(), remat=remat)
+        trainer = Trainer(model, steps=40, schedule=Cosine(), activation_checkpointing=policy)
         losses = [trainer.step(batch).loss for _ in range(3)]
         found.append([*losses, *(parameter.sum().item() for parameter in model.parameters())])
     assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Layers that borrow keys: the formula, the gradient back to the lender, remat, decoding, and stacks that cannot be."""
+"""Layers that borrow keys: the formula, the gradient back to the lender, activation checkpointing, decoding, and stacks that cannot be."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from hone.train.schedule import Schedule, span
+from hone.train.schedules.base import Schedule, span
 
 
 class WarmupStableDecay(Schedule):

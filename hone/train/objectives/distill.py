@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from hone.train.objective import Objective
+from hone.train.objectives.base import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class Distill(Objective):
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
     ) -> Tensor:
         """Nats of the mix summed over the valid targets. T^2 keeps the gradient's size when T changes."""
-        from hone.train.distill_loss import distill_loss
+        from hone.train.objectives.distill_loss import distill_loss
 
         assert teacher is not None and taught is not None, "distill without a teacher"
         return distill_loss(

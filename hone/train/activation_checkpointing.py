@@ -1,4 +1,4 @@
-"""Rematerialization: which layers drop their activations in the forward pass and compute them again in the backward pass."""
+"""Activation checkpointing: which layers drop their activations in the forward pass and compute them again in the backward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Segment(NamedTuple):
     recompute: bool
 
 
-class Remat(Technique):
-    """What a rematerialization policy is: a cut of the layers into segments."""
+class ActivationCheckpointing(Technique):
+    """A policy of activation checkpointing: it cuts the layers into segments."""
 
     def segments(self, num_layers: int) -> tuple[Segment, ...]:
         """Cuts `num_layers` layers into segments that follow each other and cover all."""
@@ -42,7 +42,7 @@ class Remat(Technique):
         }
 
 
-class KeepAll(Remat):
+class KeepAll(ActivationCheckpointing):
     """Keep every activation: the fastest, and the most memory."""
 
     def segments(self, num_layers: int) -> tuple[Segment, ...]:
@@ -50,7 +50,7 @@ class KeepAll(Remat):
         return tuple(Segment(layer, layer + 1, False) for layer in range(num_layers))
 
 
-class EveryNth(Remat):
+class EveryNth(ActivationCheckpointing):
     """Recompute every n-th layer; n = 1 recomputes all, one at a time. Chen et al. 2016, arXiv:1604.06174."""
 
     paper: ClassVar[str] = "arXiv:1604.06174"
@@ -61,7 +61,7 @@ class EveryNth(Remat):
         return tuple(Segment(layer, layer + 1, layer % self.n == 0) for layer in range(num_layers))
 
 
-class SquareRoot(Remat):
+class SquareRoot(ActivationCheckpointing):
     """Recompute in about sqrt(L) segments of sqrt(L) layers: O(sqrt(L)) memory for one more forward. Chen et al. 2016, arXiv:1604.06174."""
 
     paper: ClassVar[str] = "arXiv:1604.06174"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hone.train.objective import Objective
+from hone.train.objectives.base import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor

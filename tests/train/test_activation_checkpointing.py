@@ -1,4 +1,4 @@
-"""Rematerialization: the same loss and gradients to the bit, and less kept for the backward pass."""
+"""Activation checkpointing: the same loss and gradients to the bit, and less kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 from hone.data.load import PackedTokens
 from hone.model.decoder import build
-from hone.train import REMATS
+from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.activation_checkpointing import EveryNth, KeepAll, Segment, SquareRoot, live_layers
 from hone.train.loop import run_layers, to_device
-from hone.train.remat import EveryNth, KeepAll, Segment, SquareRoot, live_layers
 from tests.train.conftest import SHAPE
 
 POLICIES = {
@@ -56,12 +56,12 @@ def test_less_is_kept(data_folder):
 
 
 @pytest.mark.parametrize("num_layers", range(1, 40))
-@pytest.mark.parametrize("name", list(REMATS))
+@pytest.mark.parametrize("name", list(ACTIVATION_CHECKPOINTINGS))
 def test_segments_cover_every_layer_once(name, num_layers):
-    segments = REMATS.read(name).segments(num_layers)
+    segments = ACTIVATION_CHECKPOINTINGS.read(name).segments(num_layers)
     assert [layer for part in segments for layer in range(part.start, part.stop)] == list(range(num_layers))
     assert 1 <= live_layers(segments) <= num_layers
-    estimates = REMATS.read(name).estimates(num_layers=num_layers)
+    estimates = ACTIVATION_CHECKPOINTINGS.read(name).estimates(num_layers=num_layers)
     assert 0 <= estimates["recomputed_share"].value <= 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from hone.train.schedule import Schedule
+from hone.train.schedules.base import Schedule
 
 
 class Cosine(Schedule):
