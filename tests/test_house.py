@@ -164,7 +164,7 @@ def test_techniques_and_stages_load_without_extras():
         "class Absent:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.partition('.')[0] in EXTRAS: raise ModuleNotFoundError(f'{name} is not installed')\n"
-        "EXTRAS = 'pyarrow numba tiktoken fastwarc resiliparse trafilatura zstandard fsspec huggingface_hub ray fastapi starlette uvicorn prometheus_client httpx'.split()\n"
+        "EXTRAS = 'pyarrow numba tiktoken fastwarc resiliparse trafilatura zstandard fsspec huggingface_hub clarabel openai ray fastapi starlette uvicorn prometheus_client httpx'.split()\n"
         "sys.meta_path.insert(0, Absent())\n"
         "from hone.base.table import all_tables\n"
         "from hone.base.stage import STAGES\n"

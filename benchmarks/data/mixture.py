@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize
 
 from benchmarks.data.clock import best_of
 from hone.data import CURRICULA
@@ -19,7 +20,7 @@ from hone.data.mix.utilimax import best_portfolio
 
 
 def rows(data: Path, peers: str | None = None) -> list[dict[str, Any]]:
-    """The rows of this benchmark; the peers, scikit-learn and scipy, are asked in this process where they are there."""
+    """The rows of this benchmark; the peer, scipy, is asked in this process."""
     found = [*regression(data / "mixture" / "regmix"), *portfolio(), *shares()]
     with tempfile.TemporaryDirectory() as name:
         packed = _artifact(Path(name))
@@ -31,26 +32,13 @@ def regression(folder: Path) -> list[dict[str, Any]]:
     known = read_runs(folder / "train_mixture_1m.csv", folder / "train_pile_loss_1m.csv", "pile_cc")
     weights = known.weights / known.weights.sum(1, keepdims=True)
     spent, predict = best_of(3, lambda: fit(weights, known.loss, "boosting"))
-    theirs = None
-    try:
-        from sklearn.ensemble import HistGradientBoostingRegressor
-    except ImportError:
-        peer_spent = None
-    else:
-        peer_spent, theirs = best_of(
-            3, lambda: HistGradientBoostingRegressor(max_iter=300, random_state=0).fit(weights, known.loss).predict
-        )
-    peer = "" if theirs is None else "scikit-learn HistGradientBoosting, 300 trees"
-    result = [
-        _row("regmix_fit_s", spent, "s", 3, peer, peer_spent, "512 runs, 17 sources, 300 trees; process CPU time")
-    ]
+    result = [_row("regmix_fit_s", spent, "s", 3, "", None, "512 runs, 17 sources, 300 trees; process CPU time")]
     for size in ("1m", "60m", "1B"):
         asked = read_runs(folder / f"test_mixture_{size}.csv", folder / f"test_pile_loss_{size}.csv", "pile_cc")
         scaled = asked.weights / asked.weights.sum(1, keepdims=True)
         ours = spearman(predict(scaled), asked.loss)
-        other = None if theirs is None else spearman(theirs(scaled), asked.loss)
         note = f"Spearman over {len(asked.loss)} published runs, loss on Pile-CC"
-        result.append(_row(f"regmix_rank_correlation_{size}", ours, "", len(asked.loss), peer, other, note))
+        result.append(_row(f"regmix_rank_correlation_{size}", ours, "", len(asked.loss), "", None, note))
     return result
 
 
@@ -63,10 +51,6 @@ def portfolio() -> list[dict[str, Any]]:
         return float(np.linalg.norm(w @ utility - 1) + len(w) * (w @ w))
 
     spent, ours = best_of(3, lambda: [best_portfolio(utility, caps, 1.0) for utility, caps in cases])
-    try:
-        from scipy.optimize import minimize
-    except ImportError:
-        return [_row("utilimax_ms", spent / 20 * 1e3, "ms", 20, "", None, "15 sources, 30 tasks; process CPU time")]
 
     def solve(utility: np.ndarray, caps: np.ndarray) -> np.ndarray:
         return minimize(

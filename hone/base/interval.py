@@ -1,4 +1,4 @@
-"""Means with intervals: what a few repetitions can and cannot tell apart, by Student's t, without a library."""
+"""Means with intervals: what a few repetitions can and cannot tell apart, by Student's t."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 LEVEL = 0.95
 """Share of intervals that hold the true value."""
-_TINY = 1e-300
-_TERMS = 100_000
 
 
 class Difference(NamedTuple):
@@ -59,53 +57,7 @@ def half_width(values: Sequence[float], level: float = LEVEL) -> float:
 
 @lru_cache(maxsize=256)
 def t_quantile(probability: float, freedom: float) -> float:
-    """The value below which Student's t with `freedom` > 0 degrees of freedom stays with `probability`, in (0, 1).
+    """The value below which Student's t with `freedom` > 0 degrees of freedom stays with `probability`, in (0, 1)."""
+    from scipy.special import ndtri, stdtrit  # scipy takes a while to load
 
-    Right to 12 digits up to a thousand degrees of freedom, to 8 up to a million.
-    """
-    if probability <= 0.5:
-        return -t_quantile(1 - probability, freedom) if probability < 0.5 else 0.0
-    if math.isinf(freedom):
-        return statistics.NormalDist().inv_cdf(probability)
-    tail = 1 - probability
-    low, high = 0.0, 1.0
-    while t_tail(high, freedom) > tail:
-        low, high = high, 2 * high
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if t_tail(middle, freedom) > tail else (low, middle)
-    return high
-
-
-def t_tail(value: float, freedom: float) -> float:
-    """Chance that Student's t with `freedom` degrees of freedom is above `value` >= 0."""
-    square = value * value / freedom
-    if value < 1:  # 1 / (1 + square) would round the value away
-        return 0.5 * (1 - incomplete_beta(square / (1 + square), 0.5, freedom / 2))
-    return 0.5 * incomplete_beta(1 / (1 + square), freedom / 2, 0.5)
-
-
-def incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularized incomplete beta function I_x(a, b), 0 <= x <= 1, a and b above 0."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly, its mirror converges fast
-        return 1 - incomplete_beta(1 - x, b, a)
-    scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    return math.exp(scale) / (a * _fraction(x, a, b))
-
-
-def _fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction of I_x(a, b) (DLMF 8.17.22), by Lentz's way: 1 + d1/(1 + d2/(1 + ...))."""
-    value, c, d = 1.0, 1.0, 0.0
-    for term in range(1, _TERMS):
-        m = term // 2
-        if term % 2:
-            part = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            part = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        d = 1 / ((1 + part * d) or _TINY)
-        c = (1 + part / c) or _TINY
-        value *= c * d
-        if abs(c * d - 1) < 1e-15:
-            return value
-    raise AssertionError(f"the continued fraction of I_{x}({a}, {b}) does not converge")
+    return float(ndtri(probability) if math.isinf(freedom) else stdtrit(freedom, probability))

@@ -1,4 +1,4 @@
-"""Weights under caps: filling up in proportion, and the nearest point of the capped simplex."""
+"""Weights under caps: filled up in proportion to what is wanted."""
 
 from __future__ import annotations
 
@@ -20,22 +20,3 @@ def fill(wanted: np.ndarray, caps: np.ndarray) -> np.ndarray:
             return np.where(free, scaled, weights)
         free &= ~over
     return weights
-
-
-def project(point: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """The point of {w: sum w = 1, 0 <= w <= caps} nearest to `point`: clip(point - shift, 0, caps) for the right shift.
-
-    The sum falls with the shift, piece by piece linearly between the points where some weight meets a bound, so the
-    shift is found exactly among them. All float64 [n]; `caps` must sum to at least 1.
-    """
-    turns = np.unique(np.concatenate([point - caps, point]))
-    sums = np.clip(point[None] - turns[:, None], 0, caps[None]).sum(1)
-    place = int(np.searchsorted(-sums, -1.0, side="right")) - 1  # the last turn at which the sum is still >= 1
-    if place < 0:
-        return caps / caps.sum()  # the caps sum to one, up to rounding
-    low, high = sums[place], sums[min(place + 1, len(sums) - 1)]
-    if low - high <= 0:
-        shift = turns[place]
-    else:
-        shift = turns[place] + (low - 1) / (low - high) * (turns[place + 1] - turns[place])
-    return np.clip(point - shift, 0, caps)

@@ -10,7 +10,6 @@ import pytest
 from hone.base.errors import SpecError
 from hone.data import MIXTURES
 from hone.data.mix.base import Source
-from hone.data.mix.boosting import Boosted
 from hone.data.mix.regmix import cross_validate, fit, read_runs, simulate, spearman
 
 
@@ -122,33 +121,34 @@ def test_boosting_fits_what_a_line_cannot():
     draw = np.random.default_rng(1)
     x = draw.random((600, 4))
     y = np.where(x[:, 0] > 0.5, 2.0, 0.0) + np.where((x[:, 1] > 0.3) & (x[:, 2] > 0.6), 1.0, 0.0)
-    model = Boosted(trees=100).fit(x[:500], y[:500])
-    assert np.abs(model.predict(x[500:]) - y[500:]).mean() < 0.05
-    assert (model.predict(x) == Boosted(trees=100).fit(x[:500], y[:500]).predict(x)).all()
+    model = fit(x[:500], y[:500], "boosting")
+    assert np.abs(model(x[500:]) - y[500:]).mean() < 0.05
+    assert (model(x) == fit(x[:500], y[:500], "boosting")(x)).all()
     assert cross_validate(x, y, "boosting") > 0.9 > cross_validate(x, draw.random(600), "boosting")
 
 
-def test_boosting_against_an_independent_one():
-    ensemble = pytest.importorskip("sklearn.ensemble")
+def test_boosting_of_nothing_that_varies_is_the_mean():
+    for regressor in ("boosting", "ridge"):
+        constant = fit(np.zeros((50, 2)), np.full(50, 3.0), regressor)(np.ones((4, 2)))
+        np.testing.assert_allclose(constant, 3.0, rtol=1e-12)
+    many = np.arange(2000.0)[:, None]  # more distinct values than bins
+    assert np.abs(fit(many, many[:, 0], "boosting")(many) - many[:, 0]).mean() < 20
+
+
+@pytest.mark.parametrize("regressor", ["boosting", "ridge"])
+def test_the_fit_is_the_same_on_any_number_of_threads(regressor):
+    threadpoolctl = pytest.importorskip("threadpoolctl")
     draw = np.random.default_rng(2)
     x = draw.dirichlet(np.ones(6), 800)
     y = np.sin(6 * x[:, 0]) + x[:, 1] ** 2 - np.sqrt(x[:, 2])
-    ours = Boosted().fit(x[:600], y[:600]).predict(x[600:])
-    theirs = ensemble.HistGradientBoostingRegressor(max_iter=300).fit(x[:600], y[:600]).predict(x[600:])
-    errors = [float(((predicted - y[600:]) ** 2).mean()) for predicted in (ours, theirs)]
-    assert errors[0] <= 1.2 * errors[1]
+    found = []
+    for threads in (1, 2):
+        with threadpoolctl.threadpool_limits(threads):
+            found.append(fit(x, y, regressor)(x[:50]))
+    assert (found[0] == found[1]).all()
 
 
-def test_boosting_of_nothing_that_varies_is_the_mean():
-    assert (Boosted().fit(np.zeros((50, 2)), np.full(50, 3.0)).predict(np.ones((4, 2))) == 3.0).all()
-    many = np.arange(2000.0)[:, None]  # more distinct values than bins
-    assert np.abs(Boosted(trees=50).fit(many, many[:, 0]).predict(many) - many[:, 0]).mean() < 20
-
-
-def test_spearman_is_the_definition():
-    stats = pytest.importorskip("scipy.stats")
-    draw = np.random.default_rng(0)
-    for _ in range(20):
-        one, other = draw.integers(0, 8, 30), draw.integers(0, 8, 30)
-        assert spearman(one, other) == pytest.approx(stats.spearmanr(one, other).statistic)
+def test_spearman_counts_ties_by_their_mean_rank_and_constants_as_nothing():
+    assert spearman(np.array([1, 2, 2, 3]), np.array([1, 3, 2, 4])) == pytest.approx(4.5 / 22.5**0.5)
+    assert spearman(np.array([1.0, 5, 9]), np.array([3.0, 2, 1])) == pytest.approx(-1)
     assert spearman(np.ones(4), np.arange(4)) == 0

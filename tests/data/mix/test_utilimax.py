@@ -13,7 +13,7 @@ from hone.base.spec import Spec
 from hone.data import MIXTURES
 from hone.data.mix.base import Source
 from hone.data.mix.simplex import fill
-from hone.data.mix.utilimax import best_portfolio, gap
+from hone.data.mix.utilimax import best_portfolio
 
 SOURCES = [Source("books", 1000), Source("code", 1000), Source("web", 1000)]
 
@@ -45,11 +45,26 @@ def test_the_optimum_is_an_independent_solvers(seed):
         np.testing.assert_allclose(found, theirs.x, atol=1e-5)
 
 
-def test_the_gap_bounds_what_can_be_gained():
-    caps = np.array([0.5, 0.5, 1.0])
-    slope = np.array([3.0, 1.0, 2.0])
-    assert gap(slope, np.array([0.5, 0.0, 0.5]), caps) == pytest.approx(2.5 - 1.5)
-    assert gap(slope, np.array([0.0, 0.5, 0.5]), caps) == pytest.approx(0)
+@pytest.mark.parametrize("seed", range(40))
+def test_degenerate_problems_keep_the_caps_and_reach_the_least_value(seed):
+    """Sources best at every task, ties, caps that leave one choice, no risk and much: no direction may lead lower."""
+    draw = np.random.default_rng(seed)
+    n, tasks = int(draw.integers(1, 48)), int(draw.integers(1, 60))
+    utility = np.round(draw.random((n, tasks)), int(draw.choice([0, 1, 9])))
+    utility[: int(draw.integers(0, 1 + n // 4))] = 1.0
+    wanted = draw.random(n) + 1e-3
+    caps = np.minimum(wanted / wanted.sum() * draw.choice([1, 1 + 1e-9, 1.5, 50]), 1) if seed % 2 else np.ones(n)
+    risk = float(draw.choice([0, 1e-6, 0.01, 1.0, 1e6]))
+
+    def value(w: np.ndarray) -> float:
+        return float(np.linalg.norm(w @ utility - 1) + risk * n * (w @ w))
+
+    found = best_portfolio(utility, caps, risk)
+    assert found.sum() == pytest.approx(1, abs=1e-12) and (found >= 0).all() and (found <= caps + 1e-12).all()
+    for step in (1.0, 1e-2, 1e-4):
+        for _ in range(10):
+            other = fill(draw.random(n) ** draw.choice([1, 8]) + 1e-9, caps)
+            assert value(found) <= value((1 - step) * found + step * other) + 2e-7 * max(value(found), 1)
 
 
 def test_one_source_that_is_best_at_all_gets_all_without_risk():

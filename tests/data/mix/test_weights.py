@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hone.base.errors import SpecError
 from hone.data import MIXTURES
 from hone.data.mix.base import Chosen, Source
-from hone.data.mix.simplex import fill, project
+from hone.data.mix.simplex import fill
 
 SIZES = st.lists(st.integers(2, 10**9), min_size=1, max_size=12)
 
@@ -119,23 +119,6 @@ def test_estimates_are_the_epochs():
     assert {name: estimate.value for name, estimate in estimates.items()} == pytest.approx(
         {"epochs_s0": 2.0, "epochs_s1": 2.0}
     )
-
-
-@settings(max_examples=200)
-@given(st.integers(1, 15), st.integers(0, 10**6))
-def test_projection_is_the_nearest_point(count, seed):
-    draw = np.random.default_rng(seed)
-    point = draw.normal(size=count) * draw.choice([0.1, 1, 10])
-    caps = draw.random(count) + 1e-3
-    caps = np.minimum(caps * max(1.0, draw.choice([1.0, 1.5, 4.0]) / caps.sum()), 5)
-    if caps.sum() < 1:
-        caps /= caps.sum()
-    found = project(point, caps)
-    assert found.sum() == pytest.approx(1, abs=1e-9) and (found >= 0).all() and (found <= caps + 1e-12).all()
-    # The nearest point of a convex set: no feasible direction leads closer.
-    for _ in range(20):
-        other = fill(draw.random(count) + 1e-9, caps)
-        assert (point - found) @ (other - found) <= 1e-7 * (1 + np.abs(point).max())
 
 
 def test_filling_keeps_proportions_where_no_cap_binds():
