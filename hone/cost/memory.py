@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hone.base.figure import Estimate, human_bytes
+from hone.cost.cache import BYTES as BYTES
 from hone.cost.facts import LayerFacts, ModelFacts
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one number by format name."""
 
 GAPS = 2.5
 """Gaps that glibc's heap keeps on a CPU, in sets of one layer's temporaries: tensors that are freed leave holes which the

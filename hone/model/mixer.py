@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hone.base.errors import SpecError
 from hone.base.table import Technique
+from hone.cost.cache import LayerCache
 from hone.cost.facts import Mixing, Widths
 from hone.model.context import Context
 from hone.model.linear import MakeLinear
@@ -79,9 +80,13 @@ class Mixer(Technique):
         projected = sum(n_out for n_out, _ in inward)
         return Widths(projected=projected, turned=projected, mixed=mixed)
 
-    def paged_shape(self) -> tuple[int, int] | None:
-        """(num_kv_heads, head_dim) of the keys it keeps in the serving engine's pages; None when it keeps none."""
-        return None
+    def cache(self) -> LayerCache:
+        """The tensors that the serving engine keeps for it between passes; empty for a mixer that the engine cannot serve.
+
+        Its module fills and reads them through `Context.attend` (which stores "k" and "v") or `Context.attend_latent`
+        ("latent"). A mixer that `borrows` keeps none of its own.
+        """
+        return ()
 
     def check_source(self, source: Mixer) -> None:
         """Raises ValueError when it cannot attend to the keys of `source`. Only for a mixer that `borrows`."""

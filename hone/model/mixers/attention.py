@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hone.base.spec import Spec
+from hone.cost.cache import LayerCache, keys_and_values
 from hone.cost.facts import Attending, Widths, attention_widths
 from hone.model.context import Context
 from hone.model.linear import MakeLinear
@@ -134,8 +135,8 @@ class Attention(GroupedHeads):
     def widths(self, hidden_size: int) -> Widths:
         return attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
 
-    def paged_shape(self) -> tuple[int, int]:
-        return self.num_kv_heads, self.head_dim
+    def cache(self) -> LayerCache:
+        return keys_and_values(self.num_kv_heads, self.head_dim)
 
     def prepare(self, context: Context, x: Tensor) -> None:
         super().prepare(context, x)

@@ -205,7 +205,7 @@ def test_hones_own_server_is_such_an_endpoint(tiny_llama):
     pytest.importorskip("uvicorn")
     from tests.serve.live import LiveServer
 
-    live = LiveServer(tiny_llama, served_model_name="tiny", engine={"num_pages": 64, "max_rows": 4})
+    live = LiveServer(tiny_llama, served_model_name="tiny", engine={"num_pages": 64, "max_num_seqs": 4})
     try:
         url = f"{live.url}/v1"
         answers = Endpoint(url=url, parallel=2).ask(["Is this good?", "And this?"], 8)
