@@ -21,8 +21,8 @@ from hone.base.run import Run
 from hone.compress.stage import Compress
 from hone.measure.machine import describe
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.hf import Checkpoint, load, save
+from hone.model.shape import Shape
 
 SHAPES = {
     "tiny": Shape(),

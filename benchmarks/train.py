@@ -35,7 +35,7 @@ from hone.data.load import IGNORE, Batch
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.ops import dispatch
 from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.activation_checkpointing import EveryNth, KeepAll
@@ -209,7 +209,7 @@ def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int,
             rows += made
         except Exception as error:  # a cell that fails must not cost the others
             print(f"{label}: left out, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            trainer.update.weights.drop_grads()
+            trainer.update.drop()
         gc.collect()
         torch.cuda.empty_cache()
     return rows

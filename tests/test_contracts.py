@@ -23,9 +23,9 @@ from hone.data.expression import evaluate
 from hone.data.load import Batch
 from hone.data.signals import signals
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.incremental import Incremental, generate
 from hone.model.mixers import MIXERS
+from hone.model.shape import Shape
 from hone.serve import DRAFTERS
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, SCHEDULES
 from hone.train.loop import Trainer
@@ -289,7 +289,7 @@ def test_a_drafter_never_changes_greedy_text(name, tiny_llama):
     draft = tiny_llama if "draft" in DRAFTERS[name].needs else None
     from hone.serve.spec import EngineSpec
 
-    engine = hone.Engine(tiny_llama, EngineSpec.read({"drafter": name}), draft=draft)
+    engine = hone.Engine(tiny_llama, EngineSpec.read({"drafter": name}), draft_model=draft)
     assert [one.tokens for one in engine.generate(prompts, params)] == [one.tokens for one in plain]
     stats = engine.stats()
     assert stats["pages_used"] == 0 and stats["pages_free"] == stats["pages_total"]

@@ -51,14 +51,10 @@ class Stage(Spec):
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """Makes the artifact in folder `out`, or returns it when it is already there; resumes an interrupted one.
 
-        Of several ranks, rank 0 makes it and the others wait until it is whole. Raises SpecError for a missing or unknown
-        role, DriftError when `out` was made from another spec, FitError when the plan says that the machine is too small.
+        Raises SpecError for a missing or unknown role, DriftError when `out` was made from another spec, FitError when
+        the plan says that the machine is too small.
         """
-        run = run or Run()
-        folder = run.mesh.from_leader(lambda: self._make(Path(out), parents or {}, run).folder)
-        return Artifact.read(folder)
-
-    def _make(self, out: Path, parents: dict[str, Artifact], run: Run) -> Artifact:
+        out, parents, run = Path(out), parents or {}, run or Run()
         self.check_roles(parents)
         inputs: dict[str, Any] = {
             "kind": self.stage,

@@ -14,7 +14,7 @@ from hone.base.errors import ArtifactError, FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.compress.calibration import Calibration
 from hone.compress.shards import DTYPES, shard_bytes
-from hone.compress.stream import Job, shapes_of
+from hone.compress.stream import Job
 from hone.cost.facts import ModelFacts
 from hone.cost.roofline import seconds
 from hone.cost.steps import forward_seconds
@@ -102,9 +102,9 @@ class Plan:
             forward, bound = 2 * batches * once.value, once.bound
         solve = 0.0
         for index in range(checkpoint.config.num_layers):
-            shapes = shapes_of(checkpoint, index)
+            linears = checkpoint.config.linears(index)
             for name in job.targets[index]:
-                n_out, k_in = shapes[name]
+                n_out, k_in = linears[name].out_features, linears[name].in_features
                 if self.calibration is not None:
                     product = seconds(machine, matmul=(k_in, k_in, tokens), num_ops=1, dtype=dtype)
                     gather += batches * product.value
@@ -124,7 +124,7 @@ class Plan:
         config = checkpoint.config
         layer = hessians = solve = batch = 0
         for index in range(config.num_layers):
-            linears = shapes_of(checkpoint, index)
+            linears = {name: (one.out_features, one.in_features) for name, one in config.linears(index).items()}
             weights = sum(n_out * k_in for n_out, k_in in linears.values())
             layer = max(layer, weights * (width + checkpoint.dtype.itemsize))
             shapes = [linears[name] for name in self.job.targets[index]]

@@ -92,6 +92,8 @@ class Compress(Stage):
                 f"{folder} is quantized already ({checkpoint.quantization.get('quant_method')})",
                 fix="compress the checkpoint it was made from",
             )
+        if checkpoint.config.adapters:
+            raise SpecError(f"{folder} has adapters around its linears", fix="compress the model without them")
         selected = self._select(checkpoint)
         samples = self._calibrate(checkpoint, parents)
         rest = None if self.rest_dtype == "keep" else getattr(torch, self.rest_dtype)
@@ -135,8 +137,15 @@ class Compress(Stage):
                     )
             here = tuple(name for name, modules in chosen.items() if all(modules.values()))
             selected.append(here)
-            layer_shapes = stream.shapes_of(checkpoint, index)
-            shapes += [(f"layers.{index}.{name}", *layer_shapes[name]) for name in here]
+            linears = checkpoint.config.linears(index)
+            if experts := [name for name in here if linears[name].experts is not None]:
+                raise SpecError(
+                    f"layer {index}: {', '.join(experts)} hold a matrix for each expert, which no step takes yet",
+                    fix=r"leave them as they are: ignore=['lm_head', '\.experts\.']",
+                )
+            shapes += [
+                (f"layers.{index}.{name}", linears[name].out_features, linears[name].in_features) for name in here
+            ]
         if not shapes:
             raise SpecError(
                 f"targets {list(self.targets)} without {list(self.ignore)} name no linear",
@@ -228,10 +237,10 @@ def _quantization(checkpoint: Any, job: Any) -> Any:
     ignored = ["lm_head"]
     modules: dict[Any, list[str]] = {}
     for index in range(checkpoint.config.num_layers):
-        shapes = stream.shapes_of(checkpoint, index)
+        linears = checkpoint.config.linears(index)
         for module in checkpoint.layer_modules(index):
             if module.attribute in job.targets[index]:
-                scheme = job.quantizer.scheme(shapes[module.attribute][1])
+                scheme = job.quantizer.scheme(linears[module.attribute].in_features)
                 modules.setdefault(scheme, []).append(module.name)
             else:
                 ignored.append(module.name)

@@ -19,7 +19,6 @@ from hone.compress.capture import Flow
 from hone.compress.matrix import Matrix, Quantizer, Step
 from hone.compress.shards import shard_name, write_index, write_shard
 from hone.compress.statistics import STATISTICS
-from hone.model.decoder import DecoderLayer
 from hone.model.hf import Checkpoint, fused_linears
 
 
@@ -83,7 +82,8 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
         if done == 0:
             ends = job.checkpoint.build_ends(job.device, job.dtype)
             if job.rest_dtype is not None:
-                ends.embedding = nn.Parameter(ends.embedding.to(job.rest_dtype).to(job.dtype), requires_grad=False)
+                embedding = ends.embedding.to(job.rest_dtype).to(job.dtype)
+                ends.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
             flow.embed(ends)
             del ends
         else:
@@ -118,17 +118,6 @@ def _keep(
     draft.keep_time()
 
 
-def shapes_of(checkpoint: Checkpoint, index: int) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of every fused linear of layer `index`: 'mixer.qkv' ..."""
-    with torch.device("meta"):
-        layer = DecoderLayer(checkpoint.config.layers[index], checkpoint.config, index)
-    found = {}
-    for name in fused_linears(layer, index):
-        linear = layer.get_submodule(name)
-        found[name] = (linear.out_features, linear.in_features)
-    return found
-
-
 def _finished_layers(draft: Draft, job: Job, flow: Flow | None) -> int:
     """Leading layers whose shard and marker are there (and, with calibration, the states behind them)."""
     count = job.checkpoint.config.num_layers
@@ -155,7 +144,7 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
     """Rows of the report and the checkpoint tensors of layer `index`; moves `flow` behind the layer."""
     checkpoint = Checkpoint(job.checkpoint.folder)  # opened anew, so that the pages it maps are freed with it
     layer = checkpoint.build_layer(index, job.device, job.dtype)
-    linears = fused_linears(layer, index)
+    linears = fused_linears(checkpoint.config, index)
     targets = [name for name in linears if name in job.targets[index]]
     readers = {name: [name] for name in targets}
     statistics = flow.statistics(layer, readers, job.statistics) if flow is not None else {}

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from hone.cost.cache import LayerCache, keys_and_values
-
 
 class Mixing(Protocol):
     """What a layer's tokens do to see each other, in numbers; every mixer's spec is one."""
 
     def mixing_flops(self, seq_len: int) -> float:
-        """FLOPs a token of a sequence of `seq_len` needs on average besides its own rows of the layer's matmuls."""
+        """FLOPs a token of a sequence of `seq_len` needs on average besides the layer's matmuls."""
         ...
 
     def state_values(self, seq_len: int) -> float:
@@ -60,15 +58,16 @@ class Widths(NamedTuple):
 class LayerFacts:
     """One decoder layer: a mixer, then a feed-forward.
 
-    `matmuls` are its weight matrices as they are multiplied (fused ones once), each (out_features, in_features).
+    `matmuls` are the products of one token: weight matrices as they are multiplied (fused ones once, of experts those that a
+    token visits), each (out_features, in_features).
     """
 
     matmuls: tuple[tuple[int, int], ...]
     mixing: Mixing
     widths: Widths
     intermediate_size: int
-    cache: LayerCache = ()
-    """What it keeps of a sequence when the engine serves it."""
+    kv_values_per_token: int = 0
+    """Numbers a paged cache keeps for one token in this layer; 0 for a mixer that keeps no keys in pages."""
 
     @classmethod
     def attention(
@@ -80,13 +79,8 @@ class LayerFacts:
             mixing=attending,
             widths=attention_widths(attending.num_heads, attending.num_kv_heads, attending.head_dim),
             intermediate_size=intermediate_size,
-            cache=keys_and_values(attending.num_kv_heads, attending.head_dim),
+            kv_values_per_token=2 * attending.num_kv_heads * attending.head_dim,
         )
-
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers that the pages hold of one token in this layer."""
-        return sum(one.num_values for one in self.cache if one.paged)
 
     @property
     def matmul_params(self) -> int:
@@ -103,10 +97,12 @@ def attention_widths(num_heads: int, num_kv_heads: int, head_dim: int) -> Widths
 class ModelFacts:
     """A decoder of `layers` between an embedding and a head of `vocab_size` rows.
 
-    `num_params` counts every stored number once, a tied embedding once too.
+    `num_params` counts every stored number once, a tied embedding once too; `active_params` leaves out the experts that a
+    token does not visit.
     """
 
     num_params: int
+    active_params: int
     vocab_size: int
     hidden_size: int
     max_seq_len: int
@@ -141,8 +137,10 @@ class ModelFacts:
             intermediate_size,
         )
         ends = vocab_size * hidden_size * (1 if tie_embeddings else 2) + hidden_size
+        num_params = num_layers * (layer.matmul_params + 2 * hidden_size) + ends
         return cls(
-            num_params=num_layers * (layer.matmul_params + 2 * hidden_size) + ends,
+            num_params=num_params,
+            active_params=num_params,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             max_seq_len=max_seq_len,
@@ -161,7 +159,7 @@ class ModelFacts:
 
     @property
     def matmul_params(self) -> int:
-        """Weights a token is multiplied with: all layers' matrices and the head."""
+        """Weights a token is multiplied with: the layers' matrices (of experts those it visits) and the head."""
         return sum(layer.matmul_params for layer in self.layers) + self.vocab_size * self.hidden_size
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -1,8 +1,9 @@
-"""What a model is: sizes, and one (mixer, feed-forward) pair a layer; predicts its own parameters, FLOPs and cache bytes."""
+"""What a model is: sizes, and one (mixer, feed-forward) pair a layer; its weights as data, its parameters, FLOPs and cache bytes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,8 +11,14 @@ from hone.base.errors import SpecError
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.cost.facts import LayerFacts, ModelFacts
+from hone.model.adapters import ADAPTERS
+from hone.model.adapters.base import Wrappers, wrappers
+from hone.model.families import FAMILIES
 from hone.model.feed_forwards import FEED_FORWARDS
+from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece
 from hone.model.mixers import MIXERS
+
+FamilyName = Literal[tuple(FAMILIES)]
 
 
 class LayerSpec(Spec):
@@ -20,13 +27,29 @@ class LayerSpec(Spec):
     mixer: Annotated[Technique, Choice(MIXERS)] = Field(description="How tokens see each other.")
     feed_forward: Annotated[Technique, Choice(FEED_FORWARDS)] = Field(description="What each token does alone.")
 
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """Its linears by their path in the layer ('mixer.qkv'), the mixer's first."""
+        blocks = {"mixer": self.mixer, "feed_forward": self.feed_forward}
+        return {f"{name}.{one.name}": one for name, block in blocks.items() for one in block.linears(hidden_size)}
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        """Its norms and other parameters in no linear, by the path of their tensor in the layer ('mixer_norm.weight')."""
+        norms = (NormSpec("mixer_norm", hidden_size), NormSpec("feed_forward_norm", hidden_size))
+        found: dict[str, Parameter] = {norm.path: norm for norm in norms}
+        for name, block in {"mixer": self.mixer, "feed_forward": self.feed_forward}.items():
+            found |= {f"{name}.{one.path}": one for one in block.parameters(hidden_size)}
+        return found
+
+    def local(self, num_ranks: int) -> Self:
+        """The layer of one of `num_ranks` tensor-parallel ranks (see `BlockSpec.local`)."""
+        parts = {"mixer": self.mixer.local(num_ranks), "feed_forward": self.feed_forward.local(num_ranks)}
+        return self.model_copy(update=parts)
+
 
 class ModelConfig(Spec):
     """A decoder as data. Layers may differ from each other: a hybrid stack is a list like any other."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] = Field(
-        "llama", description="Whose checkpoint format it is saved in."
-    )
+    family: FamilyName = Field("llama", description="Whose checkpoint format it is saved in.")
     vocab_size: int = Field(gt=0, description="Rows of the embedding.")
     hidden_size: int = Field(gt=0, description="Width of the residual stream.")
     layers: tuple[LayerSpec, ...] = Field(min_length=1, description="The layers, first to last.")
@@ -35,6 +58,10 @@ class ModelConfig(Spec):
     max_seq_len: int = Field(2048, gt=0, description="Longest sequence it was made for, in tokens.")
     bos_token_id: int | None = Field(None, description="Token a sequence begins with, if any.")
     eos_token_ids: tuple[int, ...] = Field((), description="Tokens that end a sequence.")
+
+    adapters: tuple[Annotated[Technique, Choice(ADAPTERS)], ...] = Field(
+        (), description="What is added to the layers' linears, the first innermost."
+    )
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> ModelConfig:
@@ -77,39 +104,82 @@ class ModelConfig(Spec):
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def linears(self, index: int) -> dict[str, LinearSpec]:
+        """The linears of layer `index` by their path in it ('mixer.qkv')."""
+        return self.layers[index].linears(self.hidden_size)
+
+    def parameters(self, index: int) -> dict[str, Parameter]:
+        """The parameters of layer `index` that are in no linear, by the path of their tensor; those of adapters, too."""
+        found = self.layers[index].parameters(self.hidden_size)
+        for path, linear in self.linears(index).items():
+            around = self.wrappers(index, path, linear)
+            for depth, (adapter, pieces) in enumerate(reversed(around)):
+                owner = f"{path}{'.inner' * depth}"
+                found |= {f"{owner}.{one.path}": one for one in adapter.parameters(linear, pieces)}
+        return found
+
+    def ends(self) -> dict[str, LinearSpec]:
+        """The embedding and, unless it is tied to it, the head."""
+        vocab, hidden = self.vocab_size, self.hidden_size
+        found = {
+            "embed_tokens": LinearSpec("embed_tokens", hidden, (Piece("embed_tokens", vocab),), "tokens", "vocab"),
+            "lm_head": LinearSpec("lm_head", hidden, (Piece("lm_head", vocab),), "norm", "vocab"),
+        }
+        if self.tie_embeddings:
+            del found["lm_head"]
+        return found
+
+    def modules(self, index: int, path: str) -> dict[str, int]:
+        """The checkpoint modules of the linear at `path` of layer `index` in order of its rows, with their counts."""
+        return FAMILIES[self.family].modules(index, path, self.linears(index)[path])
+
+    def wrappers(self, index: int, path: str, linear: LinearSpec) -> Wrappers:
+        """The adapters around the linear at `path` of layer `index`."""
+        if not self.adapters:
+            return []
+        return wrappers(self.adapters, linear, FAMILIES[self.family].modules(index, path, linear))
+
+    def local(self, num_ranks: int) -> Self:
+        """The same model with the layers of one of `num_ranks` tensor-parallel ranks; `ends` are cut by who builds them."""
+        return self.model_copy(update={"layers": tuple(layer.local(num_ranks) for layer in self.layers)})
+
     @property
     def num_params(self) -> int:
         """Parameters, exactly; a tied head counts once."""
         inner = sum(
-            layer.mixer.num_params(self.hidden_size)
-            + layer.feed_forward.num_params(self.hidden_size)
-            + 2 * self.hidden_size
-            for layer in self.layers
+            part.num_params
+            for index in range(self.num_layers)
+            for part in (*self.linears(index).values(), *self.parameters(index).values())
         )
-        ends = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.hidden_size
-        return inner + ends
+        return inner + sum(end.num_params for end in self.ends().values()) + self.hidden_size
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that a token meets: of experts only those it visits."""
+        linears = (one for index in range(self.num_layers) for one in self.linears(index).values())
+        return self.num_params - sum(one.num_params - one.active_params for one in linears)
 
     def facts(self) -> ModelFacts:
         """The plain numbers that the cost room works with."""
         return ModelFacts(
             num_params=self.num_params,
+            active_params=self.active_params,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_seq_len=self.max_seq_len,
             tie_embeddings=self.tie_embeddings,
-            layers=tuple(
-                LayerFacts(
-                    matmuls=(
-                        *layer.mixer.matmuls(self.hidden_size),
-                        *layer.feed_forward.matmuls(self.hidden_size),
-                    ),
-                    mixing=layer.mixer.mixing(),
-                    widths=layer.mixer.widths(self.hidden_size),
-                    intermediate_size=layer.feed_forward.intermediate_size,
-                    cache=layer.mixer.cache(),
-                )
-                for layer in self.layers
-            ),
+            layers=tuple(self._layer_facts(index) for index in range(self.num_layers)),
+        )
+
+    def _layer_facts(self, index: int) -> LayerFacts:
+        layer = self.layers[index]
+        parts = (*self.linears(index).values(), *self.parameters(index).values())
+        return LayerFacts(
+            matmuls=tuple(matmul for part in parts for matmul in part.matmuls),
+            mixing=layer.mixer.mixing(),
+            widths=layer.mixer.widths(self.hidden_size),
+            intermediate_size=layer.feed_forward.inner_size(self.hidden_size),
+            kv_values_per_token=2 * math.prod(layer.mixer.paged_shape() or (0, 0)),
         )
 
     def flops_per_token(self, seq_len: int) -> float:

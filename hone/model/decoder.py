@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.model.adapters.wrap import adapted
+from hone.model.block import Placement
 from hone.model.config import LayerSpec, ModelConfig
 from hone.model.context import Causal, Context
 from hone.model.linear import MakeLinear, make_dense
-from hone.model.mixer import Initial
+from hone.model.linear_spec import INIT_STD, Initial, NormSpec
 from hone.model.norm import RMSNorm
-
-INIT_STD = 0.02
 
 
 class DecoderLayer(nn.Module):
@@ -27,21 +27,23 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: LayerSpec, config: ModelConfig, index: int, make: MakeLinear = make_dense) -> None:
         super().__init__()
-        name, width = f"layers.{index}", config.hidden_size
-        self.mixer_norm = RMSNorm(width, config.norm_eps)
-        self.mixer = spec.mixer.build(width, index, f"{name}.mixer", config.norm_eps, make)
+        name, width, eps = f"layers.{index}", config.hidden_size, config.norm_eps
+        if config.adapters:
+            make = adapted(make, lambda path, linear: config.wrappers(index, path.removeprefix(f"{name}."), linear))
+        self.mixer_norm = RMSNorm(width, eps)
+        self.mixer = spec.mixer.build(Placement(width, index, f"{name}.mixer", eps, make))
         source = config.source_of(index)
         if source is not None:
             self.mixer.source = source
         elif config.lends(index):
             self.mixer.lends = True
-        self.feed_forward_norm = RMSNorm(width, config.norm_eps)
-        self.feed_forward = spec.feed_forward.build(width, f"{name}.feed_forward", make)
+        self.feed_forward_norm = RMSNorm(width, eps)
+        self.feed_forward = spec.feed_forward.build(Placement(width, index, f"{name}.feed_forward", eps, make))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         mixed = self.mixer(self.mixer_norm(x), context)
         normed, x = self.feed_forward_norm.after_sum(mixed, x)
-        return x + self.feed_forward(normed)
+        return x + self.feed_forward(normed, context)
 
 
 class Decoder(nn.Module):
@@ -51,10 +53,17 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.quantization: dict[str, Any] | None = None  # config.json's block of that name, for who saves it again
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        ends = config.ends()
+        self.embed_tokens = make("embed_tokens", ends["embed_tokens"])
         self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else make("lm_head", config.hidden_size, config.vocab_size, False)
+        self.lm_head = make("lm_head", ends["lm_head"]) if "lm_head" in ends else None
+        self.register_load_state_dict_pre_hook(_old_names)
+
+    @property
+    def embedding(self) -> nn.Parameter:
+        """The [V, D] matrix of the embedding."""
+        return self.embed_tokens.weight
 
     @property
     def head_weight(self) -> Tensor:
@@ -63,7 +72,7 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens int64 [...] -> [..., D]."""
-        return F.embedding(tokens, self.embedding)
+        return self.embed_tokens(tokens)
 
     def prepare(self, x: Tensor, context: Context) -> None:
         """What layers share in a pass over x [..., D], made before the first of them runs."""
@@ -102,63 +111,51 @@ def build(
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder = decoder.to(dtype).to_empty(device=device)
-    with torch.no_grad():
-        for module in decoder.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.fill_(1.0)
-            elif "bias" in module._parameters and module.bias is not None:
-                module.bias.zero_()
+    decoder.norm.weight.detach().fill_(1.0)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # drawing is serial and lets other threads run
         for _ in pool.map(lambda piece: _draw(*piece), _pieces(decoder, seed)):
             pass
     return decoder
 
 
-def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, float | Initial]]:
-    """Every tensor as it stands in a checkpoint, norms and biases of linears aside: a view of it, its name with the seed,
-    its spread or how else it begins."""
-    yield decoder.embedding.detach(), f"{seed}/embedding", INIT_STD
-    residual_std = INIT_STD / math.sqrt(2 * decoder.config.num_layers)
-    for index, layer in enumerate(decoder.layers):
-        for block in ("mixer", "feed_forward"):
-            module = getattr(layer, block)
-            for attribute, pieces in module.pieces.items():
-                std = residual_std if attribute == module.residual else INIT_STD
-                views = getattr(module, attribute).weight.detach().split(module.rows[attribute])
-                for piece, view in zip(pieces, views, strict=True):
-                    yield view, f"{seed}/layers.{index}.{block}.{piece}", std
-            for path, tensor in _loose(module).items():
-                yield (
-                    tensor,
-                    f"{seed}/layers.{index}.{block}.{path}",
-                    getattr(module, "initial", {}).get(path, INIT_STD),
-                )
-    if decoder.lm_head is not None:
-        yield decoder.lm_head.weight.detach(), f"{seed}/lm_head", INIT_STD
+def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, Initial]]:
+    """Every tensor that is drawn, as it stands in a checkpoint: a view of it, its name with the seed, and how it begins.
 
-
-def outside(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a mixer or feed-forward that are in no linear of its `pieces`, by name."""
-    linears = tuple(f"{name}." for name in module.pieces)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named if not name.startswith(linears)}
-
-
-def _loose(module: nn.Module) -> dict[str, Tensor]:
-    """`outside` without norms."""
-    norms = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, RMSNorm))
-    return {name: tensor for name, tensor in outside(module).items() if not name.startswith(norms)}
-
-
-def _draw(target: Tensor, name: str, initial: float | Initial) -> None:
-    """Fills `target` with what depends on `name` and the shape alone, drawn in float32 on the CPU.
-
-    `initial` is the std of normals around 0, or what `hone.model.mixer` says of it.
+    Norms and the biases of linears are set on the way.
     """
+    config, plain = decoder.config, (0.0, INIT_STD)
+    residual = (0.0, INIT_STD / math.sqrt(2 * config.num_layers))
+    yield decoder.embedding.detach(), f"{seed}/embedding", plain
+    for index, layer in enumerate(decoder.layers):
+        for path, linear in config.linears(index).items():
+            module, block = layer.get_submodule(path), path.partition(".")[0]
+            if linear.bias:
+                module.bias.detach().zero_()
+            views = module.weight.detach().flatten(0, -2).split(list(linear.parts.values()))
+            for part, view in zip(linear.parts, views, strict=True):
+                yield view, f"{seed}/layers.{index}.{block}.{part}", residual if linear.residual else plain
+        for path, parameter in config.parameters(index).items():
+            tensor = layer.get_parameter(path).detach()
+            if isinstance(parameter, NormSpec):
+                tensor.fill_(1.0)
+            else:
+                yield tensor, f"{seed}/layers.{index}.{path}", parameter.initial
+    if decoder.lm_head is not None:
+        yield decoder.lm_head.weight.detach(), f"{seed}/lm_head", plain
+
+
+def _draw(target: Tensor, name: str, initial: Initial) -> None:
+    """Fills `target` with what depends on `name` and the shape alone, drawn in float32 on the CPU as `initial` says."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     generator = torch.Generator().manual_seed(seed)
     if callable(initial):
         target.copy_(initial(tuple(target.shape), generator))
         return
-    mean, std = (0.0, initial) if isinstance(initial, float) else initial
+    mean, std = initial
     target.copy_(torch.empty(target.shape).normal_(mean, std, generator=generator))
+
+
+def _old_names(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Takes the embedding of a state dict that was made when it was a parameter of the decoder itself."""
+    if f"{prefix}embedding" in tensors:
+        tensors[f"{prefix}embed_tokens.weight"] = tensors.pop(f"{prefix}embedding")

@@ -13,7 +13,7 @@ from hone.base.errors import ArtifactError
 from hone.base.plan import Facts
 from hone.cost.memory import BYTES
 from hone.model.config import ModelConfig
-from hone.model.families import from_hf
+from hone.model.families.config_json import from_hf
 from hone.model.folder import read_json, weights_bytes
 
 _STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: the only file that knows what checkpoints call their tensors."""
+"""Hugging Face folders in and out: lazy reading layer by layer, fused loading, saving."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.model.config import ModelConfig
-from hone.model.decoder import Decoder, DecoderLayer, outside
-from hone.model.families import from_hf, own_format, to_hf
+from hone.model.decoder import Decoder, DecoderLayer
+from hone.model.families import FAMILIES
+from hone.model.families.config_json import from_hf, own_format, to_hf
 from hone.model.folder import read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
+from hone.model.linear_spec import LinearSpec
 from hone.model.shards import Shards, write_json, write_tensors
 from hone.ops.dispatch import say_once
 
@@ -32,17 +34,6 @@ TOKENIZER_FILES = (
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Names of our pieces (see `pieces` of the mixers and feed-forwards) in a checkpoint layer.
-_BLOCKS = {
-    "mixer": ("self_attn", {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}),
-    "feed_forward": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-}
-_NORMS = {
-    "mixer_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
-    "mixer.q_norm": "self_attn.q_norm",
-    "mixer.k_norm": "self_attn.k_norm",
-}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CODES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
 _AS_STORED = ("weight_scale",)
@@ -61,7 +52,7 @@ class Module(NamedTuple):
     attribute: str
     """The fused linear that holds it, below the layer: 'mixer.qkv'."""
     rows: slice
-    """Its output rows there."""
+    """Its output rows there; with experts those of all experts below one another."""
 
 
 class Checkpoint:
@@ -76,7 +67,6 @@ class Checkpoint:
         self.config = from_hf(self.values, str(self.folder / CONFIG))
         self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
         self._shards = Shards(self.folder)
-        self._fused: dict[str, dict[str, dict[str, int]]] = {}  # `fused_linears` of the layers that were asked for
 
     def names(self) -> list[str]:
         """Every tensor's name."""
@@ -94,9 +84,13 @@ class Checkpoint:
 
     def layer_modules(self, index: int) -> list[Module]:
         """Every linear of layer `index` by its checkpoint name, in the order in which they run."""
-        with torch.device("meta"):
-            layer = DecoderLayer(self.config.layers[index], self.config, index)
-        return layer_modules(layer, index)
+        found = []
+        for attribute, names in fused_linears(self.config, index).items():
+            begin = 0
+            for name, count in names.items():
+                found.append(Module(name, attribute, slice(begin, begin + count)))
+                begin += count
+        return found
 
     def build_layer(
         self, index: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
@@ -153,7 +147,7 @@ class Checkpoint:
             return make_dense
         from hone.model.quantized.config import linear_of
 
-        def make(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        def make(name: str, spec: LinearSpec) -> nn.Module:
             modules = self._modules_of(name)
             schemes = [linear_of(self.quantization, module) for module in modules]
             if any(one != schemes[0] for one in schemes):
@@ -161,34 +155,34 @@ class Checkpoint:
                     f"{self.folder}: {', '.join(modules)} are quantized differently",
                     fix="quantize the projections that run together with one scheme",
                 )
-            if schemes[0] is None:
-                return make_dense(name, in_features, out_features, bias)
+            if not schemes or schemes[0] is None:
+                return make_dense(name, spec)
             kind, options = schemes[0]
-            return LINEARS[kind](in_features, out_features, bias, **options)
+            if spec.experts is not None:
+                raise ArtifactError(
+                    f"{self.folder}: the experts of {name} are quantized as {kind}, which holds one matrix",
+                    fix="load the checkpoint it was made from",
+                )
+            return LINEARS[kind](spec.in_features, spec.out_features, spec.bias, **options)
 
         return make
 
     def _modules_of(self, name: str) -> list[str]:
-        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv')."""
-        if name == "lm_head":
-            return [name]
-        _, index, attribute = name.split(".", 2)
-        if index not in self._fused:
-            with torch.device("meta"):
-                layer = DecoderLayer(self.config.layers[int(index)], self.config, int(index))
-            self._fused[index] = fused_linears(layer, int(index))
-        return list(self._fused[index][attribute])
+        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv'); none for the embedding."""
+        if not name.startswith("layers."):
+            return [name] if name == "lm_head" else []
+        _, index, path = name.split(".", 2)
+        return list(self.config.modules(int(index), path))
 
     def _load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        for attribute, names in fused_linears(layer, index).items():
-            linear = layer.get_submodule(attribute)
-            self._load_linear(linear, names, device, dtype)
-        for path, name in singles(layer, index).items():
+        for attribute, names in fused_linears(self.config, index).items():
+            self._load_linear(layer.get_submodule(attribute), names, device, dtype)
+        for path, name in singles(self.config, index).items():
             owner, _, attribute = path.rpartition(".")
             self._set(layer.get_submodule(owner), attribute, name, device, dtype)
 
     def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
-        self._set(decoder, "embedding", "model.embed_tokens.weight", device, dtype)
+        self._set(decoder.embed_tokens, "weight", "model.embed_tokens.weight", device, dtype)
         self._set(decoder.norm, "weight", "model.norm.weight", device, dtype)
         if decoder.lm_head is not None:
             self._load_linear(decoder.lm_head, {"lm_head": self.config.vocab_size}, device, dtype)
@@ -333,21 +327,21 @@ def state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `decoder` under its checkpoint name, one at a time; views of the fused weights."""
     yield "model.embed_tokens.weight", decoder.embedding.detach()
     for index, layer in enumerate(decoder.layers):
-        yield from layer_state(layer, index)
+        yield from layer_state(layer, decoder.config, index)
     yield "model.norm.weight", decoder.norm.weight.detach()
     if decoder.lm_head is not None:
         for suffix, tensor in decoder.lm_head.parts([decoder.config.vocab_size])[0].items():
             yield f"lm_head.{suffix}", tensor
 
 
-def layer_state(layer: DecoderLayer, index: int) -> Iterator[tuple[str, Tensor]]:
+def layer_state(layer: DecoderLayer, config: ModelConfig, index: int) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of one layer under its checkpoint name."""
-    for attribute, names in fused_linears(layer, index).items():
+    for attribute, names in fused_linears(config, index).items():
         parts = layer.get_submodule(attribute).parts(list(names.values()))
         for name, part in zip(names, parts, strict=True):
             for suffix, tensor in part.items():
                 yield f"{name}.{suffix}", tensor
-    for path, name in singles(layer, index).items():
+    for path, name in singles(config, index).items():
         owner, _, attribute = path.rpartition(".")
         yield name, getattr(layer.get_submodule(owner), attribute).detach()
 
@@ -361,57 +355,28 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def fused_linears(layer: DecoderLayer, index: int) -> dict[str, dict[str, int]]:
-    """Our linears of one layer ('mixer.qkv'), each with its checkpoint modules in row order and their row counts."""
-    found = {}
-    for block, (prefix, names) in _BLOCKS.items():
-        module = getattr(layer, block)
-        for attribute, pieces in module.pieces.items():
-            full = [f"model.layers.{index}.{prefix}.{names.get(piece, piece)}" for piece in pieces]
-            found[f"{block}.{attribute}"] = dict(zip(full, module.rows[attribute], strict=True))
-    return found
+def fused_linears(config: ModelConfig, index: int) -> dict[str, dict[str, int]]:
+    """The linears of layer `index` ('mixer.qkv'), each with its checkpoint modules in row order and their row counts."""
+    return {path: config.modules(index, path) for path in config.linears(index)}
 
 
-def singles(layer: DecoderLayer, index: int) -> dict[str, str]:
-    """Tensors of `layer` that are in none of its linears: our path below the layer to the checkpoint name."""
-    found = {}
-    for ours, theirs in _NORMS.items():
-        if _has(layer, ours):
-            found[f"{ours}.weight"] = f"model.layers.{index}.{theirs}.weight"
-    for block in _BLOCKS:
-        for path in outside(getattr(layer, block)):
-            found.setdefault(f"{block}.{path}", f"model.layers.{index}.{block}.{path}")
-    return found
-
-
-def _has(module: nn.Module | None, path: str) -> bool:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module is not None
+def singles(config: ModelConfig, index: int) -> dict[str, str]:
+    """Tensors of layer `index` that are in none of its linears: our path below the layer to the checkpoint name."""
+    family = FAMILIES[config.family]
+    return {path: family.tensor(index, path) for path in config.parameters(index)}
 
 
 def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """Name and shape of every checkpoint tensor of `decoder`, which may be on the meta device."""
+    config = decoder.config
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": tuple(decoder.embedding.shape)}
-    linears = [({"lm_head": decoder.config.vocab_size}, decoder.lm_head)] if decoder.lm_head is not None else []
+    linears = [({"lm_head": config.vocab_size}, decoder.lm_head)] if decoder.lm_head is not None else []
     for index, layer in enumerate(decoder.layers):
-        linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(layer, index).items()]
-        for path, name in singles(layer, index).items():
-            owner, _, attribute = path.rpartition(".")
-            shapes[name] = tuple(getattr(layer.get_submodule(owner), attribute).shape)
+        linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(config, index).items()]
+        parameters, names = config.parameters(index), singles(config, index)
+        shapes.update({names[path]: parameter.shape for path, parameter in parameters.items()})
     for names, linear in linears:
         for name, parts in zip(names, linear.part_shapes(list(names.values())), strict=True):
             shapes.update({f"{name}.{suffix}": tuple(shape) for suffix, shape in parts.items()})
     shapes["model.norm.weight"] = tuple(decoder.norm.weight.shape)
     return shapes
-
-
-def layer_modules(layer: DecoderLayer, index: int) -> list[Module]:
-    """Every linear of `layer` by its checkpoint name, with its rows in the fused one."""
-    found = []
-    for attribute, names in fused_linears(layer, index).items():
-        begin = 0
-        for name, count in names.items():
-            found.append(Module(name, attribute, slice(begin, begin + count)))
-            begin += count
-    return found

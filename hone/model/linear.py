@@ -3,10 +3,14 @@
 What a linear must offer, beside `forward(x [..., in]) -> [..., out]`:
 - a constructor `(in_features, out_features, bias, **options)` that works on the meta device;
 - `load(parts)`: takes the tensors of one or more checkpoint modules, each `{suffix: tensor}` with the module's own
-  prefix removed, and stacks them on output rows (q, k, v; gate, up);
+  prefix removed, and stacks them on output rows (q, k, v; gate, up; with experts one expert after another);
 - `parts(rows)`: gives them back, split at `rows` output rows each. `load(parts(rows))` changes nothing;
-- `integers`: the suffixes that hold integers; the others hold floats.
+- `part_shapes(rows)`: the shapes of what `load` expects;
+- `integers`: the suffixes that hold integers; the others hold floats;
+- `dequantize(dtype)`: the whole weight as it is multiplied.
 Loading replaces the tensors, so it decides their device and dtype; `load` on the meta device materialises the layer.
+
+A maker can wrap another: `hone.model.adapters.wrap.adapted` does, and tensor parallelism may.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.base.table import Table
-from hone.ops import linear
+from hone.model.linear_spec import LinearSpec
+from hone.ops import grouped_linear, linear
 
 LINEARS = Table(
     "linear",
@@ -26,19 +31,24 @@ LINEARS = Table(
         "dense": "hone.model.linear:Dense",
         "packed_int": "hone.model.quantized.packed_int:PackedInt",
         "dequantizing": "hone.model.quantized.dequantizing:Dequantizing",
+        "experts": "hone.model.linear:Experts",
     },
 )
 
 
 class MakeLinear(Protocol):
-    """Gives a mixer or feed-forward its linear; `name` is the dotted path in the decoder ('layers.3.mixer.qkv')."""
+    """Gives a block its linear; `name` is the dotted path in the decoder ('layers.3.mixer.qkv', 'embed_tokens', 'lm_head')."""
 
-    def __call__(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module: ...
+    def __call__(self, name: str, spec: LinearSpec) -> nn.Module: ...
 
 
-def make_dense(name: str, in_features: int, out_features: int, bias: bool) -> Dense:
+def make_dense(name: str, spec: LinearSpec) -> nn.Module:
     """The maker of an unquantized model."""
-    return Dense(in_features, out_features, bias)
+    if spec.reads == "tokens":
+        return Embedding(spec.in_features, spec.out_features)
+    if spec.experts is not None:
+        return Experts(spec.in_features, spec.out_features, spec.bias, experts=spec.experts)
+    return Dense(spec.in_features, spec.out_features, spec.bias)
 
 
 class Dense(nn.Module):
@@ -51,8 +61,13 @@ class Dense(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.weight = nn.Parameter(torch.empty(*self._leading, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(*self._leading, out_features)) if bias else None
+
+    @property
+    def _leading(self) -> tuple[int, ...]:
+        """Axes of the weight before its rows."""
+        return ()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and not torch.is_grad_enabled():  # a training step stays plain torch, which compiles and fuses it
@@ -61,18 +76,19 @@ class Dense(nn.Module):
 
     def load(self, parts: list[dict[str, Tensor]]) -> None:
         """Stacks `parts`, each {"weight": [rows, in], "bias": [rows] when this layer has one}."""
-        self.weight = nn.Parameter(_stack([part["weight"] for part in parts]), self.weight.requires_grad)
-        assert self.weight.shape == (self.out_features, self.in_features), f"stacked to {tuple(self.weight.shape)}"
+        shape = (*self._leading, self.out_features)
+        weight = _stack([part["weight"] for part in parts])
+        self.weight = nn.Parameter(weight.view(*shape, self.in_features), self.weight.requires_grad)
         if self.bias is not None:
-            self.bias = nn.Parameter(_stack([part["bias"] for part in parts]), self.bias.requires_grad)
+            bias = _stack([part["bias"] for part in parts])
+            self.bias = nn.Parameter(bias.view(shape), self.bias.requires_grad)
 
     def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
         """The tensors split at `rows` output rows each, as views."""
-        assert sum(rows) == self.out_features, f"{rows} do not add up to {self.out_features}"
-        weights = self.weight.detach().split(rows)
+        weights = self.weight.detach().flatten(0, -2).split(rows)
         if self.bias is None:
             return [{"weight": weight} for weight in weights]
-        biases = self.bias.detach().split(rows)
+        biases = self.bias.detach().flatten().split(rows)
         return [{"weight": weight, "bias": bias} for weight, bias in zip(weights, biases, strict=True)]
 
     def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
@@ -82,6 +98,42 @@ class Dense(nn.Module):
             for shape, count in zip(shapes, rows, strict=True):
                 shape["bias"] = (count,)
         return shapes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`; itself when it has that dtype."""
+        return self.weight.to(dtype)
+
+
+class Experts(Dense):
+    """One weight an expert, [E, out_features, in_features]: every token is multiplied with those of its experts."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, *, experts: int) -> None:
+        self._experts = experts
+        super().__init__(in_features, out_features, bias)
+
+    @property
+    def _leading(self) -> tuple[int, ...]:
+        return (self._experts,)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [T, in], rows sorted by expert, ends int32 [E] where each expert's rows end (`hone.ops.permute`): [T, out]."""
+        y = grouped_linear(x, self.weight, ends)
+        if self.bias is None:
+            return y
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return y + self.bias.repeat_interleave(counts, 0, output_size=len(x))
+
+
+class Embedding(nn.Module):
+    """The vectors of tokens: row `token` of a matrix [V, D], which is also the head's where embeddings are tied."""
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [...] -> [..., D]."""
+        return F.embedding(tokens, self.weight)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -54,7 +54,11 @@ class Checkpoints:
         if not whole:
             return None
         _, folder = whole[-1]
-        return load_file(folder / "tensors.safetensors"), json.loads((folder / "numbers.json").read_text("utf8"))
+        tensors = load_file(folder / "tensors.safetensors")
+        # Before the embedding was a module its weight was named "embedding".
+        named = {f"{name}.embed_tokens.weight" if (name := key.removesuffix(".embedding")) != key else key: tensor
+                 for key, tensor in tensors.items()}  # fmt: skip
+        return named, json.loads((folder / "numbers.json").read_text("utf8"))
 
     def _whole(self) -> list[tuple[int, Path]]:
         """(step, folder) of every finished checkpoint, oldest first."""

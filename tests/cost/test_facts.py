@@ -6,7 +6,7 @@ import pytest
 
 from hone.cost.facts import ModelFacts, mean_positions
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 
 
 @pytest.mark.parametrize("tie", [True, False])

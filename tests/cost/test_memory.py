@@ -9,7 +9,7 @@ from hone.cost.facts import ModelFacts
 from hone.cost.memory import saved_values, score_bytes, serve_bytes, train_bytes
 from hone.model.context import Causal
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])

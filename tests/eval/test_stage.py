@@ -15,7 +15,7 @@ from hone.base.errors import ArtifactError, HoneError, SpecError
 from hone.eval.score import score
 from hone.eval.stage import Eval, evaluate
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.model.tokenizer import load_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog", "a cat sat on the mat; " * 20, "x", "caf\u00e9 \u2603 " * 9]

@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounter
 from hone.model import context as context_module
 from hone.model.context import Causal, Packed
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.incremental import Incremental
+from hone.model.shape import Shape
 from hone.ops import dispatch, reference
 from hone.ops.attention import masks
 

@@ -12,7 +12,8 @@ import transformers
 from hone.base.errors import SpecError
 from hone.model import hf
 from hone.model.decoder import build
-from hone.model.families import Shape, from_hf, to_hf
+from hone.model.families.config_json import from_hf, to_hf
+from hone.model.shape import Shape
 
 SIZES = {
     "vocab_size": 199,

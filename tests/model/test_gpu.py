@@ -7,7 +7,7 @@ import torch
 
 from hone.model.context import Packed
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.ops import linear_cross_entropy
 
 pytestmark = [

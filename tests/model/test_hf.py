@@ -18,9 +18,10 @@ from hone.base.errors import ArtifactError, HoneError, SpecError
 from hone.model import hf
 from hone.model.context import Causal
 from hone.model.decoder import build
-from hone.model.families import Shape, from_hf
+from hone.model.families.config_json import from_hf
 from hone.model.quantized.config import QuantizationConfig
 from hone.model.quantized.scheme import Scheme
+from hone.model.shape import Shape
 from hone.model.shards import INDEX, SINGLE
 
 TOKENS = torch.arange(24).view(2, 12) % 60

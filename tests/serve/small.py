@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hone.model.decoder import Decoder, build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.serve.engine import Engine, EngineSpec
 from hone.serve.request import Output, Request, SamplingParams
 
@@ -40,8 +40,8 @@ def greedy(max_tokens: int = 16, **more) -> SamplingParams:
 
 
 def engine(model: Decoder, draft: Decoder | None = None, tokenizer=None, **spec) -> Engine:
-    sizes = {"block_size": 4, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32, **spec}
-    return Engine(model, EngineSpec.read(sizes), draft=draft, tokenizer=tokenizer)
+    sizes = {"page_size": 4, "num_pages": 64, "max_rows": 8, "token_budget": 32, **spec}
+    return Engine(model, EngineSpec.read(sizes), draft_model=draft, tokenizer=tokenizer)
 
 
 def poison_freed_pages(one: Engine) -> None:

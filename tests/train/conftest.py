@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from tests.conftest import byte_tokenizer
 
 SHAPE = Shape(

@@ -11,7 +11,7 @@ from hone.base.run import Run
 from hone.data.load import Batch, PackedTokens
 from hone.measure.window import Window
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Trainer, fit

@@ -10,7 +10,7 @@ import pytest
 
 from hone.base.errors import FitError
 from hone.measure.machine import describe
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll, SquareRoot
 from hone.train.predict import Plan, growth_bytes, must_fit, predict
 from hone.train.watch import Watch
@@ -65,7 +65,7 @@ from hone.data.load import Batch
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.schedules.cosine import Cosine
 from hone.train.loop import Trainer

@@ -5,45 +5,43 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from hone.base.table import Technique
-from hone.model.linear import MakeLinear
+from hone.model.block import Block, Placement
+from hone.model.context import Context
+from hone.model.feed_forwards.base import FeedForward
+from hone.model.linear_spec import LinearSpec, Piece
 from hone.ops import swiglu
 
 
-class SwiGLU(Technique):
+class SwiGLU(FeedForward):
     """down(silu(gate(x)) * up(x)). Shazeer 2020, arXiv:2002.05202."""
 
     paper: ClassVar[str] = "arXiv:2002.05202"
+    splits: ClassVar[tuple[str, ...]] = ("intermediate_size",)
 
     intermediate_size: int = Field(gt=0, description="Width between up and down.")
     bias: bool = Field(False, description="Biases on all three projections.")
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in) of its matrix products: fused gate and up, down."""
-        return ((2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size))
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        inner = self.intermediate_size
+        return (
+            LinearSpec(
+                "gate_up", hidden_size, (Piece("gate", inner), Piece("up", inner)),
+                reads="feed_forward_norm", shard="column", bias=self.bias,
+            ),
+            LinearSpec(
+                "down", inner, (Piece("down", hidden_size),),
+                reads="gate*up", shard="row", bias=self.bias, residual=True,
+            ),
+        )  # fmt: skip
 
-    def num_params(self, hidden_size: int) -> int:
-        return sum(n_out * k_in + n_out * self.bias for n_out, k_in in self.matmuls(hidden_size))
-
-    def build(self, hidden_size: int, name: str, make: MakeLinear) -> SwiGLULayer:
-        """The module; `name` is its dotted path in the decoder."""
-        return SwiGLULayer(self, hidden_size, name, make)
+    def build(self, place: Placement) -> SwiGLULayer:
+        return SwiGLULayer(self, place)
 
 
-class SwiGLULayer(nn.Module):
-    """The module behind `SwiGLU`. `forward(x [..., D]) -> [..., D]`."""
+class SwiGLULayer(Block):
+    """The module behind `SwiGLU`. `forward(x [..., D], context) -> [..., D]`."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"gate_up": ("gate", "up"), "down": ("down",)}
-    residual: ClassVar[str] = "down"
-
-    def __init__(self, spec: SwiGLU, hidden_size: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.rows = {"gate_up": [spec.intermediate_size] * 2, "down": [hidden_size]}
-        self.gate_up = make(f"{name}.gate_up", hidden_size, 2 * spec.intermediate_size, spec.bias)
-        self.down = make(f"{name}.down", spec.intermediate_size, hidden_size, spec.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))

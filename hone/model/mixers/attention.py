@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.base.spec import Spec
-from hone.cost.cache import LayerCache, keys_and_values
 from hone.cost.facts import Attending, Widths, attention_widths
+from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, grouped_pieces, projection_in, projection_out
 from hone.model.mixer import Mixer
-from hone.model.norm import RMSNorm
-from hone.ops.lean import rope
+from hone.ops import rope
 
 
 class Rope(Spec):
@@ -73,26 +73,22 @@ class GroupedHeads(Mixer):
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
         return self
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in) of its matrix products: fused qkv, out."""
-        queries = self.num_heads * self.head_dim
-        return ((queries + 2 * self.num_kv_heads * self.head_dim, hidden_size), (hidden_size, queries))
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        pieces = grouped_pieces(self.num_heads, self.num_kv_heads, self.head_dim)
+        return (
+            projection_in("qkv", hidden_size, *pieces),
+            projection_out(hidden_size, self.num_heads, self.head_dim),
+        )
+
+    def widths(self, hidden_size: int) -> Widths:
+        return attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
-class GroupedHeadsLayer(nn.Module):
+class GroupedHeadsLayer(Block):
     """Base of their modules: a fused projection in, one out."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: Any, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.rows = {"qkv": [queries, keys, keys], "out": [hidden_size]}
-        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, False)
-        self.out = make(f"{name}.out", queries, hidden_size, False)
+    def __init__(self, spec: Any, place: Placement) -> None:
+        super().__init__(spec, place)
         self.scale = spec.head_dim**-0.5
 
     def turned(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +107,7 @@ class Attention(GroupedHeads):
     paper: ClassVar[str] = "arXiv:2305.13245"
     complexity: ClassVar[str] = "O(S^2)"
     lends: ClassVar[bool] = True
+    splits: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
 
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
     window: int | None = Field(None, gt=0, description="A token sees itself and the window - 1 tokens before it.")
@@ -118,10 +115,12 @@ class Attention(GroupedHeads):
     out_bias: bool = Field(False, description="A bias on the output projection.")
     qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
 
-    def num_params(self, hidden_size: int) -> int:
-        (qkv, _), _ = self.matmuls(hidden_size)
-        biases = qkv * self.qkv_bias + hidden_size * self.out_bias
-        return super().num_params(hidden_size) + biases + 2 * self.head_dim * self.qk_norm
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        qkv, out = super().linears(hidden_size)
+        return replace(qkv, bias=self.qkv_bias), replace(out, bias=self.out_bias)
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        return (NormSpec("q_norm", self.head_dim), NormSpec("k_norm", self.head_dim)) if self.qk_norm else ()
 
     def mixing(self) -> Attending:
         return Attending(self.num_heads, self.num_kv_heads, self.head_dim, self.window)
@@ -132,42 +131,22 @@ class Attention(GroupedHeads):
     def state_values(self, seq_len: int) -> float:
         return self.mixing().state_values(seq_len)
 
-    def widths(self, hidden_size: int) -> Widths:
-        return attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
-
-    def cache(self) -> LayerCache:
-        return keys_and_values(self.num_kv_heads, self.head_dim)
+    def paged_shape(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.head_dim
 
     def prepare(self, context: Context, x: Tensor) -> None:
         super().prepare(context, x)
         context.expect(x, self.head_dim, self.window)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> AttentionLayer:
-        return AttentionLayer(self, hidden_size, layer, name, norm_eps, make)
+    def build(self, place: Placement) -> AttentionLayer:
+        return AttentionLayer(self, place)
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(GroupedHeadsLayer):
     """The module behind `Attention`. `forward(x [..., D], context) -> [..., D]`."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
-    """Each linear's rows, by name and in order; `rows` gives their counts."""
-
-    residual: ClassVar[str] = "out"
-    """The linear that writes to the residual stream (its initialisation is scaled down)."""
-
-    def __init__(
-        self, spec: Attention, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.rows = {"qkv": [queries, keys, keys], "out": [hidden_size]}
-        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, spec.qkv_bias)
-        self.out = make(f"{name}.out", queries, hidden_size, spec.out_bias)
-        self.q_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
-        self.scale = spec.head_dim**-0.5
+    def __init__(self, spec: Attention, place: Placement) -> None:
+        super().__init__(spec, place)
         self.lends = False  # the decoder says so when a later layer borrows these keys
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -176,12 +155,12 @@ class AttentionLayer(nn.Module):
         cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
         turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
         q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
-        if self.q_norm is not None and self.k_norm is not None:
+        if spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.turn_and_file(self.layer, q, k, v, cos, sin):
             mixed = context.attend(self.layer, q, None, None, scale=self.scale, window=spec.window)
             return self.out(mixed.flatten(-2))
-        if self.q_norm is not None:
+        if spec.qk_norm:
             q, k = rope(q, cos, sin), rope(k, cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)

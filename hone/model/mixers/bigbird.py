@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.cost.facts import Widths, attention_widths, mean_positions
+from hone.cost.facts import mean_positions
+from hone.model.block import Placement
 from hone.model.context import Context, sdpa
 from hone.model.incremental import KeyValues
-from hone.model.linear import MakeLinear
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend
 from hone.ops.attention.masks import Mask, bigbird, documents
@@ -65,18 +65,15 @@ class BigBird(GroupedHeads):
     def state_values(self, seq_len: int) -> float:
         return 2.0 * self.num_kv_heads * self.head_dim * seq_len
 
-    def widths(self, hidden_size: int) -> Widths:
-        return attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
-
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> BigBirdLayer:
-        return BigBirdLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> BigBirdLayer:
+        return BigBirdLayer(self, place)
 
 
 class BigBirdLayer(GroupedHeadsLayer):
     """The module behind `BigBird`. `forward(x [B, S, D], context) -> [B, S, D]`."""
 
-    def __init__(self, spec: BigBird, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__(spec, hidden_size, layer, name, make)
+    def __init__(self, spec: BigBird, place: Placement) -> None:
+        super().__init__(spec, place)
         self._masks: dict[
             tuple[int, torch.device], Mask
         ] = {}  # derived from the spec: the last length's, and the longest's

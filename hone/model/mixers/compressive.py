@@ -8,6 +8,7 @@ Legend: as in transformer_xl; N compressed slots of a row, c the ratio.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hone.cost.facts import Widths
+from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, Piece
 from hone.model.mixers.transformer_xl import (
     TransformerXL,
     TransformerXLLayer,
@@ -37,6 +39,7 @@ class Compressive(TransformerXL):
 
     paper: ClassVar[str] = "arXiv:1911.05507"
     complexity: ClassVar[str] = "O(S (segment + memory + compressed))"
+    splits: ClassVar[tuple[str, ...]] = ()  # each rank would train the compression on its own heads alone
 
     compressed: int = Field(128, gt=0, description="Slots of the compressed memory.")
     ratio: int = Field(4, gt=1, description="Tokens that become one slot.")
@@ -50,14 +53,17 @@ class Compressive(TransformerXL):
             raise ValueError(f"memory {self.memory} is shorter than a segment of {self.segment}")
         return self
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): fused qkv, compression (one of its products of ratio x hidden_size for `ratio` tokens), out."""
-        qkv, out = super().matmuls(hidden_size)
-        return (qkv, (hidden_size, hidden_size), out)
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        """A convolution whose stride is its width is a product with `ratio` tokens laid side by side.
 
-    def num_params(self, hidden_size: int) -> int:
-        inner, square = self.num_heads * self.head_dim, hidden_size * hidden_size
-        return 5 * inner * hidden_size + 2 * inner + self.ratio * square + hidden_size
+        Queries, keys and values are made of tokens and of slots, so no scale can be moved in front of them.
+        """
+        qkv, *others = super().linears(hidden_size)
+        compress = LinearSpec(
+            "compress", self.ratio * hidden_size, (Piece("compress", hidden_size),),
+            reads="token_groups", bias=True, share=1 / self.ratio,
+        )  # fmt: skip
+        return (replace(qkv, reads="tokens_and_slots"), *others, compress)
 
     def mixing_flops(self, seq_len: int) -> float:
         """Scores and sums over memory, segment and slots, and the slots' own keys and values."""
@@ -76,8 +82,8 @@ class Compressive(TransformerXL):
         plain = super().widths(hidden_size)
         return plain._replace(extra=plain.extra + 4 * self.num_heads * self.compressed + 2 * hidden_size)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> CompressiveLayer:
-        return CompressiveLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> CompressiveLayer:
+        return CompressiveLayer(self, place)
 
 
 class Memories(NamedTuple):
@@ -94,14 +100,6 @@ class Memories(NamedTuple):
 
 class CompressiveLayer(TransformerXLLayer):
     """The module behind `Compressive`. `forward(x [B, S, D], context) -> [B, S, D]`."""
-
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {**TransformerXLLayer.pieces, "compress": ("compress",)}
-
-    def __init__(self, spec: Compressive, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__(spec, hidden_size, layer, name, make)
-        self.rows["compress"] = [hidden_size]
-        # A convolution whose stride is its width is a product with `ratio` tokens laid side by side.
-        self.compress = make(f"{name}.compress", spec.ratio * hidden_size, hidden_size, True)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if context.carry is not None:

@@ -8,13 +8,12 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
+from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
-from hone.model.mixer import Initial
+from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, ParameterSpec, Piece, projection_in, projection_out
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
-from hone.model.norm import RMSNorm
 from hone.ops import scan
 
 
@@ -27,6 +26,7 @@ class GatedLinear(Recurrent):
     """
 
     paper: ClassVar[str] = "arXiv:2312.06635"
+    splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     value_head_dim: int | None = Field(
         None, gt=0, le=256, description="Width of a head's values. Default: twice head_dim."
@@ -45,59 +45,41 @@ class GatedLinear(Recurrent):
     def state_shape(self) -> tuple[int, int]:
         return self.head_dim, self.value_head_dim or 2 * self.head_dim
 
-    def rows(self) -> list[int]:
-        """Rows of the fused input projection: q, k, v, output gate, what the decay is made of."""
-        keys, values = (self.num_heads * size for size in self.state_shape)
-        return [keys, keys, values, values, self.gate_rank if self.gate == "channel" else self.num_heads]
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        """q, k, v, output gate and what the decay is made of, fused; out."""
+        heads, (keys, values) = self.num_heads, self.state_shape
+        widths = {"q": keys, "k": keys, "v": values, "gate": values}
+        low = Piece("decay", self.gate_rank, replicate=True) if self.gate == "channel" else Piece("decay", heads, heads)
+        pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
+        return (
+            projection_in("qkvg", hidden_size, *pieces, low),
+            projection_out(hidden_size, heads, values, reads="mixed"),
+        )
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in) of its matrix products: fused input, the channel gate's second, out."""
-        keys, values = (self.num_heads * size for size in self.state_shape)
-        up = ((keys, self.gate_rank),) if self.gate == "channel" else ()
-        return ((sum(self.rows()), hidden_size), *up, (hidden_size, values))
-
-    def num_params(self, hidden_size: int) -> int:
-        keys, values = self.num_heads * self.head_dim, self.state_shape[1]
-        biases = keys if self.gate == "channel" else 2 * self.num_heads
-        return super().num_params(hidden_size) + biases + values
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """The gate's own are outside the linears: they are too small to quantize."""
+        heads, (keys, values) = self.num_heads, self.state_shape
+        norm = NormSpec("head_norm", values)
+        if self.gate == "head":
+            return norm, *rates_and_steps(heads)
+        up = (0.0, self.gate_rank**-0.5)
+        return (
+            norm,
+            ParameterSpec("decay_up", (heads * keys, self.gate_rank), up, heads=heads, multiplied=True),
+            ParameterSpec("decay_bias", (heads * keys,), (0.0, 0.0), heads=heads),
+        )
 
     def mixing_flops(self, seq_len: int) -> float:
         """The recurrence with its decay."""
         rows, columns = self.state_shape
         return super().mixing_flops(seq_len) + self.num_heads * rows * columns
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> GatedLinearLayer:
-        return GatedLinearLayer(self, hidden_size, layer, name, norm_eps, make)
+    def build(self, place: Placement) -> GatedLinearLayer:
+        return GatedLinearLayer(self, place)
 
 
 class GatedLinearLayer(RecurrentLayer):
-    """The module behind `GatedLinear`. Between passes it keeps the state.
-
-    The gate's own small parameters stand outside the linears: they are too small to quantize.
-    """
-
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkvg": ("q", "k", "v", "gate", "decay"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(
-        self, spec: GatedLinear, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        keys, values = (spec.num_heads * size for size in spec.state_shape)
-        self.rows = {"qkvg": spec.rows(), "out": [hidden_size]}
-        self.qkvg = make(f"{name}.qkvg", hidden_size, sum(spec.rows()), False)
-        self.out = make(f"{name}.out", values, hidden_size, False)
-        self.head_norm = RMSNorm(spec.state_shape[1], norm_eps)
-        if spec.gate == "channel":
-            self.decay_up = nn.Parameter(torch.empty(keys, spec.gate_rank))
-            self.decay_bias = nn.Parameter(torch.empty(keys))
-            self.initial: dict[str, Initial] = {"decay_up": (0.0, spec.gate_rank**-0.5), "decay_bias": (0.0, 0.0)}
-        else:
-            self.log_rate = nn.Parameter(torch.empty(spec.num_heads))
-            self.step_bias = nn.Parameter(torch.empty(spec.num_heads))
-            self.initial = {"log_rate": initial_rates, "step_bias": initial_steps}
+    """The module behind `GatedLinear`. Between passes it keeps the state."""
 
     def mix(
         self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Tensor | None
@@ -120,6 +102,14 @@ class GatedLinearLayer(RecurrentLayer):
 def wide(x: Tensor) -> Tensor:
     """x in float32, or float64 if it is: decays need more digits than 16-bit floats have."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rates_and_steps(heads: int) -> tuple[ParameterSpec, ParameterSpec]:
+    """What Mamba-2's scalar decay is made of, a number a head each."""
+    return (
+        ParameterSpec("log_rate", (heads,), initial_rates, heads=heads),
+        ParameterSpec("step_bias", (heads,), initial_steps, heads=heads),
+    )
 
 
 def initial_rates(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
+from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, grouped_pieces, projection_in, projection_out
 from hone.model.mixer import Mixer
 from hone.ops import scan
 
@@ -43,10 +44,17 @@ class Recurrent(Mixer):
         return float(self.num_heads * rows * columns)
 
 
-class RecurrentLayer(nn.Module):
-    """Base of their modules. `forward(x [B, S, D], context) -> [B, S, D]`; a subclass writes `mix`."""
+def qkv_and_out(spec: Recurrent, hidden_size: int) -> tuple[LinearSpec, ...]:
+    """The linears of a mixer whose queries, keys and values have heads of one width."""
+    heads, head_dim = spec.num_heads, spec.head_dim
+    return (
+        projection_in("qkv", hidden_size, *grouped_pieces(heads, heads, head_dim)),
+        projection_out(hidden_size, heads, head_dim),
+    )
 
-    layer: int
+
+class RecurrentLayer(Block):
+    """Base of their modules. `forward(x [B, S, D], context) -> [B, S, D]`; a subclass writes `mix`."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if x.dim() == 2:
@@ -86,34 +94,21 @@ class LinearAttention(Recurrent):
     """
 
     paper: ClassVar[str] = "arXiv:2006.16236"
+    splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     @property
     def state_shape(self) -> tuple[int, int]:
         return self.head_dim, self.head_dim + 1  # and the sum of the keys
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in) of its matrix products: fused qkv, out."""
-        width = self.num_heads * self.head_dim
-        return ((3 * width, hidden_size), (hidden_size, width))
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        return qkv_and_out(self, hidden_size)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LinearAttentionLayer:
-        return LinearAttentionLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> LinearAttentionLayer:
+        return LinearAttentionLayer(self, place)
 
 
 class LinearAttentionLayer(RecurrentLayer):
     """The module behind `LinearAttention`."""
-
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: LinearAttention, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        width = spec.num_heads * spec.head_dim
-        self.rows = {"qkv": [width] * 3, "out": [hidden_size]}
-        self.qkv = make(f"{name}.qkv", hidden_size, 3 * width, False)
-        self.out = make(f"{name}.out", width, hidden_size, False)
 
     def mix(
         self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Tensor | None

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.cost.facts import Widths, attention_widths
+from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import Parameter, ParameterSpec
 from hone.model.mixer import refuse_packed
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend
@@ -28,13 +28,15 @@ class Linformer(GroupedHeads):
     paper: ClassVar[str] = "arXiv:2006.04768"
     complexity: ClassVar[str] = "O(S rank)"
     causal: ClassVar[bool] = False
+    splits: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
 
     max_seq_len: int = Field(gt=0, description="Longest input, in tokens: rows of E and F.")
     rank: int = Field(64, gt=0, description="Rows that keys and values are projected to.")
     rope: Rope = Field(default_factory=Rope, description="Rotary positions of queries and, before E, of keys.")
 
-    def num_params(self, hidden_size: int) -> int:
-        return super().num_params(hidden_size) + 2 * self.max_seq_len * self.rank
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        shape = (self.max_seq_len, self.rank)
+        return tuple(ParameterSpec(name, shape, _between_roots) for name in ("mix_keys", "mix_values"))
 
     def mixing_flops(self, seq_len: int) -> float:
         """Keys and values through E and F, then attention to `rank` rows."""
@@ -44,21 +46,12 @@ class Linformer(GroupedHeads):
         """The projected keys and values: an encoder does not go on from them."""
         return 2.0 * self.num_kv_heads * self.head_dim * self.rank
 
-    def widths(self, hidden_size: int) -> Widths:
-        return attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
-
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LinformerLayer:
-        return LinformerLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> LinformerLayer:
+        return LinformerLayer(self, place)
 
 
 class LinformerLayer(GroupedHeadsLayer):
     """The module behind `Linformer`. `forward(x [B, S, D], context) -> [B, S, D]`."""
-
-    def __init__(self, spec: Linformer, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__(spec, hidden_size, layer, name, make)
-        self.mix_keys = nn.Parameter(torch.empty(spec.max_seq_len, spec.rank))
-        self.mix_values = nn.Parameter(torch.empty(spec.max_seq_len, spec.rank))
-        self.initial = {"mix_keys": _between_roots, "mix_values": _between_roots}
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec, seq_len = self.spec, x.shape[-2]

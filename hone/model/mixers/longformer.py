@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from hone.cost.facts import Widths, attention_widths, mean_positions
+from hone.cost.facts import Widths, mean_positions
+from hone.model.block import Placement
 from hone.model.context import Context, sdpa
-from hone.model.linear import MakeLinear
-from hone.model.mixers.attention import GroupedHeads, Rope
-from hone.ops import attend
+from hone.model.linear_spec import LinearSpec, projection_in
+from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
+from hone.ops import attend, rope
 from hone.ops.attention.masks import FULL, Mask
-from hone.ops.lean import rope
 
 
 class Longformer(GroupedHeads):
@@ -27,6 +28,7 @@ class Longformer(GroupedHeads):
 
     paper: ClassVar[str] = "arXiv:2004.05150"
     complexity: ClassVar[str] = "O(S (w + global))"
+    splits: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
 
     window: int = Field(gt=0, description="Tokens seen to one side, the token itself among them.")
     num_global: int = Field(1, gt=0, description="Tokens at a document's beginning that are global.")
@@ -37,20 +39,16 @@ class Longformer(GroupedHeads):
     def causal(self) -> bool:  # type: ignore[override]
         return not self.encoder
 
-    @property
-    def inner(self) -> tuple[int, int]:
-        """Widths of all queries and of all keys."""
-        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): fused qkv, the global keys and values where all tokens need them, out."""
-        queries, keys = self.inner
-        far = () if self.causal else ((2 * keys, hidden_size),)
-        return ((queries + 2 * keys, hidden_size), *far, (hidden_size, queries))
-
-    def num_params(self, hidden_size: int) -> int:
-        queries, keys = self.inner
-        return hidden_size * (2 * (queries + 2 * keys) + queries)
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        """Of the global projections only an encoder's keys and values take every token."""
+        qkv, out = super().linears(hidden_size)
+        q, *keys = (replace(piece, name=f"global_{piece.name}") for piece in qkv.pieces)
+        return (
+            qkv,
+            projection_in("global_q", hidden_size, q, share=0.0),
+            projection_in("global_kv", hidden_size, *keys, share=0.0 if self.causal else 1.0),
+            replace(out, reads="mixed"),
+        )
 
     def mixing_flops(self, seq_len: int) -> float:
         seen = mean_positions(seq_len, self.window) * (1 if self.causal else 2)
@@ -60,11 +58,11 @@ class Longformer(GroupedHeads):
     def state_values(self, seq_len: int) -> float:
         """Keys and values of the global tokens and of the window, and the global ones while such tokens come."""
         early = seq_len if seq_len < self.num_global else 0
-        return 2.0 * self.inner[1] * (min(seq_len, self.num_global + self.window - 1) + early)
+        return 2.0 * self.num_kv_heads * self.head_dim * (min(seq_len, self.num_global + self.window - 1) + early)
 
     def widths(self, hidden_size: int) -> Widths:
-        plain = attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
-        return plain._replace(extra=plain.extra + (0 if self.causal else 3 * self.inner[1]))
+        plain, keys = super().widths(hidden_size), self.num_kv_heads * self.head_dim
+        return plain._replace(extra=plain.extra + (0 if self.causal else 3 * keys))
 
     def prepare(self, context: Context, x: Tensor) -> None:
         super().prepare(context, x)
@@ -83,8 +81,8 @@ class Longformer(GroupedHeads):
             context.memo[key] = Mask(_causal if self.causal else _two_sided, near, _data(ids), _data(columns))
         return context.memo[key]
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LongformerLayer:
-        return LongformerLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> LongformerLayer:
+        return LongformerLayer(self, place)
 
 
 class Seen(NamedTuple):
@@ -96,33 +94,8 @@ class Seen(NamedTuple):
     far_v: Tensor
 
 
-class LongformerLayer(nn.Module):
+class LongformerLayer(GroupedHeadsLayer):
     """The module behind `Longformer`. `forward(x [B, S, D], context) -> [B, S, D]`."""
-
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {
-        "qkv": ("q", "k", "v"),
-        "global_q": ("global_q",),
-        "global_kv": ("global_k", "global_v"),
-        "out": ("out",),
-    }
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: Longformer, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        queries, keys = spec.inner
-        self.rows = {
-            "qkv": [queries, keys, keys],
-            "global_q": [queries],
-            "global_kv": [keys, keys],
-            "out": [hidden_size],
-        }
-        self.qkv = make(f"{name}.qkv", hidden_size, queries + 2 * keys, False)
-        self.global_q = make(f"{name}.global_q", hidden_size, queries, False)
-        self.global_kv = make(f"{name}.global_kv", hidden_size, 2 * keys, False)
-        self.out = make(f"{name}.out", queries, hidden_size, False)
-        self.scale = spec.head_dim**-0.5
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hone.cost.facts import Widths, attention_widths
+from hone.cost.facts import Widths
+from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend, merge
 from hone.ops.attention.masks import CAUSAL, FULL, Mask
@@ -73,11 +73,11 @@ class LongNet(GroupedHeads):
         return 2.0 * self.num_kv_heads * self.head_dim * kept
 
     def widths(self, hidden_size: int) -> Widths:
-        plain = attention_widths(self.num_heads, self.num_kv_heads, self.head_dim)
+        plain = super().widths(hidden_size)
         return plain._replace(extra=plain.extra + len(self.segments) * plain.mixed)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> LongNetLayer:
-        return LongNetLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> LongNetLayer:
+        return LongNetLayer(self, place)
 
 
 class Branch(NamedTuple):

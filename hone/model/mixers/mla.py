@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
-from hone.cost.cache import CacheTensor, LayerCache
 from hone.cost.facts import Widths, mean_positions
+from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
 from hone.model.mixers.attention import Rope
-from hone.model.norm import RMSNorm
-from hone.ops.lean import rope
+from hone.ops import rope
 
 
 class MLA(Mixer):
@@ -28,6 +27,7 @@ class MLA(Mixer):
 
     paper: ClassVar[str] = "arXiv:2405.04434"
     complexity: ClassVar[str] = "O(S^2)"
+    splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_heads: int = Field(gt=0, description="Heads.")
     head_dim: int = Field(128, gt=0, description="Width of a head's content part.")
@@ -48,20 +48,30 @@ class MLA(Mixer):
         """Width of a head's value."""
         return self.value_dim or self.head_dim
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): queries (through their latent, if any), latent with the rotated key, keys and values, out."""
-        queries = self.num_heads * (self.head_dim + self.rope_dim)
-        low = self.q_latent_dim
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        """Queries (through their latent, if any), latent with the rotated key, keys and values, out."""
+        heads, low = self.num_heads, self.q_latent_dim
+        queries = heads * (self.head_dim + self.rope_dim)
+        down = Piece("kv_down", self.latent_dim + self.rope_dim)
+        up = Piece("kv_up", heads * (self.head_dim + self.values), heads)
         return (
-            *(((queries, hidden_size),) if low is None else ((low, hidden_size), (queries, low))),
-            (self.latent_dim + self.rope_dim, hidden_size),
-            (self.num_heads * (self.head_dim + self.values), self.latent_dim),
-            (hidden_size, self.num_heads * self.values),
+            *(
+                (projection_in("q", hidden_size, Piece("q", queries, heads)),)
+                if low is None
+                else (
+                    projection_in("q_down", hidden_size, Piece("q_down", low), shard="none"),
+                    projection_in("q_up", low, Piece("q_up", queries, heads), reads="q_latent_norm"),
+                )
+            ),
+            projection_in("kv_down", hidden_size, down, shard="none"),
+            projection_in("kv_up", self.latent_dim, up, reads="latent_norm"),
+            projection_out(hidden_size, heads, self.values, reads="mixed"),
         )
 
-    def num_params(self, hidden_size: int) -> int:
-        weights = super().num_params(hidden_size)
-        return weights + self.latent_dim + (self.q_latent_dim or 0)
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        low = self.q_latent_dim
+        norms = () if low is None else (NormSpec("q_latent_norm", low),)
+        return (*norms, NormSpec("latent_norm", self.latent_dim))
 
     def mixing_flops(self, seq_len: int) -> float:
         """Of the expanded form, in which training runs."""
@@ -76,54 +86,46 @@ class MLA(Mixer):
         projected += 2 * (self.q_latent_dim or 0)
         return Widths(projected=projected, turned=2 * inner, mixed=self.num_heads * self.values, extra=self.rope_dim)
 
-    def cache(self) -> LayerCache:
-        return (CacheTensor("latent", (self.latent_dim + self.rope_dim,)),)
-
     def prepare(self, context: Context, x: Tensor) -> None:
         context.rotary(self.rope, self.rope_dim, x.dtype)
         context.expect(x, max(self.head_dim + self.rope_dim, self.values), None)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> MLALayer:
-        return MLALayer(self, hidden_size, layer, name, norm_eps, make)
+    def build(self, place: Placement) -> MLALayer:
+        return MLALayer(self, place)
 
 
-class MLALayer(nn.Module):
+class Latents(NamedTuple):
+    """What decoding keeps: latents [B, m, latent_dim] after their norm, and rotated keys [B, m, 1, rope_dim]."""
+
+    latent: Tensor
+    turned: Tensor
+
+
+class MLALayer(Block):
     """The module behind `MLA`. `forward(x [..., D], context) -> [..., D]`."""
 
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: MLA, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        queries = spec.num_heads * (spec.head_dim + spec.rope_dim)
-        low, both = spec.q_latent_dim, spec.head_dim + spec.values
-        sizes = {
-            **(
-                {"q": (hidden_size, queries)} if low is None else {"q_down": (hidden_size, low), "q_up": (low, queries)}
-            ),
-            "kv_down": (hidden_size, spec.latent_dim + spec.rope_dim),
-            "kv_up": (spec.latent_dim, spec.num_heads * both),
-            "out": (spec.num_heads * spec.values, hidden_size),
-        }
-        self.pieces = {part: (part,) for part in sizes}
-        self.rows = {part: [rows] for part, (_, rows) in sizes.items()}
-        for part, (inward, outward) in sizes.items():
-            setattr(self, part, make(f"{name}.{part}", inward, outward, False))
-        self.q_latent_norm = None if low is None else RMSNorm(low, norm_eps)
-        self.latent_norm = RMSNorm(spec.latent_dim, norm_eps)
+    def __init__(self, spec: MLA, place: Placement) -> None:
+        super().__init__(spec, place)
         self.scale = (spec.head_dim + spec.rope_dim) ** -0.5
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
         cos, sin = context.rotary(spec.rope, spec.rope_dim, x.dtype)
-        q = self.q(x) if self.q_latent_norm is None else self.q_up(self.q_latent_norm(self.q_down(x)))
+        q = self.q(x) if spec.q_latent_dim is None else self.q_up(self.q_latent_norm(self.q_down(x)))
         q_plain, q_turned = q.unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.rope_dim], -1)
         q_turned = rope(q_turned, cos, sin)
         latent, turned = self.kv_down(x).split([spec.latent_dim, spec.rope_dim], -1)
         latent, turned = self.latent_norm(latent), rope(turned.unsqueeze(-2), cos, sin)
-        mix = self._absorbed if context.cached else self._expanded
-        return self.out(mix(q_plain, q_turned, latent, turned, context))
+        known = None
+        if context.carry is not None:
+            known = context.carry.get(self.layer)
+            whole = Latents(latent, turned)
+            if known is not None:
+                whole = Latents(*(torch.cat(parts, 1) for parts in zip(known, whole)))
+            context.carry[self.layer] = whole
+        if known is None:  # a whole sequence, or the beginning of one
+            return self.out(self._expanded(q_plain, q_turned, latent, turned, context))
+        return self.out(self._absorbed(q_plain, q_turned, whole, context))
 
     def _expanded(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, turned: Tensor, context: Context) -> Tensor:
         """Keys and values of every head written out: [..., H * value_dim]."""
@@ -131,19 +133,16 @@ class MLALayer(nn.Module):
         k_plain, v = self.kv_up(latent).unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.values], -1)
         q = torch.cat((q_plain, q_turned), -1)
         k = torch.cat((k_plain, turned.expand(*k_plain.shape[:-1], -1)), -1)
+        if context.carry is not None:  # the context would keep the keys; the latents are kept instead
+            return context.attend_joined(q, k, v, scale=self.scale).flatten(-2)
         return context.attend(self.layer, q, k, v, scale=self.scale, window=None).flatten(-2)
 
-    def _absorbed(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, turned: Tensor, context: Context) -> Tensor:
-        """The same through the latents, which the cache keeps: [..., H * value_dim]."""
+    def _absorbed(self, q_plain: Tensor, q_turned: Tensor, known: Latents, context: Context) -> Tensor:
+        """The same through the latents, as attention of all heads to one key head: [B, n, H * value_dim]."""
         spec = self.spec
-        up = _weight(self.kv_up, q_plain.dtype).unflatten(0, (spec.num_heads, -1))
+        up = self.kv_up.dequantize(q_plain.dtype).unflatten(0, (spec.num_heads, -1))
         to_key, to_value = up.split([spec.head_dim, spec.values], 1)  # [H, width, latent_dim] each
-        q = torch.cat((torch.einsum("...hd,hdl->...hl", q_plain, to_key), q_turned), -1)
-        kept = torch.cat((latent, turned.squeeze(-2)), -1)
-        mixed = context.attend_latent(self.layer, q, kept, value_dim=spec.latent_dim, scale=self.scale)
-        return torch.einsum("...hl,hvl->...hv", mixed, to_value).flatten(-2)
-
-
-def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in] of a linear; of a quantized one a copy."""
-    return linear.weight if hasattr(linear, "weight") else linear.dequantize(dtype)
+        q = torch.cat((torch.einsum("bnhd,hdl->bnhl", q_plain, to_key), q_turned), -1)
+        k = torch.cat((known.latent.unsqueeze(2), known.turned), -1)
+        mixed = context.attend_joined(q, k, known.latent.unsqueeze(2), scale=self.scale)
+        return torch.einsum("bnhl,hvl->bnhv", mixed, to_value).flatten(-2)

@@ -8,11 +8,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec
 from hone.model.mixers.attention import Rope
-from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer, weighted_mean
-from hone.ops.lean import rope
+from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer, qkv_and_out, weighted_mean
+from hone.ops import rope
 
 
 class Performer(Recurrent):
@@ -23,6 +24,7 @@ class Performer(Recurrent):
     """
 
     paper: ClassVar[str] = "arXiv:2009.14794"
+    splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_features: int | None = Field(
         None, gt=0, le=256, description="Random features m; more estimate better. Default: twice head_dim, at most 256."
@@ -47,33 +49,22 @@ class Performer(Recurrent):
     def state_values(self, seq_len: int) -> float:
         return super().state_values(seq_len) + self.num_heads  # and the maximum so far
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in) of its matrix products: fused qkv, out."""
-        width = self.num_heads * self.head_dim
-        return ((3 * width, hidden_size), (hidden_size, width))
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        return qkv_and_out(self, hidden_size)
 
     def mixing_flops(self, seq_len: int) -> float:
         """The features of a query and a key, then the recurrence."""
         return 4.0 * self.num_heads * self.features * self.head_dim + super().mixing_flops(seq_len)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> PerformerLayer:
-        return PerformerLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> PerformerLayer:
+        return PerformerLayer(self, place)
 
 
 class PerformerLayer(RecurrentLayer):
     """The module behind `Performer`. Between passes it keeps (state, maximum over the keys so far [B, H])."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: Performer, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        width = spec.num_heads * spec.head_dim
-        self.rows = {"qkv": [width] * 3, "out": [hidden_size]}
-        self.qkv = make(f"{name}.qkv", hidden_size, 3 * width, False)
-        self.out = make(f"{name}.out", width, hidden_size, False)
+    def __init__(self, spec: Performer, place: Placement) -> None:
+        super().__init__(spec, place)
         self._directions: Tensor | None = None
 
     def draw(self, context: Context, x: Tensor) -> Tensor:

@@ -10,16 +10,16 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.cost.facts import Widths
+from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
 from hone.model.mixers.attention import Rope
-from hone.ops import attend, merge
+from hone.ops import attend, merge, rope
 from hone.ops.attention.masks import Mask
-from hone.ops.lean import rope
 
 
 class Reformer(Mixer):
@@ -51,10 +51,13 @@ class Reformer(Mixer):
             raise ValueError(f"num_buckets {self.num_buckets} is odd; a direction and its opposite are two buckets")
         return self
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): shared queries and keys with values, out."""
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        """Queries and keys are one: shared with values, out."""
         inner = self.num_heads * self.head_dim
-        return ((2 * inner, hidden_size), (hidden_size, inner))
+        return (
+            projection_in("qk_v", hidden_size, *(Piece(name, inner, self.num_heads) for name in ("qk", "v"))),
+            projection_out(hidden_size, self.num_heads, self.head_dim),
+        )
 
     def mixing_flops(self, seq_len: int) -> float:
         """Hashing, and attention to a chunk and a half (less in buckets that are not full)."""
@@ -70,8 +73,8 @@ class Reformer(Mixer):
         inner = self.num_heads * self.head_dim
         return Widths(projected=2 * inner, turned=2 * inner, mixed=inner, extra=4 * inner * self.num_rounds)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> ReformerLayer:
-        return ReformerLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> ReformerLayer:
+        return ReformerLayer(self, place)
 
 
 class Buckets(NamedTuple):
@@ -83,20 +86,11 @@ class Buckets(NamedTuple):
     count: Tensor
 
 
-class ReformerLayer(nn.Module):
+class ReformerLayer(Block):
     """The module behind `Reformer`. `forward(x [B, S, D], context) -> [B, S, D]`."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qk_v": ("qk", "v"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: Reformer, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        inner = spec.num_heads * spec.head_dim
-        self.rows = {"qk_v": [inner] * 2, "out": [hidden_size]}
-        self.qk_v = make(f"{name}.qk_v", hidden_size, 2 * inner, False)
-        self.out = make(f"{name}.out", inner, hidden_size, False)
+    def __init__(self, spec: Reformer, place: Placement) -> None:
+        super().__init__(spec, place)
         self.scale = spec.head_dim**-0.5
         self._turns: Tensor | None = None
 

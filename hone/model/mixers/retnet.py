@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, Piece, projection_in, projection_out
 from hone.model.mixers.attention import Rope
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
-from hone.ops import scan
-from hone.ops.lean import rope
+from hone.ops import rope, scan
 
 
 class RetNet(Recurrent):
@@ -44,32 +44,22 @@ class RetNet(Recurrent):
     def state_shape(self) -> tuple[int, int]:
         return self.head_dim, self.value_head_dim or 2 * self.head_dim
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in) of its matrix products: fused queries, keys, values and gates, out."""
-        keys, values = (self.num_heads * size for size in self.state_shape)
-        return ((2 * keys + 2 * values, hidden_size), (hidden_size, values))
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        heads, (keys, values) = self.num_heads, self.state_shape
+        widths = {"q": keys, "k": keys, "v": values, "gate": values}
+        pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
+        return projection_in("qkvg", hidden_size, *pieces), projection_out(hidden_size, heads, values, reads="mixed")
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> RetNetLayer:
-        return RetNetLayer(self, hidden_size, layer, name, norm_eps, make)
+    def build(self, place: Placement) -> RetNetLayer:
+        return RetNetLayer(self, place)
 
 
 class RetNetLayer(RecurrentLayer):
     """The module behind `RetNet`. Between passes it keeps the state."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"qkvg": ("q", "k", "v", "gate"), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(
-        self, spec: RetNet, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        self.norm_eps = norm_eps
-        keys, values = (spec.num_heads * size for size in spec.state_shape)
-        self.rows = {"qkvg": [keys, keys, values, values], "out": [hidden_size]}
-        self.qkvg = make(f"{name}.qkvg", hidden_size, 2 * keys + 2 * values, False)
-        self.out = make(f"{name}.out", values, hidden_size, False)
+    def __init__(self, spec: RetNet, place: Placement) -> None:
+        super().__init__(spec, place)
+        self.norm_eps = place.norm_eps
 
     def mix(
         self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Tensor | None

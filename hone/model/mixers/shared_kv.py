@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
-from hone.cost.facts import Widths, mean_positions
+from hone.cost.facts import mean_positions
+from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
 from hone.model.mixers.attention import Rope
-from hone.model.norm import RMSNorm
-from hone.ops.lean import rope
+from hone.ops import rope
 
 
 class SharedKV(Mixer):
@@ -26,6 +26,7 @@ class SharedKV(Mixer):
     paper: ClassVar[str] = "arXiv:2405.12981"
     complexity: ClassVar[str] = "O(S^2)"
     borrows: ClassVar[bool] = True
+    splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_heads: int = Field(gt=0, description="Query heads.")
     head_dim: int = Field(gt=0, description="Width of a head.")
@@ -49,13 +50,15 @@ class SharedKV(Mixer):
                 f"shared_kv.num_heads {self.num_heads} is no multiple of the {source.num_kv_heads} key heads it uses"
             )
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): queries, out."""
-        queries = self.num_heads * self.head_dim
-        return ((queries, hidden_size), (hidden_size, queries))
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        queries = Piece("q", self.num_heads * self.head_dim, self.num_heads)
+        return (
+            projection_in("q", hidden_size, queries),
+            projection_out(hidden_size, self.num_heads, self.head_dim, reads="mixed"),
+        )
 
-    def num_params(self, hidden_size: int) -> int:
-        return super().num_params(hidden_size) + self.head_dim * self.qk_norm
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        return (NormSpec("q_norm", self.head_dim),) if self.qk_norm else ()
 
     def mixing_flops(self, seq_len: int) -> float:
         return 4.0 * self.num_heads * self.head_dim * mean_positions(seq_len, self.window)
@@ -64,38 +67,25 @@ class SharedKV(Mixer):
         """None of its own."""
         return 0.0
 
-    def widths(self, hidden_size: int) -> Widths:
-        queries = self.num_heads * self.head_dim
-        return Widths(projected=queries, turned=queries, mixed=queries)
-
     def prepare(self, context: Context, x: Tensor) -> None:
         super().prepare(context, x)
         context.expect(x, self.head_dim, self.window)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> SharedKVLayer:
-        return SharedKVLayer(self, hidden_size, name, norm_eps, make)
+    def build(self, place: Placement) -> SharedKVLayer:
+        return SharedKVLayer(self, place)
 
 
-class SharedKVLayer(nn.Module):
+class SharedKVLayer(Block):
     """The module behind `SharedKV`. `forward(x [..., D], context) -> [..., D]`."""
 
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {"q": ("q",), "out": ("out",)}
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: SharedKV, hidden_size: int, name: str, norm_eps: float, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
+    def __init__(self, spec: SharedKV, place: Placement) -> None:
+        super().__init__(spec, place)
         self.source = -1  # the decoder says which layer lends
-        queries = spec.num_heads * spec.head_dim
-        self.rows = {"q": [queries], "out": [hidden_size]}
-        self.q = make(f"{name}.q", hidden_size, queries, False)
-        self.out = make(f"{name}.out", queries, hidden_size, False)
-        self.q_norm = RMSNorm(spec.head_dim, norm_eps) if spec.qk_norm else None
         self.scale = spec.head_dim**-0.5
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
         q = self.q(x).unflatten(-1, (spec.num_heads, spec.head_dim))
-        q = q if self.q_norm is None else self.q_norm(q)
+        q = self.q_norm(q) if spec.qk_norm else q
         q = rope(q, *context.rotary(spec.rope, spec.head_dim, x.dtype))
         return self.out(context.attend(self.source, q, None, None, scale=self.scale, window=spec.window).flatten(-2))

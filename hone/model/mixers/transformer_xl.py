@@ -12,11 +12,20 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.cost.facts import Widths
+from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear import MakeLinear
+from hone.model.linear_spec import (
+    LinearSpec,
+    Parameter,
+    ParameterSpec,
+    Piece,
+    grouped_pieces,
+    projection_in,
+    projection_out,
+)
 from hone.model.mixer import Mixer
 
 
@@ -29,20 +38,27 @@ class TransformerXL(Mixer):
 
     paper: ClassVar[str] = "arXiv:1901.02860"
     complexity: ClassVar[str] = "O(S (segment + memory))"
+    splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_heads: int = Field(gt=0, description="Heads.")
     head_dim: int = Field(gt=0, description="Width of a head.")
     segment: int = Field(128, gt=0, description="Tokens of a segment.")
     memory: int = Field(128, gt=0, description="Tokens before a segment that it sees.")
 
-    def matmuls(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
-        """(n_out, k_in): fused qkv, out. The distances' projection, once a pass, is not counted."""
-        inner = self.num_heads * self.head_dim
-        return ((3 * inner, hidden_size), (hidden_size, inner))
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        """Distances are projected once a pass, not once a token."""
+        heads = self.num_heads
+        distance = Piece("distance", heads * self.head_dim, heads)
+        return (
+            projection_in("qkv", hidden_size, *grouped_pieces(heads, heads, self.head_dim)),
+            projection_in("distance", hidden_size, distance, reads="distances", share=0.0),
+            projection_out(hidden_size, heads, self.head_dim),
+        )
 
-    def num_params(self, hidden_size: int) -> int:
-        inner = self.num_heads * self.head_dim
-        return super().num_params(hidden_size) + inner * hidden_size + 2 * inner
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """u and v of the paper."""
+        shape = (self.num_heads, self.head_dim)
+        return tuple(ParameterSpec(name, shape, heads=self.num_heads) for name in ("content_bias", "distance_bias"))
 
     def mixing_flops(self, seq_len: int) -> float:
         """Content and position scores and the weighted sum over what a segment's rectangle holds."""
@@ -59,8 +75,8 @@ class TransformerXL(Mixer):
         weights = self.num_heads * (self.segment + self.memory)
         return Widths(projected=3 * inner, turned=gathered, mixed=inner, extra=weights)
 
-    def build(self, hidden_size: int, layer: int, name: str, norm_eps: float, make: MakeLinear) -> TransformerXLLayer:
-        return TransformerXLLayer(self, hidden_size, layer, name, make)
+    def build(self, place: Placement) -> TransformerXLLayer:
+        return TransformerXLLayer(self, place)
 
 
 class Memory(NamedTuple):
@@ -70,28 +86,8 @@ class Memory(NamedTuple):
     v: Tensor
 
 
-class TransformerXLLayer(nn.Module):
+class TransformerXLLayer(Block):
     """The module behind `TransformerXL`. `forward(x [B, S, D], context) -> [B, S, D]`."""
-
-    pieces: ClassVar[dict[str, tuple[str, ...]]] = {
-        "qkv": ("q", "k", "v"),
-        "distance": ("distance",),
-        "out": ("out",),
-    }
-    residual: ClassVar[str] = "out"
-
-    def __init__(self, spec: TransformerXL, hidden_size: int, layer: int, name: str, make: MakeLinear) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        inner = spec.num_heads * spec.head_dim
-        self.rows = {"qkv": [inner] * 3, "distance": [inner], "out": [hidden_size]}
-        self.qkv = make(f"{name}.qkv", hidden_size, 3 * inner, False)
-        self.distance = make(f"{name}.distance", hidden_size, inner, False)
-        self.out = make(f"{name}.out", inner, hidden_size, False)
-        self.content_bias = nn.Parameter(torch.empty(spec.num_heads, spec.head_dim))  # u
-        self.distance_bias = nn.Parameter(torch.empty(spec.num_heads, spec.head_dim))  # v
-        self.initial = {"content_bias": (0.0, 0.02), "distance_bias": (0.0, 0.02)}
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if context.carry is not None:

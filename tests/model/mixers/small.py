@@ -12,8 +12,8 @@ from torch import Tensor
 from hone.model import hf
 from hone.model.context import Packed
 from hone.model.decoder import Decoder, build
-from hone.model.families import Shape
 from hone.model.incremental import Incremental, generate
+from hone.model.shape import Shape
 
 VOCAB = 40
 

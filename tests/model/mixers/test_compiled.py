@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from hone.data.load import Batch
 from hone.model.context import Packed
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth
 from hone.train.loop import Trainer
 from hone.train.schedules.cosine import Cosine

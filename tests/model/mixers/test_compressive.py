@@ -8,7 +8,7 @@ import torch
 from hone.base.errors import SpecError
 from hone.data.load import Batch
 from hone.model.context import Causal
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.loop import Trainer
 from hone.train.schedules.cosine import Cosine

@@ -8,7 +8,7 @@ import torch
 from hone.cost.memory import saved_values
 from hone.model.context import Causal
 from hone.model.decoder import build
-from hone.model.families import Shape
+from hone.model.shape import Shape
 
 LOCAL = {"kind": "sliding_window", "window": 40}
 MIXED = [

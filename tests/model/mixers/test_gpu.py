@@ -7,9 +7,9 @@ import torch
 
 from hone.model.context import Causal, Packed
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.incremental import Incremental, generate
 from hone.model.mixers import MIXERS
+from hone.model.shape import Shape
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import hone
 from hone.base.errors import SpecError
 from hone.cli import main
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.incremental import generate
+from hone.model.shape import Shape
 from hone.model.tokenizer import load_tokenizer
 from hone.serve.engine import Engine
 from hone.serve.request import SamplingParams

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from hone.base.errors import SpecError
 from hone.model.context import Causal
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.incremental import Incremental, generate
 from hone.model.mixers import MIXERS
 from hone.model.mixers.performer import orthogonal_features, running_max
+from hone.model.shape import Shape
 from tests.model.mixers.small import (
     VOCAB,
     check_apart,
@@ -188,10 +188,11 @@ def test_saved_and_loaded(mixer, tmp_path):
 def test_counts_its_parameters(mixer):
     model = small(mixer)
     assert sum(parameter.numel() for parameter in model.parameters()) == model.config.num_params
-    layer = model.layers[0].mixer
-    matmuls = model.config.layers[0].mixer.matmuls(24)
-    assert matmuls[0] == (sum(layer.rows["qkvg" if hasattr(layer, "qkvg") else "qkv"]), 24)
-    assert matmuls[-1] == tuple(layer.out.weight.shape)
+    layer, linears = model.layers[0].mixer, model.config.linears(0)
+    fused = "qkvg" if hasattr(layer, "qkvg") else "qkv"
+    matmuls = model.config.facts().layers[0].matmuls
+    assert matmuls[0] == (linears[f"mixer.{fused}"].out_features, 24) == tuple(getattr(layer, fused).weight.shape)
+    assert matmuls[1] == tuple(layer.out.weight.shape) and linears["mixer.out"].residual
 
 
 @FAMILY

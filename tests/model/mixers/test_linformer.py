@@ -8,8 +8,8 @@ import torch
 from hone.base.errors import SpecError
 from hone.model.context import Causal, Packed
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.incremental import generate
+from hone.model.shape import Shape
 from hone.ops import reference
 from hone.serve.engine import Engine
 from tests.model.mixers.small import check_gradients, check_saved, prompt, small

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
 from hone.model.context import Causal
-from hone.model.families import Shape
+from hone.model.shape import Shape
 from hone.ops import reference
 from hone.train.student import student_config
 from tests.model.mixers.small import (

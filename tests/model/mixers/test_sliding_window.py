@@ -9,7 +9,8 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.model import hf
-from hone.model.families import Shape, to_hf
+from hone.model.families.config_json import to_hf
+from hone.model.shape import Shape
 from tests.model.mixers.small import (
     check_apart,
     check_causal,

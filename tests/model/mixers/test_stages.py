@@ -14,9 +14,9 @@ from hone.base.run import Run
 from hone.base.spec import read_yaml
 from hone.compress.stage import Compress
 from hone.eval.stage import Eval
-from hone.model.families import Shape
 from hone.model.incremental import generate
 from hone.model.mixers import MIXERS
+from hone.model.shape import Shape
 from hone.train.stage import Train
 from tests.conftest import ROOT
 from tests.test_contracts import tiny_model

@@ -13,11 +13,11 @@ from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.stage import Compress
 from hone.model.decoder import build
-from hone.model.families import Shape
 from hone.model.hf import load, save
-from hone.model.linear import Dense, make_dense
+from hone.model.linear import Dense
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.quantized.scheme import Scheme
+from hone.model.shape import Shape
 from hone.ops import formats
 from hone.ops.dispatch import locate
 from hone.ops.linear.api import compress_24, fp8_codes, fp8_linear, fp8_values, linear, quantized_linear, sparse_linear
@@ -208,7 +208,7 @@ def test_a_quantized_checkpoint_decodes_as_its_dense_weights(
     layers = {name: layer for name, layer in dense.named_modules() if isinstance(layer, PackedInt)}
     assert len(layers) >= 8 and all(layer.tiled == (backend == "gluon") for layer in layers.values())
     for name, layer in layers.items():
-        plain = make_dense(name, layer.in_features, layer.out_features, False)
+        plain = Dense(layer.in_features, layer.out_features, False)
         plain.load([{"weight": layer.dequantize(torch.bfloat16)}])
         dense.set_submodule(name, plain)
     for count in (1, 40):

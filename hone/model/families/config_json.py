@@ -1,149 +1,17 @@
-"""Model families: shapes by name, and the translation between a Hugging Face config.json and a `ModelConfig`."""
+"""config.json in and out: the translation between Hugging Face's fields and a `ModelConfig`."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import Field, field_validator, model_validator
+from typing import Any
 
 from hone.base.errors import SpecError
 from hone.base.identity import difference
-from hone.base.spec import Spec
-from hone.base.table import Technique
 from hone.model.config import LayerSpec, ModelConfig
-from hone.model.mixers import MIXERS
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
+from hone.model.families import FAMILIES
+from hone.model.families.base import Family
 
 OWN = "hone"
 """The model_type of folders in hone's own format."""
-
-
-class Shape(Spec):
-    """A model by its sizes, before its vocabulary is known."""
-
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] = Field("llama", description="Architecture.")
-    hidden_size: int = Field(192, gt=0, description="Width of the residual stream.")
-    num_layers: int = Field(4, gt=0, description="Decoder layers.")
-    num_heads: int = Field(6, gt=0, description="Query heads.")
-    num_kv_heads: int = Field(6, gt=0, description="Key/value heads.")
-    head_dim: int | None = Field(None, gt=0, description="Width of a head; hidden_size / num_heads when empty.")
-    intermediate_size: int = Field(512, gt=0, description="Width of the feed-forward.")
-    max_seq_len: int = Field(512, gt=0, description="Longest sequence, in tokens.")
-    rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary wavelengths.")
-    window: int | None = Field(None, gt=0, description="Sliding window, in tokens; empty for full attention.")
-    norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in every norm.")
-    tie_embeddings: bool = Field(True, description="Whether the head is the embedding.")
-    mixers: tuple[str | dict[str, Any], ...] = Field(
-        (),
-        description="How layers mix tokens: names or {kind: NAME, options}, repeated over the layers; empty: attention. "
-        "Sizes a mixer leaves out are those above.",
-    )
-
-    @field_validator("mixers")
-    @classmethod
-    def _mixers_exist(cls, mixers: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
-        for entry in mixers:
-            kind = entry if isinstance(entry, str) else entry.get("kind")
-            if kind not in MIXERS.rows:
-                raise ValueError(f"there is no mixer {kind!r}; the mixers are: {', '.join(MIXERS.rows)}")
-        return mixers
-
-    @model_validator(mode="after")
-    def _layers_fit(self) -> Shape:
-        """Here and not only in `config`: a recipe's last stage is read before its first one runs.
-
-        A pattern of mixers only: theirs are the options that may not fit, and to read them takes torch, a second.
-        """
-        if self.mixers:
-            self.config(vocab_size=1)
-        return self
-
-    def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
-        """The model of this shape over `vocab_size` tokens.
-
-        Raises SpecError when the sizes do not fit together or, without `mixers`, the family has no such model: better now
-        than when a trained one is saved.
-        """
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise SpecError(
-                f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
-                fix="change one of them, or set head_dim",
-            )
-        if len(self.mixers) > self.num_layers:
-            raise SpecError(
-                f"mixers names {len(self.mixers)} layers, num_layers is {self.num_layers}",
-                fix="leave some out, or raise num_layers",
-            )
-        feed_forward = {"kind": "swiglu", "intermediate_size": self.intermediate_size}
-        layers = [LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward}) for mixer in self._layer_mixers()]
-        config = ModelConfig.read(
-            {
-                "family": self.family,
-                "vocab_size": vocab_size,
-                "hidden_size": self.hidden_size,
-                "layers": layers,
-                "norm_eps": self.norm_eps,
-                "tie_embeddings": self.tie_embeddings,
-                "max_seq_len": self.max_seq_len,
-                "bos_token_id": bos,
-                "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else eos,
-            }
-        )
-        if not self.mixers:
-            to_hf(config)
-        return config
-
-    def _layer_mixers(self) -> list[Technique]:
-        """One mixer a layer: those of `mixers` in turn, with this shape's sizes where they have such fields."""
-        sizes = {
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim or self.hidden_size // self.num_heads,
-            "rope": {"theta": self.rope_theta},
-            "qkv_bias": self.family == "qwen2",
-            "qk_norm": self.family == "qwen3",
-            "max_seq_len": self.max_seq_len,
-        }
-        if not self.mixers:
-            return [MIXERS.read({"kind": "attention", **sizes_of("attention", sizes), "window": self.window})] * (
-                self.num_layers
-            )
-        chosen: list[Technique] = []
-        for index in range(self.num_layers):
-            entry = self.mixers[index % len(self.mixers)]
-            options = {"kind": entry} if isinstance(entry, str) else entry
-            kind = options["kind"]
-            known = dict(sizes)
-            if self.window is not None and kind != "attention":  # in a pattern that is the layer which sees everything
-                known["window"] = self.window
-            if MIXERS[kind].borrows and (lender := next((one for one in reversed(chosen) if one.lends), None)):
-                known |= {name: getattr(lender, name) for name in ("head_dim", "rope", "window", "qk_norm")}
-            chosen.append(MIXERS.read({**sizes_of(kind, known), **options}))
-        return chosen
-
-
-def sizes_of(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Those of `sizes` that mixer `kind` has fields for."""
-    return {name: value for name, value in sizes.items() if name in MIXERS[kind].model_fields}
-
-
-# What each family's transformers class assumes when config.json leaves a field out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
-    "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
-}
-_HAS_WINDOW = {"mistral", "qwen2", "qwen3"}
-_HAS_LAYER_TYPES = {"qwen2", "qwen3"}
-_HAS_ATTENTION_BIAS = {"llama", "qwen3"}
 
 
 def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -154,8 +22,9 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """
     if values.get("model_type") == OWN:
         return ModelConfig.read(values.get("config"))
-    family = _family(values, where)
-    read = {**_DEFAULTS[family], **{name: value for name, value in values.items() if value is not None}}
+    model_type = _model_type(values, where)
+    family = FAMILIES[model_type]
+    read = {**family.defaults, **{name: value for name, value in values.items() if value is not None}}
     if "sliding_window" in values and values["sliding_window"] is None:
         read["sliding_window"] = None
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
@@ -167,26 +36,26 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     _only(read, where, "hidden_act", ("silu", "swish"), "silu")
     _only(read, where, "partial_rotary_factor", (1, 1.0), 1.0)
     heads = read["num_attention_heads"]
-    bias = bool(read.get("attention_bias", False)) and family in _HAS_ATTENTION_BIAS
+    bias = bool(read.get("attention_bias", False)) and family.attention_bias
     mixer = {
         "kind": "attention",
         "num_heads": heads,
-        "num_kv_heads": read.get("num_key_value_heads", 8 if family == "mistral" else heads),
+        "num_kv_heads": read.get("num_key_value_heads", heads),
         "head_dim": read.get("head_dim") or read["hidden_size"] // heads,
         "rope": _rope(read, where),
-        "qkv_bias": bias or family == "qwen2",
+        "qkv_bias": bias or family.qkv_bias,
         "out_bias": bias,
-        "qk_norm": family == "qwen3",
+        "qk_norm": family.qk_norm,
     }
     feed_forward = {
         "kind": "swiglu",
         "intermediate_size": read["intermediate_size"],
-        "bias": bool(read.get("mlp_bias", False)) and family == "llama",
+        "bias": bool(read.get("mlp_bias", False)) and family.mlp_bias,
     }
     eos = read.get("eos_token_id")
     return ModelConfig.read(
         {
-            "family": family,
+            "family": model_type,
             "vocab_size": read["vocab_size"],
             "hidden_size": read["hidden_size"],
             "layers": [
@@ -214,11 +83,17 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
                 f"layer {index} mixes with '{layer.mixer.kind}', which no transformers class of family {config.family} has",
                 fix="save it with hone.save, which has a format of its own for such stacks, or use attention alone",
             )
+        if layer.feed_forward.kind != "swiglu":
+            raise SpecError(
+                f"layer {index} has feed-forward '{layer.feed_forward.kind}', which no transformers class of family "
+                f"{config.family} has",
+                fix="save it with hone.save, which has a format of its own for such stacks, or use swiglu",
+            )
     first = config.layers[0]
-    mixer, family = first.mixer, config.family
+    mixer, family = first.mixer, FAMILIES[config.family]
     values: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
+        "architectures": [family.architecture],
+        "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": first.feed_forward.intermediate_size,
@@ -241,14 +116,14 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
     }
-    if family in _HAS_ATTENTION_BIAS:
+    if family.attention_bias:
         values["attention_bias"] = mixer.out_bias
-    if family == "llama":
+    if family.mlp_bias:
         values["mlp_bias"] = first.feed_forward.bias
-    if family in _HAS_WINDOW:
+    if family.window != "none":
         windows = [layer.mixer.window for layer in config.layers]
         values["sliding_window"] = max((window for window in windows if window is not None), default=None)
-        if family in _HAS_LAYER_TYPES:
+        if family.window == "by_layer":
             values["use_sliding_window"] = any(window is not None for window in windows)
             values["max_window_layers"] = config.num_layers
             values["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -270,7 +145,9 @@ def own_format(config: ModelConfig, dtype: str, reason: str) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
         "torch_dtype": dtype,
-        "config": config.model_dump(mode="json"),
+        "config": {
+            name: value for name, value in config.model_dump(mode="json").items() if name != "adapters" or value
+        },
     }
 
 
@@ -291,23 +168,24 @@ def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:
         )
 
 
-def _family(values: dict[str, Any], where: str) -> str:
+def _model_type(values: dict[str, Any], where: str) -> str:
+    """The family's name. Raises SpecError unless model_type and architectures name one hone can run."""
     names = values.get("architectures") or []
     names = names if isinstance(names, list) else [names]
-    family = values.get("model_type")
-    known = ", ".join(ARCHITECTURES.values())
-    if names and names[0] not in ARCHITECTURES.values():
+    model_type = values.get("model_type")
+    classes = [family.architecture for family in FAMILIES.values()]
+    known = ", ".join(classes)
+    if names and names[0] not in classes:
         raise SpecError(f"{where}: architectures is {names}, which hone cannot run", fix=f"supported are: {known}")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise SpecError(
-            f"{where}: model_type is {family!r}, which hone cannot run",
-            fix=f"supported are: {', '.join(ARCHITECTURES)}",
+            f"{where}: model_type is {model_type!r}, which hone cannot run", fix=f"supported are: {', '.join(FAMILIES)}"
         )
-    if names and names[0] != ARCHITECTURES[family]:
+    if names and names[0] != FAMILIES[model_type].architecture:
         raise SpecError(
-            f"{where}: architectures is {names}, but model_type is {family!r}", fix=f"make them agree: {known}"
+            f"{where}: architectures is {names}, but model_type is {model_type!r}", fix=f"make them agree: {known}"
         )
-    return family
+    return model_type
 
 
 def _only(values: dict[str, Any], where: str, name: str, supported: tuple, default: Any) -> None:
@@ -362,12 +240,12 @@ def _rope_scaling(rope: Any) -> dict[str, Any] | None:
     }
 
 
-def _windows(values: dict[str, Any], family: str, where: str) -> list[int | None]:
+def _windows(values: dict[str, Any], family: Family, where: str) -> list[int | None]:
     """Each layer's sliding window, None for full attention."""
     count, window = values["num_hidden_layers"], values.get("sliding_window")
-    if family not in _HAS_WINDOW or window is None:
+    if family.window == "none" or window is None:
         return [None] * count
-    if family not in _HAS_LAYER_TYPES:
+    if family.window == "all":
         return [window] * count
     if not values.get("use_sliding_window", False):
         return [None] * count

@@ -1,0 +1,75 @@
+"""Wrappers around linears as modules, and the maker that puts them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.model.adapters.base import Wrappers
+from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, Piece
+
+
+class Adapted(nn.Module):
+    """Base of the wrappers: `inner` keeps its weights and their names in checkpoints; a subclass writes `forward`.
+
+    It has every parameter that the spec declares as an attribute of that name.
+    """
+
+    def __init__(self, spec: Any, inner: nn.Module, linear: LinearSpec, pieces: tuple[Piece, ...]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.inner = inner
+        self.linear = linear
+        self.pieces = pieces
+        for part in spec.parameters(linear, pieces):
+            setattr(self, part.name, nn.Parameter(torch.empty(part.shape)))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The whole weight as it is multiplied, the adapter's part included."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """The stored weight of `inner`."""
+        return self.inner.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.inner.bias
+
+    @property
+    def in_features(self) -> int:
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.linear.out_features
+
+    @property
+    def integers(self) -> frozenset[str]:
+        return self.inner.integers
+
+    def load(self, parts: list[dict[str, Tensor]]) -> None:
+        self.inner.load(parts)
+
+    def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
+        return self.inner.parts(rows)
+
+    def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
+        return self.inner.part_shapes(rows)
+
+
+def adapted(make: MakeLinear, choose: Callable[[str, LinearSpec], Wrappers]) -> MakeLinear:
+    """`make`, with what it makes wrapped as `choose(name, spec)` says."""
+
+    def wrapping(name: str, spec: LinearSpec) -> nn.Module:
+        linear = make(name, spec)
+        for adapter, pieces in choose(name, spec):
+            linear = adapter.wrap(linear, spec, pieces)
+        return linear
+
+    return wrapping

@@ -1,0 +1,93 @@
+"""What mixers and feed-forwards have in common: a spec that declares its weights, and a module that is built from it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from hone.base.errors import SpecError
+from hone.base.table import Technique
+from hone.model.linear import MakeLinear
+from hone.model.linear_spec import LinearSpec, NormSpec, Parameter
+from hone.model.norm import RMSNorm
+
+
+class Placement(NamedTuple):
+    """Where in a decoder a mixer or feed-forward is built, and who makes its linears."""
+
+    hidden_size: int
+    layer: int
+    """Its place in the stack; a cache files its state under this number."""
+    name: str
+    """Its dotted path in the decoder: 'layers.3.mixer'."""
+    norm_eps: float
+    make: MakeLinear
+
+
+class BlockSpec(Technique):
+    """Base of the specs of mixers and feed-forwards."""
+
+    splits: ClassVar[tuple[str, ...]] = ()
+    """Fields that tensor-parallel ranks divide among each other ('num_heads'); none: it cannot be split."""
+
+    def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
+        """Its linears in the order in which they are built and stored; names and pieces are unique within the block."""
+        raise NotImplementedError
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """Its norms and other parameters in no linear."""
+        return ()
+
+    def build(self, place: Placement) -> Block:
+        """The module."""
+        raise NotImplementedError
+
+    def num_params(self, hidden_size: int) -> int:
+        """Every stored number of the module."""
+        return sum(part.num_params for part in (*self.linears(hidden_size), *self.parameters(hidden_size)))
+
+    def local(self, num_ranks: int) -> Self:
+        """The spec of one of `num_ranks` tensor-parallel ranks: of its heads, or of its part of the inner width.
+
+        Its linears are the `LinearSpec.local` of this one's; the outputs of all ranks add up to this one's. Key heads fewer
+        than ranks are replicated. Raises SpecError when it cannot be split so.
+        """
+        if num_ranks == 1:
+            return self
+        if not self.splits:
+            raise SpecError(
+                f"'{self.kind}' cannot be split over {num_ranks} tensor-parallel ranks: its heads are not alike",
+                fix="set tensor_parallel_size=1, or take another technique for this slot",
+            )
+        found = {}
+        for name in self.splits:
+            value = getattr(self, name)
+            if name == "num_kv_heads" and value < num_ranks and num_ranks % value == 0:
+                found[name] = 1
+                continue
+            if value % num_ranks:
+                raise SpecError(
+                    f"{self.kind}.{name} {value} cannot be divided among {num_ranks} tensor-parallel ranks",
+                    fix=f"set tensor_parallel_size to a divisor of {value}",
+                )
+            found[name] = value // num_ranks
+        return self.model_copy(update=found)
+
+
+class Block(nn.Module):
+    """Base of their modules: has every linear and parameter that the spec declares as an attribute of that name."""
+
+    def __init__(self, spec: Any, place: Placement) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = place.layer
+        self.rows: dict[str, list[int]] = {}  # of each linear, its pieces' counts
+        for linear in spec.linears(place.hidden_size):
+            self.rows[linear.name] = list(linear.parts.values())
+            setattr(self, linear.name, place.make(f"{place.name}.{linear.name}", linear))
+        for part in spec.parameters(place.hidden_size):
+            norm = isinstance(part, NormSpec)
+            made = RMSNorm(part.size, place.norm_eps) if norm else nn.Parameter(torch.empty(part.shape))
+            setattr(self, part.name, made)

@@ -1,0 +1,240 @@
+"""A layer's weights as data: its linears, their pieces and what they read, and its other parameters. Without torch.
+
+A mixer or feed-forward declares these once. Parameter counts, FLOPs, module construction, checkpoint names, fused loading,
+initialisation, calibration points, quantization and adapter targets and tensor-parallel shards all follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hone.base.errors import SpecError
+
+INIT_STD = 0.02
+
+Shard = Literal["column", "row", "vocab", "none"]
+
+Initial = tuple[float, float] | Callable[..., Any]
+"""How a parameter begins: (mean, std) of a normal, or a function (shape, torch.Generator) -> float32 tensor on the CPU."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive output rows of a linear that are one module in checkpoints: the queries of a fused qkv."""
+
+    name: str
+    out_features: int
+    heads: int | None = None
+    """Heads the rows belong to, as many rows a head; a tensor-parallel rank takes whole heads. None: rows stand alone."""
+    replicate: bool = False
+    """Whether ranks may hold the same rows: with more ranks than heads several share a head; without heads all hold all."""
+
+    def rows(self, rank: int, num_ranks: int, linear: str = "") -> slice:
+        """The rows of this piece that `rank` of `num_ranks` holds. Raises SpecError when they cannot be divided."""
+        if self.replicate and self.heads is None:
+            return slice(0, self.out_features)
+        count = self.out_features if self.heads is None else self.heads
+        if self.replicate and count < num_ranks and num_ranks % count == 0:
+            width, first = self.out_features // count, rank * count // num_ranks
+            return slice(first * width, (first + 1) * width)
+        _must_divide(count, num_ranks, f"{linear or self.name}.{self.name}", "rows" if self.heads is None else "heads")
+        width = self.out_features // num_ranks
+        return slice(rank * width, (rank + 1) * width)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """y = x W^T (+ b), W [out_features, in_features]: `pieces` stacked on the output rows of one matrix."""
+
+    name: str
+    """Its attribute in the module: 'qkv'."""
+    in_features: int
+    pieces: tuple[Piece, ...]
+    reads: str
+    """What feeds it: a norm ('mixer_norm'), a piece of another linear that its input is a linear function of ('v'), or a
+    product of two of these ('gate*up'). A channel's scale can be moved between W's columns and the last factor named. Any
+    other word names an input that no scale can be moved to. Linears of one layer with the same `reads` have the same input."""
+    shard: Shard = "none"
+    """How tensor parallelism cuts it: output rows (column, as Megatron-LM calls it), input columns (row), rows of the vocabulary."""
+    bias: bool = False
+    experts: int | None = None
+    """With E experts the weight is [E, out_features, in_features] and the bias [E, out_features]."""
+    in_heads: int | None = None
+    """Heads that the input features belong to; a rank takes whole heads. None: features stand alone."""
+    residual: bool = False
+    """Whether it writes to the residual stream: its initial weights are divided by sqrt(2 * num_layers)."""
+    share: float = 1.0
+    """Part of a sequence's tokens that are multiplied with it; with experts the part of them that a token visits."""
+
+    @property
+    def out_features(self) -> int:
+        return sum(piece.out_features for piece in self.pieces)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Rows of each piece by name, in order of the stacked rows; of every expert's in turn: 'experts.3.gate'."""
+        if self.experts is None:
+            return {piece.name: piece.out_features for piece in self.pieces}
+        return {
+            f"experts.{expert}.{piece.name}": piece.out_features
+            for expert in range(self.experts)
+            for piece in self.pieces
+        }
+
+    @property
+    def num_params(self) -> int:
+        """Stored numbers."""
+        return (self.experts or 1) * self.out_features * (self.in_features + self.bias)
+
+    @property
+    def active_params(self) -> int:
+        """Of these, numbers that a token is multiplied with; fewer than all with experts only."""
+        return self.num_params if self.experts is None else round(self.num_params * self.share)
+
+    @property
+    def matmuls(self) -> tuple[tuple[int, int], ...]:
+        """(n_out, k_in) of the products of one token; one that only every n-th token needs counts with k_in / n."""
+        if self.experts is not None:
+            return ((self.out_features, self.in_features),) * round(self.experts * self.share)
+        columns = round(self.in_features * self.share)
+        return ((self.out_features, columns),) if columns else ()
+
+    def rows(self, rank: int, num_ranks: int) -> dict[str, slice]:
+        """The output rows of each piece that tensor-parallel `rank` of `num_ranks` holds."""
+        if self.shard == "column":
+            return {piece.name: piece.rows(rank, num_ranks, self.name) for piece in self.pieces}
+        if self.shard == "vocab":
+            return {piece.name: _vocabulary(piece.out_features, rank, num_ranks) for piece in self.pieces}
+        return {piece.name: slice(0, piece.out_features) for piece in self.pieces}
+
+    def columns(self, rank: int, num_ranks: int) -> slice:
+        """The input features that `rank` of `num_ranks` holds."""
+        if self.shard != "row":
+            return slice(0, self.in_features)
+        count = self.in_features if self.in_heads is None else self.in_heads
+        _must_divide(count, num_ranks, self.name, "input features" if self.in_heads is None else "heads")
+        width = self.in_features // num_ranks
+        return slice(rank * width, (rank + 1) * width)
+
+    def local(self, rank: int, num_ranks: int) -> LinearSpec:
+        """The linear of one tensor-parallel rank.
+
+        The bias of a row-parallel linear stays with rank 0: the ranks' outputs are summed. Raises SpecError when heads or
+        features do not divide.
+        """
+        rows, columns = self.rows(rank, num_ranks), self.columns(rank, num_ranks)
+        pieces = []
+        for piece in self.pieces:
+            kept = rows[piece.name].stop - rows[piece.name].start
+            heads = piece.heads and max(1, piece.heads * kept // piece.out_features)
+            pieces.append(replace(piece, out_features=kept, heads=heads))
+        width = columns.stop - columns.start
+        return replace(
+            self,
+            pieces=tuple(pieces),
+            in_features=width,
+            in_heads=self.in_heads and self.in_heads * width // self.in_features,
+            bias=self.bias and (self.shard != "row" or rank == 0),
+        )
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """An RMS norm's weight [size], ones at first."""
+
+    name: str
+    size: int
+
+    @property
+    def path(self) -> str:
+        """Where its tensor lies in the module."""
+        return f"{self.name}.weight"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.size,)
+
+    @property
+    def num_params(self) -> int:
+        return self.size
+
+    @property
+    def matmuls(self) -> tuple[tuple[int, int], ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter that is in no linear: decays, biases of heads, mixtures of positions."""
+
+    name: str
+    shape: tuple[int, ...]
+    initial: Initial = (0.0, INIT_STD)
+    heads: int | None = None
+    """Heads that the first axis belongs to; a tensor-parallel rank takes its own. None: every rank holds all."""
+    multiplied: bool = False
+    """Whether every token is multiplied with it as with a linear [out, in]."""
+
+    @property
+    def path(self) -> str:
+        """Where its tensor lies in the module."""
+        return self.name
+
+    @property
+    def num_params(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def matmuls(self) -> tuple[tuple[int, int], ...]:
+        return ((self.shape[0], self.shape[1]),) if self.multiplied else ()
+
+    def local(self, rank: int, num_ranks: int) -> slice:
+        """The entries of the first axis that `rank` of `num_ranks` holds."""
+        if self.heads is None:
+            return slice(0, self.shape[0])
+        return Piece(self.name, self.shape[0], self.heads).rows(rank, num_ranks)
+
+
+Parameter = NormSpec | ParameterSpec
+
+
+def projection_in(name: str, hidden_size: int, *pieces: Piece, **options: Any) -> LinearSpec:
+    """A mixer's projection of the normed hidden states into heads."""
+    return LinearSpec(name, hidden_size, pieces, **{"reads": "mixer_norm", "shard": "column", **options})
+
+
+def projection_out(hidden_size: int, num_heads: int, head_dim: int, reads: str = "v", bias: bool = False) -> LinearSpec:
+    """A mixer's projection of all heads' results to the residual stream. `reads` 'v': they are linear in the values."""
+    return LinearSpec(
+        "out", num_heads * head_dim, (Piece("out", hidden_size),),
+        reads=reads, shard="row", bias=bias, in_heads=num_heads, residual=True,
+    )  # fmt: skip
+
+
+def grouped_pieces(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Piece, Piece, Piece]:
+    """Queries, keys and values; ranks beyond the key heads share them."""
+    keys = num_kv_heads * head_dim
+    return (
+        Piece("q", num_heads * head_dim, num_heads),
+        Piece("k", keys, num_kv_heads, replicate=True),
+        Piece("v", keys, num_kv_heads, replicate=True),
+    )
+
+
+def _vocabulary(size: int, rank: int, num_ranks: int) -> slice:
+    """As many rows for every rank but the last, which takes what is left."""
+    width = -(-size // num_ranks)
+    return slice(min(rank * width, size), min((rank + 1) * width, size))
+
+
+def _must_divide(count: int, num_ranks: int, name: str, what: str) -> None:
+    if count % num_ranks:
+        raise SpecError(
+            f"the {count} {what} of {name} cannot be divided among {num_ranks} tensor-parallel ranks",
+            fix=f"set tensor_parallel_size to one of {', '.join(str(n) for n in range(1, count + 1) if count % n == 0)}",
+        )

@@ -1,0 +1,125 @@
+"""A model by its sizes: what training starts from, and how a pattern of mixers becomes a list of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from hone.base.errors import SpecError
+from hone.base.spec import Spec
+from hone.base.table import Technique
+from hone.model.config import FamilyName, LayerSpec, ModelConfig
+from hone.model.families import FAMILIES
+from hone.model.families.config_json import to_hf
+from hone.model.mixers import MIXERS
+
+
+class Shape(Spec):
+    """A model by its sizes, before its vocabulary is known."""
+
+    family: FamilyName = Field("llama", description="Architecture.")
+    hidden_size: int = Field(192, gt=0, description="Width of the residual stream.")
+    num_layers: int = Field(4, gt=0, description="Decoder layers.")
+    num_heads: int = Field(6, gt=0, description="Query heads.")
+    num_kv_heads: int = Field(6, gt=0, description="Key/value heads.")
+    head_dim: int | None = Field(None, gt=0, description="Width of a head; hidden_size / num_heads when empty.")
+    intermediate_size: int = Field(512, gt=0, description="Width of the feed-forward.")
+    max_seq_len: int = Field(512, gt=0, description="Longest sequence, in tokens.")
+    rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary wavelengths.")
+    window: int | None = Field(None, gt=0, description="Sliding window, in tokens; empty for full attention.")
+    norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in every norm.")
+    tie_embeddings: bool = Field(True, description="Whether the head is the embedding.")
+    mixers: tuple[str | dict[str, Any], ...] = Field(
+        (),
+        description="How layers mix tokens: names or {kind: NAME, options}, repeated over the layers; empty: attention. "
+        "Sizes a mixer leaves out are those above.",
+    )
+
+    @field_validator("mixers")
+    @classmethod
+    def _mixers_exist(cls, mixers: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
+        for entry in mixers:
+            kind = entry if isinstance(entry, str) else entry.get("kind")
+            if kind not in MIXERS.rows:
+                raise ValueError(f"there is no mixer {kind!r}; the mixers are: {', '.join(MIXERS.rows)}")
+        return mixers
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Shape:
+        """Here and not only in `config`: a recipe's last stage is read before its first one runs.
+
+        A pattern of mixers only: theirs are the options that may not fit, and to read them takes torch, a second.
+        """
+        if self.mixers:
+            self.config(vocab_size=1)
+        return self
+
+    def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
+        """The model of this shape over `vocab_size` tokens.
+
+        Raises SpecError when the sizes do not fit together or, without `mixers`, the family has no such model: better now
+        than when a trained one is saved.
+        """
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise SpecError(
+                f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
+                fix="change one of them, or set head_dim",
+            )
+        if len(self.mixers) > self.num_layers:
+            raise SpecError(
+                f"mixers names {len(self.mixers)} layers, num_layers is {self.num_layers}",
+                fix="leave some out, or raise num_layers",
+            )
+        feed_forward = {"kind": "swiglu", "intermediate_size": self.intermediate_size}
+        layers = [LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward}) for mixer in self._layer_mixers()]
+        config = ModelConfig.read(
+            {
+                "family": self.family,
+                "vocab_size": vocab_size,
+                "hidden_size": self.hidden_size,
+                "layers": layers,
+                "norm_eps": self.norm_eps,
+                "tie_embeddings": self.tie_embeddings,
+                "max_seq_len": self.max_seq_len,
+                "bos_token_id": bos,
+                "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else eos,
+            }
+        )
+        if not self.mixers:
+            to_hf(config)
+        return config
+
+    def _layer_mixers(self) -> list[Technique]:
+        """One mixer a layer: those of `mixers` in turn, with this shape's sizes where they have such fields."""
+        family = FAMILIES[self.family]
+        sizes = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim or self.hidden_size // self.num_heads,
+            "rope": {"theta": self.rope_theta},
+            "qkv_bias": family.qkv_bias,
+            "qk_norm": family.qk_norm,
+            "max_seq_len": self.max_seq_len,
+        }
+        if not self.mixers:
+            return [MIXERS.read({"kind": "attention", **sizes_of("attention", sizes), "window": self.window})] * (
+                self.num_layers
+            )
+        chosen: list[Technique] = []
+        for index in range(self.num_layers):
+            entry = self.mixers[index % len(self.mixers)]
+            options = {"kind": entry} if isinstance(entry, str) else entry
+            kind = options["kind"]
+            known = dict(sizes)
+            if self.window is not None and kind != "attention":  # in a pattern that is the layer which sees everything
+                known["window"] = self.window
+            if MIXERS[kind].borrows and (lender := next((one for one in reversed(chosen) if one.lends), None)):
+                known |= {name: getattr(lender, name) for name in ("head_dim", "rope", "window", "qk_norm")}
+            chosen.append(MIXERS.read({**sizes_of(kind, known), **options}))
+        return chosen
+
+
+def sizes_of(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of `sizes` that mixer `kind` has fields for."""
+    return {name: value for name, value in sizes.items() if name in MIXERS[kind].model_fields}

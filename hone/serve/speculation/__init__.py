@@ -1,1 +1,0 @@
-"""Speculative decoding: what guesses tokens ahead, and the check that keeps the text exact."""
