@@ -135,7 +135,7 @@ class Peer:
 def compare(config: ModelConfig, folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Single stream and 16 at once, hone and the peer in turn, `rounds` times; medians."""
     tokens, prompts = 64, prompts_of(16, 12, 48, config.vocab_size)
-    engine = Engine(folder, EngineSpec(prefix_cache=False))
+    engine = Engine(folder, EngineSpec(enable_prefix_caching=False))
     peer = Peer(folder, "cpu", torch.float32)
     same = sum(
         engine.generate([prompt], exactly(tokens))[0].tokens == peer.generate([prompt], tokens)[0]
@@ -215,7 +215,11 @@ class Bench:
         self.window = Window(args.device)
         self.window.__enter__()
         model_s = timed(lambda: setattr(self, "model", random_model(self.config, args.device, self.dtype)))
-        spec = EngineSpec(max_rows=args.max_rows, token_budget=args.token_budget, cache_bytes=args.cache_bytes)
+        spec = EngineSpec(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_memory_bytes=args.cache_bytes,
+        )
         begun = time.perf_counter()
         self.engine = Engine(self.model, spec, device=args.device)
         self.engine.generate([[1] * 8], exactly(2))
@@ -262,7 +266,7 @@ class Bench:
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         if not config.tie_embeddings:
             weights -= (config.vocab_size - batch) * config.hidden_size * self.dtype.itemsize
-        token = engine.cache_bytes / (engine.runner.cache.num_pages + 1) / engine.runner.cache.page_size
+        token = engine.cache_bytes / (engine.runner.cache.num_pages + 1) / engine.runner.cache.block_size
         return weights + batch * length * token
 
     def _read_rate(self) -> float:
@@ -299,9 +303,9 @@ class Bench:
             facts,
             weights_bytes=self.config.num_params * self.dtype.itemsize,
             kv_bytes=self.engine.cache_bytes,
-            max_tokens=args.token_budget,
-            max_rows=args.max_rows,
-            context_tokens=args.max_rows * 2048,
+            max_tokens=args.max_num_batched_tokens,
+            max_rows=args.max_num_seqs,
+            context_tokens=args.max_num_seqs * 2048,
             dtype="float32" if self.dtype is torch.float32 else "bfloat16",
             device=args.device,
         )

@@ -209,7 +209,7 @@ def on_gpu(shape: str, device: str, steps: int, cells: list[tuple[int, int, int,
             rows += made
         except Exception as error:  # a cell that fails must not cost the others
             print(f"{label}: left out, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            trainer.update.drop()
+            trainer.update.weights.drop_grads()
         gc.collect()
         torch.cuda.empty_cache()
     return rows

@@ -370,12 +370,13 @@ def _generate(words: list[str], options: dict[str, str]) -> int:
     run = _circumstances(options)
     from hone.model.hf import Checkpoint
     from hone.serve.engine import Engine
+    from hone.serve.sizing import first_unserved
 
-    alone = [one.mixer.kind for one in Checkpoint(words[1]).config.layers if one.mixer.paged_shape() is None]
-    if alone:
+    unserved = first_unserved(Checkpoint(words[1]).config)
+    if unserved is not None:
         from hone.model.incremental import write
 
-        print(words[2] + write(words[1], words[2], device=run.device, **params.without_engine(alone[0])))
+        print(words[2] + write(words[1], words[2], device=run.device, **params.without_engine(unserved[1])))
         return 0
     engine = Engine(words[1], device=run.device)
     for completion in engine.generate([words[2]], params):

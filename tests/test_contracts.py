@@ -289,7 +289,7 @@ def test_a_drafter_never_changes_greedy_text(name, tiny_llama):
     draft = tiny_llama if "draft" in DRAFTERS[name].needs else None
     from hone.serve.spec import EngineSpec
 
-    engine = hone.Engine(tiny_llama, EngineSpec.read({"drafter": name}), draft_model=draft)
+    engine = hone.Engine(tiny_llama, EngineSpec.read({"drafter": name}), draft=draft)
     assert [one.tokens for one in engine.generate(prompts, params)] == [one.tokens for one in plain]
     stats = engine.stats()
     assert stats["pages_used"] == 0 and stats["pages_free"] == stats["pages_total"]

@@ -19,11 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hone.base.content import changed_file, foreign_fingerprint
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
-from hone.base.identity import drift, foreign_to_today, identify, same
+from hone.base.identity import changed_file, drift, foreign_fingerprint, foreign_to_today, identify, same
 from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take
 from hone.base.provenance import provenance
 from hone.base.run import Run

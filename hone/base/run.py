@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.base.mesh import Mesh
+
 
 @dataclass
 class Run:
@@ -17,7 +19,7 @@ class Run:
     `device` is a torch device string. `redo` throws a finished artifact away and makes it again. `machine` is the
     description that goes into hone.json (`measure.machine.describe().model_dump()`); rooms that estimate read the
     calibration in it. `quiet` silences progress and remarks. `executor` says where the tasks of a data stage run
-    ('kind' and options of a technique of that slot).
+    ('kind' and options of a technique of that slot). `mesh` are the processes that work together.
     """
 
     device: str = "cpu"
@@ -26,10 +28,11 @@ class Run:
     machine: dict[str, Any] = field(default_factory=dict)
     command: str | None = None
     executor: dict[str, Any] = field(default_factory=lambda: {"kind": "serial"})
+    mesh: Mesh = field(default_factory=Mesh.from_environment)
 
     def say(self, text: str) -> None:
         """One remark on standard error, above any progress bar."""
-        if not self.quiet:
+        if not self.quiet and self.mesh.leads:
             from rich.console import Console
 
             Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
@@ -37,7 +40,7 @@ class Run:
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str = "") -> Iterator[Progress]:
         """A progress line with rate and time left on a terminal; without one, nothing."""
-        bar = Progress(label, total, unit, shown=not self.quiet and sys.stderr.isatty())
+        bar = Progress(label, total, unit, shown=not self.quiet and self.mesh.leads and sys.stderr.isatty())
         try:
             yield bar
         finally:

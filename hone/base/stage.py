@@ -51,10 +51,14 @@ class Stage(Spec):
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """Makes the artifact in folder `out`, or returns it when it is already there; resumes an interrupted one.
 
-        Raises SpecError for a missing or unknown role, DriftError when `out` was made from another spec, FitError when
-        the plan says that the machine is too small.
+        Of several ranks, rank 0 makes it and the others wait until it is whole. Raises SpecError for a missing or unknown
+        role, DriftError when `out` was made from another spec, FitError when the plan says that the machine is too small.
         """
-        out, parents, run = Path(out), parents or {}, run or Run()
+        run = run or Run()
+        folder = run.mesh.from_leader(lambda: self._make(Path(out), parents or {}, run).folder)
+        return Artifact.read(folder)
+
+    def _make(self, out: Path, parents: dict[str, Artifact], run: Run) -> Artifact:
         self.check_roles(parents)
         inputs: dict[str, Any] = {
             "kind": self.stage,

@@ -19,11 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from hone.base.artifact import MANIFEST, Artifact, parse, reserve
-from hone.base.content import changed_file
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError, FitError, HoneError, MachineError, MissingExtra, SpecError
 from hone.base.figure import human_bytes
-from hone.base.identity import drift
+from hone.base.identity import changed_file, drift
 from hone.base.partial import BEGUN, need_local, partial_of, publish
 from hone.base.run import Run
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import core_schema
 
 from hone.base.errors import SpecError, did_you_mean
@@ -30,6 +30,7 @@ TABLES: tuple[str, ...] = (
     "hone.data:EXECUTORS",
     "hone.train:SCHEDULES",
     "hone.train:OBJECTIVES",
+    "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",
     "hone.compress:QUANTIZERS",
     "hone.compress:PRUNERS",
@@ -111,14 +112,24 @@ class Table:
 
 
 class Choice:
-    """Marks a spec field as 'one technique of this table': `quantizer: Annotated[Technique, Choice(QUANTIZERS)]`."""
+    """Marks a spec field as 'one technique of this table': `quantizer: Annotated[Technique, Choice(QUANTIZERS)]`.
 
-    def __init__(self, table: Table) -> None:
+    With `default`, a mapping that names no kind holds the options of that technique.
+    """
+
+    def __init__(self, table: Table, default: str | None = None) -> None:
         self.table = table
+        self.default = default
+
+    def read(self, value: Any, info: ValidationInfo) -> Technique:
+        """As `Table.read`."""
+        if isinstance(value, dict) and self.default and not value.get("kind"):
+            value = {**value, "kind": self.default}
+        return self.table.read(value, info.context)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.with_info_plain_validator_function(
-            lambda value, info: self.table.read(value, info.context),
+            self.read,
             serialization=core_schema.plain_serializer_function_ser_schema(
                 lambda technique: technique.model_dump(mode="json")
             ),

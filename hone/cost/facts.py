@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from hone.cost.cache import LayerCache, keys_and_values
+
 
 class Mixing(Protocol):
     """What a layer's tokens do to see each other, in numbers; every mixer's spec is one."""
@@ -66,8 +68,8 @@ class LayerFacts:
     mixing: Mixing
     widths: Widths
     intermediate_size: int
-    kv_values_per_token: int = 0
-    """Numbers a paged cache keeps for one token in this layer; 0 for a mixer that keeps no keys in pages."""
+    cache: LayerCache = ()
+    """What it keeps of a sequence when the engine serves it."""
 
     @classmethod
     def attention(
@@ -79,8 +81,13 @@ class LayerFacts:
             mixing=attending,
             widths=attention_widths(attending.num_heads, attending.num_kv_heads, attending.head_dim),
             intermediate_size=intermediate_size,
-            kv_values_per_token=2 * attending.num_kv_heads * attending.head_dim,
+            cache=keys_and_values(attending.num_kv_heads, attending.head_dim),
         )
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the pages hold of one token in this layer."""
+        return sum(one.num_values for one in self.cache if one.paged)
 
     @property
     def matmul_params(self) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hone.base.figure import Estimate, human_bytes
+from hone.cost.cache import BYTES as BYTES
 from hone.cost.facts import LayerFacts, ModelFacts
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one number by format name."""
+from hone.cost.update import UpdateCost, adamw
 
 GAPS = 2.5
 """Gaps that glibc's heap keeps on a CPU, in sets of one layer's temporaries: tensors that are freed leave holes which the
@@ -25,7 +24,7 @@ FORWARD_TOUCHED = 8 << 20
 """The same two without a backward pass, where little lives long enough to leave gaps; measured while serving and scoring."""
 
 BUCKET = 1 << 26
-"""Gradients that half-precision training widens to float32 at a time (hone.train.optimizers.adamw.BUCKET_ELEMENTS)."""
+"""Gradients that half-precision training widens to float32 at a time."""
 
 
 def train_bytes(
@@ -34,7 +33,7 @@ def train_bytes(
     batch_tokens: int,
     seq_len: int,
     dtype: str = "float32",
-    optimizer: str = "adamw",
+    update: UpdateCost | None = None,
     accumulate: bool = False,
     packed: bool = True,
     kept_layers: int | None = None,
@@ -50,7 +49,7 @@ def train_bytes(
     `loss` (all activations and the head's logits), `backward` (all activations, the last layer's gradients in the
     making) and `update` (all gradients and one layer's activations, or one bucket widened).
 
-    `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`; `accumulate`: a step has several, whose
+    `update` is the optimizer's (default: AdamW's). `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`; `accumulate`: a step has several, whose
     gradients are summed in float32. `packed`: rows of several documents carry an attention mask. `kept_layers` (default:
     all) is how many layers have their inner activations alive at once and `kept_inputs` how many layer inputs are kept
     for recomputation. `loss_chunk` is the number of tokens whose logits are alive at once (default: all).
@@ -61,7 +60,7 @@ def train_bytes(
     half = width < 4
     params, vocab, hidden = facts.num_params, facts.vocab_size, facts.hidden_size
     weights = 4 * params + (width * params if half else 0) - (4 * params if model_loaded else 0)
-    state = 4 * {"adamw": 2, "sgd": 0}[optimizer] * params
+    update = update or adamw(facts)
     gradients = (4 if accumulate else width) * params
 
     kept = facts.num_layers if kept_layers is None else kept_layers
@@ -83,13 +82,14 @@ def train_bytes(
         in_loss = head * (width + (4 if summed_wide else 0)) + chunk * width + 3 * batch_tokens * hidden * width
         scaled = head * width + 3 * batch_tokens * hidden * width
     summed = gradients if accumulate else 0
+    widened = 2 * min(max(BUCKET, head), params) if half else 0
     moments = {
         "loss": activations + max(in_loss, scaled) + summed,
         "backward": activations + making + head * width + summed,
-        "update": gradients + max(per_layer + making, 2 * min(max(BUCKET, head), params) if half else 0),
+        "update": gradients + max(per_layer + making, widened + update.work_bytes),
     }
     moment = max(moments, key=lambda name: moments[name])
-    fixed = {"weights": weights, "optimizer": state}
+    fixed = {"weights": weights, "optimizer": update.state_bytes}
     moving = {f"{moment}: activations": min(activations, moments[moment]) if moment != "update" else 0}
     moving[f"{moment}: gradients and work"] = moments[moment] - sum(moving.values())
     return _sum_up(fixed, moving, GAPS * making, TOUCHED, device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from hone.base.figure import Estimate
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES
 from hone.cost.roofline import attention_seconds, matmul_seconds, seconds
+from hone.cost.update import UpdateCost, adamw, update_seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 
@@ -55,38 +57,41 @@ def train_step_seconds(
     seq_len: int,
     dtype: str = "float32",
     micro_batches: int = 1,
-    recomputed_layers: int = 0,
+    recomputed: Collection[int] = (),
+    update: UpdateCost | None = None,
 ) -> Estimate:
-    """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update."""
-    vocab, hidden, width = facts.vocab_size, facts.hidden_size, BYTES[dtype]
+    """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
+
+    The layers in `recomputed` run forward twice. `update` is the optimizer's (default: AdamW's).
+    """
+    vocab, hidden = facts.vocab_size, facts.hidden_size
     products: list[Product] = []
     attention = 0.0
     for index, layer in enumerate(facts.layers):
-        again = index < recomputed_layers
+        again = index in recomputed
         for out_features, in_features in layer.matmuls:
             products += _three(batch_tokens, out_features, in_features, forwards=2 if again else 1)
         flops = layer.mixing.mixing_flops(seq_len) * batch_tokens
         attention += attention_seconds(machine, flops, dtype, train=True)
         attention += attention_seconds(machine, flops, dtype) if again else 0.0
     products += _three(batch_tokens, vocab, hidden, forwards=1)
-    repeated = recomputed_layers / max(facts.num_layers, 1)
-    forward_traffic = traffic_seconds(machine, facts, batch_tokens, dtype, backward=False)
+    twice = replace(facts, layers=tuple(facts.layers[index] for index in recomputed))
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         "attention": attention,
-        "element-wise": forward_traffic * (1 + repeated)
+        "element-wise": traffic_seconds(machine, facts, batch_tokens, dtype, backward=False)
+        + traffic_seconds(machine, twice, batch_tokens, dtype, backward=False)
         + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True)
         # The head's gradient is summed, scaled, and joined with the embedding's.
         + seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value,
     }
-    starts = len(products) + (FORWARD_OPS * (1 + repeated) + BACKWARD_OPS) * facts.num_layers + 4 * AROUND_OPS
+    starts = len(products) + FORWARD_OPS * len(recomputed) + (FORWARD_OPS + BACKWARD_OPS) * facts.num_layers
+    starts += 4 * AROUND_OPS
     once = sum_up(machine, parts, starts, dtype)
-    # Norm, clipping, and the fused AdamW: each weight, gradient and moment read and written; half precision is widened.
-    update_bytes = facts.num_params * (4 * 10 + (12 if width < 4 else 0))
-    update = seconds(machine, num_bytes=update_bytes, num_ops=40, op_bytes=4 * facts.num_params, dtype=dtype)
-    value = micro_batches * once.value + update.value
-    formula = f"{micro_batches} x ({once.formula}) + update {update.value:.3g} s"
+    last = update_seconds(update or adamw(facts), facts, machine, dtype)
+    value = micro_batches * once.value + last.value
+    formula = f"{micro_batches} x ({once.formula}) + {last.formula}"
     return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
 
 

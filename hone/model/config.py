@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -179,7 +178,7 @@ class ModelConfig(Spec):
             mixing=layer.mixer.mixing(),
             widths=layer.mixer.widths(self.hidden_size),
             intermediate_size=layer.feed_forward.inner_size(self.hidden_size),
-            kv_values_per_token=2 * math.prod(layer.mixer.paged_shape() or (0, 0)),
+            cache=layer.mixer.cache(),
         )
 
     def flops_per_token(self, seq_len: int) -> float:

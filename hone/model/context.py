@@ -31,6 +31,9 @@ class Context:
     """None: sequences come whole. A dict: they come bit by bit, and a mixer finds there under its layer index what it left
     at the last pass (nothing at the start) and leaves what it will need, of bounded size where its mathematics allow."""
 
+    cached: bool = False
+    """Whether later passes go on from this one: `attend` and `attend_latent` then keep what they are given."""
+
     def __init__(self) -> None:
         self.memo: dict[Any, Any] = {}
         """What layers alike share in this pass, made by the first of them (a mixer's masks, say)."""
@@ -51,6 +54,14 @@ class Context:
         q [..., H, Dh], k and v [..., KV, Dh], rotated already; leading shape that of the tokens. Returns [..., H, Dh].
         With `window` w a token sees itself and the w - 1 tokens before it. `layer` is where a cache files k and v.
         k and v None: those that `layer` itself attended to in this pass, after it has lent them.
+        """
+        raise NotImplementedError
+
+    def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:
+        """Causal attention of all heads to one latent a token, which is all that the cache keeps; only where `cached`.
+
+        q [..., H, D], latent [..., D] of the new tokens; a value is the first `value_dim` numbers of a latent.
+        Returns [..., H, value_dim].
         """
         raise NotImplementedError
 

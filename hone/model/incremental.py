@@ -26,12 +26,20 @@ class KeyValues(NamedTuple):
     v: Tensor
 
 
+class Latents(NamedTuple):
+    """Latents of what the next token may see, oldest first: [B, m, D]."""
+
+    latent: Tensor
+
+
 class Incremental(Context):
     """One pass over the next n >= 1 tokens of B rows, `tokens` [B, n], `start` tokens of each having gone before.
 
     `carry` is the dict that the passes before left, the same object from pass to pass; a layer whose attention has a
     window keeps no more than the window.
     """
+
+    cached = True
 
     def __init__(self, tokens: Tensor, start: int = 0, carry: dict[int, Any] | None = None) -> None:
         super().__init__()
@@ -49,6 +57,13 @@ class Incremental(Context):
         else:
             k, v = self._join(layer, k, v, window)
         return self.attend_joined(q, k, v, scale=scale, window=window)
+
+    def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:
+        known = self.carry.get(layer)
+        if known is not None:
+            latent = torch.cat((known.latent, latent), 1)
+        self.carry[layer] = Latents(latent)
+        return self.attend_joined(q, latent.unsqueeze(2), latent[..., :value_dim].unsqueeze(2), scale=scale)
 
     def attend_joined(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
         new, known = q.shape[1], k.shape[1]

@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hone.base.errors import SpecError
+from hone.cost.cache import LayerCache
 from hone.cost.facts import Mixing, Widths
 from hone.model.block import BlockSpec
 from hone.model.context import Context
@@ -58,9 +59,13 @@ class Mixer(BlockSpec):
         mixed = sum(part.in_features for part in parts if part not in inward)
         return Widths(projected=projected, turned=projected, mixed=mixed)
 
-    def paged_shape(self) -> tuple[int, int] | None:
-        """(num_kv_heads, head_dim) of the keys it keeps in the serving engine's pages; None when it keeps none."""
-        return None
+    def cache(self) -> LayerCache:
+        """The tensors that the serving engine keeps for it between passes; empty for a mixer that the engine cannot serve.
+
+        Its module fills and reads them through `Context.attend` (which stores "k" and "v") or `Context.attend_latent`
+        ("latent"). A mixer that `borrows` keeps none of its own.
+        """
+        return ()
 
     def check_source(self, source: Mixer) -> None:
         """Raises ValueError when it cannot attend to the keys of `source`. Only for a mixer that `borrows`."""

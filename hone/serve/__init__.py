@@ -5,7 +5,7 @@ from hone.base.table import Table
 DRAFTERS = Table(
     "drafter",
     {
-        "draft_model": "hone.serve.draft_model:DraftModel",
-        "prompt_lookup": "hone.serve.prompt_lookup:PromptLookup",
+        "draft_model": "hone.serve.speculation.draft_model:DraftModel",
+        "prompt_lookup": "hone.serve.speculation.prompt_lookup:PromptLookup",
     },
 )

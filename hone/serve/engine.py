@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -10,20 +10,21 @@ from pathlib import Path
 import torch
 
 from hone.base.errors import FitError, SpecError
+from hone.base.figure import human_bytes
 from hone.base.run import Run
-from hone.model import hf
 from hone.model.decoder import Decoder
-from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
-from hone.serve import DRAFTERS
+from hone.model.tokenizer import Tokenizer
+from hone.serve.choosing import Chooser, Entry
 from hone.serve.detokenize import TextStream
-from hone.serve.pages import KVCache, PagePool, page_bytes
-from hone.serve.request import BusyError, Completion, Output, Request, SamplingParams
-from hone.serve.runner import Runner, Step
-from hone.serve.sampler import Chooser, Chosen, Entry, Sampler
-from hone.serve.scheduler import Row, Scheduler
-from hone.serve.sizing import cache_pages, check_weights, kv_shapes, step_threads
+from hone.serve.opening import open_parts
+from hone.serve.request import BusyError, Completion, Output, Request, SamplingParams, joined
+from hone.serve.runner import SeqResult
+from hone.serve.sampler import Chosen
+from hone.serve.scheduler import Scheduler, Seq, Work
+from hone.serve.sizing import step_threads
 from hone.serve.spec import EngineSpec
-from hone.serve.speculate import Drafter
+from hone.serve.step import StepInput
+from hone.serve.step_builder import StepBuilder
 
 __all__ = ["BusyError", "Engine", "EngineSpec"]
 
@@ -41,59 +42,56 @@ class Engine:
         spec: EngineSpec | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        draft_model: Decoder | Path | str | None = None,
+        draft: Decoder | Path | str | None = None,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
     ) -> None:
-        self.spec = spec or EngineSpec()
         self.device = torch.device(device)
-        if not isinstance(model, Decoder):
-            if tokenizer is None and (Path(model) / "tokenizer.json").exists():
-                tokenizer = load_tokenizer(model)
-            check_weights(model, self.device)
-            model = hf.load(model, device=device, dtype=dtype)
-        self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        config = model.config
-        self.eos_ids = frozenset((*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())))
-        longest = self.spec.max_model_len or config.max_seq_len
-        drafter, draft = _open_draft(self.spec, draft_model, tokenizer, device, dtype)
-        dtype, size = model.embedding.dtype, self.spec.page_size
-        one = page_bytes(kv_shapes(config), size, dtype)
-        if draft is not None:
-            one += page_bytes(kv_shapes(draft.config), size, draft.embedding.dtype)
-        num_pages = cache_pages(self.spec, one, self.device, longest)
-        self.max_model_len = min(longest, num_pages * size)
-        self.pool = PagePool(num_pages, size, prefix_cache=self.spec.prefix_cache)
+        parts = open_parts(model, spec or EngineSpec(), tokenizer, draft, self.device)
+        self.spec = spec = parts.spec
+        self.model, self.tokenizer = parts.model, parts.tokenizer
+        self.pool, self.runner, self.proposer = parts.pool, parts.runner, parts.proposer
+        self.max_model_len = parts.max_model_len
+        self.max_waiting = spec.max_waiting
+        """Requests that may wait; more are turned away."""
+        config = self.model.config
+        self.eos_ids = frozenset((*config.eos_token_ids, *(self.tokenizer.eos_ids if self.tokenizer else ())))
+        assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sizes are filled in"
         self.scheduler = Scheduler(
             self.pool,
-            max_rows=self.spec.max_rows,
-            token_budget=self.spec.token_budget,
-            batching=self.spec.batching,
-            lookahead=drafter.num_tokens if drafter else 0,
-            lookahead_rows=drafter.max_rows if drafter else 0,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            batching=spec.batching,
+            lookahead=parts.drafter.num_tokens if parts.drafter else 0,
+            lookahead_seqs=parts.drafter.max_num_seqs if parts.drafter else 0,
         )
-        cache = KVCache(kv_shapes(config), num_pages, size, dtype=dtype, device=self.device)
-        sampler = Sampler(config.vocab_size, self.device)
-        budget = self.spec.token_budget
-        proposer = drafter.open(model, draft, sampler, num_pages, size, budget, self.device) if drafter else None
-        self.runner = Runner(model, cache, sampler, self.device, proposer)
+        self._builder = StepBuilder(spec.block_size)
         self._num_params = config.num_params
-        self._rows: dict[str, Row] = {}
+        self._seqs: dict[str, Seq] = {}
         self._arrivals = count()
-        self._outputs: list[Output] = []  # of aborts, and of others' steps in `generate`: delivered by the next step
+        self._outputs: list[Output] = []  # of aborts, and of other requests' steps in `generate`: the next step's
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_drafted = self._num_accepted = 0
+
+    @property
+    def sizes(self) -> str:
+        """The engine's sizes in one line, those that came from the device included."""
+        spec, pool, dtype = self.spec, self.pool, str(self.runner.cache.dtype).removeprefix("torch.")
+        return (
+            f"max_num_seqs={spec.max_num_seqs} max_num_batched_tokens={spec.max_num_batched_tokens} "
+            f"max_model_len={self.max_model_len}; KV cache of {human_bytes(self.cache_bytes)} in {dtype}: "
+            f"{pool.num_pages} pages of {pool.block_size} tokens"
+        )
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the page pool, the draft model's part included."""
-        proposer = self.runner.proposer
-        return self.runner.cache.num_bytes + (proposer.cache_bytes if proposer else 0)
+        """Bytes of the KV cache, the draft model's included."""
+        guesser = self.runner.guesser
+        return self.runner.cache.num_bytes + (guesser.cache.num_bytes if guesser else 0)
 
     @property
     def has_work(self) -> bool:
         """True while a request is unfinished or an output undelivered."""
-        return bool(self._rows or self._outputs)
+        return bool(self._seqs or self._outputs)
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -102,7 +100,7 @@ class Engine:
         BusyError when `max_waiting` requests wait already.
         """
         params, vocab_size = request.params, self.model.config.vocab_size
-        if request.id in self._rows:
+        if request.id in self._seqs:
             raise SpecError(f"a request with id '{request.id}' is running", fix="give every request its own id")
         if not request.prompt:
             raise SpecError("the prompt has no tokens", fix="send at least one token")
@@ -126,36 +124,35 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise SpecError("stop texts need a tokenizer", fix="use stop_token_ids, or give the engine a tokenizer")
-        if self.scheduler.num_waiting >= self.spec.max_waiting:
+        if self.scheduler.num_waiting >= self.max_waiting:
             raise BusyError(f"{self.scheduler.num_waiting} requests wait already", fix="try again in a moment")
-        self._rows[request.id] = row = self._row(request)
-        self.scheduler.add(row)
+        self._seqs[request.id] = seq = self._seq(request)
+        self.scheduler.add(seq)
 
-    def _row(self, request: Request) -> Row:
+    def _seq(self, request: Request) -> Seq:
         params = request.params
-        row = Row(request, next(self._arrivals), min(len(request.prompt) + params.max_tokens, self.max_model_len))
+        seq = Seq(request, next(self._arrivals), min(len(request.prompt) + params.max_tokens, self.max_model_len))
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids))
-        row.entry = Entry(Chooser(params, ends), row.tokens, row.num_prompt)
-        row.speculates = self.runner.proposer is not None and not row.entry.chooser.penalized
+        seq.entry = Entry(Chooser(params, ends), seq.tokens, seq.num_prompt)
+        seq.speculates = self.proposer is not None and not seq.entry.chooser.penalized
         if params.prompt_logprobs is not None:
-            row.prompt_logprobs = [None] * row.num_prompt
+            seq.prompt_logprobs = [None] * seq.num_prompt
         if self.tokenizer is not None:
-            row.stream = TextStream(
+            seq.stream = TextStream(
                 self.tokenizer,
                 request.prompt,
                 params.stop,
                 include_stop=params.include_stop,
                 min_tokens=params.min_tokens,
             )
-        return row
+        return seq
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; its last output (finish "abort") comes with the next step. Unknown ids: nothing."""
-        row = self._rows.get(request_id)
-        if row is not None:
-            self._outputs.append(self._end(row, self._output(row), "abort"))
+        seq = self._seqs.get(request_id)
+        if seq is not None:
+            self._outputs.append(self._end(seq, self._output(seq), "abort"))
 
-    @torch.inference_mode()
     def step(self) -> list[Output]:
         """Does the next piece of work; returns what is new, at most one output a request.
 
@@ -164,22 +161,44 @@ class Engine:
         held = bool(self._outputs)
         work, fresh = self.scheduler.schedule()
         if not work:
-            assert not self._rows, f"{len(self._rows)} requests wait and nothing can run"
+            assert not self._seqs, f"{len(self._seqs)} requests wait and nothing can run"
             return self._deliver(held)
-        self.runner.wipe(fresh)
         self._num_steps += 1
-        with self._threads(sum(item.count for item in work)):
-            steps = self.runner.run(work)
-        for step in steps:
-            output = self._settle(step)
+        if self.proposer is not None:
+            self.proposer.propose(work)
+        step, work, broken = self._input(work, fresh)
+        with self._threads(len(step.batch.tokens)):
+            results = self.runner.run(step)
+        for item, result in [*zip(work, results, strict=True), *broken]:
+            output = self._settle(item, result)
             if output is not None:
                 self._outputs.append(output)
         return self._deliver(held)
 
+    def _input(self, work: list[Work], fresh: list[int]) -> tuple[StepInput, list[Work], list[tuple[Work, SeqResult]]]:
+        """The step's input, the work that is in it, and the work that is not: whose own state cannot be read."""
+        try:
+            return self._builder.build(work, fresh), work, []
+        except Exception:
+            broken = [(item, error) for item in work if (error := self._mistake(item)) is not None]
+            if not broken:
+                raise
+        bad = [item for item, _ in broken]
+        good = [item for item in work if item not in bad]
+        return self._builder.build(good, fresh), good, [(item, SeqResult(error=error)) for item, error in broken]
+
+    def _mistake(self, item: Work) -> str | None:
+        """What keeps an item from being built alone."""
+        try:
+            StepBuilder(self.spec.block_size).build([item], ())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
     def _deliver(self, held: bool) -> list[Output]:
         """Everything undelivered. `held`: some of it is older than this step, so a request may have several pieces."""
         outputs, self._outputs = self._outputs, []
-        return _joined(outputs) if held else outputs
+        return joined(outputs) if held else outputs
 
     @contextmanager
     def _threads(self, num_tokens: int) -> Iterator[None]:
@@ -199,81 +218,90 @@ class Engine:
         finally:
             torch.set_num_threads(before)
 
-    def _settle(self, step: Step) -> Output | None:
-        """Books a row's step; whatever goes wrong here ends this row alone."""
-        row = step.row
-        if step.error is None:
+    def _settle(self, item: Work, result: SeqResult) -> Output | None:
+        """Takes in what a step brought for a sequence; whatever goes wrong here ends this sequence alone."""
+        seq = item.seq
+        error = result.error
+        if error is None:
             try:
-                return self._advance(row, step)
-            except Exception as error:
-                step.error = f"{type(error).__name__}: {error}"
-        self.pool.forget(row.pages)
-        return self._end(row, self._output(row), "error", error=step.error)
+                return self._advance(item, result)
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {caught}"
+        self.pool.forget(seq.pages)
+        return self._end(seq, self._output(seq), "error", error=error)
 
-    def _advance(self, row: Row, step: Step) -> Output | None:
-        self._num_prompt_tokens += max(0, min(step.computed, row.num_prompt) - row.num_computed)
-        if not step.chosen:
-            self._publish(row, step.computed)
+    def _advance(self, item: Work, result: SeqResult) -> Output | None:
+        seq, computed = item.seq, item.start + item.count
+        num_kept = max(0, len(result.chosen) - 1)
+        if self.proposer is not None:
+            self.proposer.settle(item, num_kept)
+        self._num_drafted += result.num_guessed
+        self._num_accepted += num_kept
+        self._num_prompt_tokens += max(0, min(computed, seq.num_prompt) - seq.num_computed)
+        if seq.prompt_logprobs is not None and result.prompt_logprobs:
+            first = item.start + 1
+            seq.prompt_logprobs[first : first + len(result.prompt_logprobs)] = result.prompt_logprobs
+        if not result.chosen:
+            self._publish(seq, computed)
             return None
-        output = self._output(row)
-        if row.num_output == 0:
-            output.prompt_logprobs = row.prompt_logprobs
-        finish, reason = (None, None) if row.request.params.max_tokens else ("length", None)
-        for chosen in step.chosen:
+        output = self._output(seq)
+        if seq.num_output == 0:
+            output.prompt_logprobs = seq.prompt_logprobs
+        finish, reason = (None, None) if seq.request.params.max_tokens else ("length", None)
+        for chosen in result.chosen:
             if finish:
                 break
-            finish, reason = self._take(row, chosen, output)
-        self._publish(row, len(row.tokens) - 1)
-        output.num_output_tokens = row.num_output
+            finish, reason = self._take(seq, chosen, output)
+        self._publish(seq, len(seq.tokens) - 1)
+        output.num_output_tokens = seq.num_output
         if finish is None:
             return output
-        if row.stream is not None:
-            output.text += row.stream.finish()
-        return self._end(row, output, finish, reason)
+        if seq.stream is not None:
+            output.text += seq.stream.finish()
+        return self._end(seq, output, finish, reason)
 
-    def _publish(self, row: Row, computed: int) -> None:
-        proposer = self.runner.proposer
-        self.scheduler.advance(row, computed, row.drafted if proposer is not None and proposer.uses_pages else None)
+    def _publish(self, seq: Seq, computed: int) -> None:
+        self.scheduler.advance(seq, computed, seq.drafted if self.proposer and self.proposer.uses_pages else None)
 
-    def _take(self, row: Row, chosen: Chosen, output: Output) -> tuple[str | None, str | int | None]:
+    def _take(self, seq: Seq, chosen: Chosen, output: Output) -> tuple[str | None, str | int | None]:
         """Appends one chosen token; returns (finish, stop reason)."""
         if not chosen.finite:
             raise ArithmeticError("the model's logits are not finite")
-        params, token = row.request.params, chosen.token
-        row.tokens.append(token)
+        params, token = seq.request.params, chosen.token
+        seq.tokens.append(token)
         output.tokens.append(token)
         self._num_output_tokens += 1
         if chosen.logprob is not None:
             output.logprobs.append(chosen.logprob)
         ended = token in self.eos_ids and not params.ignore_eos
         stopped = token in params.stop_token_ids
-        if row.stream is not None and (params.include_stop or not (ended or stopped)):
-            output.text += row.stream.push(token)
-            if row.stream.matched is not None:
-                return "stop", row.stream.matched
+        if seq.stream is not None and (params.include_stop or not (ended or stopped)):
+            output.text += seq.stream.push(token)
+            if seq.stream.matched is not None:
+                return "stop", seq.stream.matched
         if ended or stopped:
             return "stop", token if stopped else None
-        return ("length", None) if len(row.tokens) >= row.max_tokens else (None, None)
+        return ("length", None) if len(seq.tokens) >= seq.max_tokens else (None, None)
 
-    def _output(self, row: Row) -> Output:
+    def _output(self, seq: Seq) -> Output:
         return Output(
-            row.request.id,
-            num_prompt_tokens=row.num_prompt,
-            num_output_tokens=row.num_output,
-            num_cached_tokens=row.num_cached,
+            seq.request.id,
+            num_prompt_tokens=seq.num_prompt,
+            num_output_tokens=seq.num_output,
+            num_cached_tokens=seq.num_cached,
         )
 
     def _end(
         self,
-        row: Row,
+        seq: Seq,
         output: Output,
         finish: str,
         reason: str | int | None = None,
         error: str | None = None,
     ) -> Output:
         output.finish, output.stop_reason, output.error = finish, reason, error
-        del self._rows[row.request.id]
-        self.scheduler.finish(row)
+        del self._seqs[seq.request.id]
+        self.scheduler.finish(seq)
         return output
 
     def stats(self) -> dict[str, float]:
@@ -292,8 +320,8 @@ class Engine:
             "prefix_query_tokens": scheduler.prefix_queries,
             "prefix_hit_tokens": scheduler.prefix_hits,
             "preemptions": scheduler.num_preemptions,
-            "draft_tokens": self.runner.num_drafted,
-            "accepted_tokens": self.runner.num_accepted,
+            "draft_tokens": self._num_drafted,
+            "accepted_tokens": self._num_accepted,
             "kv_cache_bytes": self.cache_bytes,
         }
 
@@ -324,7 +352,7 @@ class Engine:
         finally:  # interrupted: what is unfinished must not haunt the next call
             for request in pending:
                 self.abort(request.id)
-            self._outputs = _joined(output for output in [*others, *self._outputs] if output.request_id not in done)
+            self._outputs = joined(output for output in [*others, *self._outputs] if output.request_id not in done)
         return list(done.values())
 
     def _finish_all(self, requests: list[Request], done: dict[str, Completion], others: list[Output], run: Run) -> None:
@@ -334,7 +362,7 @@ class Engine:
         """
         coming = iter(requests)
         total = sum(request.params.max_tokens for request in requests)
-        room = min(self.spec.max_waiting, self.spec.max_rows)
+        room = min(self.max_waiting, self.scheduler.max_num_seqs)
         unfinished = len(requests)
         with run.progress("generating", total, "tokens") as bar:
             while unfinished:
@@ -344,7 +372,7 @@ class Engine:
                     if output.request_id not in done:
                         others.append(output)
                         continue
-                    _collect(done[output.request_id], output)
+                    done[output.request_id].take(output)
                     unfinished -= output.finish is not None
                     bar.advance(len(output.tokens))
 
@@ -354,62 +382,3 @@ class Engine:
         if self.tokenizer is None:
             raise SpecError("a text prompt needs a tokenizer", fix="send token ids, or give the engine a tokenizer")
         return self.tokenizer.encode(prompt)
-
-
-def _open_draft(
-    spec: EngineSpec,
-    model: Decoder | Path | str | None,
-    tokenizer: Tokenizer | None,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-) -> tuple[Drafter | None, Decoder | None]:
-    """The drafter and its model. A draft model without a drafter named is used by the drafter "draft_model"."""
-    drafter = spec.drafter
-    if drafter is None and model is not None:
-        drafter = DRAFTERS.read("draft_model")
-    if drafter is None:
-        return None, None
-    wanted = "draft" in drafter.needs
-    if wanted != (model is not None):
-        raise SpecError(
-            f"the drafter '{drafter.kind}' {'needs a' if wanted else 'has no use for a'} draft model",
-            fix="give draft_model=FOLDER" if wanted else "leave draft_model out",
-        )
-    if model is not None and not isinstance(model, Decoder):
-        theirs = identity_of(model)
-        if tokenizer is not None and theirs not in (None, tokenizer.identity):
-            raise SpecError(
-                f"the draft model {model} has another tokenizer than the model",
-                fix="use a draft model with the same tokenizer",
-            )
-        check_weights(model, torch.device(device))
-        model = hf.load(model, device=device, dtype=dtype)
-    return drafter, model.eval().requires_grad_(False) if model is not None else None
-
-
-def _joined(outputs: Iterable[Output]) -> list[Output]:
-    """One output a request: what came in several pieces is put together, up to its end."""
-    joined: list[Output] = []
-    growing: dict[str, Output] = {}
-    for output in outputs:
-        first = growing.get(output.request_id)
-        if first is None:
-            joined.append(output)
-        else:
-            first.extend(output)
-        if output.finish is None:
-            growing[output.request_id] = first or output
-        else:  # a later request may have the same id
-            growing.pop(output.request_id, None)
-    return joined
-
-
-def _collect(completion: Completion, output: Output) -> None:
-    completion.tokens += output.tokens
-    completion.text += output.text
-    completion.logprobs += output.logprobs
-    completion.num_cached_tokens = output.num_cached_tokens
-    if output.prompt_logprobs is not None:
-        completion.prompt_logprobs = output.prompt_logprobs
-    if output.finish is not None:
-        completion.finish, completion.stop_reason, completion.error = output.finish, output.stop_reason, output.error

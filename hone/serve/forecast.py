@@ -10,6 +10,7 @@ import torch
 
 from hone.base.figure import Estimate
 from hone.base.run import Run
+from hone.cost.cache import LayerCache, page_bytes
 from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES, serve_bytes
@@ -20,9 +21,8 @@ from hone.measure.memory import resident_bytes
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint
 from hone.ops.dispatch import Where, choose, triton_version
-from hone.serve.pages import page_bytes
-from hone.serve.runner import MOST_ROWS
-from hone.serve.sizing import cache_pages, kv_shapes, step_threads
+from hone.serve.runner import MOST_SEQS
+from hone.serve.sizing import cache_pages, cache_tensors, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import Workload
 
@@ -46,19 +46,20 @@ def forecast(
     lasts as long as its longest request. With a drafter the speed-up is unknown before (acceptance): none is assumed.
     """
     machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
+    spec = sized(spec, machine)
     facts = Checkpoint(folders[0]).config.facts()
     dtype = str(Checkpoint(folders[0]).dtype).removeprefix("torch.")
     tokens = sum(workload.output_tokens)
     prompt_tokens = sum(map(len, workload.prompts))
-    if spec.prefix_cache:
+    if spec.enable_prefix_caching:
         prompt_tokens -= (len(workload.prompts) - 1) * workload.shared_prefix
-    rows = min(concurrency, spec.max_rows, len(workload.prompts))
+    rows = min(concurrency, spec.max_num_seqs, len(workload.prompts))
     steps = -(-tokens // rows)
     if spec.batching == "static":
         lengths = workload.output_tokens
         steps = sum(max(lengths[start : start + rows]) for start in range(0, len(lengths), rows))
     mean_context = sum(map(len, workload.prompts)) / len(workload.prompts) + tokens / len(workload.prompts) / 2
-    in_place = reads_in_place_on(machine, kv_shapes(Checkpoint(folders[0]).config), dtype)
+    in_place = reads_in_place_on(machine, cache_tensors(Checkpoint(folders[0]).config), dtype)
     weights = sum(map(weights_bytes, folders))
     setting = _Setting(spec, facts, machine, dtype, in_place, _read_weights(facts, dtype, weights_bytes(folders[0])))
     decode_s, bound = _decode_step(setting, rows, mean_context)
@@ -98,7 +99,7 @@ def _decode_step(setting: _Setting, rows: int, context: float) -> tuple[float, b
     """
     spec, facts, machine, dtype = setting[:4]
     if setting.in_place:
-        captured = spec.drafter is None and rows <= MOST_ROWS
+        captured = spec.drafter is None and rows <= MOST_SEQS
         work = decode_step_seconds(
             facts,
             machine,
@@ -143,16 +144,21 @@ def _read_weights(facts: ModelFacts, dtype: str, stored: float) -> float | None:
     return stored - embedding
 
 
-def reads_in_place_on(machine: Machine, shapes: Sequence[tuple[int, int]], dtype: str) -> bool:
-    """Whether `machine` is a GPU whose kernels read pages of `dtype` where they lie; `shapes`: `kv_shapes` of the model."""
+def reads_in_place_on(machine: Machine, tensors: Sequence[LayerCache], dtype: str) -> bool:
+    """Whether `machine` is a GPU whose kernels read pages of `dtype` where they lie; `tensors`: `cache_tensors` of the model."""
     if not machine.device.startswith("cuda"):
         return False
     gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
     major, minor = map(int, gpu.capability.split("."))
     where = Where("cuda", (major, minor), gpu.num_multiprocessors, triton_version())
     page = {"dtype": getattr(torch, dtype), "page_dtype": getattr(torch, dtype), "rows": 1}
-    chosen = [choose("attend_paged", where, head_dim=width, v_dim=width, **page) for _, width in shapes]
-    return all(choice.backend == "triton" for choice in chosen)
+    for layer in tensors:
+        widths = {one.name: one.shape[-1] for one in layer}
+        if layer and set(widths) != {"k", "v"}:
+            return False
+        if layer and choose("attend_paged", where, head_dim=widths["k"], v_dim=widths["v"], **page).backend != "triton":
+            return False
+    return True
 
 
 def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Sequence[Path], run: Run) -> Estimate:
@@ -160,21 +166,23 @@ def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Seque
     configs = [Checkpoint(folder).config for folder in folders]
     facts = configs[0].facts()
     dtype = Checkpoint(folders[0]).dtype
-    shapes = [shape for config in configs for shape in kv_shapes(config)]
+    tensors = [layer for config in configs for layer in cache_tensors(config)]
+    one = page_bytes(tensors, spec.block_size, str(dtype).removeprefix("torch."))
     longest = spec.max_model_len or configs[0].max_seq_len
     device = torch.device(run.device)
     weights = sum(map(weights_bytes, folders))
-    pages = cache_pages(spec, page_bytes(shapes, spec.page_size, dtype), device, longest, weights)
+    work = work_bytes(facts, spec, str(dtype).removeprefix("torch."), run.device)
+    pages = cache_pages(spec, one, device, longest, weights=weights, work=work)
     if device.type == "cpu":  # memory that nobody touches is not resident
         pages = min(pages, touched_pages(spec, concurrency, workload))
     most = max(map(len, workload.prompts)) + max(workload.output_tokens)
     growth = serve_bytes(
         facts,
         weights_bytes=weights,
-        kv_bytes=pages * page_bytes(shapes, spec.page_size, dtype),
-        max_tokens=min(spec.token_budget, concurrency * most),
-        max_rows=min(concurrency, spec.max_rows),
-        context_tokens=min(concurrency, spec.max_rows) * most,
+        kv_bytes=pages * one,
+        max_tokens=min(spec.max_num_batched_tokens, concurrency * most),
+        max_rows=min(concurrency, spec.max_num_seqs),
+        context_tokens=min(concurrency, spec.max_num_seqs) * most,
         dtype=str(dtype).removeprefix("torch."),
         device=run.device,
     )
@@ -186,9 +194,9 @@ def _peak(spec: EngineSpec, concurrency: int, workload: Workload, folders: Seque
 
 def touched_pages(spec: EngineSpec, concurrency: int, workload: Workload) -> int:
     """Pages that the run ever uses: all full ones with a prefix cache (shared ones once), else those used at a time."""
-    size, rows = spec.page_size, min(concurrency, spec.max_rows)
+    size, rows = spec.block_size, min(concurrency, spec.max_num_seqs)
     totals = [len(prompt) + length for prompt, length in zip(workload.prompts, workload.output_tokens)]
-    if not spec.prefix_cache:
+    if not spec.enable_prefix_caching:
         return sum(sorted((-(-total // size) for total in totals), reverse=True)[:rows])
     shared = workload.shared_prefix // size
     return shared + sum(total // size - shared for total in totals) + rows

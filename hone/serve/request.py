@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -136,3 +137,31 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
+
+    def take(self, output: Output) -> None:
+        """Adds what a step brought."""
+        self.tokens += output.tokens
+        self.text += output.text
+        self.logprobs += output.logprobs
+        self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish is not None:
+            self.finish, self.stop_reason, self.error = output.finish, output.stop_reason, output.error
+
+
+def joined(outputs: Iterable[Output]) -> list[Output]:
+    """One output a request: what came in several pieces is put together, up to its end."""
+    joined: list[Output] = []
+    growing: dict[str, Output] = {}
+    for output in outputs:
+        first = growing.get(output.request_id)
+        if first is None:
+            joined.append(output)
+        else:
+            first.extend(output)
+        if output.finish is None:
+            growing[output.request_id] = first or output
+        else:  # a later request may have the same id
+            growing.pop(output.request_id, None)
+    return joined

@@ -1,28 +1,28 @@
-"""Who runs in the next step: decode rows always, prefill in chunks with what is left of the token budget.
+"""Which sequences run in the next step: all that decode, then prompts in chunks with what is left of the token budget.
 
 Continuous batching: Yu et al. 2022 (Orca, OSDI). Chunked prefill beside decode: Agrawal et al. 2023, arXiv:2308.16369.
-A row that finds no page takes those of the least important newest row, which starts again later (preemption by
-recomputation); what it had computed is often still in the prefix cache then.
+A sequence that finds no free page takes those of the least important newest sequence, which starts again later
+(preemption by recomputation); what it had computed is often still in the prefix cache then.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hone.serve.choosing import Entry
 from hone.serve.detokenize import TextStream
-from hone.serve.pages import PagePool, root_key
+from hone.serve.paging.pages import PagePool, root_key
 from hone.serve.request import Request, TokenLogprob
-from hone.serve.sampler import Entry
 
 State = Literal["waiting", "running", "done"]
 
 
 @dataclass(eq=False)
-class Row:
-    """One request on its way: its tokens so far, and how much of them is in which pages."""
+class Seq:
+    """One request that is being served: its tokens so far, and how many of them are computed, in which pages."""
 
     request: Request
     arrival: int
@@ -33,7 +33,7 @@ class Row:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the pages
     num_cached: int = 0  # of the prompt, found in the prefix cache at first admission
-    drafted: int = 0  # tokens whose keys and values are in the draft model's pages
+    drafted: int = 0  # tokens whose keys and values are in the draft model's cache
     published: int = 0  # full pages made findable
     key: bytes = b""  # key of the last published page
     num_preemptions: int = 0
@@ -63,192 +63,201 @@ class Row:
 
 @dataclass
 class Work:
-    """What a row does in this step: `count` tokens from `start` on; `lookahead` draft tokens may follow."""
+    """What a sequence does in this step: `count` tokens from `start` on.
 
-    row: Row
+    `lookahead` is how many guesses may follow. The drafter then says how many do (`num_guesses`), which (`guesses`; empty
+    when a draft model makes them in the step), and what the draft model reads before (`draft_start`, `draft_count`).
+    """
+
+    seq: Seq
     start: int
     count: int
     lookahead: int = 0
+    num_guesses: int = 0
+    guesses: Sequence[int] = ()
+    draft_start: int = 0
+    draft_count: int = 0
 
     @property
     def samples(self) -> bool:
-        """True when the step brings the row's next token."""
-        return self.start + self.count == len(self.row.tokens)
+        """True when the step brings the sequence's next token."""
+        return self.start + self.count == len(self.seq.tokens)
 
 
 class Scheduler:
-    """Rows waiting and running over one `PagePool`.
+    """Sequences (`seqs`) that wait and run, over one `PagePool`.
 
-    `batching` "static" is the baseline that continuous batching is measured against: a batch runs until all its rows
-    are done before new ones start.
+    `batching` "static" is the baseline that continuous batching is measured against: a batch runs until all its
+    sequences are done before new ones start. Up to `lookahead` guesses follow a sequence's token while at most
+    `lookahead_seqs` sequences decode.
     """
 
     def __init__(
         self,
         pool: PagePool,
         *,
-        max_rows: int,
-        token_budget: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         batching: Literal["continuous", "static"] = "continuous",
         lookahead: int = 0,
-        lookahead_rows: int = 0,
+        lookahead_seqs: int = 0,
     ) -> None:
         self.pool = pool
-        self.max_rows = max_rows
-        self.token_budget = token_budget
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.batching = batching
         self.lookahead = lookahead
-        self.lookahead_rows = lookahead_rows
-        self.running: list[Row] = []  # in order of admission
-        self._waiting: list[tuple[tuple[int, int], Row]] = []  # a heap; aborted rows are skipped when they surface
+        self.lookahead_seqs = lookahead_seqs
+        self.running: list[Seq] = []  # in order of admission
+        self._waiting: list[tuple[tuple[int, int], Seq]] = []  # a heap; aborted ones are skipped at its top
         self.num_waiting = 0
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def add(self, row: Row) -> None:
-        row.state = "waiting"
-        heapq.heappush(self._waiting, (row.rank, row))
+    def add(self, seq: Seq) -> None:
+        seq.state = "waiting"
+        heapq.heappush(self._waiting, (seq.rank, seq))
         self.num_waiting += 1
 
-    def finish(self, row: Row) -> list[int]:
-        """Takes a row out, wherever it is; returns the pages that nobody can reach any more."""
-        if row.state == "waiting":
+    def finish(self, seq: Seq) -> list[int]:
+        """Takes a sequence out, waiting or running; returns the pages whose content is lost."""
+        if seq.state == "waiting":
             self.num_waiting -= 1
-        elif row.state == "running":
-            self.running.remove(row)
-        row.state = "done"
-        gone = self.pool.free(row.pages)
-        row.pages = []
+        elif seq.state == "running":
+            self.running.remove(seq)
+        seq.state = "done"
+        gone = self.pool.free(seq.pages)
+        seq.pages = []
         return gone
 
-    def waiting(self) -> Iterator[Row]:
-        """Rows that wait, in no particular order."""
-        return (row for _, row in self._waiting if row.state == "waiting")
+    def waiting(self) -> Iterator[Seq]:
+        """Sequences that wait, in no particular order."""
+        return (seq for _, seq in self._waiting if seq.state == "waiting")
 
     def schedule(self) -> tuple[list[Work], list[int]]:
-        """The next step's work, decode rows first, and the pages newly given out (to be wiped before use)."""
+        """The next step's work, decoding sequences first, and the pages newly given out (to be wiped before use)."""
         fresh: list[int] = []
         work = self._decode(fresh)
-        budget = self.token_budget - sum(item.count + item.lookahead for item in work)
-        prefilling = sorted((row for row in self.running if not row.decoding), key=lambda row: row.rank)
+        budget = self.max_num_batched_tokens - sum(item.count + item.lookahead for item in work)
+        prefilling = sorted((seq for seq in self.running if not seq.decoding), key=lambda seq: seq.rank)
         prefilling += self._admit(budget, prefilling, fresh)
         return work + self._chunks(prefilling, budget), fresh
 
     def _decode(self, fresh: list[int]) -> list[Work]:
-        """One token for every decoding row, the most important first; rows may be preempted to make room."""
+        """One token for every decoding sequence, the most important first; others may be preempted to make room."""
         work = []
-        rows = [row for row in self.running if row.decoding]
-        if any(row.request.priority for row in rows):
-            rows.sort(key=lambda row: row.rank)
-        pays = len(rows) <= self.lookahead_rows and len(rows) * (self.lookahead + 1) <= self.token_budget
+        seqs = [seq for seq in self.running if seq.decoding]
+        if any(seq.request.priority for seq in seqs):
+            seqs.sort(key=lambda seq: seq.rank)
+        pays = len(seqs) <= self.lookahead_seqs and len(seqs) * (self.lookahead + 1) <= self.max_num_batched_tokens
         lookahead = self.lookahead if pays else 0
-        for row in rows:
-            if row.state != "running":
-                continue  # preempted for a row before it
-            length = len(row.tokens)
-            extra = max(0, min(lookahead, row.max_tokens - length - 1)) if row.speculates else 0
-            if extra and not self._grow(row, length + extra, fresh):
+        for seq in seqs:
+            if seq.state != "running":
+                continue  # preempted for a sequence before it
+            length = len(seq.tokens)
+            extra = max(0, min(lookahead, seq.max_tokens - length - 1)) if seq.speculates else 0
+            if extra and not self._grow(seq, length + extra, fresh):
                 extra = 0
-            while not self._grow(row, length, fresh):
+            while not self._grow(seq, length, fresh):
                 victim = max(self.running, key=lambda other: other.rank)
                 self._preempt(victim, fresh)
-                work = [item for item in work if item.row is not victim]
-                if victim is row:
+                work = [item for item in work if item.seq is not victim]
+                if victim is seq:
                     break
-            if row.state == "running":
-                work.append(Work(row, row.num_computed, 1, extra))
+            if seq.state == "running":
+                work.append(Work(seq, seq.num_computed, 1, extra))
         return work
 
-    def _grow(self, row: Row, length: int, fresh: list[int]) -> bool:
+    def _grow(self, seq: Seq, length: int, fresh: list[int]) -> bool:
         """Pages for `length` tokens; False when there are not enough."""
-        missing = -(-length // self.pool.page_size) - len(row.pages)
+        missing = -(-length // self.pool.block_size) - len(seq.pages)
         if missing <= 0:
             return True
         pages = self.pool.allocate(missing)
         if pages is None:
             return False
-        row.pages += pages
+        seq.pages += pages
         fresh += pages
         return True
 
-    def _preempt(self, row: Row, fresh: list[int]) -> None:
-        """Sends a running row back to wait; it will be computed again from the start, or from what is still cached."""
-        self.running.remove(row)
-        self.pool.free(row.pages)
-        row.pages = []
-        row.num_computed = row.drafted = 0
-        row.num_preemptions += 1
+    def _preempt(self, seq: Seq, fresh: list[int]) -> None:
+        """Sends a running sequence back to wait; it is computed again later, from its start or what is still cached."""
+        self.running.remove(seq)
+        self.pool.free(seq.pages)
+        seq.pages = []
+        seq.num_computed = seq.drafted = 0
+        seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.add(row)
+        self.add(seq)
 
-    def _admit(self, budget: int, prefilling: list[Row], fresh: list[int]) -> list[Row]:
-        """Takes waiting rows in, in order of rank, as long as row places, budget and pages for all their tokens last."""
-        admitted: list[Row] = []
+    def _admit(self, budget: int, prefilling: list[Seq], fresh: list[int]) -> list[Seq]:
+        """Admits waiting sequences in order of rank, as long as places, budget and pages for all their tokens last."""
+        admitted: list[Seq] = []
         if self.batching == "static" and self.running:
             return admitted
-        while self._waiting and len(self.running) < self.max_rows and len(prefilling) + len(admitted) < budget:
-            row = self._waiting[0][1]
-            if row.state != "waiting":
+        while self._waiting and len(self.running) < self.max_num_seqs and len(prefilling) + len(admitted) < budget:
+            seq = self._waiting[0][1]
+            if seq.state != "waiting":
                 heapq.heappop(self._waiting)
                 continue
-            if not self._find_pages(row, fresh):
+            if not self._find_pages(seq, fresh):
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
-            row.state = "running"
-            self.running.append(row)
-            admitted.append(row)
+            seq.state = "running"
+            self.running.append(seq)
+            admitted.append(seq)
         return admitted
 
-    def _find_pages(self, row: Row, fresh: list[int]) -> bool:
-        """Gives a waiting row pages for all its tokens, cached ones where there are; a page a running row stays spare."""
-        scoring = row.prompt_logprobs is not None and row.num_output == 0  # every position must be computed
-        cached = [] if scoring else self.pool.match(row.tokens, row.request.salt)
-        size = self.pool.page_size
-        missing = -(-len(row.tokens) // size) - len(cached)
+    def _find_pages(self, seq: Seq, fresh: list[int]) -> bool:
+        """Gives a waiting sequence pages for all its tokens, cached ones first; one page a running sequence stays free."""
+        scoring = seq.prompt_logprobs is not None and seq.num_output == 0  # every position must be computed
+        cached = [] if scoring else self.pool.match(seq.tokens, seq.request.salt)
+        size = self.pool.block_size
+        missing = -(-len(seq.tokens) // size) - len(cached)
         if missing + len(self.running) > self.pool.num_free:
             self.pool.free(cached)
             return False
         pages = self.pool.allocate(missing)
         assert pages is not None, "the pool promised enough pages"
         fresh += pages
-        row.pages = cached + pages
-        row.num_computed = row.drafted = len(cached) * size
-        row.published = len(cached)
-        row.key = self.pool.key_of(cached[-1]) if cached else root_key(row.request.salt)
-        if row.num_preemptions == 0:
-            row.num_cached = row.num_computed
-            self.prefix_queries += row.num_prompt
-            self.prefix_hits += row.num_computed
+        seq.pages = cached + pages
+        seq.num_computed = seq.drafted = len(cached) * size
+        seq.published = len(cached)
+        seq.key = self.pool.key_of(cached[-1]) if cached else root_key(seq.request.salt)
+        if seq.num_preemptions == 0:
+            seq.num_cached = seq.num_computed
+            self.prefix_queries += seq.num_prompt
+            self.prefix_hits += seq.num_computed
         return True
 
-    def _chunks(self, rows: list[Row], budget: int) -> list[Work]:
-        """Shares the budget out: no prompt takes more than its part while others want theirs, what is left goes in order."""
+    def _chunks(self, seqs: list[Seq], budget: int) -> list[Work]:
+        """Divides the budget: each prompt gets an equal part at most, and what some leave goes to the others in order."""
         work = []
-        wants = [len(row.tokens) - row.num_computed for row in rows]
-        for position, (row, want) in enumerate(zip(rows, wants)):
+        wants = [len(seq.tokens) - seq.num_computed for seq in seqs]
+        for position, (seq, want) in enumerate(zip(seqs, wants)):
             if budget <= 0:
                 break
-            others = len(rows) - position
+            others = len(seqs) - position
             share = max(1, budget // others) if others > 1 else budget
             rest = sum(wants[position + 1 :])
             count = min(want, max(share, budget - rest))
-            work.append(Work(row, row.num_computed, count))
+            work.append(Work(seq, seq.num_computed, count))
             budget -= count
         return work
 
-    def advance(self, row: Row, computed: int, drafted: int | None = None) -> None:
-        """After a step: `computed` tokens of the row are in its pages; full pages become findable.
+    def advance(self, seq: Seq, computed: int, drafted: int | None = None) -> None:
+        """After a step: `computed` tokens of the sequence are in its pages; full pages become findable.
 
         With a draft model a page counts only when the draft's keys are in it too (`drafted` tokens).
         """
-        row.num_computed = computed
-        if not self.pool.prefix_cache:
+        seq.num_computed = computed
+        if not self.pool.enable_prefix_caching:
             return
-        size = self.pool.page_size
+        size = self.pool.block_size
         known = computed if drafted is None else min(computed, drafted)
-        while (row.published + 1) * size <= known:
-            start = row.published * size
-            row.key = self.pool.publish(row.pages[row.published], row.key, row.tokens[start : start + size])
-            row.published += 1
+        while (seq.published + 1) * size <= known:
+            start = seq.published * size
+            seq.key = self.pool.publish(seq.pages[seq.published], seq.key, seq.tokens[start : start + size])
+            seq.published += 1

@@ -1,71 +1,123 @@
-"""How many pages the cache gets: from a count, from bytes, or from a part of the free memory."""
+"""An engine's sizes from its spec, its model and its device: sequences, tokens a step, pages of the cache, threads."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import psutil
 import torch
 
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import human_bytes
+from hone.cost.cache import LayerCache
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import serve_bytes
+from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
-from hone.model.folder import weights_bytes
 from hone.serve.spec import EngineSpec
 
 _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
 """Model and step up to which one CPU thread is faster than several; measured on two cores, idle and busy."""
 
+GPU_SEQS, GPU_TOKENS = 512, 8192
+"""A server's defaults: a step of that many sequences keeps a GPU's products busy, and a prompt of that many tokens takes
+a few hundred milliseconds at most. (vLLM: 256 to 1,024 sequences, 2,048 to 16,384 tokens.)"""
 
-def kv_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(num_kv_heads, head_dim) of every layer. Raises SpecError naming the first whose mixer keeps no keys in pages."""
-    shapes = []
+SMALL_GPU_BYTES, SMALL_GPU_SEQS = 40 << 30, 256
+"""GPUs with less memory hold the caches of fewer sequences."""
+
+CORE_SEQS, CORE_TOKENS = 32, 512
+"""The same for each CPU core, up to a GPU's: beyond that a step only takes longer."""
+
+
+def sized(spec: EngineSpec, machine: Machine) -> EngineSpec:
+    """`spec` with `max_num_seqs` and `max_num_batched_tokens` filled in for `machine.device`."""
+    if machine.device.startswith("cuda"):
+        gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
+        seqs = GPU_SEQS if gpu.memory_bytes >= SMALL_GPU_BYTES else SMALL_GPU_SEQS
+        tokens = GPU_TOKENS
+    else:
+        seqs = min(CORE_SEQS * machine.num_cores, GPU_SEQS)
+        tokens = min(CORE_TOKENS * machine.num_cores, GPU_TOKENS)
+    tokens = spec.max_num_batched_tokens or max(tokens, spec.max_num_seqs or 0)
+    seqs = spec.max_num_seqs or min(seqs, tokens)
+    return spec.model_copy(update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens})
+
+
+def cache_tensors(config: ModelConfig) -> list[LayerCache]:
+    """What every layer keeps in pages. Raises SpecError naming the first whose mixer the engine cannot serve."""
+    unserved = first_unserved(config)
+    if unserved is not None:
+        index, kind = unserved
+        raise SpecError(
+            f"layer {index}: mixer '{kind}' keeps no keys and values in pages, which the engine serves from",
+            fix="write with `hone generate` or hone.model.incremental.generate, or serve a model of attention layers",
+        )
+    return [layer.mixer.cache() for layer in config.layers]
+
+
+def first_unserved(config: ModelConfig) -> tuple[int, str] | None:
+    """(index, mixer) of the first layer that the engine cannot serve: its state is not, or not all, in pages."""
     for index, layer in enumerate(config.layers):
-        shape = layer.mixer.paged_shape()
-        if shape is None:
-            raise SpecError(
-                f"layer {index}: mixer '{layer.mixer.kind}' keeps no keys and values in pages, which the engine serves from",
-                fix="write with `hone generate` or hone.model.incremental.generate, or serve a model of attention layers",
-            )
-        shapes.append(shape)
-    return shapes
+        declared = layer.mixer.cache()
+        if not all(one.paged for one in declared) or not (declared or layer.mixer.borrows):
+            return index, layer.mixer.kind
+    return None
 
 
-def cache_pages(spec: EngineSpec, one: int, device: torch.device, max_model_len: int, taken: int = 0) -> int:
+def cache_pages(
+    spec: EngineSpec,
+    one: int,
+    device: torch.device,
+    max_model_len: int,
+    *,
+    weights: float = 0,
+    work: float = 0,
+) -> int:
     """Pages for an engine whose page takes `one` bytes (that of a draft model, which shares page numbers, included).
 
-    Without a count or bytes: what `max_rows` longest sequences fill, at most `memory_fraction` of the free memory.
-    `taken` bytes of what is free now are spoken for (weights that are not there yet). Raises FitError when not even one
-    page fits.
+    `spec` is `sized`. Without a count or bytes: what `max_num_seqs` longest sequences fill, at most
+    `gpu_memory_utilization` of the memory. `weights` bytes are still to be loaded, a step's `work` takes that many more.
+    Raises FitError when not even one page fits.
     """
+    free = max(0, _free_now(device) - weights)
     if spec.num_pages is not None:
         # A CPU would hand out pages lazily and be killed for it in the middle of a request.
-        free = max(0, _free_now(device) - taken)
         if (spec.num_pages + 1) * one > free:
             raise FitError(
                 f"{spec.num_pages} pages of {human_bytes(one)} are {human_bytes((spec.num_pages + 1) * one)}, "
                 f"{device} has {human_bytes(free)} free",
-                fix=f"at most engine.num_pages={max(0, free // one - 1)} fit now; leave it out to size the cache by what is free",
+                fix=f"at most engine.num_pages={max(0, int(free // one) - 1)} fit now; leave it out to size the cache by "
+                "what is free",
             )
         return spec.num_pages
-    if spec.cache_bytes is not None:
-        given, source = spec.cache_bytes, "engine.cache_bytes"
+    if spec.kv_cache_memory_bytes is not None:
+        given, source = float(spec.kv_cache_memory_bytes), "engine.kv_cache_memory_bytes"
+    elif device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        unused = total * (1 - (spec.gpu_memory_utilization or 0.9))
+        given, source = free - unused - work, f"what gpu_memory_utilization leaves of the free memory of {device}"
     else:
-        given, source = _free_bytes(spec, device, taken), f"that part of the free memory of {device}"
-    count = given // one - 1  # the null page
+        given, source = free * (spec.gpu_memory_utilization or 0.3), f"that part of the free memory of {device}"
+    count = int(max(given, 0) // one) - 1  # the null page
     if count < 1:
         raise FitError(
-            f"{source} is {human_bytes(given)}, a KV cache of one page needs {human_bytes(2 * one)}",
-            fix="raise engine.cache_bytes, free some memory, or use a smaller model",
+            f"{source} is {human_bytes(max(given, 0))}, a KV cache of one page needs {human_bytes(2 * one)}",
+            fix="raise engine.kv_cache_memory_bytes, free some memory, or use a smaller model",
         )
-    if spec.cache_bytes is None:
-        count = min(count, spec.max_rows * -(-max_model_len // spec.page_size))
-    return int(count)
+    if spec.kv_cache_memory_bytes is None:
+        assert spec.max_num_seqs is not None, "sized() fills max_num_seqs in"
+        count = min(count, spec.max_num_seqs * -(-max_model_len // spec.block_size))
+    return count
 
 
-def check_weights(folder: Path | str, device: torch.device) -> None:
-    """Raises FitError when the weights in `folder` are more than the free memory of `device`."""
-    needed = weights_bytes(folder)
+def work_bytes(facts: ModelFacts, spec: EngineSpec, dtype: str, device: str) -> float:
+    """The most that one step of a `sized` engine holds beside weights and cache."""
+    assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sized() fills both in"
+    tokens, seqs = spec.max_num_batched_tokens, spec.max_num_seqs
+    return serve_bytes(facts, max_tokens=tokens, max_rows=seqs, dtype=dtype, device=device).value
+
+
+def check_weights(folder: str, needed: int, device: torch.device) -> None:
+    """Raises FitError when the weights in `folder`, of `needed` bytes, are more than the free memory of `device`."""
     free = _free_now(device)
     if needed > free:
         raise FitError(
@@ -85,8 +137,3 @@ def step_threads(spec: EngineSpec, num_params: int, num_tokens: int, available: 
     """CPU threads for a step of `num_tokens`: one where meeting after every operation costs more than sharing saves."""
     small = num_params <= _SMALL_PARAMS and 2 * num_params * num_tokens <= _SMALL_FLOPS
     return spec.num_threads or (1 if small else available)
-
-
-def _free_bytes(spec: EngineSpec, device: torch.device, taken: int) -> int:
-    default = 0.9 if device.type == "cuda" else 0.3
-    return int(max(0, _free_now(device) - taken) * (spec.memory_fraction or default))

@@ -1,41 +1,77 @@
-"""How an engine is set up: cache size, batching, budget, drafter. Read by the CLI, so free of torch."""
+"""How an engine is set up: number formats, sizes, batching, drafter. Read by the CLI, so free of torch.
+
+Fields carry vLLM's names where vLLM has the field.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from hone.base.errors import SpecError
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.serve import DRAFTERS
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
 
 class EngineSpec(Spec):
-    """Sizes and policies of an `Engine`."""
+    """Number formats, sizes and policies of an `Engine`. Sizes that are empty come from the device."""
 
-    page_size: int = Field(16, ge=1, le=1024, description="Tokens in a page of the KV cache.")
-    num_pages: int | None = Field(None, ge=1, description="Pages of the KV cache; empty to size it by bytes.")
-    cache_bytes: int | None = Field(None, ge=1, description="Bytes of the KV cache; empty to size it by free memory.")
-    memory_fraction: float | None = Field(
-        None, gt=0, le=1, description="Part of the free memory for the KV cache (0.9 on a GPU, 0.3 on a CPU), at most "
-        "what max_rows longest sequences fill."
-    )  # fmt: skip
-    max_rows: int = Field(64, ge=1, description="Requests that run at once.")
-    token_budget: int = Field(1024, ge=1, description="Most tokens of one step, decode and prefill together.")
-    prefix_cache: bool = Field(True, description="Share the pages of equal prompt beginnings.")
-    batching: Literal["continuous", "static"] = Field("continuous", description="static: no one joins a running batch.")
-    max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are turned away.")
+    renamed: ClassVar[dict[str, str | None]] = {
+        "page_size": "block_size",
+        "cache_bytes": "kv_cache_memory_bytes",
+        "memory_fraction": "gpu_memory_utilization",
+        "max_rows": "max_num_seqs",
+        "token_budget": "max_num_batched_tokens",
+        "prefix_cache": "enable_prefix_caching",
+    }
+
+    dtype: Dtype = Field("auto", description="Number format of the weights; auto keeps the folder's.")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = Field(
+        "auto", description="Number format of the KV cache; auto is that of the weights."
+    )
+    draft: str | None = Field(None, description="Folder of the draft model, for speculative decoding.")
+    drafter: Annotated[Technique, Choice(DRAFTERS)] | None = Field(
+        None, description="What guesses tokens ahead; with a draft model, draft_model when empty."
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="Sequences that run at once; empty for what suits the device."
+    )
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="Most tokens of one step, decode and prefill together; empty for what suits the device."
+    )
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output; empty for the model's own.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens in a page (block) of the KV cache.")
+    num_pages: int | None = Field(None, ge=1, description="Pages of the KV cache; empty to size it by bytes.")
+    kv_cache_memory_bytes: int | None = Field(
+        None, ge=1, description="Bytes of the KV cache; empty to size it by gpu_memory_utilization."
+    )
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="Part of a GPU's memory for weights, work and cache together (0.9); on a CPU the "
+        "part of the free memory for the cache (0.3). The cache takes at most what max_num_seqs longest sequences fill."
+    )  # fmt: skip
+    enable_prefix_caching: bool = Field(True, description="Share the pages of equal prompt beginnings.")
+    batching: Literal["continuous", "static"] = Field(
+        "continuous", description="static: no request joins a running batch."
+    )
+    max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are turned away.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of a step; empty for one in small steps, where threads wait more than work."
     )  # fmt: skip
-    drafter: Annotated[Technique, Choice(DRAFTERS)] | None = Field(None, description="Who guesses tokens ahead.")
 
     @model_validator(mode="after")
-    def _rows_fit_the_budget(self) -> EngineSpec:
-        if self.token_budget < self.max_rows:
+    def _possible(self) -> EngineSpec:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
             raise ValueError(
-                f"token_budget {self.token_budget} is less than max_rows {self.max_rows}: rows would starve"
+                f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}: some sequences would never get a token"
+            )
+        if self.kv_cache_dtype in ("fp8", "int8"):
+            raise SpecError(
+                f"engine.kv_cache_dtype is {self.kv_cache_dtype}: the engine does not serve from 8-bit pages yet",
+                fix="take auto, float32, bfloat16 or float16",
             )
         return self

@@ -63,6 +63,11 @@ class Serve(Stage):
                 f"the draft model is {'given' if guesser else 'missing'} and engine.drafter is {kind or 'empty'}",
                 fix="set engine.drafter: draft_model and draft: NAME, or neither",
             )
+        if self.engine.draft is not None:
+            raise SpecError(
+                f"engine.draft is {self.engine.draft}, a folder whose content would be no part of what is measured",
+                fix="give the draft model as an input: draft: NAME in a recipe, --from.draft=FOLDER on the command line",
+            )
         model.need("config.json")
         workload = make_workload(
             parents["data"].folder,
@@ -80,7 +85,7 @@ class Serve(Stage):
             engine = Engine(
                 model.folder,
                 self.engine,
-                draft_model=guesser.folder if guesser else None,
+                draft=guesser.folder if guesser else None,
                 device=run.device,
             )
             _must_fit(engine, workload)

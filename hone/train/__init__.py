@@ -1,4 +1,4 @@
-"""Training on one device: schedules, objectives, activation checkpointing, precision, and the loop that joins them."""
+"""Training on one device: schedules, objectives, optimizers, activation checkpointing, precision, and the loop that joins them."""
 
 from hone.base.table import Table
 
@@ -15,6 +15,15 @@ OBJECTIVES = Table(
     {
         "next_token": "hone.train.objectives.next_token:NextToken",
         "distill": "hone.train.objectives.distill:Distill",
+    },
+)
+
+OPTIMIZERS = Table(
+    "optimizer",
+    {
+        "adamw": "hone.train.optimizers.adamw:AdamW",
+        "adamw_8bit": "hone.train.optimizers.adamw_8bit:AdamW8bit",
+        "muon": "hone.train.optimizers.muon:Muon",
     },
 )
 

@@ -1,4 +1,4 @@
-"""The training loop: one step is forward, backward, clip, update; `fit` repeats it, evaluates, logs and checkpoints.
+"""The training loop: one step is forward, backward, norm, update; `fit` repeats it, evaluates, logs and checkpoints.
 
 Everything a step does is in `Trainer.step`. Other rooms train through the same two names: build a `Trainer` around a
 decoder and hand it to `fit` with packed tokens.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll
 from hone.train.checkpoint import Checkpoints
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
-from hone.train.optimizers.adamw import AdamW, Update
+from hone.train.optimizers.adamw import AdamW
+from hone.train.optimizers.base import Optimizer
 from hone.train.precision import LossScaler, Precision, compute_dtype
 from hone.train.schedules.base import Schedule
+from hone.train.update import Update
 from hone.train.watch import Watch
 
 
@@ -33,6 +35,7 @@ from hone.train.watch import Watch
 class Step:
     """What one optimizer step did. `loss` is nats per valid token before the update; `tokens` counts inputs so far.
 
+    `extra_loss` is what mixers and feed-forwards add of their own (a router's balance, say), None where none does.
     `skipped` means that fp16 gradients overflowed: the weights stayed as they were and `grad_norm` is None.
     """
 
@@ -41,6 +44,7 @@ class Step:
     lr: float
     grad_norm: float | None
     tokens: int
+    extra_loss: float | None = None
     skipped: bool = False
 
     def row(self) -> dict[str, Any]:
@@ -52,11 +56,33 @@ class Step:
             "grad_norm": self.grad_norm,
             "tokens": self.tokens,
         }
+        if self.extra_loss is not None:
+            row["extra_loss"] = self.extra_loss
         return {**row, "skipped": True} if self.skipped else row
 
 
+class Sums(NamedTuple):
+    """What a step's forward and backward passes add up, over micro-batches and over ranks; means are made of sums only."""
+
+    loss: Tensor
+    """The objective, summed over the targets that it counts."""
+    extra: Tensor | None
+    """What mixers and feed-forwards add of their own, summed over tokens; None where none does."""
+    squared_norm: Tensor
+    """Of the gradient."""
+
+
+class Counts(NamedTuple):
+    """What the sums of a step are divided by."""
+
+    targets: float
+    """Targets that the objective counts; at least 1."""
+    tokens: float
+    """Tokens of the batch."""
+
+
 class Trainer:
-    """A decoder in training: its weights, AdamW, loss scale, and how many of `steps` are done.
+    """A decoder in training: its weights, its optimizer, the loss scale, and how many of `steps` are done.
 
     The model comes in float32 and is trained in place; afterwards its parameters have the dtype of `precision` (see
     precision.py). `gradient_accumulation_steps` cuts a step's batch into that many micro-batches; the result does not depend on it
@@ -69,7 +95,7 @@ class Trainer:
         *,
         steps: int,
         schedule: Schedule,
-        optimizer: AdamW | None = None,
+        optimizer: Optimizer | None = None,
         objective: Objective | None = None,
         activation_checkpointing: ActivationCheckpointing | None = None,
         precision: Precision = "fp32",
@@ -102,30 +128,63 @@ class Trainer:
     def step(self, batch: Batch) -> Step:
         """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are no longer numbers."""
         lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
-        valid = max(int((batch.targets != IGNORE).sum()), 1)
-        total = torch.zeros((), device=self.device)
-        for part in _cut(batch, self.gradient_accumulation_steps):
-            loss, extra = self._loss(part)
-            ((loss if extra is None else loss + extra) * (self.scaler.scale / valid)).backward()
-            total += loss.detach()
-        mean, norm = torch.stack([total / valid, self.update.norm()]).tolist()  # the step's one wait for the device
-        norm /= self.scaler.scale
+        loss, extra, norm = self._means(*self.gradients(batch))
         finite = math.isfinite(norm)
-        if not math.isfinite(mean) or not (finite or self.scaler.enabled):
-            raise self._diverged(mean, norm, lr)
+        if not math.isfinite(loss) or not (finite or self.scaler.enabled):
+            raise self._diverged(loss, norm, lr)
         if finite:
             shrink = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0
             self.update.apply(lr, shrink / self.scaler.scale)
             self.scaler.passed()
         else:
-            self.update.drop()
+            self.update.weights.drop_grads()
             self.scaler.overflowed()
         self.done += 1
         self.tokens += batch.tokens.size
-        return Step(self.done, mean, lr, norm if finite else None, self.tokens, skipped=not finite)
+        return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=not finite)
+
+    def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
+        """Forward and backward passes over the micro-batches of `batch`: leaves each weight its gradient times the loss scale.
+
+        The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
+        how the step is cut, however many targets each micro-batch has.
+        """
+        counts = self._counts(batch)
+        total, extras = torch.zeros((), device=self.device), None
+        for part in _cut(batch, self.gradient_accumulation_steps):
+            loss, extra = self._loss(part)
+            objective = loss * (self.scaler.scale / counts.targets)
+            if extra is not None:
+                objective = objective + extra * (self.scaler.scale / counts.tokens)
+                extras = extra.detach() if extras is None else extras + extra.detach()
+            objective.backward()
+            total += loss.detach()
+        return Sums(total, extras, self.update.weights.squared_norm()), counts
+
+    def _counts(self, batch: Batch) -> Counts:
+        """The counts of a whole step, known before its first backward pass."""
+        own = torch.tensor([self.objective.count(batch.targets), batch.tokens.size], dtype=torch.float64)
+        targets, tokens = self._over_ranks(own).tolist()
+        return Counts(max(targets, 1.0), tokens)
+
+    def _means(self, sums: Sums, counts: Counts) -> tuple[float, float | None, float]:
+        """(loss a target, extra loss a token, norm of the gradient) of a step; its one wait for the device."""
+        parts = [sums.loss, sums.squared_norm, *([] if sums.extra is None else [sums.extra])]
+        whole = self._over_ranks(torch.stack([part.detach().double() for part in parts]))
+        loss = whole[0].float() / counts.targets
+        extras = whole[2:] / counts.tokens
+        mean, norm, *extra = torch.cat([loss.double()[None], whole[1:2].sqrt(), extras]).tolist()
+        return mean, extra[0] if extra else None, norm / self.scaler.scale
+
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        """Float64 sums [n] of this rank added up over all ranks: the one place where a step's numbers cross them.
+
+        Training runs on one rank, which has all of them.
+        """
+        return sums
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The objective summed over one micro-batch, and what mixers that learn something of their own add to it."""
+        """The objective summed over one micro-batch, and what mixers and feed-forwards add, summed over its tokens."""
         tokens, targets, context = to_device(batch, self.device)
         taught = None
         if self.teacher is not None and self.objective.from_teacher:
@@ -133,8 +192,8 @@ class Trainer:
                 taught = self.teacher.hidden(tokens, context)
         x = run_layers(self.model, tokens, context, self.segments)
         loss = self.objective.total(self.model, x, targets, self.teacher, taught)
-        extra = context.extra_loss
-        return loss, None if extra is None else extra * (targets != IGNORE).sum()
+        extra = context.extra_loss  # a mean over the tokens of this pass
+        return loss, None if extra is None else extra * tokens.numel()
 
     def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
         return HoneError(

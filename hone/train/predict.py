@@ -89,7 +89,7 @@ def must_fit(peak: Estimate, machine: Machine) -> None:
 
 def step_seconds(plan: Plan, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, the teacher's forward pass included."""
-    recomputed = sum(part.stop - part.start for part in plan.segments if part.recompute)
+    recomputed = {layer for part in plan.segments if part.recompute for layer in range(part.start, part.stop)}
     step = train_step_seconds(
         plan.facts,
         machine,
@@ -97,7 +97,7 @@ def step_seconds(plan: Plan, machine: Machine) -> Estimate:
         seq_len=plan.seq_len,
         dtype=TORCH_NAMES[plan.precision],
         micro_batches=plan.gradient_accumulation_steps,
-        recomputed_layers=recomputed,
+        recomputed=recomputed,
     )
     if plan.teacher is None:
         return step

@@ -23,7 +23,7 @@ from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.folder import weights_bytes
 from hone.model.shape import Shape
-from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, SCHEDULES
+from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
@@ -62,7 +62,9 @@ class Train(Stage):
     keep_every: int = Field(
         2, ge=2, description="With init: teacher, layers 0, n, 2n, ... are kept; 2 halves the depth."
     )
-    optimizer: AdamW = Field(default_factory=AdamW, description="AdamW.")
+    optimizer: Annotated[Technique, Choice(OPTIMIZERS, default="adamw")] = Field(
+        AdamW(kind="adamw"), description="How the weights follow their gradients."
+    )
     schedule: Annotated[Technique, Choice(SCHEDULES)] = Field(
         Cosine(kind="cosine"), description="Learning rate over the steps."
     )

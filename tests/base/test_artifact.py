@@ -284,7 +284,7 @@ def test_an_edited_file_is_noticed(tmp_path):
 def test_an_untouched_artifact_costs_no_reading_and_a_copied_one_only_once(tmp_path, monkeypatch):
     made = finish(tmp_path / "data-a")
     read = []
-    monkeypatch.setattr("hone.base.content.sha256", lambda path: read.append(path.name) or sha256(path))
+    monkeypatch.setattr("hone.base.identity.sha256", lambda path: read.append(path.name) or sha256(path))
     assert made.changed is None and read == []
     date_after(made.folder / "x.txt", made.folder / "hone.json")
     assert made.changed is None and read == ["x.txt"]

@@ -147,7 +147,7 @@ def test_a_lexicon_is_files_of_lines(tmp_path):
     path.write_text("# nothing\n", encoding="utf8")
     with pytest.raises(SpecError, match="no entry"):
         scorer.train(tmp_path)
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match="the lexicon: no file"):
         SCORERS.read({"kind": "lexicon", "words": ["absent.txt"]}).train(tmp_path)
     with pytest.raises(SpecError, match="no file"):
         SCORERS.read("lexicon").train(tmp_path)

@@ -338,7 +338,13 @@ class LineMaker:
     ) -> None:
         parents = {"model": model, "data": "data-corpus"} | ({"draft": draft_model} if draft_model else {})
         spec = {
-            "engine": {"batching": "continuous", "prefix_cache": True, "page_size": 16, "drafter": None, **engine},
+            "engine": {
+                "batching": "continuous",
+                "enable_prefix_caching": True,
+                "block_size": 16,
+                "drafter": None,
+                **engine,
+            },
             "num_requests": 32,
         }
         draft = self.begin("serve", name, spec, **parents)
@@ -363,7 +369,7 @@ class LineMaker:
             ("ttft_p50_s", 38 / rate, "s"),
             ("ttft_p99_s", 171 / rate, "s"),
             ("tpot_p50_s", 9 / rate, "s"),
-            ("prefix_hit_rate", 0.0 if engine.get("prefix_cache") is False else 0.42, "fraction"),
+            ("prefix_hit_rate", 0.0 if engine.get("enable_prefix_caching") is False else 0.42, "fraction"),
             ("acceptance_rate", 0.71 if draft_model else None, "fraction"),
             ("model_bytes", BASE_BYTES, "B"),
             ("kv_cache_bytes", 16_777_216, "B"),
@@ -410,5 +416,5 @@ def write_line(folder: Path, *, energy: bool = False, hostile: bool = False) -> 
         draft_model="train-draft",
     )
     line.serve("static", model="train-base", rate=610, engine={"batching": "static"})
-    line.serve("no-prefix", model="train-base", rate=1302, engine={"prefix_cache": False})
+    line.serve("no-prefix", model="train-base", rate=1302, engine={"enable_prefix_caching": False})
     return folder

@@ -19,8 +19,8 @@ STEP_S = 0.002
 class FakeEngine:
     """Every step gives each request the token after its last one; `STEP_S` a step."""
 
-    def __init__(self, max_rows: int = 4) -> None:
-        self._max_rows = max_rows
+    def __init__(self, max_num_seqs: int = 4) -> None:
+        self._max_rows = max_num_seqs
         self._rows: dict[str, Request] = {}
         self._made: dict[str, list[int]] = {}
         self._aborted = 0
@@ -75,7 +75,7 @@ class FakeEngine:
 
 def build(**options: object) -> tuple[FakeEngine, EngineFacts]:
     """What `serve(..., build=build)` starts in the worker."""
-    return FakeEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_rows=4)
+    return FakeEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=4)
 
 
 def build_broken(**options: object) -> tuple[FakeEngine, EngineFacts]:
@@ -92,4 +92,4 @@ class FastEngine(FakeEngine):
 
 def build_fast(**options: object) -> tuple[FakeEngine, EngineFacts]:
     """For measuring what HTTP costs."""
-    return FastEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_rows=64)
+    return FastEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=64)

@@ -40,8 +40,8 @@ def greedy(max_tokens: int = 16, **more) -> SamplingParams:
 
 
 def engine(model: Decoder, draft: Decoder | None = None, tokenizer=None, **spec) -> Engine:
-    sizes = {"page_size": 4, "num_pages": 64, "max_rows": 8, "token_budget": 32, **spec}
-    return Engine(model, EngineSpec.read(sizes), draft_model=draft, tokenizer=tokenizer)
+    sizes = {"block_size": 4, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32, **spec}
+    return Engine(model, EngineSpec.read(sizes), draft=draft, tokenizer=tokenizer)
 
 
 def poison_freed_pages(one: Engine) -> None:

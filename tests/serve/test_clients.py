@@ -26,7 +26,7 @@ GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path) -> Iterator[LiveServer]:
-    live = LiveServer(tiny_llama, served_model_name="tiny", engine={"num_pages": 256, "max_rows": 16})
+    live = LiveServer(tiny_llama, served_model_name="tiny", engine={"num_pages": 256, "max_num_seqs": 16})
     yield live
     live.stop()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.engine import Engine, EngineSpec
-from hone.serve.paged import Paged, reads_in_place
-from hone.serve.pages import NULL_PAGE
+from hone.serve.paging.paged import Paged, reads_in_place
 from hone.serve.request import SamplingParams
 from hone.serve.runner import DecodeGraphs, padded
-from hone.serve.sampler import Chooser, Entry, Sampler
+from hone.serve.sampler import Sampler
+from hone.serve.step import NULL_PAGE, Batch
 from tests.serve.small import VOCAB, decoder, drain, engine, greedy, request, tokens_of
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -40,7 +42,7 @@ class TestOnGPU:
 
     def both(self, model, params, **spec) -> list[dict[str, list[int]]]:
         """Tokens of 12 requests (more than fit at once, of unlike lengths), with graphs and without; nobody may fail."""
-        fields = {"page_size": 16, "num_pages": 60, "max_rows": 8, "token_budget": 40, **spec}
+        fields = {"block_size": 16, "num_pages": 60, "max_num_seqs": 8, "max_num_batched_tokens": 40, **spec}
         found = []
         for graphs in (True, False):
             one = Engine(model, EngineSpec.read(fields), device="cuda")
@@ -61,7 +63,7 @@ class TestOnGPU:
         return found
 
     @pytest.mark.parametrize(
-        "options", [{}, {"page_size": 64}, {"prefix_cache": False}, {"drafter": {"kind": "prompt_lookup"}}]
+        "options", [{}, {"block_size": 64}, {"enable_prefix_caching": False}, {"drafter": {"kind": "prompt_lookup"}}]
     )
     def test_the_same_tokens(self, options):
         with_graphs, without = self.both(self.model(), lambda name: greedy(8 + 3 * name), **options)
@@ -89,7 +91,7 @@ class TestOnGPU:
     def test_replays_are_alike_bit_by_bit_and_near_a_plain_pass(self):
         """5 rows in a graph of 8: other rows may change, and what the table held before does not matter."""
         model = self.model()
-        one = Engine(model, EngineSpec.read({"page_size": 16, "num_pages": 60, "max_rows": 8}), device="cuda")
+        one = Engine(model, EngineSpec.read({"block_size": 16, "num_pages": 60, "max_num_seqs": 8}), device="cuda")
         cache = one.runner.cache
         with torch.inference_mode():
             for store in cache._stores:
@@ -97,14 +99,20 @@ class TestOnGPU:
             graphs = DecodeGraphs(model, cache, "cuda")
             pages = [list(range(1 + 8 * row, 9 + 8 * row)) for row in range(5)]
             spare = list(range(41, 49))
+
+            def batch(tokens, starts, pages):
+                return Batch.of(tokens, starts, [1] * len(tokens), np.array(pages, dtype=np.int32), 16)
+
             tokens, starts = [3, 1, 4, 1, 5], [100, 0, 31, 127, 64]
-            first = graphs.hidden(tokens, starts, pages).clone()
-            graphs.hidden([7] * 8, [90] * 8, [spare] * 8)
+            first = graphs.hidden(batch(tokens, starts, pages)).clone()
+            graphs.hidden(batch([7] * 8, [90] * 8, [spare] * 8))
             cache.wipe([NULL_PAGE], float("nan"))
-            again = graphs.hidden(tokens, starts, pages).clone()
-            other = graphs.hidden(tokens[:1] + [9] * 6, starts[:1] + [9] * 6, pages[:1] + [spare] * 6)[0].clone()
+            again = graphs.hidden(batch(tokens, starts, pages)).clone()
+            company = batch(tokens[:1] + [9] * 6, starts[:1] + [9] * 6, pages[:1] + [spare] * 6)
+            other = graphs.hidden(company)[0].clone()
             assert torch.equal(first, again)
-            plain = model.hidden(torch.tensor(tokens, device="cuda"), Paged(cache, pages, starts, [1] * 5, "cuda"))
+            context = Paged(cache, batch(tokens, starts, pages), "cuda")
+            plain = model.hidden(context.tokens, context)
             torch.testing.assert_close(again, plain, atol=2e-2, rtol=2e-2)
             torch.testing.assert_close(other, plain[0], atol=2e-2, rtol=2e-2)
 
@@ -113,8 +121,8 @@ class TestOnGPU:
         logits = torch.randn(9, 1000, device="cuda", dtype=torch.float16)
         params = [SamplingParams(temperature=0.3 * n, top_k=50 * (n % 2), top_p=0.9, seed=n) for n in range(9)]
         entries = [Entry(Chooser(one), list(range(5 + n)), 5) for n, one in enumerate(params)]
-        together = [chosen.token for chosen in sampler.choose(logits, entries)]
-        alone = [sampler.choose(logits[n : n + 1], entries[n : n + 1])[0].token for n in range(9)]
+        together = [chosen.token for chosen in sampler.choose(logits, sampling_of(entries))]
+        alone = [sampler.choose(logits[n : n + 1], sampling_of(entries[n : n + 1]))[0].token for n in range(9)]
         order = [4, 8, 1, 0]
-        some = [chosen.token for chosen in sampler.choose(logits[order], [entries[n] for n in order])]
+        some = [chosen.token for chosen in sampler.choose(logits[order], sampling_of([entries[n] for n in order]))]
         assert together == alone and some == [together[n] for n in order]

@@ -31,10 +31,10 @@ PROMPTS = [[(7 * i + 3 * j) % VOCAB for j in range(1, 4 + 5 * i)] for i in range
 
 @pytest.mark.parametrize("spec", [
     {},
-    {"token_budget": 8},
-    {"page_size": 1},
-    {"page_size": 16, "prefix_cache": False},
-    {"batching": "static", "max_rows": 2},
+    {"max_num_batched_tokens": 8},
+    {"block_size": 1},
+    {"block_size": 16, "enable_prefix_caching": False},
+    {"batching": "static", "max_num_seqs": 2},
 ])  # fmt: skip
 def test_greedy_tokens_equal_dense_forward_passes(spec):
     one = engine(MODEL, **spec)
@@ -71,7 +71,9 @@ def test_salt_keeps_prefixes_apart():
 @given(data=st.data())
 def test_any_arrivals_aborts_and_priorities_in_a_tiny_pool(data):
     """Random requests over 14 pages of 3 tokens: preemption, prefix hits and aborts at any moment change no token."""
-    one = engine(MODEL, page_size=3, num_pages=14, max_rows=4, token_budget=data.draw(st.sampled_from([4, 7, 32])))
+    one = engine(
+        MODEL, block_size=3, num_pages=14, max_num_seqs=4, max_num_batched_tokens=data.draw(st.sampled_from([4, 7, 32]))
+    )
     poison_freed_pages(one)
     stems = [[5, 9, 13, 2, 8, 1, 7], [5, 9, 13, 40, 41], [33]]
     wanted, found, aborted = {}, {}, set()
@@ -86,7 +88,7 @@ def test_any_arrivals_aborts_and_priorities_in_a_tiny_pool(data):
                 found.setdefault(output.request_id, []).append(output)
         if data.draw(st.booleans()) and data.draw(st.booleans()):
             name = data.draw(st.sampled_from(sorted(wanted)))
-            if name in one._rows:
+            if name in one._seqs:
                 aborted.add(name)
             one.abort(name)
         one.pool.check()
@@ -102,7 +104,7 @@ def test_any_arrivals_aborts_and_priorities_in_a_tiny_pool(data):
 
 
 def test_preemption_happens_and_changes_nothing():
-    one = engine(MODEL, num_pages=12, max_rows=4, prefix_cache=False)
+    one = engine(MODEL, num_pages=12, max_num_seqs=4, enable_prefix_caching=False)
     poison_freed_pages(one)
     prompts = [PROMPTS[1][:6], PROMPTS[2][:6], PROMPTS[3][:6], PROMPTS[4][:6]]
     done = one.generate(prompts, greedy(24))
@@ -141,7 +143,7 @@ def _hf_pair(tmp_path, family: str, **more):
 def test_64_greedy_tokens_equal_transformers(tmp_path, family, more):
     """Chunked prefill (budget 16, prompts up to 70), mixed with decode, and a second round from the prefix cache."""
     model = _hf_pair(tmp_path, family, **more)
-    one = Engine(tmp_path, EngineSpec(page_size=8, num_pages=120, max_rows=4, token_budget=16))
+    one = Engine(tmp_path, EngineSpec(block_size=8, num_pages=120, max_num_seqs=4, max_num_batched_tokens=16))
     shared = [(11 * i) % 97 for i in range(40)]
     prompts = [shared + [i, 2 * i, 5] * (10 * (i % 2) + 1) for i in range(1, 4)] + [[8]]
     expected = []
@@ -158,7 +160,7 @@ def test_64_greedy_tokens_equal_transformers(tmp_path, family, more):
 
 def test_a_long_prompt_does_not_hold_up_others():
     """Decode rows get their token every step, and short prompts come in while the long one is read in chunks."""
-    one = engine(MODEL, num_pages=64, token_budget=12)
+    one = engine(MODEL, num_pages=64, max_num_batched_tokens=12)
     one.add(request("decoding", [1, 2, 3], greedy(30)))
     one.step()
     one.add(request("long", [4] * 90, greedy(2)))
@@ -173,7 +175,7 @@ def test_a_long_prompt_does_not_hold_up_others():
 
 
 def test_static_batching_admits_no_one_into_a_running_batch():
-    one = engine(MODEL, batching="static", max_rows=2)
+    one = engine(MODEL, batching="static", max_num_seqs=2)
     for number, count in enumerate([3, 9, 2]):
         one.add(request(str(number), [number + 1], greedy(count)))
     names = []
@@ -183,7 +185,7 @@ def test_static_batching_admits_no_one_into_a_running_batch():
 
 
 def test_priority_goes_first():
-    one = engine(MODEL, max_rows=1)
+    one = engine(MODEL, max_num_seqs=1)
     for name, priority in [("late", 5), ("first", 0), ("middle", 1)]:
         one.add(request(name, [3, 4], greedy(2), priority=priority))
     order = []
@@ -198,7 +200,7 @@ def test_one_broken_request_leaves_the_others_alone(monkeypatch):
     for name in ("good", "bad", "fine"):
         one.add(request(name, PROMPTS[2], greedy(8)))
     one.step()
-    row = one._rows["bad"]
+    row = one._seqs["bad"]
     monkeypatch.setattr(row, "entry", None)  # what a bug in one request's own state looks like
     found = drain(one)
     assert found["bad"][-1].finish == "error" and found["bad"][-1].error
@@ -290,7 +292,7 @@ def test_stop_tokens_eos_and_min_tokens():
 
 
 def test_scoring_a_prompt_gives_every_token_its_logprob():
-    one = engine(MODEL, token_budget=8)
+    one = engine(MODEL, max_num_batched_tokens=8)
     prompt = PROMPTS[4]
     one.generate([prompt], greedy(1))  # a cached prefix must not swallow positions
     params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=2, logprobs=1)
@@ -314,15 +316,15 @@ def test_logprobs_of_greedy_tokens_are_the_best_alternatives():
 def test_seeded_text_does_not_depend_on_company():
     params = [SamplingParams(max_tokens=12, temperature=1.3, seed=number, ignore_eos=True) for number in range(4)]
     alone = [engine(MODEL).generate([prompt], one)[0].tokens for prompt, one in zip(PROMPTS, params)]
-    together = engine(MODEL, token_budget=8).generate(PROMPTS[:4], params)
+    together = engine(MODEL, max_num_batched_tokens=8).generate(PROMPTS[:4], params)
     assert [completion.tokens for completion in together] == alone
-    tight = engine(MODEL, num_pages=14, prefix_cache=False)
+    tight = engine(MODEL, num_pages=14, enable_prefix_caching=False)
     assert [completion.tokens for completion in tight.generate(PROMPTS[:4], params)] == alone
     assert len({tuple(tokens) for tokens in alone}) == 4
 
 
 def test_text_streams_and_stops(tiny_llama):
-    one = Engine(tiny_llama, EngineSpec(num_pages=64, page_size=8))
+    one = Engine(tiny_llama, EngineSpec(num_pages=64, block_size=8))
     plain = one.generate(["the quick"], greedy(40))[0]
     assert plain.text == one.tokenizer.decode(plain.tokens)
     stop = plain.text[8:11]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from hone.cost.cache import keys_and_values
 from hone.ops import dispatch
 from hone.serve import forecast
 from hone.serve.spec import EngineSpec
 from tests.cost.h200 import LLAMA_8B, h200, row
 
-SHAPES = [(8, 128)] * 32
+TENSORS = [keys_and_values(8, 128)] * 32
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def with_triton(monkeypatch):
 
 
 def setting(machine, dtype="bfloat16", weights=None, **spec):
-    in_place = forecast.reads_in_place_on(machine, SHAPES, dtype)
+    in_place = forecast.reads_in_place_on(machine, TENSORS, dtype)
     return forecast._Setting(EngineSpec.read(spec), LLAMA_8B, machine, dtype, in_place, weights)
 
 
@@ -35,7 +36,7 @@ def test_who_guesses_or_has_too_many_rows_launches_kernel_by_kernel():
     launched, _ = forecast._decode_step(setting(h200(), drafter={"kind": "prompt_lookup"}), 1, 548)
     assert launched > 3 * replayed
     few, many = (
-        forecast._decode_step(setting(h200(), max_rows=600), rows, 1)[0] for rows in (512, forecast.MOST_ROWS + 1)
+        forecast._decode_step(setting(h200(), max_num_seqs=600), rows, 1)[0] for rows in (512, forecast.MOST_SEQS + 1)
     )
     assert many > 1.5 * few
 
@@ -49,12 +50,12 @@ def test_a_short_prompt_takes_its_launches_a_long_one_its_products():
 
 def test_pages_are_read_in_place_where_the_dispatch_says_so(monkeypatch):
     machine = h200()
-    assert forecast.reads_in_place_on(machine, SHAPES, "bfloat16")
-    assert not forecast.reads_in_place_on(machine, SHAPES, "float32")
-    assert not forecast.reads_in_place_on(machine, [*SHAPES, (8, 512)], "bfloat16")
-    assert not forecast.reads_in_place_on(machine.model_copy(update={"device": "cpu"}), SHAPES, "bfloat16")
+    assert forecast.reads_in_place_on(machine, TENSORS, "bfloat16")
+    assert not forecast.reads_in_place_on(machine, TENSORS, "float32")
+    assert not forecast.reads_in_place_on(machine, [*TENSORS, keys_and_values(8, 512)], "bfloat16")
+    assert not forecast.reads_in_place_on(machine.model_copy(update={"device": "cpu"}), TENSORS, "bfloat16")
     monkeypatch.setattr(forecast, "triton_version", lambda: (0, 0))
-    assert not forecast.reads_in_place_on(machine, SHAPES, "bfloat16")
+    assert not forecast.reads_in_place_on(machine, TENSORS, "bfloat16")
     assert dispatch.Where("cuda", (9, 0), 132, (3, 6)).runs_triton
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from hone.base.errors import FitError
-from hone.serve import pages as pages_module
-from hone.serve.pages import NULL_PAGE, KVCache, PagePool, page_bytes, root_key
+from hone.cost.cache import CacheTensor, keys_and_values, page_bytes
+from hone.serve.paging import pages as pages_module
+from hone.serve.paging.cache import KVCache
+from hone.serve.paging.pages import NULL_PAGE, PagePool, root_key
 
 SIZE = 2
 
@@ -126,17 +127,26 @@ def test_nothing_is_taken_when_there_is_too_little():
 
 
 def test_cache_tensors_have_their_shapes_and_wipe_fills_every_layer():
-    cache = KVCache([(2, 4), (1, 8), (2, 4)], 5, SIZE)
-    assert [tuple(k.shape) for k in cache.k] == [(6, 2, SIZE, 4), (6, 1, SIZE, 8), (6, 2, SIZE, 4)]
-    assert cache.num_bytes == 6 * page_bytes([(2, 4), (1, 8), (2, 4)], SIZE, torch.float32)
-    cache.wipe(range(6))  # fresh memory may hold anything
+    scaled = (CacheTensor("k", (2, 4), "int8"), CacheTensor("k_scale", (2, 1), "float32"))
+    layers = [keys_and_values(2, 4), keys_and_values(1, 8), (), (CacheTensor("latent", (5,)),), scaled]
+    cache = KVCache(layers, 5, SIZE)
+    assert [{name: tuple(pages.shape) for name, pages in tensors.items()} for tensors in cache.layers] == [
+        {"k": (6, 2, SIZE, 4), "v": (6, 2, SIZE, 4)},
+        {"k": (6, 1, SIZE, 8), "v": (6, 1, SIZE, 8)},
+        {},
+        {"latent": (6, SIZE, 5)},
+        {"k": (6, 2, SIZE, 4), "k_scale": (6, 2, SIZE, 1)},
+    ]
+    assert cache.num_bytes == 6 * page_bytes(layers, SIZE, "float32") == 6 * SIZE * (4 * (16 + 16 + 5 + 2) + 8)
+    cache.wipe(list(range(6)))  # fresh memory may hold anything
     cache.wipe([3, 5], float("nan"))
-    for pages in (*cache.k, *cache.v):
+    floats = [pages for tensors in cache.layers for pages in tensors.values() if pages.is_floating_point()]
+    for pages in floats:
         assert pages[[3, 5]].isnan().all() and not pages[[0, 1, 2, 4]].isnan().any()
 
 
 def test_a_cache_that_does_not_fit_says_what_it_needs():
     with pytest.raises(FitError, match="TiB"):
-        KVCache([(64, 128)] * 64, 10_000_000_000, 16)
+        KVCache([keys_and_values(64, 128)] * 64, 10_000_000_000, 16)
     with pytest.raises(FitError):
         PagePool(0, SIZE)

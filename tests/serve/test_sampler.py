@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.request import SamplingParams
-from hone.serve.sampler import Chooser, Entry, Sampler, logprobs, uniform
+from hone.serve.sampler import Sampler, logprobs, uniform
 
 VOCAB = 50
 SAMPLER = Sampler(VOCAB)
@@ -56,7 +57,7 @@ def reference_kept(logits: list[float], temperature: float, top_k: int, top_p: f
 def test_filters_keep_what_their_definitions_keep(seed, rows):
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
     entries = [entry(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in rows]
-    kept = SAMPLER.filter(logits, entries) > -math.inf
+    kept = SAMPLER.filter(logits, sampling_of(entries)) > -math.inf
     for row, (values, options) in enumerate(zip(logits.double().tolist(), rows)):
         assert set(kept[row].nonzero().flatten().tolist()) == reference_kept(values, *options)
 
@@ -64,7 +65,7 @@ def test_filters_keep_what_their_definitions_keep(seed, rows):
 def test_draws_follow_the_softmax():
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     entries = [entry(seed=seed, temperature=0.8) for seed in range(20_000)]
-    tokens = SAMPLER.draw(logits.expand(len(entries), -1), entries)
+    tokens = SAMPLER.draw(logits.expand(len(entries), -1), sampling_of(entries))
     expected = (logits[0] / 0.8).softmax(-1) * len(entries)
     often = expected >= 5
     counts = torch.bincount(tokens, minlength=VOCAB)
@@ -75,20 +76,20 @@ def test_draws_follow_the_softmax():
 
 
 def test_noise_is_gumbel_and_depends_on_seed_position_and_stream_alone():
-    noise = Sampler(4000).noise([entry(seed=3), entry(seed=4)])
+    noise = Sampler(4000).noise(sampling_of([entry(seed=3), entry(seed=4)]))
     assert stats.kstest(noise.flatten().tolist(), "gumbel_r").pvalue > 1e-3
     assert abs(float(torch.corrcoef(noise)[0, 1])) < 0.06
-    alone = Sampler(4000).noise([entry(seed=4)])
+    alone = Sampler(4000).noise(sampling_of([entry(seed=4)]))
     assert torch.equal(alone[0], noise[1])
-    assert not torch.equal(Sampler(4000).noise([entry(seed=4)], [1])[0], noise[1])
-    assert not torch.equal(Sampler(4000).noise([entry(tokens=(1, 2), seed=4)])[0], noise[1])
+    assert not torch.equal(Sampler(4000).noise(sampling_of([entry(seed=4)]), [1])[0], noise[1])
+    assert not torch.equal(Sampler(4000).noise(sampling_of([entry(tokens=(1, 2), seed=4)]))[0], noise[1])
     numbers = [uniform(seed, 5, 1) for seed in range(2000)]
     assert stats.kstest(numbers, "uniform").pvalue > 1e-3
 
 
 def test_a_seed_may_be_negative_or_huge_and_none_is_random():
     for seed in (-(2**63), -1, 0, 2**64 - 1):
-        assert torch.isfinite(SAMPLER.noise([entry(seed=seed)])).all()
+        assert torch.isfinite(SAMPLER.noise(sampling_of([entry(seed=seed)]))).all()
     assert entry().chooser.seed != entry().chooser.seed
 
 
@@ -97,7 +98,7 @@ def test_a_seed_may_be_negative_or_huge_and_none_is_random():
 def test_penalties_by_their_definitions(tokens, num_prompt):
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     one = entry(tokens, num_prompt, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
-    found = SAMPLER.process(logits, [one])[0].tolist()
+    found = SAMPLER.process(logits, sampling_of([one]))[0].tolist()
     for token, value in enumerate(logits[0].tolist()):
         if token in tokens:
             value = value / 1.5 if value > 0 else value * 1.5
@@ -113,12 +114,12 @@ def test_biases_bans_and_untouched_logits():
         entry(min_tokens=2, ends=(6, 8)),
         entry((1, 2, 3, 4), 2, min_tokens=2, ends=(6,)),
     ]
-    found = SAMPLER.process(logits, entries)
+    found = SAMPLER.process(logits, sampling_of(entries))
     assert found[0, 4] == 7.5 and found[0].sum() == 7.5
     assert found[1, 6] == found[1, 8] == -math.inf and found[1].isinf().sum() == 2
     assert torch.equal(found[2], logits[2])
     assert not logits.any()
-    assert SAMPLER.process(logits, [entry()] * 3) is logits
+    assert SAMPLER.process(logits, sampling_of([entry()] * 3)) is logits
 
 
 def test_mixed_rows_get_what_they_would_get_alone():
@@ -130,8 +131,8 @@ def test_mixed_rows_get_what_they_would_get_alone():
         entry(temperature=0, logit_bias={9: 100.0}, logprobs=0),
         entry(temperature=0),
     ]
-    together = SAMPLER.choose(logits, entries)
-    alone = [SAMPLER.choose(logits[row : row + 1], [one])[0] for row, one in enumerate(entries)]
+    together = SAMPLER.choose(logits, sampling_of(entries))
+    alone = [SAMPLER.choose(logits[row : row + 1], sampling_of([one]))[0] for row, one in enumerate(entries)]
     assert [one.token for one in together[:3]] == [one.token for one in alone[:3]]
     assert [one.finite for one in together] == [one.finite for one in alone] == [True, True, True, False]
     assert together[0].token == int(logits[0].argmax()) and together[2].token == 9

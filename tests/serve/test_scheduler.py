@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.serve.pages import PagePool
+from hone.serve.paging.pages import PagePool
 from hone.serve.request import Request, SamplingParams
-from hone.serve.scheduler import Row, Scheduler
+from hone.serve.scheduler import Scheduler, Seq
 
 
-def make(num_pages: int = 64, page_size: int = 4, **more) -> Scheduler:
-    sizes = {"max_rows": 4, "token_budget": 16, **more}
-    return Scheduler(PagePool(num_pages, page_size, prefix_cache=False), **sizes)
+def make(num_pages: int = 64, block_size: int = 4, **more) -> Scheduler:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **more}
+    return Scheduler(PagePool(num_pages, block_size, enable_prefix_caching=False), **sizes)
 
 
-def row(number: int, length: int, output: int = 8, priority: int = 0) -> Row:
+def row(number: int, length: int, output: int = 8, priority: int = 0) -> Seq:
     request = Request(str(number), [1] * length, SamplingParams(max_tokens=output), priority)
-    return Row(request, number, length + output)
+    return Seq(request, number, length + output)
 
 
 def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
@@ -25,13 +25,13 @@ def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
     work, _ = scheduler.schedule()
     for item in work:
         if item.samples:
-            item.row.tokens.append(1)
-            scheduler.advance(item.row, len(item.row.tokens) - 1)
-            if len(item.row.tokens) >= item.row.max_tokens:
-                scheduler.finish(item.row)
+            item.seq.tokens.append(1)
+            scheduler.advance(item.seq, len(item.seq.tokens) - 1)
+            if len(item.seq.tokens) >= item.seq.max_tokens:
+                scheduler.finish(item.seq)
         else:
-            scheduler.advance(item.row, item.start + item.count)
-    return [(item.row.request.id, item.count) for item in work]
+            scheduler.advance(item.seq, item.start + item.count)
+    return [(item.seq.request.id, item.count) for item in work]
 
 
 def test_decode_rows_come_first_and_prefill_gets_the_rest():
@@ -54,7 +54,7 @@ def test_a_long_prompt_takes_its_share_and_what_others_leave():
 
 
 def test_places_and_pages_bound_who_is_admitted():
-    scheduler = make(num_pages=5, max_rows=2)
+    scheduler = make(num_pages=5, max_num_seqs=2)
     for number in range(3):
         scheduler.add(row(number, 8))
     assert run_step(scheduler) == [("0", 8), ("1", 8)]
@@ -66,7 +66,7 @@ def test_places_and_pages_bound_who_is_admitted():
 
 
 def test_the_newest_of_the_least_important_gives_way():
-    scheduler = make(num_pages=5, page_size=2, max_rows=3)
+    scheduler = make(num_pages=5, block_size=2, max_num_seqs=3)
     for number, priority in [(0, 1), (1, 0), (2, 1)]:
         scheduler.add(row(number, 1, output=6, priority=priority))
     run_step(scheduler)
@@ -78,7 +78,7 @@ def test_the_newest_of_the_least_important_gives_way():
 
 
 def test_finished_and_aborted_rows_leave_nothing():
-    scheduler = make(max_rows=1)
+    scheduler = make(max_num_seqs=1)
     rows = [row(number, 4) for number in range(3)]
     for one in rows:
         scheduler.add(one)
@@ -92,7 +92,7 @@ def test_finished_and_aborted_rows_leave_nothing():
 
 
 def test_static_batches_wait_for_their_longest():
-    scheduler = make(batching="static", max_rows=2)
+    scheduler = make(batching="static", max_num_seqs=2)
     for number, output in enumerate([1, 3, 1]):
         scheduler.add(row(number, 2, output))
     steps = [[name for name, _ in run_step(scheduler)] for _ in range(4)]
@@ -108,7 +108,7 @@ def test_static_batches_wait_for_their_longest():
 )
 def test_everyone_finishes_within_the_budget(lengths, num_pages, budget, batching):
     """No deadlock, no starvation, no step above the budget, no page lost, whatever comes."""
-    scheduler = make(num_pages=num_pages, page_size=3, token_budget=budget, batching=batching)
+    scheduler = make(num_pages=num_pages, block_size=3, max_num_batched_tokens=budget, batching=batching)
     for number, (length, output, priority) in enumerate(lengths):
         scheduler.add(row(number, length, output, priority))
     for _ in range(3_000):

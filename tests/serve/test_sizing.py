@@ -6,10 +6,12 @@ import psutil
 import pytest
 import torch
 
-from hone.base.errors import FitError
+from hone.base.errors import FitError, SpecError
+from hone.measure.machine import Gpu, Machine, describe
 from hone.serve import sizing
 from hone.serve.engine import Engine
-from hone.serve.sizing import cache_pages
+from hone.serve.http import ServerSpec
+from hone.serve.sizing import cache_pages, sized
 from hone.serve.spec import EngineSpec
 from tests.serve.small import decoder, engine
 
@@ -17,28 +19,104 @@ CPU = torch.device("cpu")
 
 
 def test_a_count_is_taken_as_it_is():
-    assert cache_pages(EngineSpec(num_pages=7, cache_bytes=1), 1000, CPU, 512) == 7
+    assert cache_pages(EngineSpec(num_pages=7, kv_cache_memory_bytes=1), 1000, CPU, 512) == 7
 
 
 def test_bytes_hold_the_null_page_too():
-    assert cache_pages(EngineSpec(cache_bytes=10_500), 1000, CPU, 512) == 9
-    one = engine(decoder(), num_pages=None, cache_bytes=100_000)
+    assert cache_pages(EngineSpec(kv_cache_memory_bytes=10_500), 1000, CPU, 512) == 9
+    one = engine(decoder(), num_pages=None, kv_cache_memory_bytes=100_000)
     assert one.cache_bytes <= 100_000 < one.cache_bytes * (one.pool.num_pages + 2) / (one.pool.num_pages + 1)
 
 
 def test_free_memory_is_used_up_to_what_the_rows_can_fill():
-    few = EngineSpec(max_rows=2, page_size=16)
+    few = EngineSpec(max_num_seqs=2, block_size=16)
     assert cache_pages(few, 1000, CPU, 100) == 2 * 7
     free = psutil.virtual_memory().available
-    part = EngineSpec(max_rows=1024, memory_fraction=0.01)
+    part = EngineSpec(max_num_seqs=1024, gpu_memory_utilization=0.01)
     pages = cache_pages(part, 10_000, CPU, 10**6)
     assert pages * 10_000 == pytest.approx(0.01 * free, rel=0.3)
-    assert cache_pages(part, 10_000, CPU, 10**6, taken=free // 2) == pytest.approx(pages / 2, rel=0.3)
+    assert cache_pages(part, 10_000, CPU, 10**6, weights=free // 2) == pytest.approx(pages / 2, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("page_size", "block_size"),
+        ("max_rows", "max_num_seqs"),
+        ("token_budget", "max_num_batched_tokens"),
+        ("prefix_cache", "enable_prefix_caching"),
+        ("cache_bytes", "kv_cache_memory_bytes"),
+        ("memory_fraction", "gpu_memory_utilization"),
+    ],
+)
+def test_earlier_names_say_todays(old, new):
+    with pytest.raises(SpecError, match=f"engine.{old}") as caught:
+        ServerSpec.from_overrides({f"engine.{old}": "1"})
+    assert f"'{new}'" in caught.value.fix
+
+
+def test_formats_and_draft_model_belong_to_the_engine():
+    for name in ("draft", "dtype"):
+        with pytest.raises(SpecError) as caught:
+            ServerSpec.from_overrides({name: "x"})
+        assert f"'engine.{name}'" in caught.value.fix
+    with pytest.raises(SpecError, match="has no field 'max_rows'"):
+        ServerSpec.read({"engine": {"drafter": {"kind": "prompt_lookup", "max_rows": 3}}})
+
+
+def machine(device: str = "cpu", cores: int = 2, gpu_bytes: int = 0) -> Machine:
+    gpus = (Gpu(name="one", memory_bytes=gpu_bytes, capability="9.0", num_multiprocessors=132),) if gpu_bytes else ()
+    return Machine(
+        cpu="one",
+        num_cores=cores,
+        num_threads=cores,
+        ram_bytes=8 << 30,
+        gpus=gpus,
+        os="",
+        python="",
+        torch=None,
+        device=device,
+    )
+
+
+def test_sizes_come_from_the_device_unless_they_are_given():
+    def sizes(where, **given):
+        spec = sized(EngineSpec(**given), where)
+        return spec.max_num_seqs, spec.max_num_batched_tokens
+
+    assert sizes(machine("cuda", gpu_bytes=141 << 30)) == (512, 8192)
+    assert sizes(machine("cuda:0", gpu_bytes=24 << 30)) == (256, 8192)
+    assert sizes(machine(cores=2)) == (64, 1024)
+    assert sizes(machine(cores=1)) == (32, 512)
+    assert sizes(machine(cores=200)) == (512, 8192)
+    assert sizes(machine(), max_num_batched_tokens=8) == (8, 8)
+    assert sizes(machine(), max_num_seqs=2000) == (2000, 2000)
+    assert sizes(machine("cuda", gpu_bytes=141 << 30), max_num_seqs=9, max_num_batched_tokens=100) == (9, 100)
+    with pytest.raises(SpecError, match="never get a token"):
+        EngineSpec.read({"max_num_seqs": 9, "max_num_batched_tokens": 8})
+
+
+def test_a_gpus_cache_is_what_weights_and_work_leave_of_its_part(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60_000_000, 100_000_000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gpu, many = torch.device("cuda"), EngineSpec(max_num_seqs=10**6)
+    assert cache_pages(many, 1000, gpu, 512, work=5_000_000) == 44_999  # 60 free, 10 stay unused, 5 for a step
+    half = EngineSpec(max_num_seqs=10**6, gpu_memory_utilization=0.5)
+    assert cache_pages(half, 1000, gpu, 512) == 9_999
+    with pytest.raises(FitError, match="gpu_memory_utilization"):
+        cache_pages(half, 1000, gpu, 512, weights=20_000_000)
+
+
+def test_the_sizes_taken_are_said():
+    one = engine(decoder(), max_num_seqs=None, max_num_batched_tokens=None)
+    spec = sized(EngineSpec(), describe("cpu"))
+    assert f"max_num_seqs={spec.max_num_seqs} max_num_batched_tokens={spec.max_num_batched_tokens}" in one.sizes
+    assert "64 pages of 4 tokens" in one.sizes and "in float32" in one.sizes
 
 
 def test_too_little_memory_says_what_is_needed():
-    with pytest.raises(FitError, match=r"engine.cache_bytes is 900 B, a KV cache of one page needs 2\.0 KiB"):
-        cache_pages(EngineSpec(cache_bytes=900), 1000, CPU, 512)
+    with pytest.raises(FitError, match=r"engine.kv_cache_memory_bytes is 900 B, a KV cache of one page needs 2\.0 KiB"):
+        cache_pages(EngineSpec(kv_cache_memory_bytes=900), 1000, CPU, 512)
     with pytest.raises(FitError, match="free memory"):
         cache_pages(EngineSpec(), 10**15, CPU, 512)
 

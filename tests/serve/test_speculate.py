@@ -15,10 +15,11 @@ from scipy import stats
 
 from hone.base.errors import SpecError
 from hone.serve import DRAFTERS
+from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.engine import Engine, EngineSpec
 from hone.serve.request import SamplingParams
-from hone.serve.sampler import Chooser, Entry, Sampler
-from hone.serve.speculate import Guess, verify
+from hone.serve.sampler import Sampler
+from hone.serve.speculation.drafter import Guess, verify
 from tests.serve.small import (
     assert_all_free,
     decoder,
@@ -41,7 +42,9 @@ PROMPTS = [[(5 * i + 2 * j) % 61 for j in range(1, 3 + 6 * i)] for i in range(4)
 
 
 @pytest.mark.parametrize("draft", [MODEL, NEAR, DRAFT], ids=["itself", "near", "stranger"])
-@pytest.mark.parametrize("spec", [{}, {"token_budget": 8, "max_rows": 3}, {"num_pages": 14, "prefix_cache": False}])
+@pytest.mark.parametrize(
+    "spec", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 3}, {"num_pages": 14, "enable_prefix_caching": False}]
+)
 def test_greedy_tokens_are_identical(draft, spec):
     one = engine(MODEL, draft, **spec)
     poison_freed_pages(one)
@@ -56,7 +59,7 @@ def test_greedy_tokens_are_identical(draft, spec):
 
 
 def test_a_prompt_is_scored_beside_rows_that_guess():
-    one = engine(MODEL, NEAR, token_budget=64)
+    one = engine(MODEL, NEAR, max_num_batched_tokens=64)
     for number, prompt in enumerate(PROMPTS[:2]):
         one.add(request(str(number), prompt, greedy(30)))
     one.step()
@@ -107,9 +110,9 @@ def test_any_arrivals_and_aborts_with_a_draft(data):
     drafter = {
         "kind": "draft_model",
         "num_tokens": data.draw(st.integers(1, 4)),
-        "max_rows": data.draw(st.integers(1, 4)),
+        "max_num_seqs": data.draw(st.integers(1, 4)),
     }
-    one = engine(MODEL, NEAR, page_size=3, num_pages=15, max_rows=4, token_budget=9, drafter=drafter)
+    one = engine(MODEL, NEAR, block_size=3, num_pages=15, max_num_seqs=4, max_num_batched_tokens=9, drafter=drafter)
     poison_freed_pages(one)
     wanted, found, aborted = {}, {}, set()
     for number in range(data.draw(st.integers(2, 6))):
@@ -124,7 +127,7 @@ def test_any_arrivals_and_aborts_with_a_draft(data):
                 found.setdefault(output.request_id, []).append(output)
         if data.draw(st.integers(0, 3)) == 0:
             name = data.draw(st.sampled_from(sorted(wanted)))
-            aborted |= {name} & set(one._rows)
+            aborted |= {name} & set(one._seqs)
             one.abort(name)
     for name, outputs in drain(one).items():
         found.setdefault(name, []).extend(outputs)
@@ -161,7 +164,7 @@ def test_verified_tokens_follow_the_models_distribution(kind):
         guesses = [Guess(torch.multinomial(q, 1, generator=generator).flatten().tolist(), q) for _ in entries]
     else:
         guesses = [Guess([2, 4]) for _ in entries]
-    found = verify(sampler, p.repeat(len(entries), 1), entries, guesses)
+    found = verify(sampler, p.repeat(len(entries), 1), sampling_of(entries), guesses)
     probs = p.softmax(-1)
     first = torch.bincount(torch.tensor([one[0].token for one in found]), minlength=vocab_size)
     assert _chi_square(first, probs[0]) > 1e-3
@@ -178,7 +181,7 @@ def test_sampled_pairs_follow_the_models_distribution(drafter):
     model = decoder(2, vocab_size=7, num_layers=1)
     draft = decoder(3, vocab_size=7, num_layers=1) if drafter == "draft_model" else None
     kind = {"kind": drafter, "num_tokens": 2, **({"min_ngram": 1} if draft is None else {})}
-    one = engine(model, draft, drafter=kind, max_rows=32, token_budget=96, num_pages=256)
+    one = engine(model, draft, drafter=kind, max_num_seqs=32, max_num_batched_tokens=96, num_pages=256)
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     common = {"max_tokens": 3, "temperature": 0.9, "top_k": 5, "ignore_eos": True}
     params = [SamplingParams(seed=seed, logit_bias={6: 0.5}, **common) for seed in range(3_000)]
@@ -225,7 +228,7 @@ def test_a_failing_pass_with_a_draft_ends_only_its_row(monkeypatch):
     for _ in range(2):
         one.step()
     one.add(request("evil", [1, 2, 60], greedy(4)))
-    before = list(one._rows["good"].tokens)
+    before = list(one._seqs["good"].tokens)
     found = drain(one)
     assert found["evil"][-1].finish == "error"
     assert before[3:] + tokens_of(found["good"]) == dense_greedy(MODEL, [1, 2, 3], 12)
@@ -236,19 +239,19 @@ def test_drafter_and_draft_model_belong_together():
     with pytest.raises(SpecError, match="needs a draft model"):
         Engine(MODEL, EngineSpec(drafter="draft_model", num_pages=8))
     with pytest.raises(SpecError, match="no use for a draft model"):
-        Engine(MODEL, EngineSpec(drafter="prompt_lookup", num_pages=8), draft_model=DRAFT)
+        Engine(MODEL, EngineSpec(drafter="prompt_lookup", num_pages=8), draft=DRAFT)
     with pytest.raises(SpecError, match="same tokenizer"):
-        Engine(MODEL, EngineSpec(num_pages=8), draft_model=decoder(0, vocab_size=50))
+        Engine(MODEL, EngineSpec(num_pages=8), draft=decoder(0, vocab_size=50))
 
 
 def test_a_draft_model_with_other_merges_is_refused(tiny_llama, tmp_path):
     other = shutil.copytree(tiny_llama, tmp_path / "other")
-    Engine(tiny_llama, EngineSpec(num_pages=8), draft_model=other)
+    Engine(tiny_llama, EngineSpec(num_pages=8), draft=other)
     values = json.loads((other / "tokenizer.json").read_text())
     values["model"]["merges"].reverse()
     (other / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(SpecError, match="another tokenizer"):
-        Engine(tiny_llama, EngineSpec(num_pages=8), draft_model=other)
+        Engine(tiny_llama, EngineSpec(num_pages=8), draft=other)
 
 
 @pytest.mark.parametrize("name", list(DRAFTERS))
@@ -268,21 +271,21 @@ def test_drafters_are_read_without_torch():
 
 def test_a_draft_model_catches_up_within_the_token_budget(monkeypatch):
     """Two rows decode long beside a third, in which time nobody guesses; then both have more to read than a step may."""
-    drafter = {"kind": "draft_model", "num_tokens": 3, "max_rows": 2}
-    one = engine(MODEL, MODEL, token_budget=12, drafter=drafter, prefix_cache=False)
-    proposer = one.runner.proposer
-    real, read, lags, found = proposer._read, [], [], {}
+    drafter = {"kind": "draft_model", "num_tokens": 3, "max_num_seqs": 2}
+    one = engine(MODEL, MODEL, max_num_batched_tokens=12, drafter=drafter, enable_prefix_caching=False)
+    guesser = one.runner.guesser
+    real, read, lags, found = guesser._read, [], [], {}
 
-    def counted(rows, starts, pieces):
-        read.append(sum(len(piece) for piece in pieces))
-        return real(rows, starts, pieces)
+    def counted(step, places, starts, lengths, tokens):
+        read.append(len(tokens))
+        return real(step, places, starts, lengths, tokens)
 
-    monkeypatch.setattr(proposer, "_read", counted)
+    monkeypatch.setattr(guesser, "_read", counted)
     lengths = {"a": 70, "b": 60, "c": 40}
     for number, (name, length) in enumerate(lengths.items()):
         one.add(request(name, PROMPTS[number], greedy(length)))
     while one.has_work:
-        lags.append(max(len(row.tokens) - row.drafted for row in one._rows.values()))
+        lags.append(max(len(seq.tokens) - seq.drafted for seq in one._seqs.values()))
         for output in one.step():
             found.setdefault(output.request_id, []).append(output)
     assert max(lags) > 24, "nobody fell behind: the test shows nothing"

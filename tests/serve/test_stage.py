@@ -77,7 +77,7 @@ def test_content_is_the_same_every_time(tmp_path, tiny_llama, data):
     one = serve(tmp_path, tiny_llama, data, "serve-one")
     for name, fields in {
         "static": {"engine": {"batching": "static"}},
-        "bare": {"engine": {"prefix_cache": False}},
+        "bare": {"engine": {"enable_prefix_caching": False}},
     }.items():
         other = serve(tmp_path, tiny_llama, data, f"serve-{name}", **fields)
         assert other.content == one.content

@@ -115,7 +115,7 @@ class Inbox:
 
 def test_across_processes():
     async def talk(process: EngineProcess) -> None:
-        assert process.facts == EngineFacts(max_model_len=100_000, vocab_size=256, max_rows=4)
+        assert process.facts == EngineFacts(max_model_len=100_000, vocab_size=256, max_num_seqs=4)
         inbox = Inbox()
         process.submit([request("a", 40), request("b", *range(100), max_tokens=2)], inbox.items.append)
         process.submit([request("c", fake.ADD_REFUSES)], inbox.items.append)

@@ -76,6 +76,46 @@ def test_micro_batches_equal_one_big_batch(data_folder, precision):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("mixer", ["attention", "compressive"])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_accumulated_gradients_are_those_of_the_whole_batch(data_folder, mixer, parts):
+    """In float64, with micro-batches of unequal numbers of targets, and with a mixer that adds a loss of its own."""
+    data = PackedTokens(data_folder)
+    sizes = {"segment": 8, "memory": 8, "compressed": 6, "ratio": 2} if mixer == "compressive" else {}
+    config = SHAPE.model_copy(update={"mixers": ({"kind": mixer, **sizes},)}).config(data.vocab_size)
+    batch = data.batch(0, 8, 48, 0)
+    targets = batch.targets.copy()
+    for row in range(8):
+        targets[row, : 6 * row] = -100
+    batch = batch._replace(targets=targets)
+    trainers = []
+    for count in (1, parts):
+        trainer = Trainer(build(config, seed=3), steps=1, schedule=Cosine(), gradient_accumulation_steps=count)
+        trainer.model.double()
+        sums, counts = trainer.gradients(batch)
+        assert counts.targets == (targets != -100).sum() and counts.tokens == 8 * 48
+        assert (sums.extra is not None) == (mixer == "compressive")
+        trainers.append((trainer, sums))
+    (whole, one), (cut, other) = trainers
+    for name in whole.update.weights.parameters:
+        ours, theirs = cut.update.weights.grad(name), whole.update.weights.grad(name)
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    assert other.squared_norm.item() == pytest.approx(one.squared_norm.item(), rel=1e-6)
+    assert other.loss.item() == pytest.approx(one.loss.item(), rel=1e-6)
+    if one.extra is not None:
+        assert other.extra.item() == pytest.approx(one.extra.item(), rel=1e-10)
+
+
+def test_an_extra_loss_is_written_down(data_folder):
+    data = PackedTokens(data_folder)
+    sizes = {"segment": 8, "memory": 8, "compressed": 6, "ratio": 2}
+    config = SHAPE.model_copy(update={"mixers": ({"kind": "compressive", **sizes},)}).config(data.vocab_size)
+    step = Trainer(build(config, seed=3), steps=1, schedule=Cosine()).step(data.batch(0, 4, 48, 0))
+    assert step.extra_loss > 0 and step.row()["extra_loss"] == step.extra_loss
+    assert "extra_loss" not in make(data).step(data.batch(0, 4, 48, 0)).row()
+
+
 def test_packed_documents_do_not_see_each_other(data_folder):
     """Loss of a packed row = losses of its documents alone."""
     data = PackedTokens(data_folder)

@@ -24,13 +24,13 @@ def test_masters_are_the_float32_originals(data_folder):
     exact = dict(build(SHAPE.config(data.vocab_size), seed=3).named_parameters())
     trainer = make(data, "bf16")
     for name, parameter in trainer.model.named_parameters():
-        master = trainer.update.masters[name]
+        master = trainer.update.weights.masters[name]
         assert parameter.dtype == torch.bfloat16 and master.dtype == torch.float32
         assert torch.equal(master, exact[name]) and torch.equal(parameter, exact[name].bfloat16())
     for step in range(3):
         trainer.step(data.batch(step, 4, 32, 0))
     for name, parameter in trainer.model.named_parameters():
-        master = trainer.update.masters[name]
+        master = trainer.update.weights.masters[name]
         assert torch.equal(parameter, master.bfloat16())
         assert not torch.equal(master, master.bfloat16().float()), "the master keeps bits that bf16 cannot"
 

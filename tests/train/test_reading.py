@@ -125,12 +125,12 @@ def test_regmix_trains_on_what_runs_said(table_folder, tmp_path):
 
 
 def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, tmp_path):
-    pytest.importorskip("httpx")
+    pytest.importorskip("openai")
     (tmp_path / "examples.txt").write_text("Why is the fox quick?")
     fake = Fake()
     try:
         fake.answer = lambda question: "good" if "quick small" in question else "useless"
-        endpoint = {"url": fake.url, "wait_s": 0.001, "attempts": 1}
+        endpoint = {"url": fake.url, "attempts": 1}
         mixture = {
             "kind": "medu",
             "endpoint": endpoint,

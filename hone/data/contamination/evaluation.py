@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.base.errors import MissingExtra, SpecError
+from hone.base.inputs import input_file
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
@@ -58,12 +59,14 @@ def labelled(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
 def evaluation_files(path: str) -> list[tuple[str, Path]]:
     """(name, file) of the evaluation files at or below `path`. Raises SpecError when there is none."""
     root = Path(path).expanduser()
-    if root.is_file():
-        return [(root.name, root)]
+    if not root.is_dir():
+        return [(root.name, input_file(root, "evaluation set"))]
     files = sorted(file for file in root.rglob("*") if file.is_file() and _ending(file))
     if not files:
-        what = "holds no evaluation file" if root.is_dir() else "does not exist"
-        raise SpecError(f"evaluation set {path} {what}", fix=f"give files or folders of {' '.join(_ENDINGS)} (or .gz)")
+        raise SpecError(
+            f"evaluation set {path} holds no evaluation file",
+            fix=f"give files or folders of {' '.join(_ENDINGS)} (or .gz)",
+        )
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 

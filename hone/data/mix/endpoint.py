@@ -1,9 +1,8 @@
-"""A language model behind an OpenAI-compatible endpoint: one question, one answer, with retries."""
+"""A language model behind an OpenAI-compatible endpoint: many questions asked at once through the openai client."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,8 +11,6 @@ from pydantic import Field
 
 from hone.base.errors import HoneError, MissingExtra, SpecError
 from hone.base.spec import Spec
-
-_AGAIN = {408, 409, 429, 500, 502, 503, 504}
 
 
 class Endpoint(Spec):
@@ -26,9 +23,10 @@ class Endpoint(Spec):
     )
     key_from: str = Field("OPENAI_API_KEY", description="Environment variable with the key; absent: none is sent.")
     parallel: int = Field(8, ge=1, description="Questions asked at a time.")
-    attempts: int = Field(5, ge=1, description="Times a question is asked before its failure is final.")
-    wait_s: float = Field(
-        0.5, ge=0, description="Seconds before the second attempt, twice as long before each later one."
+    attempts: int = Field(
+        5,
+        ge=1,
+        description="Times a question is asked before its failure is final; the waits between double from 0.5 s.",
     )
     timeout_s: float = Field(120.0, gt=0, description="Seconds to wait for an answer.")
 
@@ -37,77 +35,76 @@ class Endpoint(Spec):
     ) -> list[str]:
         """The answer to each question, in order, at temperature 0.
 
-        Raises MissingExtra without httpx, HoneError when the endpoint cannot be reached or refuses.
+        A refusal that may pass (408, 409, 429, 5xx) and a lost connection are tried again, after as long as the server
+        asks for. Raises MissingExtra without openai, HoneError when the endpoint cannot be reached or refuses.
         """
         try:
-            import httpx
+            import openai
         except ImportError:
-            raise MissingExtra.of("asking a language model", "httpx", "data") from None
+            raise MissingExtra.of("asking a language model", "openai", "data") from None
         if not self.url.startswith(("http://", "https://")):
             raise SpecError(f"endpoint.url = '{self.url}' is no web address", fix="write http://HOST:PORT/v1")
         key = os.environ.get(self.key_from, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(base_url=self.url.rstrip("/"), headers=headers, timeout=self.timeout_s) as client:
-            model = self.model or self._first_model(client)
+        headers = {} if key else {"Authorization": openai.omit}
+        with openai.OpenAI(
+            base_url=self.url.rstrip("/"),
+            api_key=key or "none",
+            max_retries=self.attempts - 1,
+            timeout=self.timeout_s,
+        ) as client:
 
             def one(question: str) -> str:
-                body = {"model": model, "temperature": 0, "max_tokens": max_tokens}
+                how = {"model": model, "temperature": 0, "max_tokens": max_tokens, "extra_headers": headers}
                 if self.chat:
-                    body["messages"] = [{"role": "user", "content": question}]
-                    reply = self._call(client, "POST", "/chat/completions", body)
+                    messages = [{"role": "user", "content": question}]
+                    reply = self._call(lambda: client.chat.completions.create(messages=messages, **how))
                 else:
-                    body["prompt"] = question
-                    reply = self._call(client, "POST", "/completions", body)
+                    reply = self._call(lambda: client.completions.create(prompt=question, **how))
                 progress(1)
                 return self._text(reply)
 
+            model = self.model or self._first_model(client, headers)
             with ThreadPoolExecutor(self.parallel) as pool:
                 return list(pool.map(one, questions))
 
-    def _first_model(self, client: Any) -> str:
-        rows = self._call(client, "GET", "/models", None).get("data")
-        if not rows:
+    def _first_model(self, client: Any, headers: dict[str, Any]) -> str:
+        models = self._call(lambda: client.models.list(extra_headers=headers))
+        if not getattr(models, "data", None):
             raise HoneError(f"{self.url} lists no model", fix="name one with endpoint.model")
-        return rows[0]["id"]
+        return models.data[0].id
 
-    def _call(self, client: Any, verb: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """The JSON answer; an answer that says 'later', or none, is asked for again."""
-        import httpx
+    def _call(self, request: Callable[[], Any]) -> Any:
+        """What the endpoint answers to `request`. Raises HoneError with what it said instead."""
+        import openai
 
-        said = ""
-        for attempt in range(self.attempts):
-            if attempt:
-                time.sleep(self.wait_s * 2 ** (attempt - 1))
-            try:
-                reply = client.request(verb, path, json=body)
-            except httpx.TransportError as error:
-                said = f"{type(error).__name__} {error}"
-                continue
-            if reply.status_code == 200:
-                try:
-                    found = reply.json()
-                except ValueError:
-                    found = None
-                if isinstance(found, dict):
-                    return found
-                said = f"an answer that is no JSON object: {reply.text[:200]!r}"
-                continue
-            said = f"{reply.status_code} {reply.text[:300]}"
-            if reply.status_code not in _AGAIN:
-                break
+        tried, said = 1, ""
+        try:
+            return request()
+        except openai.APIStatusError as error:
+            tried, said = _attempts(error), f"{error.status_code} {error.response.text[:300]}"
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            tried, said = _attempts(error), f"{type(cause).__name__} {cause}"
+        except (openai.OpenAIError, ValueError) as error:
+            said = f"an answer that is no JSON object: {error}"
         raise HoneError(
-            f"{self.url}{path} gave no answer in {attempt + 1} attempts: {said}",
+            f"{self.url} gave no answer in {tried} attempts: {said}",
             fix="check endpoint.url, endpoint.model and the key, or that the server runs",
         )
 
-    def _text(self, reply: dict[str, Any]) -> str:
+    def _text(self, reply: Any) -> str:
         try:
-            choice = reply["choices"][0]
-            text = choice["message"]["content"] if self.chat else choice["text"]
-        except (KeyError, IndexError, TypeError):
+            choice = reply.choices[0]
+            text = choice.message.content if self.chat else choice.text
+        except (AttributeError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
             raise HoneError(
                 f"{self.url} answered without a text: {str(reply)[:300]}", fix="check that it speaks OpenAI's protocol"
             )
         return text
+
+
+def _attempts(error: Any) -> int:
+    """How often the question of `error` was asked: the client counts in a header."""
+    return 1 + int(error.request.headers.get("x-stainless-retry-count", 0))

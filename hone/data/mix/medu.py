@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from hone.base.errors import HoneError, SpecError
+from hone.base.inputs import input_file
 from hone.data.mix.base import Source
 from hone.data.mix.endpoint import Endpoint
 from hone.data.mix.utilimax import Portfolio
@@ -109,7 +110,7 @@ class Medu(Portfolio):
 
     def _describe(self, path: str) -> str:
         """The question that asks for a description, with examples spread evenly over the file."""
-        found = read_examples(Path(path).expanduser())
+        found = read_examples(path)
         places = np.linspace(0, len(found) - 1, min(self.num_examples, len(found))).round().astype(int)
         return _DESCRIBE.format(examples="\n\n".join(found[place][: self.max_chars] for place in places))
 
@@ -133,8 +134,9 @@ def grade(answer: str) -> str:
     return found[1].lower() if found else ""
 
 
-def read_examples(path: Path) -> list[str]:
+def read_examples(path: Path | str) -> list[str]:
     """The examples in a .jsonl file (each row's values, by name) or a text file. Raises SpecError when there is none."""
+    path = input_file(path, "mixture.examples")
     try:
         text = path.read_text(encoding="utf8")
         if path.suffix == ".jsonl":
@@ -142,8 +144,6 @@ def read_examples(path: Path) -> list[str]:
             found = ["\n".join(f"{name}: {value}" for name, value in row.items()) for row in rows]
         else:
             found = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-    except FileNotFoundError:
-        raise SpecError(f"mixture.examples: no file {path}", fix="check the path") from None
     except (ValueError, AttributeError, OSError) as error:
         raise SpecError(
             f"mixture.examples: {path} cannot be read: {error}", fix="give one JSON object a line, or plain text"

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from hone.base.errors import MissingExtra, SpecError
+from hone.base.inputs import input_file
 from hone.data.mix.base import Chosen, Mixture, Source, by_source, shares, sizes
 from hone.data.mix.simplex import fill
 
@@ -148,8 +149,8 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
 
 def read_runs(mixtures: Path | str, losses: Path | str, target: str = "") -> Runs:
     """The runs of two CSV files, matched by their index column. Raises SpecError naming the file that does not fit."""
-    names, weights = _table(Path(mixtures).expanduser())
-    sets, values = _table(Path(losses).expanduser())
+    names, weights = _table(input_file(mixtures, "mixture.mixtures"))
+    sets, values = _table(input_file(losses, "mixture.losses"))
     both = [index for index in weights if index in values]
     if len(both) < _FEWEST_RUNS:
         raise SpecError(
@@ -185,8 +186,6 @@ def _table(path: Path) -> tuple[list[str], dict[str, list[float]]]:
         with open(path, newline="", encoding="utf8") as file:
             header, *rows = [row for row in csv.reader(file) if row]
         table = {row[0]: [float(cell) for cell in row[1:]] for row in rows}
-    except FileNotFoundError:
-        raise SpecError(f"no file {path}", fix="check the path") from None
     except (ValueError, OSError, csv.Error) as error:
         raise SpecError(
             f"{path} is no table of numbers: {error}", fix="write a header, then an index and numbers in every row"

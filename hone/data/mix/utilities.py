@@ -11,6 +11,7 @@ import numpy as np
 
 from hone.base.artifact import MANIFEST, Artifact
 from hone.base.errors import SpecError
+from hone.base.inputs import input_file
 from hone.data.mix.base import Source, by_source
 
 Table = dict[str, dict[str, float]]
@@ -20,9 +21,7 @@ Table = dict[str, dict[str, float]]
 def read_table(path: Path | str) -> Table:
     """The JSON object {source: {task: number}} in `path`. Raises SpecError."""
     try:
-        table = json.loads(Path(path).expanduser().read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise SpecError(f"mixture.table: no file {path}", fix="check the path") from None
+        table = json.loads(input_file(path, "mixture.table").read_text(encoding="utf8"))
     except (ValueError, OSError, RecursionError) as error:
         raise SpecError(f"mixture.table: {path} is no JSON: {error}", fix="write {source: {task: number}}") from None
     if not (isinstance(table, dict) and table and all(_is_row(row) for row in table.values())):

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, SpecError
+from hone.base.inputs import input_file
 from hone.data.quality.base import Scorer
 from hone.data.text.batch import Texts
 
@@ -41,7 +42,7 @@ class Lexicon(Scorer):
         """Gathers the entries in <column>.txt of `folder`. Raises SpecError when a file cannot be read or none has an entry."""
         entries: set[str] = set()
         for name in self.words:
-            entries |= read_entries(Path(name).expanduser())
+            entries |= read_entries(input_file(name, "the lexicon"))
         if not entries:
             raise SpecError("the lexicon has no file", fix="name one: {kind: lexicon, words: [words.txt]}")
         folder.mkdir(parents=True, exist_ok=True)

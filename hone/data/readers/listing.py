@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hone.base.errors import SpecError
+from hone.base.inputs import input_file
 from hone.base.spec import fingerprint
 from hone.data.readers.code import LANGUAGES, LICENCE_FILES, is_vendored, licence_of
 from hone.data.readers.remote import find, fixed, is_remote
@@ -163,6 +164,8 @@ def _list_one(source: str) -> Listing:
         paths = [root] if root.exists() else _matching(str(root))
         if not paths:
             raise SpecError(f"source {source}: there is no such file or folder", fix="check the path, or use 'python'")
+        if paths == [root] and not root.is_dir():
+            input_file(root, "source")
         listing = _set_apart(_walk(root) if paths == [root] else _walk_all(paths, Path(fixed(str(root)) or ".")))
         where = str(source)
     listing.files.sort(key=lambda file: file.name)

@@ -10,7 +10,19 @@ from hone.base.errors import HoneError, MissingExtra, SpecError
 from hone.base.store import file_system, unreachable
 
 HUB = "hf:"
-_CLIENTS = ("aiohttp", "requests", "urllib3", "httpx", "httpcore", "botocore", "google", "azure", "huggingface_hub")
+_CLIENTS = (
+    "aiohttp",
+    "requests",
+    "urllib3",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "httpcore2",
+    "botocore",
+    "google",
+    "azure",
+    "huggingface_hub",
+)
 _PARQUET_BRANCH = "refs/convert/parquet"
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 """Under which names file systems say which version of a file is there, the surest first."""

@@ -111,7 +111,7 @@ def take(source: str, folder: Path) -> None:
     """Copies the tokenizer in folder `source` into `folder`. Raises ArtifactError when there is none."""
     for name in (*OPTIONAL_FILES, *FILES):
         path = Path(source).expanduser() / name
-        if path.exists():
+        if path.is_file():
             temporary = folder / f"{name}.taking"  # in the own folder: another stage may take one at the same time
             shutil.copyfile(path, temporary)
             temporary.replace(folder / name)

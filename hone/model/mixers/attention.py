@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hone.base.spec import Spec
+from hone.cost.cache import LayerCache, keys_and_values
 from hone.cost.facts import Attending, Widths, attention_widths
 from hone.model.block import Block, Placement
 from hone.model.context import Context
@@ -131,8 +132,8 @@ class Attention(GroupedHeads):
     def state_values(self, seq_len: int) -> float:
         return self.mixing().state_values(seq_len)
 
-    def paged_shape(self) -> tuple[int, int]:
-        return self.num_kv_heads, self.head_dim
+    def cache(self) -> LayerCache:
+        return keys_and_values(self.num_kv_heads, self.head_dim)
 
     def prepare(self, context: Context, x: Tensor) -> None:
         super().prepare(context, x)

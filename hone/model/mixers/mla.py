@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hone.cost.cache import CacheTensor, LayerCache
 from hone.cost.facts import Widths, mean_positions
 from hone.model.block import Block, Placement
 from hone.model.context import Context
@@ -86,19 +87,15 @@ class MLA(Mixer):
         projected += 2 * (self.q_latent_dim or 0)
         return Widths(projected=projected, turned=2 * inner, mixed=self.num_heads * self.values, extra=self.rope_dim)
 
+    def cache(self) -> LayerCache:
+        return (CacheTensor("latent", (self.latent_dim + self.rope_dim,)),)
+
     def prepare(self, context: Context, x: Tensor) -> None:
         context.rotary(self.rope, self.rope_dim, x.dtype)
         context.expect(x, max(self.head_dim + self.rope_dim, self.values), None)
 
     def build(self, place: Placement) -> MLALayer:
         return MLALayer(self, place)
-
-
-class Latents(NamedTuple):
-    """What decoding keeps: latents [B, m, latent_dim] after their norm, and rotated keys [B, m, 1, rope_dim]."""
-
-    latent: Tensor
-    turned: Tensor
 
 
 class MLALayer(Block):
@@ -116,16 +113,8 @@ class MLALayer(Block):
         q_turned = rope(q_turned, cos, sin)
         latent, turned = self.kv_down(x).split([spec.latent_dim, spec.rope_dim], -1)
         latent, turned = self.latent_norm(latent), rope(turned.unsqueeze(-2), cos, sin)
-        known = None
-        if context.carry is not None:
-            known = context.carry.get(self.layer)
-            whole = Latents(latent, turned)
-            if known is not None:
-                whole = Latents(*(torch.cat(parts, 1) for parts in zip(known, whole)))
-            context.carry[self.layer] = whole
-        if known is None:  # a whole sequence, or the beginning of one
-            return self.out(self._expanded(q_plain, q_turned, latent, turned, context))
-        return self.out(self._absorbed(q_plain, q_turned, whole, context))
+        mix = self._absorbed if context.cached else self._expanded
+        return self.out(mix(q_plain, q_turned, latent, turned, context))
 
     def _expanded(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, turned: Tensor, context: Context) -> Tensor:
         """Keys and values of every head written out: [..., H * value_dim]."""
@@ -133,16 +122,14 @@ class MLALayer(Block):
         k_plain, v = self.kv_up(latent).unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.values], -1)
         q = torch.cat((q_plain, q_turned), -1)
         k = torch.cat((k_plain, turned.expand(*k_plain.shape[:-1], -1)), -1)
-        if context.carry is not None:  # the context would keep the keys; the latents are kept instead
-            return context.attend_joined(q, k, v, scale=self.scale).flatten(-2)
         return context.attend(self.layer, q, k, v, scale=self.scale, window=None).flatten(-2)
 
-    def _absorbed(self, q_plain: Tensor, q_turned: Tensor, known: Latents, context: Context) -> Tensor:
-        """The same through the latents, as attention of all heads to one key head: [B, n, H * value_dim]."""
+    def _absorbed(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, turned: Tensor, context: Context) -> Tensor:
+        """The same through the latents, which the cache keeps: [..., H * value_dim]."""
         spec = self.spec
         up = self.kv_up.dequantize(q_plain.dtype).unflatten(0, (spec.num_heads, -1))
         to_key, to_value = up.split([spec.head_dim, spec.values], 1)  # [H, width, latent_dim] each
-        q = torch.cat((torch.einsum("bnhd,hdl->bnhl", q_plain, to_key), q_turned), -1)
-        k = torch.cat((known.latent.unsqueeze(2), known.turned), -1)
-        mixed = context.attend_joined(q, k, known.latent.unsqueeze(2), scale=self.scale)
-        return torch.einsum("bnhl,hvl->bnhv", mixed, to_value).flatten(-2)
+        q = torch.cat((torch.einsum("...hd,hdl->...hl", q_plain, to_key), q_turned), -1)
+        kept = torch.cat((latent, turned.squeeze(-2)), -1)
+        mixed = context.attend_latent(self.layer, q, kept, value_dim=spec.latent_dim, scale=self.scale)
+        return torch.einsum("...hl,hvl->...hv", mixed, to_value).flatten(-2)

@@ -196,7 +196,7 @@ def _gathered(pages: Tensor, group: _Group, scale: Tensor | None, dtype: torch.d
     index = group.gather_index(kv_heads)
     rows = pages.view(-1, page_size * width).index_select(0, index).view(len(group.table), kv_heads, -1, width)
     if scale is None:
-        return rows
+        return rows.to(dtype)
     scales = scale.reshape(-1, page_size).index_select(0, index).view(len(group.table), kv_heads, -1, 1)
     return rows.to(dtype) * scales.to(dtype)
 

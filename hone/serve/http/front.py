@@ -113,7 +113,7 @@ class Front:
 
     def admit(self, count: int) -> None:
         """Raises ApiError 400 for more sequences than ever fit, 503 with Retry-After when the queue is full."""
-        capacity = self.engine.facts.max_rows + self.settings.max_queue
+        capacity = self.engine.facts.max_num_seqs + self.settings.max_queue
         if count > capacity:
             raise ApiError(400, f"{count} sequences in one request; this server holds at most {capacity}", param="n")
         if self.draining:
@@ -129,8 +129,8 @@ class Front:
 
     @property
     def retry_s(self) -> int:
-        """Seconds after which a client that was turned away may come again: a second a round of rows."""
-        return 1 + self.engine.outstanding // max(self.engine.facts.max_rows, 1)
+        """Seconds after which a client that was turned away may come again: a second for each round of running sequences."""
+        return 1 + self.engine.outstanding // max(self.engine.facts.max_num_seqs, 1)
 
     def job(self, body: GenerationBody, reply: Reply, request_id: str, prompts: list[Request]) -> Job:
         """Hands `prompts` (one a choice of `reply`, ids still empty) to the engine."""

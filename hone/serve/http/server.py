@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import ConfigDict, Field
 
@@ -32,6 +32,8 @@ API_KEY_VARIABLE = "HONE_API_KEY"
 class ServerSpec(Spec):
     """How a model folder is served over HTTP."""
 
+    renamed: ClassVar[dict[str, str | None]] = {"draft": "engine.draft", "dtype": "engine.dtype"}
+
     model_config = ConfigDict(coerce_numbers_to_str=True)  # --api_key=1234 is a text all the same
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every one of this machine.")
@@ -41,11 +43,7 @@ class ServerSpec(Spec):
     )
     served_model_name: str = Field("", description="Name clients use for the model; '' is the folder's name.")
     chat_template: str = Field("", description="Jinja file to use in place of the model's own chat template.")
-    draft: str = Field("", description="Folder of a draft model for speculative decoding.")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="Number format of the weights; empty keeps the folder's."
-    )
-    max_queue: int = Field(1024, ge=0, description="Sequences that may wait for a row; more get 503 and Retry-After.")
+    max_queue: int = Field(1024, ge=0, description="Sequences that may wait to run; more get 503 and Retry-After.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body.")
     stall_s: float = Field(30.0, gt=0, description="Seconds without a finished step after which /health is 503.")
     drain_s: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
@@ -55,25 +53,21 @@ class ServerSpec(Spec):
     engine: EngineSpec = Field(EngineSpec(), description="The engine.")
 
 
-def build_engine(
-    folder: str, spec: EngineSpec, device: str, dtype: str | None, draft: str
-) -> tuple[EngineLike, EngineFacts]:
-    """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served."""
-    import torch
+def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> tuple[EngineLike, EngineFacts]:
+    """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served.
 
+    The bound on waiting requests is the front's, which answers at once with 503 and Retry-After: the engine's is higher.
+    """
     from hone.serve.engine import Engine
 
-    engine = Engine(
-        folder,
-        spec,
-        draft_model=draft or None,
-        device=device,
-        dtype=getattr(torch, dtype) if dtype else None,
+    engine = Engine(folder, spec, device=device)
+    engine.max_waiting = max(spec.max_waiting, max_queue + engine.scheduler.max_num_seqs)
+    return engine, EngineFacts(
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.model.config.vocab_size,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        sizes=engine.sizes,
     )
-    facts = EngineFacts(
-        max_model_len=engine.max_model_len, vocab_size=engine.model.config.vocab_size, max_rows=spec.max_rows
-    )
-    return engine, facts
 
 
 def serve(
@@ -135,16 +129,10 @@ async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, 
     tokenizer = read_tokenizer(folder, spec.chat_template)
     if tokenizer is None:
         run.say(f"{folder} has no tokenizer.json: prompts and replies are token ids only")
-    # The bound on waiting requests is the front's: it answers at once, with 503 and Retry-After.
-    waiting = max(spec.engine.max_waiting, spec.max_queue + spec.engine.max_rows)
-    options = {
-        "folder": str(folder),
-        "spec": spec.engine.model_copy(update={"max_waiting": waiting}),
-        "device": run.device,
-        "dtype": spec.dtype,
-        "draft": spec.draft,
-    }
+    options = {"folder": str(folder), "spec": spec.engine, "device": run.device, "max_queue": spec.max_queue}
     engine = await EngineProcess.start(build, options)
+    if engine.facts.sizes:
+        run.say(engine.facts.sizes)
     try:
         name = spec.served_model_name or folder.resolve().name
         settings = FrontSettings(

@@ -51,7 +51,9 @@ class EngineFacts:
 
     max_model_len: int
     vocab_size: int
-    max_rows: int
+    max_num_seqs: int
+    sizes: str = ""
+    """The engine's sizes in one line, to be said once."""
 
 
 Build = Callable[..., tuple[EngineLike, EngineFacts]]
@@ -71,13 +73,13 @@ _values_of = attrgetter(*(field.name for field in fields(Output)))
 
 
 def pack(outputs: list[Output]) -> list[tuple[Any, ...]]:
-    """`outputs` as plain tuples, which pickle twice as fast: with hundreds of rows a step that is felt."""
+    """`outputs` as plain tuples, which pickle twice as fast: with hundreds of sequences a step it matters."""
     return [_values_of(output) for output in outputs]
 
 
-def unpack(rows: list[tuple[Any, ...]]) -> list[Output]:
+def unpack(packed: list[tuple[Any, ...]]) -> list[Output]:
     """The opposite of `pack`."""
-    return [Output(*row) for row in rows]
+    return [Output(*values) for values in packed]
 
 
 # ---- inside the worker process -------------------------------------------------------------------------------------
@@ -348,10 +350,10 @@ class EngineProcess:
 
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "step":
-            self.steps, seconds, rows = rest
+            self.steps, seconds, packed = rest
             self._step_seconds.append(seconds)
             self._progress_at = time.monotonic()
-            for output in unpack(rows):
+            for output in unpack(packed):
                 deliver = self._deliver.get(output.request_id)
                 if deliver is None:
                     continue  # aborted while the step was under way

@@ -8,6 +8,8 @@ from hone.base.figure import Estimate
 from hone.base.table import Technique
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from hone.model.decoder import Decoder
@@ -19,6 +21,10 @@ class Objective(Technique):
 
     from_teacher: ClassVar[bool] = False
     """Whether a teacher's hidden states are needed."""
+
+    def count(self, targets: NDArray[np.int64]) -> int:
+        """What the sum is divided by: the targets that are not -100. `targets` are of a whole step, on the host."""
+        return int((targets != -100).sum())
 
     def total(
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None

@@ -265,7 +265,7 @@ def test_misuse_is_said(tmp_path):
     corpus, alive = Memory(["a text"]), np.ones(1, bool)
     with pytest.raises(SpecError, match="names no evaluation set"):
         NGrams().contaminated(corpus, alive, tmp_path)
-    with pytest.raises(SpecError, match="does not exist"):
+    with pytest.raises(SpecError, match="evaluation set: no file"):
         NGrams(evaluations=(str(tmp_path / "gone"),)).contaminated(corpus, alive, tmp_path)
     with pytest.raises(SpecError, match="holds no evaluation file"):
         NGrams(evaluations=(str(tmp_path),)).contaminated(corpus, alive, tmp_path)

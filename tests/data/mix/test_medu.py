@@ -14,7 +14,7 @@ from hone.data.mix.base import Source
 from hone.data.mix.endpoint import Endpoint
 from hone.data.mix.medu import grade, read_examples
 
-pytest.importorskip("httpx")
+pytest.importorskip("openai")
 
 
 class Fake:
@@ -34,6 +34,7 @@ class Fake:
 
             def reply(self, status: int, body: str) -> None:
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body.encode())))
                 self.end_headers()
                 self.wfile.write(body.encode())
@@ -88,7 +89,7 @@ def medu(fake, tmp_path):
     fake.answer = judge
     return {
         "kind": "medu",
-        "endpoint": {"url": fake.url, "wait_s": 0.001, "parallel": 4},
+        "endpoint": {"url": fake.url, "parallel": 4},
         "examples": {"sums": str(tmp_path / "sums.jsonl"), "tales": str(tmp_path / "tales.txt")},
         "num_samples": 4,
         "risk": 0.1,
@@ -102,7 +103,8 @@ SOURCES = [
 ]
 
 
-def test_grades_become_utilities_and_weights(medu, fake):
+def test_grades_become_utilities_and_weights(medu, fake, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     mixture = MIXTURES.read(medu)
     chosen = mixture.weigh(SOURCES, 100)
     assert chosen.notes["utilities"] == {
@@ -116,6 +118,7 @@ def test_grades_become_utilities_and_weights(medu, fake):
     assert [*mixture.files()] == ["mixture.examples.sums", "mixture.examples.tales"]
     assert len(fake.seen) == 2 + 2 * 12
     assert all(body["model"] == "first-model" and body["temperature"] == 0 for _, body, _ in fake.seen)
+    assert not any(key for _, _, key in fake.seen)
     assert chosen == mixture.weigh(SOURCES, 100)
 
 
@@ -135,7 +138,7 @@ def test_a_final_refusal_is_an_error_with_what_was_said(medu, fake):
     with pytest.raises(HoneError, match=r"in 2 attempts: 500 busy"):
         MIXTURES.read({**medu, "endpoint": {**medu["endpoint"], "attempts": 2}}).weigh(SOURCES, 100)
     with pytest.raises(HoneError, match="gave no answer in 2 attempts: ConnectError"):
-        Endpoint(url="http://127.0.0.1:9/v1", attempts=2, wait_s=0).ask(["x"], 5)
+        Endpoint(url="http://127.0.0.1:9/v1", attempts=2).ask(["x"], 5)
     with pytest.raises(SpecError, match="no web address"):
         Endpoint(url="localhost:8000").ask(["x"], 5)
 
@@ -146,7 +149,7 @@ def test_a_final_refusal_is_an_error_with_what_was_said(medu, fake):
 def test_an_answer_without_text_is_an_error(medu, fake, broken):
     fake.broken = broken
     with pytest.raises(HoneError, match=r"no JSON object|without a text"):
-        Endpoint(url=fake.url, attempts=2, wait_s=0, model="m").ask(["x"], 5)
+        Endpoint(url=fake.url, attempts=2, model="m").ask(["x"], 5)
 
 
 def test_a_model_that_does_not_grade_is_said(medu, fake):
@@ -205,7 +208,7 @@ def test_hones_own_server_is_such_an_endpoint(tiny_llama):
     pytest.importorskip("uvicorn")
     from tests.serve.live import LiveServer
 
-    live = LiveServer(tiny_llama, served_model_name="tiny", engine={"num_pages": 64, "max_rows": 4})
+    live = LiveServer(tiny_llama, served_model_name="tiny", engine={"num_pages": 64, "max_num_seqs": 4})
     try:
         url = f"{live.url}/v1"
         answers = Endpoint(url=url, parallel=2).ask(["Is this good?", "And this?"], 8)

@@ -1,8 +1,8 @@
-"""The paged KV cache: one pool of fixed-size pages, shared by reference count and found again by content.
+"""Which pages of the KV cache are whose: fixed-size pages, shared by reference count and found again by content.
 
-Kwon et al. 2023 (PagedAttention, arXiv:2309.06180). `PagePool` only counts; `KVCache` holds the tensors. A full page
-has a key: a hash chained over everything before it. A freed page keeps its key until the page is needed for something
-else, so the prefix cache costs no memory of its own; the page freed longest ago is taken first.
+Kwon et al. 2023 (PagedAttention, arXiv:2309.06180). `PagePool` only counts; `hone.serve.paging.cache` holds the tensors. A full
+page has a key: a hash chained over everything before it. A freed page keeps its key until the page is needed for
+something else, so the prefix cache costs no memory of its own; the page freed longest ago is taken first.
 """
 
 from __future__ import annotations
@@ -12,16 +12,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from hone.base.errors import FitError
-from hone.base.figure import human_bytes
-
-NULL_PAGE = 0
-"""Page that pads page tables: never given out, and zero (but where a captured pass's padding files its keys, unread)."""
+from hone.serve.step import NULL_PAGE
 
 
 def root_key(salt: str) -> bytes:
@@ -44,14 +37,14 @@ class _Content:
 
 
 class PagePool:
-    """Which page belongs to whom. A page is used (count above 0), cached (free, its content findable) or blank."""
+    """The state of every page: used (its count is above 0), cached (free, its content can be found) or blank."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(self, num_pages: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         if num_pages < 1:
             raise FitError(f"a KV cache of {num_pages} pages holds nothing", fix="give the cache more memory")
         self.num_pages = num_pages
-        self.page_size = page_size
-        self.prefix_cache = prefix_cache
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
         self._counts = [0] * (num_pages + 1)
         self._contents: list[_Content | None] = [None] * (num_pages + 1)
         self._by_key: dict[bytes, int] = {}
@@ -91,12 +84,12 @@ class PagePool:
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The longest run of known pages that hold a proper prefix of `tokens`; each one's count goes up by 1.
 
-        At least one token is always left over, because the model must be asked something to give logits.
+        At least one token is always left over, because the model needs a token to compute logits from.
         """
         pages: list[int] = []
-        if not self.prefix_cache:
+        if not self.enable_prefix_caching:
             return pages
-        size = self.page_size
+        size = self.block_size
         parent = root_key(salt)
         for start in range(0, (len(tokens) - 1) // size * size, size):
             chunk = tuple(tokens[start : start + size])
@@ -120,16 +113,16 @@ class PagePool:
 
     def publish(self, page: int, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Makes the full, computed `page` findable; returns its key, the parent of the next page's."""
-        assert len(tokens) == self.page_size, f"a page of {len(tokens)} tokens is not full"
-        assert self._counts[page] > 0, f"page {page} is published by nobody who holds it"
+        assert len(tokens) == self.block_size, f"a page of {len(tokens)} tokens is not full"
+        assert self._counts[page] > 0, f"page {page} is published while it is free"
         key = page_key(parent, tokens)
-        if self.prefix_cache and key not in self._by_key and self._contents[page] is None:
+        if self.enable_prefix_caching and key not in self._by_key and self._contents[page] is None:
             self._by_key[key] = page
             self._contents[page] = _Content(key, parent, tuple(tokens))
         return key
 
     def free(self, pages: Sequence[int]) -> list[int]:
-        """Takes one count off each page; returns those that nobody can reach any more.
+        """Takes one count off each page; returns those whose content is lost.
 
         The last page of a sequence goes first, so that of a shared prefix the beginning stays longest.
         """
@@ -147,7 +140,7 @@ class PagePool:
         return gone
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Makes the content of `pages` unfindable (it turned out wrong); whoever holds them keeps them."""
+        """Makes the content of `pages` unfindable (it turned out wrong); sequences that use them keep them."""
         for page in pages:
             if self._contents[page] is None:
                 continue
@@ -161,7 +154,7 @@ class PagePool:
         self.forget(list(range(1, self.num_pages + 1)))
 
     def check(self) -> None:
-        """Asserts that the books balance: used + cached + blank is everything, once each, and every key points back."""
+        """Asserts that every page is in exactly one state and that every key points to its page."""
         used = {page for page in range(1, self.num_pages + 1) if self._counts[page] > 0}
         blank, cached = set(self._blank), set(self._cached)
         assert len(blank) == len(self._blank), "a page is blank twice"
@@ -176,65 +169,3 @@ class PagePool:
         if content is not None:
             del self._by_key[content.key]
             self._contents[page] = None
-
-
-class KVCache:
-    """Keys and values of every layer, `[num_pages + 1, num_kv_heads, page_size, head_dim]` each, allocated once.
-
-    Page 0 is the null page. `shapes` gives (num_kv_heads, head_dim) per layer.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[tuple[int, int]],
-        num_pages: int,
-        page_size: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        """Rotary cosines and sines of every position so far; `Paged` fills and reads it."""
-        self._stores: list[Tensor] = []
-        self.k: list[Tensor] = [torch.empty(0)] * len(shapes)
-        self.v: list[Tensor] = [torch.empty(0)] * len(shapes)
-        needed = (num_pages + 1) * page_bytes(shapes, page_size, dtype)
-        try:
-            for shape in dict.fromkeys(shapes):
-                layers = [layer for layer, other in enumerate(shapes) if other == shape]
-                heads, head_dim = shape
-                # Not zeroed at once: pages are wiped when given out, and on a CPU what nobody touches takes no memory.
-                store = torch.empty(
-                    len(layers), 2, num_pages + 1, heads, page_size, head_dim, dtype=dtype, device=device
-                )
-                store[:, :, NULL_PAGE] = 0
-                self._stores.append(store)
-                for position, layer in enumerate(layers):
-                    self.k[layer], self.v[layer] = store[position, 0], store[position, 1]
-        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            raise FitError(
-                f"a KV cache of {num_pages} pages needs {human_bytes(needed)}, which cannot be had on {device}: "
-                f"{str(error).splitlines()[0]}",
-                fix="lower engine.cache_bytes or engine.num_pages, or use a smaller model or number format",
-            ) from None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(store.numel() * store.element_size() for store in self._stores)
-
-    def wipe(self, pages: Sequence[int], value: float = 0.0) -> None:
-        """Fills `pages` of every layer: zero before a page is given out, so that what nobody wrote is finite.
-
-        Attention multiplies unwritten slots by a probability of zero, and zero times NaN would be NaN.
-        """
-        if pages:
-            index = torch.tensor(pages, device=self._stores[0].device)
-            for store in self._stores:
-                store.index_fill_(2, index, value)
-
-
-def page_bytes(shapes: Sequence[tuple[int, int]], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
-    return sum(2 * heads * head_dim for heads, head_dim in shapes) * page_size * dtype.itemsize

@@ -1,0 +1,73 @@
+"""What an optimizer's update of the weights takes: bytes that it keeps and moves, matmuls, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.base.figure import Estimate
+from hone.cost.facts import ModelFacts
+from hone.cost.roofline import matmul_seconds, seconds
+from hone.measure.machine import Machine
+
+AROUND_BYTES = 12
+"""Moved a weight before the optimizer sees its gradient: read for the norm, read and written to be scaled."""
+
+WIDEN_BYTES = 12
+"""Moved a weight in half precision besides: its gradient widened to float32, its master rounded."""
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """An optimizer's update of all weights of one model, in numbers."""
+
+    state_bytes: float
+    """Kept from step to step."""
+    moved_bytes: float
+    """Read and written a step."""
+    num_ops: int
+    """Operations started a step."""
+    work_bytes: float = 0.0
+    """Held at once while it works, beside weights, gradients and state."""
+    num_exponentials: float = 0.0
+    """Element operations a step that take as long as an exponential (a search in a table, say)."""
+    matmuls: tuple[tuple[int, int, int], ...] = ()
+    """Products (rows, columns, inner) that it computes a step."""
+    matmul_dtype: str = "float32"
+
+
+ADAMW_STATE_BYTES = 8.0
+"""A weight's two moments in float32."""
+
+ADAMW_MOVED_BYTES = 28.0
+"""A weight, its gradient and its moments read, all but the gradient written: one kernel does it."""
+
+ADAMW_OPS = 40
+"""Starts of a fused update: one operation a list of tensors for the norm, the scaling and the step; reading the norm."""
+
+
+def adamw(facts: ModelFacts) -> UpdateCost:
+    """AdamW on all weights."""
+    return UpdateCost(ADAMW_STATE_BYTES * facts.num_params, ADAMW_MOVED_BYTES * facts.num_params, ADAMW_OPS)
+
+
+def layer_matrix_params(facts: ModelFacts) -> int:
+    """Weights in the matrices of the layers: all but embedding, head, norms and biases."""
+    return sum(layer.matmul_params for layer in facts.layers)
+
+
+def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str) -> Estimate:
+    """Seconds of one update with weights in `dtype`: the gradient's norm, its scaling, the optimizer's own work."""
+    moved = cost.moved_bytes + facts.num_params * (AROUND_BYTES + (WIDEN_BYTES if dtype != "float32" else 0))
+    traffic = seconds(machine, num_bytes=moved, num_ops=cost.num_ops, op_bytes=4 * facts.num_params, dtype=dtype)
+    value, formula = traffic.value, f"update {traffic.value:.3g} s"
+    if cost.num_exponentials and machine.calibration is not None:
+        searches = cost.num_exponentials / machine.calibration.exp_per_s
+        value, formula = value + searches, f"{formula} + its searches {searches:.3g} s"
+    if cost.matmuls:
+        width = 4 if cost.matmul_dtype == "float32" else 2
+        products = sum(
+            matmul_seconds(machine, (m, n, k), "forward", width * (m * n + m * k + n * k), cost.matmul_dtype)
+            for m, n, k in cost.matmuls
+        )
+        value, formula = value + products, f"{formula} + its matmuls {products:.3g} s"
+    return Estimate(value=value, unit="s", formula=formula, bound=traffic.bound)

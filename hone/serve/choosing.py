@@ -1,0 +1,83 @@
+"""What requests ask of the sampler: one request's wishes, and those of a step's sequences as arrays."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hone.serve.request import SamplingParams
+from hone.serve.step import Sampling
+
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass
+class Chooser:
+    """How one request's tokens are chosen: its parameters, its seed, and the tokens it may not end with yet."""
+
+    params: SamplingParams
+    ends: tuple[int, ...] = ()  # end-of-text and stop tokens, banned below min_tokens
+    seed: int = field(init=False)  # the request's, or a random one
+    penalized: bool = field(init=False)  # logits depend on the tokens before
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self.penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        self._floats = tuple(float(getattr(params, name)) for name in _FLOATS)
+        self._whole = (params.top_k, -1 if params.logprobs is None else params.logprobs, _signed(self.seed))
+        self._listed = self.penalized or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.ends))
+
+
+@dataclass
+class Entry:
+    """One sequence's next token: chosen how, after which tokens, of which the first `num_prompt` are the prompt."""
+
+    chooser: Chooser
+    tokens: Sequence[int]
+    num_prompt: int
+
+
+def sampling_of(entries: Sequence[Entry]) -> Sampling:
+    """The arrays that a runner samples by: one entry each, for the token after its `tokens`."""
+    floats = np.array([entry.chooser._floats for entry in entries], dtype=np.float64).reshape(-1, len(_FLOATS))
+    whole = np.array([entry.chooser._whole for entry in entries], dtype=np.int64).reshape(-1, 3)
+    spans = np.zeros((len(entries), 7), dtype=np.int64)
+    banned: list[int] = []
+    biases: list[tuple[int, float]] = []
+    history: list[int] = []
+    for place, entry in enumerate(entries):
+        chooser = entry.chooser
+        if not chooser._listed:
+            continue
+        begins = len(banned), len(biases), len(history)
+        if len(entry.tokens) - entry.num_prompt < chooser.params.min_tokens:
+            banned += chooser.ends
+        biases += chooser.params.logit_bias.items()
+        if chooser.penalized:
+            history += entry.tokens
+        ends = len(banned), len(biases), len(history)
+        pairs = [number for pair in zip(begins, ends) for number in pair]
+        spans[place] = *pairs, min(begins[2] + entry.num_prompt, ends[2])
+    return Sampling(
+        **{name: floats[:, column] for column, name in enumerate(_FLOATS)},
+        top_k=whole[:, 0],
+        logprobs=whole[:, 1],
+        seed=whole[:, 2],
+        position=np.array([len(entry.tokens) for entry in entries], dtype=np.int64),
+        banned_below=np.array([e.num_prompt + e.chooser.params.min_tokens for e in entries], dtype=np.int64),
+        spans=spans,
+        banned=np.array(banned, dtype=np.int64),
+        bias_tokens=np.array([token for token, _ in biases], dtype=np.int64),
+        bias_values=np.array([value for _, value in biases], dtype=np.float64),
+        history=np.array(history, dtype=np.int64),
+    )
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of `seed` as an int64."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

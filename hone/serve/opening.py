@@ -1,0 +1,120 @@
+"""Opens what an engine works with: the model and its draft, the cache that fits the device, the runner over both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hone.base.errors import SpecError
+from hone.cost.cache import page_bytes
+from hone.measure.machine import describe
+from hone.model import hf
+from hone.model.decoder import Decoder
+from hone.model.folder import weights_bytes
+from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
+from hone.serve import DRAFTERS
+from hone.serve.paging.cache import KVCache
+from hone.serve.paging.pages import PagePool
+from hone.serve.runner import Runner
+from hone.serve.sampler import Sampler
+from hone.serve.sizing import cache_pages, cache_tensors, check_weights, sized, work_bytes
+from hone.serve.spec import EngineSpec
+from hone.serve.speculation.drafter import Drafter, DraftSetting, Guesser, Proposer
+
+
+class Parts(NamedTuple):
+    """An engine's parts. `spec` is the given one with its sizes filled in."""
+
+    spec: EngineSpec
+    model: Decoder
+    tokenizer: Tokenizer | None
+    pool: PagePool
+    runner: Runner
+    drafter: Drafter | None
+    proposer: Proposer | None
+    max_model_len: int
+
+
+def open_parts(
+    model: Decoder | Path | str,
+    spec: EngineSpec,
+    tokenizer: Tokenizer | None,
+    draft: Decoder | Path | str | None,
+    device: torch.device,
+) -> Parts:
+    """Loads what is not loaded yet and allocates the cache; arguments as `Engine` takes them.
+
+    Raises FitError when weights or cache do not fit, SpecError for what does not go together.
+    """
+    spec = sized(spec, describe(str(device)))
+    if not isinstance(model, Decoder) and tokenizer is None and (Path(model) / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(model)
+    model = _opened(model, device, spec.dtype)
+    drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
+    longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
+    cache_dtype = None if spec.kv_cache_dtype == "auto" else getattr(torch, spec.kv_cache_dtype)
+    dtype = cache_dtype or model.embedding.dtype
+    tensors = cache_tensors(model.config)
+    one = page_bytes(tensors, size, _name(dtype))
+    if draft_model is not None:
+        one += page_bytes(cache_tensors(draft_model.config), size, _name(cache_dtype or draft_model.embedding.dtype))
+    work = work_bytes(model.config.facts(), spec, _name(model.embedding.dtype), str(device))
+    num_pages = cache_pages(spec, one, device, longest, work=work)
+    cache = KVCache(tensors, num_pages, size, dtype=dtype, device=device)
+    sampler = Sampler(model.config.vocab_size, device)
+    proposer: Proposer | None = None
+    guesser: Guesser | None = None
+    if drafter is not None:
+        assert spec.max_num_batched_tokens is not None, "sized() fills it in"
+        budget = spec.max_num_batched_tokens
+        setting = DraftSetting(model, draft_model, sampler, num_pages, size, budget, cache_dtype, device)
+        proposer, guesser = drafter.open(setting)
+    pool = PagePool(num_pages, size, enable_prefix_caching=spec.enable_prefix_caching)
+    runner = Runner(model, cache, sampler, device, guesser)
+    return Parts(spec, model, tokenizer, pool, runner, drafter, proposer, min(longest, num_pages * size))
+
+
+def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> Decoder:
+    """The model ready to serve, in `dtype` ("auto": as it is)."""
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    if not isinstance(model, Decoder):
+        check_weights(str(model), weights_bytes(model), device)
+        model = hf.load(model, device=device, dtype=kind)
+    elif kind is not None and model.embedding.dtype != kind:
+        raise SpecError(
+            f"engine.dtype is {dtype}, the given model has {_name(model.embedding.dtype)}",
+            fix="convert the model before, or leave engine.dtype out",
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _open_draft(
+    spec: EngineSpec, model: Decoder | Path | str | None, tokenizer: Tokenizer | None, device: torch.device
+) -> tuple[Drafter | None, Decoder | None]:
+    """The drafter and its model. A draft model without a drafter named is used by the drafter "draft_model"."""
+    drafter = spec.drafter
+    if drafter is None and model is not None:
+        drafter = DRAFTERS.read("draft_model")
+    if drafter is None:
+        return None, None
+    wanted = "draft" in drafter.needs
+    if wanted != (model is not None):
+        raise SpecError(
+            f"the drafter '{drafter.kind}' {'needs a' if wanted else 'has no use for a'} draft model",
+            fix="give engine.draft: FOLDER" if wanted else "leave engine.draft out",
+        )
+    if model is None:
+        return drafter, None
+    theirs = None if isinstance(model, Decoder) else identity_of(model)
+    if tokenizer is not None and theirs not in (None, tokenizer.identity):
+        raise SpecError(
+            f"the draft model {model} has another tokenizer than the model",
+            fix="use a draft model with the same tokenizer",
+        )
+    return drafter, _opened(model, device, spec.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,75 @@
+"""The tensors of the KV cache: those that each layer's mixer declares, in pages, allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.base.errors import FitError
+from hone.base.figure import human_bytes
+from hone.cost.cache import CacheTensor, LayerCache, page_bytes
+from hone.serve.step import NULL_PAGE
+
+
+class KVCache:
+    """`layers[i][name]` is the paged tensor `name` of layer i: [num_pages + 1, *shape[:-1], block_size, shape[-1]].
+
+    Page 0 is the null page. Tensors of one shape and format lie in one allocation, over all layers. `declared` are the
+    layers' tensors (a layer that uses another's has none); `dtype` is the format of those that name none.
+    """
+
+    def __init__(
+        self,
+        declared: Sequence[LayerCache],
+        num_pages: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.block_size = block_size
+        self.num_pages = num_pages
+        self.dtype = dtype
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        """Rotary cosines and sines of every position so far; `Paged` fills and reads it."""
+        self.layers: list[dict[str, Tensor]] = [{} for _ in declared]
+        self._stores: list[Tensor] = []
+        name = str(dtype).removeprefix("torch.")
+        needed = (num_pages + 1) * page_bytes(declared, block_size, name)
+        alike: dict[tuple[tuple[int, ...], str], list[tuple[int, CacheTensor]]] = {}
+        for layer, tensors in enumerate(declared):
+            for one in tensors:
+                assert one.paged, f"layer {layer}: '{one.name}' is a tensor a sequence, which has no pages"
+                alike.setdefault((one.shape, name if one.dtype == "auto" else one.dtype), []).append((layer, one))
+        try:
+            for (shape, kind), members in alike.items():
+                whole = (len(members), num_pages + 1, *shape[:-1], block_size, shape[-1])
+                # Not zeroed at once: pages are wiped when given out, and on a CPU untouched memory takes no room.
+                store = torch.empty(whole, dtype=getattr(torch, kind), device=device)
+                store[:, NULL_PAGE] = 0
+                self._stores.append(store)
+                for place, (layer, one) in enumerate(members):
+                    self.layers[layer][one.name] = store[place]
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            raise FitError(
+                f"a KV cache of {num_pages} pages needs {human_bytes(needed)}, which cannot be had on {device}: "
+                f"{str(error).splitlines()[0]}",
+                fix="lower engine.kv_cache_memory_bytes or engine.num_pages, or use a smaller model or number format",
+            ) from None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.numel() * store.element_size() for store in self._stores)
+
+    def wipe(self, pages: Sequence[int], value: float = 0.0) -> None:
+        """Fills `pages` of every layer: zero before a page is given out, so that unwritten slots are finite.
+
+        Attention multiplies unwritten slots by a probability of zero, and zero times NaN would be NaN.
+        """
+        if len(pages):
+            index = torch.as_tensor(pages, device=self._stores[0].device)
+            for store in self._stores:
+                store.index_fill_(1, index, value if store.is_floating_point() else 0)

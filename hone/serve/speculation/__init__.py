@@ -1,0 +1,1 @@
+"""Speculative decoding: what guesses tokens ahead, and the check that keeps the text exact."""

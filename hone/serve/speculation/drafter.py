@@ -1,0 +1,222 @@
+"""Speculative decoding: a drafter guesses tokens ahead, one pass of the model checks them all, the text stays exact.
+
+Leviathan et al. 2023, arXiv:2211.17192. A guess d, drawn from q, is kept with probability min(1, p(d) / q(d)); the first
+one refused is replaced by a draw from max(p - q, 0). So sampled text has the model's own distribution and greedy text is
+token-identical, whatever the drafter; it only decides the speed.
+
+A drafter has two halves: a `Proposer` beside the scheduler, which sees sequences, and (for those that compute) a
+`Guesser` beside the model, which sees a `StepInput` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pydantic import Field
+
+from hone.base.figure import Estimate
+from hone.base.lazy import lazy
+from hone.base.table import Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.model.decoder import Decoder
+    from hone.serve.paging.cache import KVCache
+    from hone.serve.sampler import Chosen, Sampler
+    from hone.serve.scheduler import Work
+    from hone.serve.step import Sampling, StepInput
+
+np = lazy("numpy")
+torch = lazy("torch")
+
+
+@dataclass(frozen=True)
+class DraftSetting:
+    """What a drafter is opened with. `draft` is the draft model, given exactly when "draft" is among its `needs`."""
+
+    model: Decoder
+    draft: Decoder | None
+    sampler: Sampler
+    num_pages: int
+    block_size: int
+    max_num_batched_tokens: int
+    cache_dtype: Any
+    """Number format of the draft model's cache; None for that of its weights."""
+    device: Any
+
+
+class Drafter(Technique):
+    """Base of the slot: how far ahead to guess, and up to how many sequences it pays."""
+
+    renamed: ClassVar[dict[str, str | None]] = {"max_rows": "max_num_seqs"}
+
+    num_tokens: int = Field(4, ge=1, le=32, description="Tokens guessed ahead.")
+    max_num_seqs: int = Field(
+        32, ge=1, description="Guess only while at most this many sequences decode: many fill the machine."
+    )
+
+    def open(self, setting: DraftSetting) -> tuple[Proposer, Guesser | None]:
+        """The two halves for one engine; None for a drafter that needs no computation beside the model."""
+        raise NotImplementedError
+
+    def estimates(self, *, acceptance: float = 0.7, cost: float = 0.1, **facts: Any) -> dict[str, Estimate]:
+        """Factor on tokens/s when each guess is kept with probability `acceptance` and costs `cost` of a model step.
+
+        Theorem 3.8 of the paper: (1 - a^(n + 1)) / ((1 - a) (n c + 1)).
+        """
+        tokens = self.num_tokens
+        kept = tokens + 1.0 if acceptance >= 1 else (1 - acceptance ** (tokens + 1)) / (1 - acceptance)
+        return {
+            "tokens_per_s": Estimate(
+                value=kept / (tokens * cost + 1),
+                unit="x",
+                formula=f"{kept:.2f} tokens a round / (1 + {tokens} guesses x {cost:.2f})",
+            )
+        }
+
+
+@dataclass
+class Guess:
+    """Tokens guessed after a sequence's last one; `probs` [len(tokens), V] they were drawn from, None when not drawn."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: Tensor | None = None
+
+
+class Proposer:
+    """A drafter's half beside the scheduler. By default it keeps no state and no pages."""
+
+    uses_pages: bool = False
+    """Whether its guesser keeps a cache under the sequences' page numbers (`Seq.drafted` says how much of them)."""
+
+    def propose(self, work: Sequence[Work]) -> None:
+        """Fills in `num_guesses` (at most `lookahead`) with `guesses`, or with what a draft model reads before guessing."""
+        raise NotImplementedError
+
+    def settle(self, item: Work, num_kept: int) -> None:
+        """Called after a step that worked: of the item's guesses the first `num_kept` were right."""
+
+
+class Guesser(Protocol):
+    """A drafter's half beside the model."""
+
+    cache: KVCache
+    """Of its own, under the model's page numbers."""
+
+    def guess(self, step: StepInput) -> list[Guess]:
+        """A guess for each sequence of the step, of `num_guesses` tokens."""
+        ...
+
+
+def verify(sampler: Sampler, logits: Tensor, sampling: Sampling, guesses: Sequence[Guess]) -> list[list[Chosen]]:
+    """Checks guesses: for each entry of `sampling` the tokens kept and one more.
+
+    `logits` [sum(len(guess) + 1), V]: for each entry the model's logits after its last token and after each guess.
+    """
+    from hone.serve.sampler import Chosen, logprobs
+
+    counts = [len(guess.tokens) + 1 for guess in guesses]
+    places = _places(counts)
+    steps = np.concatenate([np.arange(count) for count in counts])
+    ahead = sampling.take(np.repeat(np.arange(len(counts)), counts), steps)
+    raw = logits.float()
+    processed = sampler.process(raw, ahead)
+    peaks, best = raw.amax(-1).tolist(), processed.argmax(-1).tolist()
+    greedy = sampling.greedy.tolist()
+    tokens = [
+        _check_greedy(guess, [best[place] for place in own]) if plain else []
+        for plain, guess, own in zip(greedy, guesses, places)
+    ]
+    drawing = [number for number, plain in enumerate(greedy) if not plain]
+    if drawing:
+        own = [place for number in drawing for place in places[number]]
+        filtered = sampler.filter(processed[own], ahead.take(own))
+        drawn = _check_drawn(sampler, filtered, sampling.take(drawing), [guesses[n] for n in drawing])
+        for number, found in zip(drawing, drawn):
+            tokens[number] = found
+    chosen = [
+        [Chosen(token, abs(peaks[place]) < float("inf")) for token, place in zip(found, own)]
+        for found, own in zip(tokens, places)
+    ]
+    for asked, found, own in zip(sampling.logprobs.tolist(), chosen, places):
+        if asked >= 0:
+            some = logprobs(raw[own[: len(found)]], [one.token for one in found], [asked] * len(found))
+            for one, logprob in zip(found, some):
+                one.logprob = logprob
+    return chosen
+
+
+def _places(counts: Sequence[int]) -> list[list[int]]:
+    """Which of the logits belong to each entry, of which entry e has counts[e]."""
+    ends = np.cumsum(counts).tolist()
+    return [list(range(end - count, end)) for end, count in zip(ends, counts)]
+
+
+def _check_greedy(guess: Guess, best: list[int]) -> list[int]:
+    """The model's own tokens, as far as the guesses before them were right."""
+    kept = 0
+    while kept < len(guess.tokens) and guess.tokens[kept] == best[kept]:
+        kept += 1
+    return best[: kept + 1]
+
+
+def _check_drawn(sampler: Sampler, filtered: Tensor, sampling: Sampling, guesses: Sequence[Guess]) -> list[list[int]]:
+    """Rejection sampling. `filtered` holds log-weights (logits after temperature and filters) in the order of `verify`."""
+    from hone.serve.sampler import ACCEPT, GUMBEL, RESIDUAL, uniform
+
+    probs = filtered.softmax(-1)
+    places = _places([len(guess.tokens) + 1 for guess in guesses])
+    chances = _chances(probs, guesses, places)
+    seeds, positions = sampling.seed.tolist(), sampling.position.tolist()
+    found, streams, weights = [], [], []
+    for seed, position, guess, own, (p, q) in zip(seeds, positions, guesses, places, chances):
+        kept = 0
+        for mine, theirs in zip(p, q):
+            if uniform(seed, position + kept, ACCEPT) * theirs >= mine:
+                break
+            kept += 1
+        refused = kept < len(guess.tokens)
+        found.append(guess.tokens[:kept])
+        streams.append(RESIDUAL if refused else GUMBEL)
+        last = filtered[own[kept]]
+        weights.append(_residual(probs[own[kept]], guess, kept, last) if refused else last)
+    finals = sampling.take(range(len(found)), np.array([len(tokens) for tokens in found]))
+    ends = (torch.stack(weights) + sampler.noise(finals, streams)).argmax(-1).tolist()
+    return [[*tokens, end] for tokens, end in zip(found, ends)]
+
+
+def _chances(
+    probs: Tensor, guesses: Sequence[Guess], places: Sequence[list[int]]
+) -> list[tuple[list[float], list[float]]]:
+    """p and q of every guessed token, of each entry, read from the device at once."""
+    rows = [row for place in places for row in place[:-1]]
+    tokens = [token for guess in guesses for token in guess.tokens]
+    p = probs[rows, tokens]
+    q = torch.ones_like(p)
+    begin = 0
+    for guess in guesses:
+        end = begin + len(guess.tokens)
+        if guess.probs is not None and guess.tokens:
+            index = torch.tensor(guess.tokens, device=probs.device)[:, None]
+            q[begin:end] = guess.probs.gather(-1, index).squeeze(-1)
+        begin = end
+    flat_p, flat_q = torch.stack((p, q)).tolist()
+    chances, begin = [], 0
+    for guess in guesses:
+        end = begin + len(guess.tokens)
+        chances.append((flat_p[begin:end], flat_q[begin:end]))
+        begin = end
+    return chances
+
+
+def _residual(p: Tensor, guess: Guess, step: int, weights: Tensor) -> Tensor:
+    """log of max(p - q, 0) [V]; the plain log-weights when rounding leaves nothing of it."""
+    if guess.probs is None:
+        rest = p.clone()
+        rest[guess.tokens[step]] = 0
+    else:
+        rest = (p - guess.probs[step]).clamp_(min=0)
+    return torch.where(rest.any(), rest.log(), weights)

@@ -1,0 +1,264 @@
+"""A step's input as flat arrays: all that a runner sees, so that a step can be sent to other ranks, recorded and replayed.
+
+No request, tokenizer or page pool is in it: the scheduler's bookkeeping stays on its side. `StepInput.pack` gives one
+buffer and `StepInput.unpack` reads it without a copy.
+
+Legend: T tokens of the step, one sequence's after another; S sequences; P pages of the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Annotated, Any, Self, get_origin, get_type_hints
+
+import numpy as np
+
+NULL_PAGE = 0
+"""Page that pads block tables: never given out, and zero (but where a captured pass's padding files its keys, unread)."""
+
+_ALIGNED = 16
+"""Bytes at whose multiples arrays begin in a packed buffer, so that kernels may read it in place."""
+
+
+Int64 = Annotated[np.ndarray, np.dtype(np.int64), 1]
+Int64Table = Annotated[np.ndarray, np.dtype(np.int64), 2]
+Int32 = Annotated[np.ndarray, np.dtype(np.int32), 1]
+Int32Table = Annotated[np.ndarray, np.dtype(np.int32), 2]
+Float64 = Annotated[np.ndarray, np.dtype(np.float64), 1]
+Bool = Annotated[np.ndarray, np.dtype(np.bool_), 1]
+
+
+class Arrays:
+    """Base of dataclasses whose fields are arrays of one or two axes, or such dataclasses: they pack into one buffer."""
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(dotted name, array) of every array, in the order in which they are packed."""
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if isinstance(value, Arrays):
+                yield from ((f"{one.name}.{name}", array) for name, array in value.arrays())
+            else:
+                yield one.name, value
+
+    def pack(self) -> np.ndarray:
+        """Everything in one uint8 buffer: the shapes, then the arrays."""
+        each = [array for _, array in self.arrays()]
+        for (name, dtype, ndim), array in zip(_leaves(type(self)), each, strict=True):
+            assert (array.dtype, array.ndim) == (dtype, ndim), f"{name} is {array.dtype} with {array.ndim} axes"
+        shapes = np.array([(*array.shape, -1)[:2] for array in each], dtype=np.int64)
+        parts = [shapes, *each]
+        starts, total = _places([part.nbytes for part in parts])
+        buffer = np.zeros(total, dtype=np.uint8)
+        for start, part in zip(starts, parts):
+            buffer[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        return buffer
+
+    @classmethod
+    def unpack(cls, buffer: np.ndarray | bytes) -> Self:
+        """The opposite of `pack`; the arrays are views of `buffer` when it is an array."""
+        if not isinstance(buffer, np.ndarray):
+            buffer = np.frombuffer(buffer, dtype=np.uint8).copy()  # aligned, and writable as torch wants it
+        views = iter(
+            [buffer[start:end].view(dtype).reshape(shape) for _, start, end, dtype, shape in layout(cls, buffer)]
+        )
+        return _filled(cls, views)
+
+
+def layout(cls: type[Arrays], buffer: np.ndarray) -> list[tuple[str, int, int, np.dtype, tuple[int, ...]]]:
+    """(name, first byte, byte after the last, dtype, shape) of every array of a packed `cls`, as its buffer says."""
+    leaves = _leaves(cls)
+    shapes = buffer[: 16 * len(leaves)].view(np.int64).reshape(-1, 2).tolist()
+    sized = [(name, dtype, tuple(shape[:ndim])) for (name, dtype, ndim), shape in zip(leaves, shapes)]
+    lengths = [dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in sized]
+    starts, _ = _places([16 * len(leaves), *lengths])
+    return [(name, at, at + size, dtype, shape) for (name, dtype, shape), at, size in zip(sized, starts[1:], lengths)]
+
+
+def _places(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Where parts of these lengths begin, each aligned, and the length of them all."""
+    starts, end = [], 0
+    for length in lengths:
+        start = -(-end // _ALIGNED) * _ALIGNED
+        starts.append(start)
+        end = start + length
+    return starts, end
+
+
+@cache
+def _leaves(cls: type[Arrays]) -> list[tuple[str, np.dtype, int]]:
+    """(dotted name, dtype, number of axes) of every array, nested ones in their place."""
+    leaves: list[tuple[str, np.dtype, int]] = []
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            leaves.append((name, *hint.__metadata__))
+        else:
+            leaves += [(f"{name}.{inner}", dtype, ndim) for inner, dtype, ndim in _leaves(hint)]
+    return leaves
+
+
+def _filled(cls: type[Arrays], views: Iterator[np.ndarray]) -> Any:
+    hints = get_type_hints(cls, include_extras=True).values()
+    return cls(*(next(views) if get_origin(hint) is Annotated else _filled(hint, views) for hint in hints))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch(Arrays):
+    """The tokens of one forward pass, and where their keys and values go.
+
+    Sequence s has `ends[s] - lengths[s]` tokens in the cache already and brings `lengths[s]` new ones; its pages stand
+    in `table[s]`, enough for both.
+    """
+
+    tokens: Int64
+    """[T]"""
+    positions: Int64
+    """[T] Place of each token in its sequence."""
+    pages: Int64
+    """[T] Page of each token."""
+    offsets: Int64
+    """[T] Place of each token in its page."""
+    lengths: Int32
+    """[S] Tokens that each sequence brings."""
+    ends: Int32
+    """[S] Tokens of each sequence, the new ones included."""
+    table: Int32Table
+    """[S, P] Pages of each sequence, padded with the null page."""
+
+    @classmethod
+    def of(
+        cls, tokens: Sequence[int], starts: Sequence[int], lengths: Sequence[int], table: np.ndarray, block_size: int
+    ) -> Batch:
+        """The batch of sequences that bring `lengths` tokens each after the `starts` that they have in the cache."""
+        begins, counts = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        positions = begins[seqs] + np.arange(len(seqs)) - first
+        ends = begins + counts
+        width = -(-int(ends.max(initial=0)) // block_size)
+        return cls(
+            tokens=np.asarray(tokens, dtype=np.int64),
+            positions=positions,
+            pages=table[seqs, positions // block_size].astype(np.int64),
+            offsets=positions % block_size,
+            lengths=counts.astype(np.int32),
+            ends=ends.astype(np.int32),
+            table=np.ascontiguousarray(table[:, :width], dtype=np.int32),
+        )
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.lengths)
+
+    def last_places(self) -> np.ndarray:
+        """[S] Where each sequence's last token stands among the T."""
+        return np.cumsum(self.lengths, dtype=np.int64) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling(Arrays):
+    """How the next token of each of S sequences is chosen: parameters as arrays, lists as spans of shared arrays."""
+
+    temperature: Float64
+    top_p: Float64
+    min_p: Float64
+    presence_penalty: Float64
+    frequency_penalty: Float64
+    repetition_penalty: Float64
+    top_k: Int64
+    logprobs: Int64
+    """Alternatives to report; -1: not even the token's own log-probability."""
+    seed: Int64
+    """64 bits."""
+    position: Int64
+    """Place of the token to choose in its sequence."""
+    banned_below: Int64
+    """Position from which the sequence may end."""
+    spans: Int64Table
+    """[S, 7] Begin and end in `banned`, in `bias_tokens`, and in `history`, then where the output begins in `history`."""
+    banned: Int64
+    """Tokens that would end the sequence."""
+    bias_tokens: Int64
+    bias_values: Float64
+    history: Int64
+    """Prompt and output of sequences with penalties."""
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    def take(self, index: np.ndarray | Sequence[int], ahead: np.ndarray | int = 0) -> Sampling:
+        """The entries at `index` (one may come several times), each for the token `ahead` places later."""
+        index = np.asarray(index, dtype=np.int64)
+        own = {name: getattr(self, name)[index] for name in _OWN}
+        return replace(self, **{**own, "position": own["position"] + ahead})
+
+    @property
+    def greedy(self) -> np.ndarray:
+        """bool [S]: takes the most likely token."""
+        return self.temperature == 0
+
+    @property
+    def penalized(self) -> np.ndarray:
+        """bool [S]: logits depend on the tokens before."""
+        return (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+
+    @property
+    def banning(self) -> np.ndarray:
+        """bool [S]: some tokens may not be chosen yet."""
+        return (self.spans[:, 1] > self.spans[:, 0]) & (self.position < self.banned_below)
+
+    @property
+    def biased(self) -> np.ndarray:
+        """bool [S]: constants are added to some logits."""
+        return self.spans[:, 3] > self.spans[:, 2]
+
+
+_SHARED = ("banned", "bias_tokens", "bias_values", "history")
+_OWN = tuple(one.name for one in fields(Sampling) if one.name not in _SHARED)
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput(Arrays):
+    """All that one step computes on. Guesses that the draft model is still to make stand as token 0 in `batch.tokens`."""
+
+    batch: Batch
+    sampling: Sampling
+    samples: Bool
+    """[S] Whether the step brings the sequence's next token (False: its prompt is not read to the end)."""
+    num_guesses: Int32
+    """[S] Of a sequence's tokens, the last ones that are guesses."""
+    draft_starts: Int32
+    """[S] Tokens whose keys are in the draft model's cache."""
+    draft_lengths: Int32
+    """[S] Tokens that the draft model reads before it guesses."""
+    draft_tokens: Int64
+    """Those tokens, one sequence's after another; empty when no draft model guesses."""
+    score_counts: Int64
+    """[S] Alternatives to report beside each prompt token's log-probability; -1: prompts are not scored."""
+    next_tokens: Int64
+    """[S] The prompt token after the step's last one, -1 where there is none."""
+    fresh_pages: Int64
+    """Pages that were given out for this step, to be wiped before use."""
+
+    @property
+    def num_seqs(self) -> int:
+        return self.batch.num_seqs
+
+    def part(self, first: int, last: int) -> StepInput:
+        """The step of the sequences `first` ... `last` - 1 alone, without pages to wipe."""
+        batch, seqs = self.batch, slice(first, last)
+        begins = np.concatenate(([0], np.cumsum(batch.lengths, dtype=np.int64)))
+        reads = np.concatenate(([0], np.cumsum(self.draft_lengths, dtype=np.int64)))
+        flat = slice(int(begins[first]), int(begins[last]))
+        own = {name: getattr(batch, name)[flat] for name in ("tokens", "positions", "pages", "offsets")}
+        own |= {name: getattr(batch, name)[seqs] for name in ("lengths", "ends", "table")}
+        each = ("samples", "num_guesses", "draft_starts", "draft_lengths", "score_counts", "next_tokens")
+        return replace(
+            self,
+            batch=Batch(**own),
+            sampling=self.sampling.take(range(first, last)),
+            draft_tokens=self.draft_tokens[int(reads[first]) : int(reads[last])],
+            fresh_pages=self.fresh_pages[:0],
+            **{name: getattr(self, name)[seqs] for name in each},
+        )

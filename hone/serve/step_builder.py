@@ -1,0 +1,77 @@
+"""From scheduled work to a step's flat input: the last place where live sequences are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hone.serve.choosing import sampling_of
+from hone.serve.scheduler import Seq, Work
+from hone.serve.step import NULL_PAGE, Batch, StepInput
+
+
+class StepBuilder:
+    """Builds steps. It keeps the block tables of the last one, since from step to step most sequences only grow."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._table = np.zeros((0, 0), dtype=np.int32)
+        self._known: list[tuple[Sequence[int], int]] = []
+        """By place in the step: the page list that the table holds, and how many of its pages."""
+
+    def build(self, work: Sequence[Work], fresh: Sequence[int]) -> StepInput:
+        """The input of a step of `work`; `fresh` pages are wiped before it. Touches no sequence."""
+        tokens: list[int] = []
+        for item in work:
+            tokens += item.seq.tokens[item.start : item.start + item.count]
+            if item.num_guesses:
+                tokens += item.guesses or [0] * item.num_guesses
+        starts = [item.start for item in work]
+        lengths = [item.count + item.num_guesses for item in work]
+        table = self._tables([item.seq.pages for item in work], [a + b for a, b in zip(starts, lengths)])
+        drafts = [item.seq.tokens[item.draft_start : item.draft_start + item.draft_count] for item in work]
+        return StepInput(
+            batch=Batch.of(tokens, starts, lengths, table, self._block_size),
+            sampling=sampling_of([item.seq.entry for item in work]),
+            samples=np.array([item.samples for item in work], dtype=np.bool_),
+            num_guesses=np.array([item.num_guesses for item in work], dtype=np.int32),
+            draft_starts=np.array([item.draft_start for item in work], dtype=np.int32),
+            draft_lengths=np.array([item.draft_count for item in work], dtype=np.int32),
+            draft_tokens=np.array([token for draft in drafts for token in draft], dtype=np.int64),
+            score_counts=np.array([_score_count(item.seq) for item in work], dtype=np.int64),
+            next_tokens=np.array([_next_token(item) for item in work], dtype=np.int64),
+            fresh_pages=np.array(fresh, dtype=np.int64),
+        )
+
+    def _tables(self, pages: Sequence[Sequence[int]], ends: Sequence[int]) -> np.ndarray:
+        """int32 [S, P], a copy: the pages of each sequence up to its `ends` tokens, then the null page."""
+        used = [-(-end // self._block_size) for end in ends]
+        widest, count = max(used, default=0), len(pages)
+        if self._table.shape[0] < count or self._table.shape[1] < widest:
+            grown = np.full(
+                (max(count, self._table.shape[0]), max(2 * widest, self._table.shape[1])), NULL_PAGE, np.int32
+            )
+            grown[: self._table.shape[0], : self._table.shape[1]] = self._table
+            self._known += [((), 0)] * (len(grown) - len(self._known))
+            self._table = grown
+        for place, (ids, needed) in enumerate(zip(pages, used)):
+            known, num_known = self._known[place]
+            if known is not ids or num_known != needed:  # a sequence's list of pages only ever grows
+                self._table[place, :needed] = ids[:needed]
+                self._table[place, needed:] = NULL_PAGE
+                self._known[place] = ids, needed
+        return self._table[:count, :widest].copy()
+
+
+def _score_count(seq: Seq) -> int:
+    """Alternatives to report for its prompt's tokens; -1 when the prompt is not to be scored (any more)."""
+    if seq.prompt_logprobs is None or seq.num_output:
+        return -1
+    return seq.request.params.prompt_logprobs or 0
+
+
+def _next_token(item: Work) -> int:
+    """The prompt token that follows the step's last one, -1 at the prompt's end."""
+    end = item.start + item.count
+    return item.seq.tokens[end] if end < item.seq.num_prompt else -1

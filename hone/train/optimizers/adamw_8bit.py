@@ -1,0 +1,178 @@
+"""AdamW with both moments in 8 bits: blocks of 256 numbers share a scale, and a code of 256 values spans seven decades."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from hone.base.lazy import lazy
+from hone.cost.facts import ModelFacts
+from hone.cost.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost
+from hone.train.optimizers.adamw import AdamWRule
+from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = lazy("torch")
+
+BLOCK = 256
+"""Numbers that share a scale."""
+
+CHUNK = 1 << 22
+"""Weights whose moments exist in float32 at a time."""
+
+STATE_BYTES = 2 + 2 * 4 / BLOCK
+MOVED_BYTES = 180
+"""Each of about 25 element-wise operations of a step reads and writes 4 to 12 bytes a weight."""
+
+WORK_BYTES = 40
+"""Held a weight of a chunk: both moments, their codes as integers, what is between."""
+
+
+class AdamW8bit(Optimizer):
+    """AdamW with block-wise dynamic 8-bit moments: 2 bytes a weight, not 8. Dettmers et al. 2021, arXiv:2110.02861."""
+
+    paper: ClassVar[str] = "arXiv:2110.02861"
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the running mean of gradients.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the running mean of squared gradients.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    min_elements: int = Field(4096, ge=0, description="Weights with fewer numbers keep moments of 32 bits.")
+    quantize_embedding: bool = Field(
+        False, description="Whether the embedding's moments have 8 bits too; the paper keeps them in 32."
+    )
+
+    def groups(self, parameters: Mapping[str, Parameter]) -> list[Group]:
+        """Large weights in 8 bits; small ones, and the embedding, in 32."""
+        small = [name for name, one in parameters.items() if not self._is_quantized(one)]
+        large = [name for name in parameters if name not in set(small)]
+        options = self.beta1, self.beta2, self.eps
+        return [
+            *by_decay(parameters, large, AdamW8bitRule(*options), self.weight_decay),
+            *by_decay(parameters, small, AdamWRule(*options), self.weight_decay),
+        ]
+
+    def _is_quantized(self, parameter: Parameter) -> bool:
+        numbers = 1
+        for size in parameter.shape:
+            numbers *= size
+        return numbers >= self.min_elements and (parameter.kind != "embedding" or self.quantize_embedding)
+
+    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+        """As `groups` has it; a matrix of a layer is large, other weights but embedding and head are small."""
+        sizes = [rows * columns for layer in facts.layers for rows, columns in layer.matmuls]
+        table = facts.vocab_size * facts.hidden_size
+        if not facts.tie_embeddings:
+            sizes.append(table)
+        if self.quantize_embedding:
+            sizes.append(table)
+        large = [size for size in sizes if size >= self.min_elements]
+        eight = sum(large)
+        rest = facts.num_params - eight
+        return UpdateCost(
+            state_bytes=STATE_BYTES * eight + ADAMW_STATE_BYTES * rest,
+            moved_bytes=MOVED_BYTES * eight + ADAMW_MOVED_BYTES * rest,
+            num_ops=ADAMW_OPS + 30 * sum(-(-size // CHUNK) for size in large),
+            work_bytes=WORK_BYTES * min(CHUNK, max(large, default=0)),
+            num_exponentials=SEARCH_EXPONENTIALS * 2 * eight,
+        )
+
+
+SEARCH_EXPONENTIALS = 6.0
+"""Exponentials that finding one number's code takes as long as."""
+
+
+@dataclass(frozen=True)
+class AdamW8bitRule(Rule):
+    """A step as AdamW's in float32, from moments that are decoded before it and encoded after it, chunk by chunk."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """Codes of zeros, uint8 [numbers], and a scale a block, float32 [blocks], for each moment."""
+        numbers, state = weight.numel(), {}
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            zero = int((_table(signed) == 0).nonzero())
+            state[f"{name}_codes"] = torch.full((numbers,), zero, dtype=torch.uint8, device=weight.device)
+            state[f"{name}_scales"] = torch.zeros(-(-numbers // BLOCK), device=weight.device)
+        return state
+
+    def step(self, entries: Sequence[Entry], *, count: int, lr: float, weight_decay: float) -> None:
+        """See `AdamWRule.step`."""
+        for entry in entries:
+            weight, grad = entry.weight.view(-1), entry.grad.reshape(-1)
+            for start in range(0, len(weight), CHUNK):
+                here = slice(start, start + CHUNK)
+                blocks = slice(start // BLOCK, (start + CHUNK) // BLOCK)
+                chunk = {
+                    name: tensor[here if name.endswith("codes") else blocks] for name, tensor in entry.state.items()
+                }
+                self._step(weight[here], grad[here], chunk, count, lr, weight_decay)
+
+    def _step(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], count: int, lr: float, weight_decay: float
+    ) -> None:
+        mean = dequantize(state["exp_avg_codes"], state["exp_avg_scales"], signed=True)
+        square = dequantize(state["exp_avg_sq_codes"], state["exp_avg_sq_scales"], signed=False)
+        mean.lerp_(grad, 1 - self.beta1)
+        square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        root = square.sqrt().div_((1 - self.beta2**count) ** 0.5).add_(self.eps)
+        weight.mul_(1 - lr * weight_decay).addcdiv_(mean, root, value=-lr / (1 - self.beta1**count))
+        del root
+        for name, moment, signed in (("exp_avg", mean, True), ("exp_avg_sq", square, False)):
+            codes, scales = quantize(moment, signed=signed)
+            state[f"{name}_codes"].copy_(codes)
+            state[f"{name}_scales"].copy_(scales)
+
+
+def quantize(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """(codes uint8 [numbers], scales float32 [blocks]) of float32 `values` [numbers]: the nearest code of each over its block's largest.
+
+    Unsigned, a number above zero never becomes zero: as a second moment zero would divide the first by eps alone.
+    """
+    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales = padded.abs().amax(1)
+    shares = padded / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    borders = _borders(signed).to(values.device)
+    return torch.bucketize(shares, borders, out_int32=True).to(torch.uint8).view(-1)[: len(values)], scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """The float32 numbers [numbers] that `quantize` has encoded."""
+    values = _table(signed).to(codes.device)[codes.int()]
+    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    return (padded * scales[:, None]).view(-1)[: len(codes)]
+
+
+@cache
+def _table(signed: bool) -> Tensor:
+    """The 256 values of dynamic tree quantization, rising; float32 on the CPU.
+
+    A value's leading zero bits count its decade, 10^-6 to 1; the bits after them cut the decade's [0.1, 1] into equal
+    bins, of which the middles are the values. Fewer zeros leave more bits: 64 bins in the first decade, 1 in the last.
+    Signed, each bin stands on both sides; unsigned, the sign's bit makes twice as many bins. Zero and one complete it.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        bins = 2 ** (6 - decade) * (1 if signed else 2)
+        for place in range(bins):
+            value = 10.0**-decade * (0.1 + 0.9 * (place + 0.5) / bins)
+            values += [value, -value] if signed else [value]
+    assert len(values) == 256, f"{len(values)} values are no byte's"
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+@cache
+def _borders(signed: bool) -> Tensor:
+    """Where the nearest code changes: the 255 middles between neighbours; unsigned, the first is zero itself."""
+    table = _table(signed)
+    borders = (table[1:] + table[:-1]) / 2
+    if not signed:
+        borders[0] = 0.0
+    return borders

@@ -1,0 +1,101 @@
+"""What an optimizer is: groups of weights, each with a rule that turns gradients into a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from hone.base.figure import Estimate
+from hone.base.table import Technique
+from hone.cost.facts import ModelFacts
+from hone.cost.update import UpdateCost
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What an optimizer is told of one trained weight before any step.
+
+    `kind`: a 'matrix' of a layer's linear (output rows first), the 'embedding' (the head too, when both are one), the
+    'head', or 'other' (norms, biases, a mixer's own numbers). `pieces` are the rows of the matrices that a fused one is
+    made of: queries, keys and values, say.
+    """
+
+    kind: Literal["matrix", "embedding", "head", "other"]
+    shape: tuple[int, ...]
+    pieces: tuple[int, ...] = ()
+
+
+@dataclass
+class Entry:
+    """One weight in a step: its float32 values, its gradient, and what its rule remembers of it. All changed in place."""
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    parameter: Parameter
+
+
+class Rule:
+    """How weights follow their gradients. It holds numbers only; what it remembers of a weight is handed in.
+
+    A rule is told nothing of the rest of the model, so a group may be stepped in parts, in any order.
+    """
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state of a weight before its first step: names to tensors on the weight's device."""
+        raise NotImplementedError
+
+    def step(self, entries: Sequence[Entry], *, count: int, lr: float, weight_decay: float) -> None:
+        """Step number `count` (from 1) of the weights in `entries`, with decoupled weight decay. Without autograd."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights that share a rule, a weight decay, and a factor on the learning rate."""
+
+    names: tuple[str, ...]
+    rule: Rule
+    weight_decay: float
+    lr_factor: float = field(default=1.0)
+
+
+class Optimizer(Technique):
+    """Groups the weights and says by which rule each group is trained."""
+
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate; the schedule scales it.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices (vectors such as norms have none).")
+
+    def groups(self, parameters: Mapping[str, Parameter]) -> list[Group]:
+        """Every parameter in exactly one group."""
+        raise NotImplementedError
+
+    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+        """Bytes and work of one update of a model trained in `dtype` on `device`."""
+        raise NotImplementedError
+
+    def estimates(self, **facts: Any) -> dict[str, Estimate]:
+        """From `facts` (a ModelFacts): the bytes kept from step to step."""
+        model = facts["facts"]
+        state = self.cost(model, "float32", "cpu").state_bytes
+        return {
+            "optimizer_bytes": Estimate(
+                value=state, unit="B", formula=f"{state / model.num_params:.2f} bytes x {model.num_params:,} parameters"
+            )
+        }
+
+
+def by_decay(
+    parameters: Mapping[str, Parameter], names: Sequence[str], rule: Rule, weight_decay: float, lr_factor: float = 1.0
+) -> list[Group]:
+    """`names` in two groups of one rule: matrices, which decay, and vectors, which do not. An empty one is left out."""
+    matrices = tuple(name for name in names if len(parameters[name].shape) >= 2)
+    vectors = tuple(name for name in names if len(parameters[name].shape) < 2)
+    groups = [Group(matrices, rule, weight_decay, lr_factor), Group(vectors, rule, 0.0, lr_factor)]
+    return [group for group in groups if group.names]

@@ -1,0 +1,98 @@
+"""The weights that are trained: float32, or half precision with a float32 master each, and where their gradients lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.model.decoder import Decoder
+from hone.train.optimizers.base import Parameter
+
+
+class Weights:
+    """The trained parameters of `model` by name, and their float32 masters.
+
+    With `dtype` float32 a parameter is its own master. Otherwise each parameter is replaced by a copy in `dtype` and its
+    float32 original becomes the master that the optimizer trains: 2 + 4 bytes a weight, plus 2 for the gradient, or 4
+    more when `accumulate` sums the gradients of several micro-batches in float32.
+    """
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, *, accumulate: bool) -> None:
+        self.parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
+        self.split = dtype != torch.float32
+        """Whether parameters and masters are two."""
+        self.masters: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
+            self.masters[name] = parameter.detach() if self.split else parameter
+            if self.split:
+                parameter.data = parameter.detach().to(dtype)
+                if accumulate:
+                    parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
+
+    def grad(self, name: str) -> Tensor:
+        """The summed gradient of `name`, from where it lies: beside its master, or beside the parameter."""
+        found = self.masters[name].grad
+        found = self.parameters[name].grad if found is None else found
+        assert found is not None, f"{name} got no gradient"
+        return found
+
+    def squared_norm(self) -> Tensor:
+        """Squared norm of all gradients together: a float64 scalar, for it is added up over ranks."""
+        grads = [self.grad(name) for name in self.parameters]
+        norms = torch._foreach_norm(grads, 2, torch.promote_types(grads[0].dtype, torch.float32))
+        return torch.linalg.vector_norm(torch.stack(norms)).double().square()
+
+    def take_grads(self, names: Sequence[str], factor: float) -> list[Tensor]:
+        """The gradients of `names` times `factor`, float32; the weights have none afterwards."""
+        # In float32 a gradient is scaled where it lies; a half-precision one is widened first.
+        grads = [self.grad(name).float() for name in names]
+        self.drop_grads(names)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        return grads
+
+    def drop_grads(self, names: Sequence[str] | None = None) -> None:
+        """Forgets the gradients of `names` (None: all)."""
+        for name in self.parameters if names is None else names:
+            self.parameters[name].grad = self.masters[name].grad = None
+
+    @torch.no_grad()
+    def publish(self, names: Sequence[str]) -> None:
+        """Brings the parameters of `names` up to date with their masters."""
+        if self.split:
+            for name in names:
+                self.parameters[name].copy_(self.masters[name])
+
+
+def describe_parameters(model: Decoder) -> dict[str, Parameter]:
+    """What an optimizer is told of each trained parameter of `model`."""
+    pieces = {
+        f"layers.{index}.{block}.{linear}.weight": tuple(getattr(layer, block).rows[linear])
+        for index, layer in enumerate(model.layers)
+        for block in ("mixer", "feed_forward")
+        for linear in getattr(layer, block).pieces
+    }
+    kinds: dict[str, Any] = {"embedding": "embedding", "lm_head.weight": "head", **dict.fromkeys(pieces, "matrix")}
+    return {
+        name: Parameter(kinds.get(name, "other"), tuple(parameter.shape), pieces.get(name, ()))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _add_to(master: Tensor) -> Any:
+    """A hook that moves a parameter's fresh gradient into its master's float32 sum."""
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "a gradient's hook without a gradient"
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return add

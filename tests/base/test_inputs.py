@@ -1,0 +1,55 @@
+"""Files that a user names: what is no regular file is refused at once, wherever data are read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hone.base.errors import HoneError, SpecError
+from hone.base.inputs import input_file
+from hone.data.contamination.evaluation import read_evaluations
+from hone.data.mix.medu import read_examples
+from hone.data.mix.regmix import read_runs
+from hone.data.mix.utilities import read_table
+from hone.data.quality.lexicon import Lexicon
+from hone.data.readers.listing import list_source
+from hone.data.tokens.tokenizer import take
+
+READERS = {
+    "source": lambda path, out: list_source(str(path)),
+    "one of several sources": lambda path, out: list_source(["python", str(path)]),
+    "evaluation set": lambda path, out: read_evaluations((str(path),), ()),
+    "utilities": lambda path, out: read_table(path),
+    "examples": lambda path, out: read_examples(path),
+    "proxy runs": lambda path, out: read_runs(path, path),
+    "lexicon": lambda path, out: Lexicon(words=(str(path),)).train(out),
+    "tokenizer": lambda path, out: take(str(path.parent), out),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, reader):
+    for name in ("tokenizer.json", "pipe.jsonl"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(HoneError, match=r"is a pipe \(FIFO\), not a file|has no tokenizer.json"):
+            READERS[reader](tmp_path / name, tmp_path)
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "fine").write_text("x")
+    cases = {
+        tmp_path: "is a folder",
+        Path("/dev/null"): "is a device",
+        tmp_path / "none": "no file",
+        tmp_path / "fine" / "below": "no file",
+        tmp_path / "loop": "cannot be opened: Too many levels",
+        tmp_path / ("x" * 300): "cannot be opened: File name too long",
+    }
+    for path, said in cases.items():
+        with pytest.raises(SpecError, match=f"a.field: .*{said}"):
+            input_file(path, "a.field")
+    assert input_file(str(tmp_path / "fine"), "a.field") == tmp_path / "fine"

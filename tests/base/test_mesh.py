@@ -1,0 +1,100 @@
+"""Several ranks: rank 0 makes the artifact, the others wait for it, and an error ends all of them with a message."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hone.base.errors import MachineError
+from hone.base.mesh import Mesh
+from hone.base.run import Run
+
+STAGE = """
+import os, sys, time
+from pathlib import Path
+from typing import ClassVar
+from hone.base.errors import HoneError, SpecError
+from hone.base.plan import Plan
+from hone.base.stage import Stage
+
+class Dig(Stage):
+    stage: ClassVar = "dig"
+    trouble: str = ""
+
+    def plan(self, facts, machine):
+        if self.trouble == "refused":
+            raise SpecError("nothing to dig with", fix="bring a spade")
+        return Plan()
+
+    def run(self, plan, draft, parents, run):
+        time.sleep(1)
+        if self.trouble == "bug":
+            raise ZeroDivisionError("a bug")
+        if self.trouble == "killed":
+            os.kill(os.getpid(), 9)
+        (draft.folder / "rank").write_text(os.environ["RANK"])
+        run.say("dug")
+
+for name in sys.argv[2:]:
+    try:
+        made = Dig(trouble=name).make(Path(sys.argv[1]) / f"dig-{name or 'fine'}")
+        print("made by", (made.folder / "rank").read_text())
+    except HoneError as error:
+        print(f"{type(error).__name__}: {error.what}")
+        if name == "killed":
+            sys.exit(3)
+"""
+
+
+def ranks(folder: Path, *troubles: str) -> list[subprocess.CompletedProcess]:
+    """Two processes as torchrun would start them, on one machine."""
+    (folder / "stage.py").write_text(textwrap.dedent(STAGE))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    begun = []
+    for rank in range(2):
+        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = {**os.environ, **where, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, folder / "stage.py", folder, *troubles]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        begun.append(subprocess.Popen(command, env=environment, **pipes))
+    return [subprocess.CompletedProcess(one.args, one.wait(120), *one.communicate()) for one in begun]
+
+
+def test_rank_0_makes_one_artifact_and_errors_reach_every_rank(tmp_path):
+    done = ranks(tmp_path, "", "refused", "bug")
+    both = ["made by 0", "SpecError: nothing to dig with"]
+    assert done[1].stdout.splitlines() == [*both, "MachineError: rank 0 failed: ZeroDivisionError: a bug"]
+    assert done[1].returncode == 0 and "dug" not in done[1].stderr
+    assert done[0].stdout.splitlines() == both, "rank 0 shows the bug itself"
+    assert "ZeroDivisionError: a bug" in done[0].stderr and "dug" in done[0].stderr
+    assert sorted(path.name for path in tmp_path.glob("dig-*")) == ["dig-fine"]
+
+
+def test_a_rank_0_that_is_killed_leaves_no_rank_waiting(tmp_path):
+    done = ranks(tmp_path, "killed")
+    assert done[0].returncode == -9
+    assert done[1].returncode == 3 and "MachineError: rank 1 lost the other ranks" in done[1].stdout
+
+
+def test_the_mesh_is_what_torchrun_says():
+    assert Mesh.from_environment({}) == Mesh(0, 0, 1)
+    there = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    assert Mesh.from_environment(there) == Mesh(5, 1, 8)
+    assert not Mesh.from_environment(there).leads and Mesh().leads
+    for wrong in ({"RANK": "8"}, {"WORLD_SIZE": "eight"}):
+        with pytest.raises(MachineError, match="the environment says RANK="):
+            Mesh.from_environment({**there, **wrong})
+
+
+def test_one_process_needs_no_other():
+    assert Run().mesh.from_leader(lambda: 3) == 3
+    assert pickle.loads(pickle.dumps(Run())) == Run()
