@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.base.figure import human_bytes, human_seconds
 from hone.base.mesh import Mesh
 
 
@@ -39,47 +41,138 @@ class Run:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str = "") -> Iterator[Progress]:
-        """A progress line with rate and time left on a terminal; without one, nothing."""
-        bar = Progress(label, total, unit, shown=not self.quiet and self.mesh.leads and sys.stderr.isatty())
+        """A line with rate and time left that moves on a terminal; without one, a plain line every few seconds."""
+        if self.quiet or not self.mesh.leads:
+            bar = Progress(label, total, unit)
+        else:
+            bar = Bar(label, total, unit) if sys.stderr.isatty() else Lines(label, total, unit)
         try:
             yield bar
         finally:
             bar.close()
 
 
+LINE_S = 10.0
+"""Without a terminal, seconds from one line of progress to the next; a log that is silent for longer looks hung."""
+
+
 class Progress:
-    """One line that moves: `advance` it by what was done; `text` is shown after it."""
+    """Counts what is done of `total` (None: nobody knows), in `unit`; shows nothing. Subclasses show it."""
 
-    def __init__(self, label: str, total: float | None, unit: str, *, shown: bool) -> None:
+    def __init__(
+        self, label: str, total: float | None, unit: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.label, self.total, self.unit = label, total, unit
         self.done = 0.0
-        self._started = time.monotonic()
-        self._bar = None
-        if shown:
-            from rich import console as rich_console
-            from rich import progress as rich_progress
-
-            self._bar = rich_progress.Progress(
-                rich_progress.TextColumn("{task.description}"),
-                rich_progress.BarColumn(bar_width=24),
-                rich_progress.TaskProgressColumn(),
-                rich_progress.TextColumn("{task.fields[text]}"),
-                rich_progress.TimeRemainingColumn(),
-                transient=True,
-                console=rich_console.Console(stderr=True),
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(label, total=total, text="")
-        self._unit = unit
+        self.text = ""
+        self._clock = clock
+        self._before = 0.0
+        self._started = clock()
 
     def advance(self, amount: float = 1, text: str = "") -> None:
-        """Moves the bar by `amount`; shows the rate in `unit`/s and `text`."""
+        """Counts `amount` as done now; `text` says what came of it."""
         self.done += amount
-        if self._bar is not None:
-            rate = self.done / max(time.monotonic() - self._started, 1e-9)
-            shown = f"{rate:,.0f} {self._unit}/s  {text}" if self._unit else text
-            self._bar.update(self._task, advance=amount, text=shown)
+        self.text = text
+
+    def skip(self, amount: float) -> None:
+        """Counts `amount` as done by an earlier run: it is no part of the rate."""
+        self.done += amount
+        self._before += amount
+
+    @property
+    def rate(self) -> float:
+        """What is done a second, by this run."""
+        return (self.done - self._before) / max(self._clock() - self._started, 1e-9)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Shows no more."""
+
+
+class Bar(Progress):
+    """One line on a terminal that moves, and is gone at the end."""
+
+    def __init__(self, label: str, total: float | None, unit: str = "") -> None:
+        super().__init__(label, total, unit)
+        from rich import console as rich_console
+        from rich import progress as rich_progress
+
+        self._bar = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(bar_width=24),
+            rich_progress.TaskProgressColumn(),
+            rich_progress.TextColumn("{task.fields[text]}"),
+            rich_progress.TimeRemainingColumn(),
+            transient=True,
+            console=rich_console.Console(stderr=True),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(label, total=total, text="")
+
+    def advance(self, amount: float = 1, text: str = "") -> None:
+        super().advance(amount, text)
+        shown = f"{self.rate:,.0f} {self.unit}/s  {text}" if self.unit else text
+        self._bar.update(self._task, advance=amount, text=shown)
+
+    def skip(self, amount: float) -> None:
+        super().skip(amount)
+        self._bar.reset(self._task, completed=int(self.done), text="")
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class Lines(Progress):
+    """Plain lines for a log: one every LINE_S, whether or not a step of the work has ended meanwhile."""
+
+    def __init__(
+        self,
+        label: str,
+        total: float | None,
+        unit: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], Any] | None = None,
+    ) -> None:
+        super().__init__(label, total, unit, clock)
+        self._write = write or (lambda line: print(line, file=sys.stderr, flush=True))
+        self._said = self._started
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="hone-progress", daemon=True).start()
+
+    def advance(self, amount: float = 1, text: str = "") -> None:
+        super().advance(amount, text)
+        self.say_if_due()
+
+    def say_if_due(self) -> None:
+        """Writes the line when the last one is LINE_S old."""
+        with self._lock:
+            now = self._clock()
+            if now - self._said >= LINE_S and not self._closed.is_set():
+                self._said = now
+                self._write(self.line())
+
+    def line(self) -> str:
+        """What is done, how fast, what came of it, and the time left."""
+        parts = [f"{self.label}: {self._amount(self.done)}"]
+        if self.total:
+            parts[0] += f" of {self._amount(self.total)} ({min(self.done / self.total, 1):.0%})"
+        if self.rate > 0:
+            parts += [f"{self.rate:,.0f} {self.unit}/s"] if self.unit else []
+            left = [self.total - self.done] if self.total else []
+            parts += [self.text] if self.text else []
+            parts += [f"{human_seconds(max(one, 0) / self.rate)} left" for one in left]
+        else:
+            parts.append(f"{human_seconds(self._clock() - self._started)} so far")
+        return "  ".join(parts)
+
+    def _amount(self, value: float) -> str:
+        return human_bytes(value) if self.unit == "B" else f"{value:,.0f}"
+
+    def _watch(self) -> None:
+        """A step may take minutes: this thread says that work goes on."""
+        while not self._closed.wait(1.0):
+            self.say_if_due()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()

@@ -238,8 +238,8 @@ class Train(Stage):
             trainer.restore(*found)
             run.say(f"resuming at step {trainer.done} of {trainer.steps}")
         calibration = machine.calibration
-        with run.progress("train", trainer.steps) as progress:
-            progress.advance(trainer.done)
+        with run.progress("train: step", trainer.steps) as progress:
+            progress.skip(trainer.done)
             watch = Watch(
                 draft.folder,
                 draft.log,
