@@ -31,7 +31,9 @@ class UpdateCost:
     num_exponentials: float = 0.0
     """Element operations a step that take as long as an exponential (a search in a table, say)."""
     matmuls: tuple[tuple[int, int, int], ...] = ()
-    """Products (rows, columns, inner) that it computes a step."""
+    """Products (rows, columns, inner) that it computes a step..."""
+    num_repeats: float = 1.0
+    """...so many times."""
     matmul_dtype: str = "float32"
 
 
@@ -51,8 +53,8 @@ def adamw(facts: ModelFacts) -> UpdateCost:
 
 
 def layer_matrix_params(facts: ModelFacts) -> int:
-    """Weights in the matrices of the layers: all but embedding, head, norms and biases."""
-    return sum(layer.matmul_params for layer in facts.layers)
+    """Weights in the layers, all experts counted: nearly all of them in matrices. The rest is embedding and head."""
+    return facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tie_embeddings else 2)
 
 
 def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str) -> Estimate:
@@ -69,5 +71,6 @@ def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype:
             matmul_seconds(machine, (m, n, k), "forward", width * (m * n + m * k + n * k), cost.matmul_dtype)
             for m, n, k in cost.matmuls
         )
+        products *= cost.num_repeats
         value, formula = value + products, f"{formula} + its matmuls {products:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=traffic.bound)

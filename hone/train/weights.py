@@ -71,12 +71,12 @@ class Weights:
 def describe_parameters(model: Decoder) -> dict[str, Parameter]:
     """What an optimizer is told of each trained parameter of `model`."""
     pieces = {
-        f"layers.{index}.{block}.{linear}.weight": tuple(getattr(layer, block).rows[linear])
-        for index, layer in enumerate(model.layers)
-        for block in ("mixer", "feed_forward")
-        for linear in getattr(layer, block).pieces
+        f"layers.{index}.{path}.weight": tuple(piece.out_features for piece in linear.pieces)
+        for index in range(model.config.num_layers)
+        for path, linear in model.config.linears(index).items()
     }
-    kinds: dict[str, Any] = {"embedding": "embedding", "lm_head.weight": "head", **dict.fromkeys(pieces, "matrix")}
+    kinds: dict[str, Any] = dict.fromkeys(pieces, "matrix")
+    kinds |= {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
     return {
         name: Parameter(kinds.get(name, "other"), tuple(parameter.shape), pieces.get(name, ()))
         for name, parameter in model.named_parameters()

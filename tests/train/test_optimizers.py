@@ -183,7 +183,7 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest(data_folder):
     assert parameters["layers.0.mixer.qkv.weight"].pieces == (48, 24, 24)
     assert {group.lr_factor for group in groups} == {1.0, 0.25}
     rest = {name for group in groups if isinstance(group.rule, AdamWRule) for name in group.names}
-    assert {"embedding", "lm_head.weight", "norm.weight"} <= rest
+    assert {"embed_tokens.weight", "lm_head.weight", "norm.weight"} <= rest
 
 
 # 8-bit AdamW
@@ -283,5 +283,5 @@ def test_small_weights_and_the_embedding_stay_in_32_bits(data_folder):
         if isinstance(group.rule, AdamW8bitRule)
         for name in group.names
     }
-    assert "embedding" not in eight and "layers.0.mixer.qkv.weight" in eight
+    assert "embed_tokens.weight" not in eight and "layers.0.mixer.qkv.weight" in eight
     assert all(math.prod(parameters[name].shape) >= 4096 for name in eight)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hone.base.lazy import lazy
 from hone.cost.facts import ModelFacts
-from hone.cost.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost
+from hone.cost.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost, layer_matrix_params
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
 
@@ -65,13 +65,11 @@ class AdamW8bit(Optimizer):
     def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
         """As `groups` has it; a matrix of a layer is large, other weights but embedding and head are small."""
         sizes = [rows * columns for layer in facts.layers for rows, columns in layer.matmuls]
-        table = facts.vocab_size * facts.hidden_size
-        if not facts.tie_embeddings:
-            sizes.append(table)
-        if self.quantize_embedding:
-            sizes.append(table)
         large = [size for size in sizes if size >= self.min_elements]
-        eight = sum(large)
+        eight = layer_matrix_params(facts) * sum(large) / max(sum(sizes), 1)
+        tables = (not facts.tie_embeddings) + self.quantize_embedding
+        large += [facts.vocab_size * facts.hidden_size] * tables
+        eight += facts.vocab_size * facts.hidden_size * tables
         rest = facts.num_params - eight
         return UpdateCost(
             state_bytes=STATE_BYTES * eight + ADAMW_STATE_BYTES * rest,

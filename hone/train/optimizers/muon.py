@@ -71,6 +71,7 @@ class Muon(Optimizer):
             num_ops=ADAMW_OPS + (10 + 5 * self.ns_steps) * count,
             work_bytes=(4 + 3 * (2 if on_gpu else 4)) * largest,
             matmuls=tuple(matmuls),
+            num_repeats=inside / max(sum(layer.matmul_params for layer in facts.layers), 1),
             matmul_dtype="bfloat16" if on_gpu else "float32",
         )
 
