@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hone.base.durable import input_file
 from hone.base.errors import MissingExtra, SpecError
-from hone.base.inputs import input_file
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from hone.base.durable import input_file
 from hone.base.errors import HoneError, SpecError
-from hone.base.inputs import input_file
 from hone.data.mix.base import Source
 from hone.data.mix.endpoint import Endpoint
 from hone.data.mix.utilimax import Portfolio

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from hone.base.durable import input_file
 from hone.base.errors import MissingExtra, SpecError
-from hone.base.inputs import input_file
 from hone.data.mix.base import Chosen, Mixture, Source, by_source, shares, sizes
 from hone.data.mix.simplex import fill
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hone.base.artifact import MANIFEST, Artifact
+from hone.base.durable import input_file
 from hone.base.errors import SpecError
-from hone.base.inputs import input_file
 from hone.data.mix.base import Source, by_source
 
 Table = dict[str, dict[str, float]]

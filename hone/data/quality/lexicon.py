@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from hone.base.durable import write_atomic
+from hone.base.durable import input_file, write_atomic
 from hone.base.errors import ArtifactError, SpecError
-from hone.base.inputs import input_file
 from hone.data.quality.base import Scorer
 from hone.data.text.batch import Texts
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hone.base.durable import input_file
 from hone.base.errors import SpecError
-from hone.base.inputs import input_file
 from hone.base.spec import fingerprint
 from hone.data.readers.code import LANGUAGES, LICENCE_FILES, is_vendored, licence_of
 from hone.data.readers.remote import find, fixed, is_remote

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hone.base.durable import input_file
 from hone.base.errors import HoneError, SpecError
-from hone.base.inputs import input_file
 from hone.data.contamination.evaluation import read_evaluations
 from hone.data.mix.medu import read_examples
 from hone.data.mix.regmix import read_runs
