@@ -154,7 +154,7 @@ def whole_logits_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
 def torch_only() -> Iterator[None]:
     """Inside, the trainer runs torch's attention and plain formulas, the loss compiled over whole logits: hone.ops' peer."""
     kept = dict(dispatch.RULES)
-    plain = {"rms_norm": "lean", "rope": "lean", "swiglu": "lean"}
+    plain = {"rms_norm": "torch", "rope": "torch", "swiglu": "torch"}
     loss = torch.compile(whole_logits_loss, dynamic=False)
     for op, backend in plain.items():
         dispatch.RULES[op] = lambda where, backend=backend, **_: dispatch.Choice(backend, "the benchmark's peer")

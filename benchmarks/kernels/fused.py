@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import fused, linear_cross_entropy, reference
+from hone.ops import linear_cross_entropy, rms_norm, rope, rope_write, swiglu
 from hone.ops.moe import api as grouped
 from hone.ops.sample import api as sampling
 
@@ -145,10 +145,10 @@ def norm_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
     weight = torch.rand(width, **BF16)
 
     def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return fused.rms_norm(x, weight, 1e-5, residual)
+        return rms_norm(x, weight, 1e-5, residual)
 
     def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.rms_norm(x + residual, weight, 1e-5), x + residual
+        return rms_norm(x + residual, weight, 1e-5, backend="reference"), x + residual
 
     theirs, given, large = compiled(plain), (x, residual, weight), tokens > 1024
     name = f"rms_norm + residual {tokens} x {width}"
@@ -165,13 +165,11 @@ def norm_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
 def gate_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
     """swiglu: 3 values moved an output, 5 more in the backward pass."""
     gate_up, flow = torch.randn(tokens, 2 * width, **BF16), torch.randn(tokens, width, **BF16)
-    theirs, large = compiled(reference.swiglu), tokens > 1024
+    theirs, large = compiled(partial(swiglu, backend="reference")), tokens > 1024
     name = f"swiglu {tokens} x 2 x {width}"
-    found = [
-        against_compile(limit, name, 6 * flow.numel(), lambda: fused.swiglu(gate_up), lambda: theirs(gate_up), large)
-    ]
+    found = [against_compile(limit, name, 6 * flow.numel(), lambda: swiglu(gate_up), lambda: theirs(gate_up), large)]
     if large:
-        runs = step(fused.swiglu, (gate_up,), (flow,)), step(theirs, (gate_up,), (flow,))
+        runs = step(swiglu, (gate_up,), (flow,)), step(theirs, (gate_up,), (flow,))
         found.append(against_compile(limit, f"{name}, step", 16 * flow.numel(), *runs, False, captured=False))
     return found
 
@@ -189,13 +187,13 @@ def rope_row(limit: Ceilings, tokens: int) -> dict[str, Any]:
     @compiled
     def theirs(qkv: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-        k_pages[pages, :, offsets] = reference.rope(k, cos, sin)
+        k_pages[pages, :, offsets] = rope(k, cos, sin, backend="reference")
         v_pages[pages, :, offsets] = v
-        return reference.rope(q, cos, sin)
+        return rope(q, cos, sin, backend="reference")
 
     return against_compile(
         limit, f"rope + KV write {tokens} tokens, {heads}/{kv_heads} d{head_dim}", 4 * qkv.numel(),
-        lambda: fused.rope_write(*qkv.split([heads, kv_heads, kv_heads], 1), cos, sin, k_pages, v_pages, *places),
+        lambda: rope_write(*qkv.split([heads, kv_heads, kv_heads], 1), cos, sin, k_pages, v_pages, *places),
         lambda: theirs(qkv, k_pages, v_pages, *places), tokens > 1024,
     )  # fmt: skip
 

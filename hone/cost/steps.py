@@ -141,7 +141,7 @@ def traffic_seconds(machine: Machine, facts: ModelFacts, tokens: int, dtype: str
 
 
 def moved_values(facts: ModelFacts, *, backward: bool) -> float:
-    """Numbers a token that norms, rotations, gate and residual sums read and write, as hone.ops.lean does it.
+    """Numbers a token that norms, rotations, gate and residual sums read and write, as the torch calls of hone.ops do it.
 
     Forward: 5 passes a norm, 6 a rotation, 6 the gate, 3 a sum. Backward: 10 a norm, 8 a rotation, 12 the gate, 3 a
     sum, and 3 to join the gradients of queries, keys and values.

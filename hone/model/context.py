@@ -224,11 +224,10 @@ def has_fused(q: Tensor, v: Tensor) -> bool:
 
 def runs_fused(x: Tensor, head_dim: int) -> bool:
     """As `has_fused`, for heads of `head_dim` on the device and in the dtype of x."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256:
-        return False
-    from hone.ops.dispatch import locate
+    from hone.ops.dispatch import runs_kernel
 
-    return locate(x.device).runs_triton
+    facts = {"head_dim": head_dim, "v_dim": head_dim, "block": 0, "dense": False, "plain": True}
+    return runs_kernel("attend", x.device, dtype=x.dtype, **facts)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, mask: Any = None) -> Tensor:

@@ -4,13 +4,15 @@ Functions are bound here at once, not on first use: three of them have the name 
 folder would hide them. No kernel is imported with them.
 """
 
+from hone.ops.activation.api import swiglu
 from hone.ops.attention.api import attend, merge
 from hone.ops.dispatch import choose
-from hone.ops.fused import rms_norm, rope, rope_write, swiglu
 from hone.ops.linear.api import fp8_linear, linear, quantized_linear, sparse_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
+from hone.ops.norm.api import rms_norm
 from hone.ops.paged.api import attend_latent, attend_paged, quantize_kv, write_kv
+from hone.ops.rope.api import rope, rope_write
 from hone.ops.sample.api import sample
 from hone.ops.scan.api import scan, scan_delta
 

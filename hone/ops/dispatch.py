@@ -1,4 +1,8 @@
-"""Which backend runs an op: pure rules from shapes, dtype and device to a name and the reason for it."""
+"""Which backend runs an operation: pure rules from shapes, dtype and device to a name and the reason for it.
+
+This is the only place that decides. `choose` answers without a device at hand (planners ask it so); operations call
+`backend_of`, which a caller's `backend` overrules.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.autograd.function import Function
 
 from hone.base.errors import SpecError
 
@@ -38,21 +44,25 @@ class Where:
         return self.runs_triton and self.capability == (9, 0)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A backend and why it was chosen."""
 
     backend: str
     reason: str
 
 
-def choose(op: str, where: Where, **facts: Any) -> Choice:
-    """The backend of `op` ('attend', 'linear', ...) for `facts` (shapes, dtype and options that the op's rule names).
+def choose(op: str, where: Where, *, compiling: bool = False, **facts: Any) -> Choice:
+    """The backend of `op` ('attend', 'linear', ...) for `facts`: the shapes, dtype and options that the op's rule names.
 
-    A pure function: the same arguments give the same answer on any machine. Raises SpecError for an op without a rule.
+    A pure function: the same arguments give the same answer on any machine. `compiling`: torch.compile is tracing the
+    call. Raises SpecError for an op without a rule.
     """
     if op not in RULES:
         raise SpecError(f"op is {op!r}, which has no rule", fix=f"give one of {', '.join(RULES)}")
+    if where.kind != "cuda" and op in NO_GPU:
+        return NO_GPU[op]
+    if compiling and op in COMPILED:
+        return COMPILED[op]
     if where.kind == "cuda" and not where.runs_triton:
         return Choice("reference", _why_no_triton(where))
     return RULES[op](where, **facts)
@@ -60,7 +70,8 @@ def choose(op: str, where: Where, **facts: Any) -> Choice:
 
 def locate(device: torch.device | str) -> Where:
     """`Where` of a torch device."""
-    device = torch.device(device)
+    if isinstance(device, str):
+        device = torch.device(device)
     if torch.compiler.is_compiling():
         return Where(*_traced(device.type, device.index or 0))
     return _locate(device.type, device.index or 0)
@@ -91,7 +102,7 @@ def triton_version() -> tuple[int, int]:
 
 
 def backend_of(op: str, device: torch.device, forced: str | None = None, **facts: Any) -> str:
-    """The name an op dispatches on: `forced` (tests do that), else the chosen one. Says once why a GPU runs the reference.
+    """The name an op dispatches on: `forced` (tests do that), else the chosen one. Warns once where a GPU runs the reference.
 
     Raises SpecError for a forced name that the op does not have.
     """
@@ -101,10 +112,26 @@ def backend_of(op: str, device: torch.device, forced: str | None = None, **facts
             raise SpecError(said, fix="leave backend out, which takes the fastest one here, or give one of these")
         return forced
     where = locate(device)
-    choice = choose(op, where, **facts)
+    choice = choose(op, where, compiling=torch.compiler.is_compiling(), **facts)
     if choice.backend == "reference" and where.kind == "cuda":
         say_once(f"{op} runs its plain torch reference on {device.type}: {choice.reason}")
     return choice.backend
+
+
+def runs_kernel(op: str, device: torch.device, **facts: Any) -> bool:
+    """Whether `op` runs a kernel of hone's on `device`, not torch's operations or its plain reference."""
+    return choose(op, locate(device), **facts).backend in KERNELS
+
+
+def entry_of(op: Any, bare: Callable[..., Any], graded: type[Function], *given: Tensor | None) -> Any:
+    """What runs a kernel: the torch `op` in a compiled graph; else `graded` where a gradient is wanted, else `bare`.
+
+    The latter two spare the dispatcher of torch ops, which is most of a small call's time.
+    """
+    if torch.compiler.is_compiling():
+        return op
+    wants = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given)
+    return graded.apply if wants else bare
 
 
 @torch.compiler.assume_constant_result  # a tracer would look into the cache
@@ -135,28 +162,22 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def _rms_norm(where: Where, *, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> Choice:
-    if where.kind != "cuda":
-        return Choice("lean", "no GPU: torch with few passes")
     if dtype not in (*_HALVES, torch.float32) or weight_dtype != dtype:
         return Choice(
-            "lean", f"the kernel takes x and weight of one dtype up to 32 bits, not {dtype} and {weight_dtype}"
+            "torch", f"the kernel takes x and weight of one dtype up to 32 bits, not {dtype} and {weight_dtype}"
         )
     if width > 16384:
-        return Choice("lean", f"a row of {width} values does not fit a program's registers")
+        return Choice("torch", f"a row of {width} values does not fit a program's registers")
     return Choice("triton", "one pass over memory")
 
 
 def _elementwise(where: Where, *, dtype: torch.dtype) -> Choice:
-    if where.kind != "cuda":
-        return Choice("lean", "no GPU: torch with few passes")
     if dtype not in (*_HALVES, torch.float32):
-        return Choice("lean", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
+        return Choice("torch", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
     return Choice("triton", "one pass over memory")
 
 
 def _linear_cross_entropy(where: Where, *, dtype: torch.dtype) -> Choice:
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: chunks that stay in the CPU's cache")
     if dtype not in (*_HALVES, torch.float32):
         return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
     return Choice("triton", "library products around one kernel a chunk")
@@ -164,8 +185,6 @@ def _linear_cross_entropy(where: Where, *, dtype: torch.dtype) -> Choice:
 
 def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: int, decay: str) -> Choice:
     """`decay` is 'none', 'head', 'token' or 'channel'."""
-    if where.kind != "cuda":
-        return Choice("reference", "chunks of matrix products in plain torch are the CPU's path")
     if dtype not in (torch.bfloat16, torch.float16):
         return Choice("reference", f"the Triton kernels take bfloat16 and float16, not {dtype}")
     if max(dim_k, dim_v) > 256:
@@ -220,8 +239,6 @@ def _flash(where: Where, head_dim: int, v_dim: int, block: int, dense: bool) -> 
 def _attend_paged(
     where: Where, *, dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, v_dim: int, rows: int
 ) -> Choice:
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: rows of like size gathered into few calls of torch")
     formats = (dtype, torch.float8_e4m3fn, torch.int8)
     if dtype not in _HALVES or page_dtype not in formats:
         return Choice("reference", f"the kernels take 16-bit queries over pages of the same or 8 bits, not {dtype}")
@@ -248,8 +265,6 @@ def _attend_latent(
     boxed: bool = False,
 ) -> Choice:
     """`boxed`: pages hold whole blocks of 64 aligned latents, and there is no window."""
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: rows of like size gathered into few calls of torch")
     if dtype not in _HALVES or page_dtype != dtype:
         return Choice("reference", f"the kernel takes 16-bit queries and latents, not {dtype} and {page_dtype}")
     if value_dim != 512 or turned != 64:
@@ -266,8 +281,6 @@ def _attend_latent(
 def _grouped_linear(
     where: Where, *, dtype: torch.dtype, num_rows: int, num_experts: int, sizes: tuple[int, int], grad: bool
 ) -> Choice:
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: one product an expert")
     if dtype not in _HALVES:
         return Choice("reference", f"grouped products take dtypes of 16 bits, not {dtype}")
     if not grad and num_rows <= 32 * num_experts:
@@ -278,16 +291,12 @@ def _grouped_linear(
 
 
 def _permute(where: Where, *, dtype: torch.dtype) -> Choice:
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: torch's stable sort")
     if dtype not in (*_HALVES, torch.float32):
         return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
     return Choice("triton", "counting sort in two kernels")
 
 
 def _sample(where: Where, *, dtype: torch.dtype) -> Choice:
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: torch's sort and argmax")
     if dtype not in (*_HALVES, torch.float32):
         return Choice("reference", f"the kernel takes logits of 16 and 32 bits, not {dtype}")
     return Choice("triton", "noise and thresholds without a pass through memory")
@@ -305,8 +314,6 @@ def _linear(
 ) -> Choice:
     """`dtype` None: the tensors' dtypes differ. `in_rows`: the weight's rows have no gaps. `plain`: neither gradients nor
     autocast."""
-    if where.kind != "cuda":
-        return Choice("reference", "torch's product is the CPU's path")
     if not plain:
         return Choice("cublas", "gradients and autocast are torch's")
     if dtype not in _HALVES:
@@ -332,8 +339,6 @@ def _quantized_linear(
     plain: bool,
 ) -> Choice:
     """`plain`: no gradient to x. `group_size` is `in_features` where a row has one scale."""
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: weights are unpacked and multiplied by torch")
     if not tiled:
         return Choice("reference", "the codes are not tiled for the kernel")
     if not plain:
@@ -351,8 +356,6 @@ def _fp8_linear(
     where: Where, *, dtype: torch.dtype, rows: int, out_features: int, in_features: int, blockwise: bool
 ) -> Choice:
     """`dtype` is the output's."""
-    if where.kind != "cuda":
-        return Choice("reference", "no GPU: codes are turned into numbers and multiplied by torch")
     if where.capability < (8, 9):
         return Choice("reference", "this GPU has no fp8 tensor cores")
     if in_features % 16:
@@ -373,14 +376,40 @@ RULES: dict[str, Callable[..., Choice]] = {
     "fp8_linear": _fp8_linear,
     "rms_norm": _rms_norm,
     "rope": _elementwise,
+    "rope_in_place": _elementwise,
+    "rope_write": _elementwise,
     "swiglu": _elementwise,
     "linear_cross_entropy": _linear_cross_entropy,
     "grouped_linear": _grouped_linear,
     "permute": _permute,
     "sample": _sample,
 }
+"""On a GPU with Triton; `attend` answers for every device."""
 
-_ROWS_OPS = ("reference", "lean", "triton")
+NO_GPU: dict[str, Choice] = {
+    "rms_norm": Choice("torch", "no GPU: torch with few passes"),
+    "rope": Choice("torch", "no GPU: torch with few passes"),
+    "rope_in_place": Choice("torch", "no GPU: torch with few passes"),
+    "rope_write": Choice("torch", "no GPU: torch with few passes"),
+    "swiglu": Choice("torch", "no GPU: torch with few passes"),
+    "linear_cross_entropy": Choice("reference", "no GPU: chunks that stay in the CPU's cache"),
+    "scan": Choice("reference", "chunks of matrix products in plain torch are the CPU's path"),
+    "attend_paged": Choice("reference", "no GPU: rows of like size gathered into few calls of torch"),
+    "attend_latent": Choice("reference", "no GPU: rows of like size gathered into few calls of torch"),
+    "grouped_linear": Choice("reference", "no GPU: one product an expert"),
+    "permute": Choice("reference", "no GPU: torch's stable sort"),
+    "sample": Choice("reference", "no GPU: torch's sort and argmax"),
+    "linear": Choice("reference", "torch's product is the CPU's path"),
+    "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
+    "fp8_linear": Choice("reference", "no GPU: codes are turned into numbers and multiplied by torch"),
+}
+"""Off the GPU, whatever the facts."""
+
+_INTO_ONE = Choice("torch", "torch.compile makes one kernel of it and of what stands around it")
+COMPILED: dict[str, Choice] = {"rms_norm": _INTO_ONE, "rope": _INTO_ONE, "swiglu": _INTO_ONE}
+"""Under torch.compile, whatever the facts."""
+
+_ROWS_OPS = ("reference", "torch", "triton")
 _FLASH = ("gluon", "triton", "cudnn")
 
 BACKENDS: dict[str, tuple[str, ...]] = {
@@ -394,6 +423,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "fp8_linear": ("reference", "torch", "triton"),
     "rms_norm": _ROWS_OPS,
     "rope": _ROWS_OPS,
+    "rope_in_place": _ROWS_OPS,
+    "rope_write": _ROWS_OPS,
     "swiglu": _ROWS_OPS,
     "linear_cross_entropy": ("reference", "triton"),
     "grouped_linear": ("reference", "torch", "triton"),
@@ -401,3 +432,6 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "sample": ("reference", "triton"),
 }
 """The names that each op dispatches on: a rule answers with one of them, and `backend` may force one."""
+
+KERNELS = {"triton", "gluon"}
+"""The backends whose kernels are hone's own."""

@@ -17,6 +17,9 @@ from torch import Tensor
 
 WORD = 32
 
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The 8-bit formats of activations and of cached keys and values, and the largest number of each."""
+
 
 def num_words(num_values: int, bits: int) -> int:
     """Words of 32 bits that `num_values` codes of `bits` bits take."""

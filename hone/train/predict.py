@@ -11,7 +11,7 @@ from hone.cost.memory import train_bytes
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.machine import Machine
 from hone.ops.loss.api import kernel_rows
-from hone.ops.reference import chunk_rows
+from hone.ops.loss.reference import chunk_rows
 from hone.train.activation_checkpointing import Segment, live_layers
 from hone.train.precision import TORCH_NAMES, Precision
 

@@ -11,8 +11,8 @@ from hone.model.context import Causal, Packed
 from hone.model.decoder import build
 from hone.model.incremental import Incremental
 from hone.model.shape import Shape
-from hone.ops import dispatch, reference
-from hone.ops.attention import masks
+from hone.ops import dispatch
+from hone.ops.attention import masks, reference
 
 SMALL = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
 

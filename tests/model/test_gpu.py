@@ -8,7 +8,7 @@ import torch
 from hone.model.context import Packed
 from hone.model.decoder import build
 from hone.model.shape import Shape
-from hone.ops import linear_cross_entropy
+from hone.ops.loss.reference import linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -49,12 +49,13 @@ def test_a_move_arranges_the_codes_anew_and_changes_nothing(scheme: Scheme, monk
 def test_who_gets_tiles(monkeypatch) -> None:
     cpu = torch.device("cpu")
     assert not tiles_on(cpu, Scheme(4, 128), 4096)
+    from hone.ops import dispatch
     from hone.ops.dispatch import Where
 
-    monkeypatch.setattr(packed_int, "locate", lambda device: Where("cuda", (9, 0), 132, (3, 6)))
+    monkeypatch.setattr(dispatch, "locate", lambda device: Where("cuda", (9, 0), 132, (3, 6)))
     for scheme in (Scheme(4, 128), Scheme(8, 0), Scheme(4, 4096), Scheme(4, 32)):
         assert tiles_on(cpu, scheme, 4096)
     for scheme, columns in ((Scheme(3, 128), 4096), (Scheme(4, 16), 4096), (Scheme(4, 96), 4032), (Scheme(4, 0), 4064)):
         assert not tiles_on(cpu, scheme, columns)
-    monkeypatch.setattr(packed_int, "locate", lambda device: Where("cuda", (8, 0), 108, (3, 6)))
+    monkeypatch.setattr(dispatch, "locate", lambda device: Where("cuda", (8, 0), 108, (3, 6)))
     assert not tiles_on(cpu, Scheme(4, 128), 4096)

@@ -173,3 +173,25 @@ def examined(made: Any) -> Compiled:
 def _run(tool: str, *arguments: str) -> str:
     done = subprocess.run([str(_BIN / tool), *arguments], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
+
+
+STRIDES = {"stride", "token", "head", "slot", "page", "outer", "width", "half", "values", "expert", "row", "in", "out"}
+
+
+def compile_simple(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+    """`kernel` with pointers as `types` say and every other argument an i32, strides and widths in sixteens."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: types.get(name, "i32") for name in names}
+    aligned = [name for name in names if signature[name] == "i32" and name.rsplit("_", 1)[-1] in STRIDES]
+    return compile_triton(kernel, signature, constants, num_warps=warps, divisible=aligned)
+
+
+def bf16(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "*bf16")
+
+
+def fp32(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "*fp32")
+
+
+NUMBERS = dict.fromkeys(("eps", "largest", "lift", "z_loss", "smoothing", "alpha", "temperature"), "fp32")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import doctest
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import linear, rms_norm, sample
-from hone.ops.dispatch import BACKENDS, RULES, backend_of
+from hone.ops import (
+    dispatch,
+    linear,
+    rms_norm,
+    sample,
+)
+from hone.ops.dispatch import BACKENDS, RULES, Where, backend_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "ops.md"
 
@@ -40,3 +47,24 @@ def test_the_example_of_the_docs_runs() -> None:
     example = doctest.DocTestParser().get_doctest(unfenced, {}, "ops.md", str(DOCS), 0)
     tried = doctest.DocTestRunner().run(example)
     assert tried.attempted and not tried.failed
+
+
+F64 = torch.float64
+
+
+H200 = Where("cuda", (9, 0), 132, (3, 6))
+
+
+def test_a_graph_may_choose_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_locate", lambda kind, index: H200)
+
+    def run(x: Tensor) -> Tensor:
+        found = dispatch.backend_of("linear_cross_entropy", x.device, dtype=torch.bfloat16)
+        plain = dispatch.backend_of("linear_cross_entropy", x.device, dtype=x.dtype)
+        return x * (found == "triton") + (plain == "reference")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the tracer warns of what it cannot trace
+        warnings.filterwarnings("ignore", "linear_cross_entropy runs its plain torch reference")
+        compiled = torch.compile(run, fullgraph=True, backend="eager")
+        assert compiled(torch.full((2,), 3.0, dtype=F64)).tolist() == [4.0, 4.0]

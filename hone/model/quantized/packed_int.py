@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hone.model.quantized.scheme import Scheme
 from hone.ops import formats, quantized_linear
-from hone.ops.dispatch import locate
+from hone.ops.dispatch import runs_kernel
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights that are unpacked at a time: few enough for a cache on a CPU, enough to fill a GPU."""
@@ -168,10 +168,10 @@ class PackedInt(nn.Module):
 
 
 def tiles_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
-    """Whether `device` multiplies weights of `scheme` in tiles: what the rule of `quantized_linear` asks, but for dtypes."""
-    group_size = scheme.group_size or in_features
-    fits = group_size == in_features or (group_size >= 32 and group_size & (group_size - 1) == 0)
-    return scheme.bits in (4, 8) and in_features % 64 == 0 and fits and locate(device).runs_gluon
+    """Whether `device` multiplies weights of `scheme` in tiles, if x is of 16 bits and takes no gradient."""
+    facts = {"bits": scheme.bits, "group_size": scheme.group_size or in_features, "in_features": in_features}
+    tiled = scheme.bits in (4, 8) and in_features % 64 == 0
+    return runs_kernel("quantized_linear", device, **facts, dtype=torch.bfloat16, rows=1, tiled=tiled, plain=True)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

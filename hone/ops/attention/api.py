@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import reference
+from hone.ops.attention import reference
 from hone.ops.attention.masks import CAUSAL, Mask, Tiles
 from hone.ops.dispatch import backend_of
 

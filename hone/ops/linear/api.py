@@ -19,8 +19,6 @@ from hone.ops.dispatch import backend_of
 from hone.ops.linear.shapes import fp8_shape, quantized_shape, skinny_shape
 
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST = 448.0
-"""The largest number of float8_e4m3fn."""
 
 FP8_BLOCK = 128
 """Columns of x, and rows and columns of the weight, that share a scale in the blockwise recipe."""
@@ -107,8 +105,13 @@ def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tu
     high, wide_by = {"row": (1, columns), "1x128": (1, FP8_BLOCK), "128x128": (FP8_BLOCK, FP8_BLOCK)}[kind]
     blocks = F.pad(wide, (0, 0, 0, -rows % high)).view(-1, high, columns // wide_by, wide_by)
     largest = blocks.abs().amax((1, 3))
-    scales = torch.where(largest > 0, largest / FP8_LARGEST, 1.0)
-    codes = (blocks / scales[:, None, :, None]).clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8).view(-1, columns)[:rows]
+    scales = torch.where(largest > 0, largest / formats.LARGEST[FP8], 1.0)
+    codes = (
+        (blocks / scales[:, None, :, None])
+        .clamp(-formats.LARGEST[FP8], formats.LARGEST[FP8])
+        .to(FP8)
+        .view(-1, columns)[:rows]
+    )
     return codes, (scales.view(-1) if kind == "row" else scales).float()
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hone.base.errors import SpecError
-from hone.ops import reference
 from hone.ops.dispatch import backend_of
-from hone.ops.reference import Lesson
+from hone.ops.loss import reference
+from hone.ops.loss.reference import Lesson
 
 
 def linear_cross_entropy(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
+from hone.ops.formats import LARGEST
 from hone.ops.paged.reference import Extras, PagedPlan, attend_planned, plan_rows
 
 __all__ = [
@@ -26,9 +27,6 @@ __all__ = [
     "runs_kernel",
     "write_kv",
 ]
-
-HIGHEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""The formats of quantized pages, and the largest number of each."""
 
 
 def write_kv(
@@ -73,7 +71,7 @@ def check_write(
                 f"{name} {tuple(x.shape)} and {name}_pages {tuple(into.shape)} do not go together",
                 fix="k and v are [T, KV, Dh], pages [num_pages, KV, page_size, Dh]",
             )
-        if (into.dtype in HIGHEST) != (scale is not None):
+        if (into.dtype in LARGEST) != (scale is not None):
             raise SpecError(
                 f"{name}_pages of {into.dtype} came {'without' if scale is None else 'with'} {name}_scale",
                 fix="8-bit pages take both k_scale and v_scale, others take none",
@@ -87,14 +85,14 @@ def check_write(
 
 def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [..., Dh] in `dtype` (float8_e4m3fn or int8), and its scales [...], float32: x is about the product of the two."""
-    if dtype not in HIGHEST:
-        raise SpecError(f"pages are quantized to {dtype}", fix=f"take one of {', '.join(map(str, HIGHEST))}")
-    scale = (x.abs().amax(-1).float() / HIGHEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
+    if dtype not in LARGEST:
+        raise SpecError(f"pages are quantized to {dtype}", fix=f"take one of {', '.join(map(str, LARGEST))}")
+    scale = (x.abs().amax(-1).float() / LARGEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
     return _rounded(x.float() / scale[..., None], dtype), scale
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.clamp(-HIGHEST[dtype], HIGHEST[dtype])
+    x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
     return (x if dtype.is_floating_point else x.round()).to(dtype)
 
 
@@ -273,7 +271,7 @@ def _check(
     if extras.sinks is not None and extras.sinks.shape != q.shape[1:2]:
         raise SpecError(f"sinks {tuple(extras.sinks.shape)} are not [{q.shape[1]}]", fix="give a number a query head")
     _check_rows(q, page_table, seq_lens, query_lens)
-    if (k_pages.dtype in HIGHEST) != (extras.k_scale is not None) or (extras.k_scale is None) != (
+    if (k_pages.dtype in LARGEST) != (extras.k_scale is not None) or (extras.k_scale is None) != (
         extras.v_scale is None
     ):
         raise SpecError(

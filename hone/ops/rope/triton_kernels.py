@@ -1,7 +1,4 @@
-"""What each token's numbers become alone: rotary positions, also straight into pages, and the SwiGLU gate.
-
-Queries and keys are turned where they lie; the gate's backward pass computes the gate again.
-"""
+"""Rotary position embedding of each token alone, also straight into the pages of a key/value cache."""
 
 from __future__ import annotations
 
@@ -116,76 +113,6 @@ def _turned(start, cos, sin, angle, head_stride, angle_stride, heads, num_heads,
     kind = first.dtype
     first = first.to(tl.float32)
     return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind), inside
-
-
-@triton.jit
-def _part(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(row, columns, which of them there are) of a program; neighbours in a row run together, so memory comes in long runs.
-
-    A width known at compile time makes the division cheap: these programs live for a few microseconds.
-    """
-    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = tl.full([BLOCK], True, tl.int1) if WIDTH % BLOCK == 0 else at < WIDTH
-    return row, at, inside
-
-
-@triton.jit
-def swiglu_forward(gate_up, out, gate_up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """out [T, F] = silu(gate) * up of gate_up [T, 2F], BLOCK columns of a row a program; WIDTH is F."""
-    row, at, inside = _part(WIDTH, BLOCK)
-    gate = tl.load(gate_up + row * gate_up_stride + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * gate_up_stride + WIDTH + at, mask=inside, other=0.0)
-    # The reference rounds silu(gate) before it multiplies.
-    active = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * WIDTH + at, (active * up.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def swiglu_backward(gate_up, upstream, grad, gate_up_stride, upstream_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """grad [T, 2F] from upstream [T, F] and the forward's input."""
-    row, at, inside = _part(WIDTH, BLOCK)
-    gate = tl.load(gate_up + row * gate_up_stride + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * gate_up_stride + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    flow = tl.load(upstream + row * upstream_stride + at, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    active = gate * share
-    grad_gate = flow * up * (share + active * (1.0 - share))
-    start = grad + row * 2 * WIDTH
-    tl.store(start + at, grad_gate.to(grad.dtype.element_ty), mask=inside)
-    tl.store(start + WIDTH + at, (flow * active).to(grad.dtype.element_ty), mask=inside)
-
-
-def gate_shape(width: int) -> tuple[int, int]:
-    """(columns a program, warps) of the gate's kernels: 8 columns a thread, and no masks where 512 divides the width."""
-    block = next((size for size in (1024, 512) if width % size == 0), min(1024, triton.next_power_of_2(width)))
-    return block, max(1, block // 256)
-
-
-def launch_gate(gate_up: Tensor, out: Tensor) -> None:
-    """out [..., F] from gate_up [..., 2F]."""
-    rows, width = _rows(gate_up), out.shape[-1]
-    block, warps = gate_shape(width)
-    if out.numel():
-        grid = (triton.cdiv(width, block) * len(rows),)
-        swiglu_forward[grid](rows, out, rows.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
-
-
-def launch_gate_backward(gate_up: Tensor, upstream: Tensor, grad: Tensor) -> None:
-    """grad [..., 2F] from the forward's input and upstream [..., F]."""
-    rows, flow, width = _rows(gate_up), _rows(upstream), upstream.shape[-1]
-    block, warps = gate_shape(width)
-    if grad.numel():
-        grid = (triton.cdiv(width, block) * len(rows),)
-        swiglu_backward[grid](
-            rows, flow, grad, rows.stride(0), flow.stride(0), WIDTH=width, BLOCK=block, num_warps=warps
-        )
-
-
-def _rows(x: Tensor) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def turn_shape(num_heads: int, head_dim: int) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hone.data.load import IGNORE
 from hone.ops import linear_cross_entropy
-from hone.ops.reference import Lesson, chunk_rows
+from hone.ops.loss.reference import Lesson, chunk_rows
 
 
 def distill_loss(

@@ -7,7 +7,7 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.model.context import Causal
-from hone.ops import reference
+from hone.ops import rope
 from tests.model.mixers.small import (
     check_apart,
     check_causal,
@@ -69,7 +69,7 @@ def test_formula_under_its_own_table(spec):
     turns = context.rotary(mixer.spec.rope, 6, x.dtype)
     seen = mixer.mask(70, x.device).dense(70, 70, x.device)
     assert len({tuple(rows.flatten().tolist()) for rows in seen[0]}) > 1, "every head drew the same blocks"
-    want = dense(reference.rope(q, *turns), reference.rope(k, *turns), v, seen, 6**-0.5)
+    want = dense(rope(q, *turns), rope(k, *turns), v, seen, 6**-0.5)
     torch.testing.assert_close(mixer(x, context), want.flatten(-2) @ mixer.out.weight.T)
 
 

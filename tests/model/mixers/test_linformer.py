@@ -10,7 +10,7 @@ from hone.model.context import Causal, Packed
 from hone.model.decoder import build
 from hone.model.incremental import generate
 from hone.model.shape import Shape
-from hone.ops import reference
+from hone.ops import rope
 from hone.serve.engine import Engine
 from tests.model.mixers.small import check_gradients, check_saved, prompt, small
 
@@ -25,7 +25,7 @@ def test_formula(length):
     context = Causal(x[..., 0])
     q, k, v = (x @ mixer.qkv.weight.T).split([24, 12, 12], -1)
     cos, sin = context.rotary(mixer.spec.rope, 6, x.dtype)
-    q, k = (reference.rope(part.unflatten(-1, (-1, 6)), cos, sin).flatten(-2) for part in (q, k))
+    q, k = (rope(part.unflatten(-1, (-1, 6)), cos, sin).flatten(-2) for part in (q, k))
     heads = []
     for head in range(4):
         part = slice(head // 2 * 6, head // 2 * 6 + 6)

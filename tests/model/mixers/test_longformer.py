@@ -8,7 +8,7 @@ import torch
 from hone.base.errors import SpecError
 from hone.model.context import Causal
 from hone.model.incremental import generate
-from hone.ops import reference
+from hone.ops import rope
 from tests.model.mixers.small import (
     check_apart,
     check_causal,
@@ -32,7 +32,7 @@ def formula(mixer, x: torch.Tensor, context: Causal) -> torch.Tensor:
 
     def heads(weight, rotated):
         made = (x @ weight.T).unflatten(-1, (-1, spec.head_dim))
-        made = reference.rope(made, *turns) if rotated else made
+        made = rope(made, *turns) if rotated else made
         return made.repeat_interleave(spec.num_heads // made.shape[2], 2)
 
     q, k, v = mixer.qkv.weight.split(mixer.rows["qkv"])

@@ -7,7 +7,7 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.model.context import Causal
-from hone.ops import reference
+from hone.ops import rope
 from tests.model.mixers.small import (
     check_apart,
     check_causal,
@@ -28,7 +28,7 @@ def formula(mixer, x: torch.Tensor, context: Causal, ids: torch.Tensor | None = 
     spec, seq_len = mixer.spec, x.shape[1]
     turns = context.rotary(spec.rope, spec.head_dim, x.dtype)
     q, k, v = (part.unflatten(-1, (-1, 6)) for part in (x @ mixer.qkv.weight.T).split([24, 12, 12], -1))
-    q, k = reference.rope(q, *turns), reference.rope(k, *turns)
+    q, k = rope(q, *turns), rope(k, *turns)
     rows = []
     for i in range(seq_len):
         heads = []

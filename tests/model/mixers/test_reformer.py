@@ -7,7 +7,7 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.model.context import Causal
-from hone.ops import reference
+from hone.ops import rope
 from tests.model.mixers.small import (
     check_apart,
     check_causal,
@@ -29,7 +29,7 @@ def formula(mixer, x: torch.Tensor, context: Causal) -> torch.Tensor:
     width = spec.num_heads * spec.head_dim
     shared, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (x @ mixer.qk_v.weight.T).split(width, -1))
     buckets = mixer._hash(shared)
-    q = reference.rope(shared, *context.rotary(spec.rope, spec.head_dim, x.dtype))
+    q = rope(shared, *context.rotary(spec.rope, spec.head_dim, x.dtype))
     k = q / q.square().sum(-1, keepdim=True).sqrt()
     out = torch.zeros_like(v)
     for row in range(batch):

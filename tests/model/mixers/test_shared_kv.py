@@ -10,7 +10,7 @@ from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
 from hone.model.context import Causal
 from hone.model.shape import Shape
-from hone.ops import reference
+from hone.ops import rope
 from hone.train.student import student_config
 from tests.model.mixers.small import (
     check_apart,
@@ -39,8 +39,8 @@ def test_it_attends_to_the_lenders_keys():
     got = borrower(y, context)
     cos, sin = context.rotary(lender.spec.rope, 6, x.dtype)
     heads = (x @ lender.qkv.weight.T).unflatten(-1, (8, 6))
-    k, v = reference.rope(heads[..., 4:6, :], cos, sin), heads[..., 6:, :]
-    q = reference.rope((y @ borrower.q.weight.T).unflatten(-1, (4, 6)), cos, sin)
+    k, v = rope(heads[..., 4:6, :], cos, sin), heads[..., 6:, :]
+    q = rope((y @ borrower.q.weight.T).unflatten(-1, (4, 6)), cos, sin)
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     want = dense(q, k, v, seen, 6**-0.5).flatten(-2) @ borrower.out.weight.T
     torch.testing.assert_close(got, want)

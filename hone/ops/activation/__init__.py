@@ -1,0 +1,1 @@
+"""The gates of feed-forwards: `swiglu`."""

@@ -1,0 +1,89 @@
+"""The gates of feed-forwards in one pass over memory: public functions, their GPU ops and gradients.
+
+Legend: F width of a feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from hone.base.errors import SpecError
+from hone.ops.activation import reference, torch_calls
+from hone.ops.dispatch import backend_of, entry_of
+
+
+def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
+    """silu(gate) * up of the halves of the last axis: [..., 2F] -> [..., F]. arXiv:2002.05202.
+
+    Only its input is kept for the backward pass, which computes the gate again. Differentiable once. Raises SpecError
+    for an axis that has no halves.
+    """
+    if gate_up.shape[-1] % 2:
+        raise SpecError(
+            f"gate_up {tuple(gate_up.shape)} has no halves: its last axis is odd",
+            fix="give [..., 2F]: the gate's F columns, then the up projection's",
+        )
+    chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
+    if chosen == "triton":
+        return entry_of(_gate_op, _gate, _Gate, gate_up)(gate_up)
+    return (torch_calls if chosen == "torch" else reference).swiglu(gate_up)
+
+
+# What the GPU runs: launches of the Triton kernels as torch ops, and for eager calls as plain Functions.
+
+
+def _gate(gate_up: Tensor) -> Tensor:
+    from hone.ops.activation.triton_kernels import launch_gate
+
+    out = _gate_fake(gate_up)
+    launch_gate(gate_up, out)
+    return out
+
+
+_gate_op = torch.library.custom_op("hone::swiglu", _gate, mutates_args=())
+
+
+@_gate_op.register_fake
+def _gate_fake(gate_up: Tensor) -> Tensor:
+    return torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+
+
+def _gate_backward(gate_up: Tensor, upstream: Tensor) -> Tensor:
+    from hone.ops.activation.triton_kernels import launch_gate_backward
+
+    grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    launch_gate_backward(gate_up, upstream, grad)
+    return grad
+
+
+_gate_backward_op = torch.library.custom_op("hone::swiglu_backward", _gate_backward, mutates_args=())
+
+
+@_gate_backward_op.register_fake
+def _gate_backward_fake(gate_up: Tensor, upstream: Tensor) -> Tensor:
+    return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+
+
+def _gate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _gate_grad(run: Callable[..., Any], ctx: Any, upstream: Tensor) -> Tensor:
+    grad: Tensor = run(ctx.saved_tensors[0], upstream)
+    return grad
+
+
+_gate_op.register_autograd(partial(_gate_grad, _gate_backward_op), setup_context=_gate_setup)
+
+
+class _Gate(Function):
+    """`hone::swiglu`, without the dispatcher."""
+
+    forward, setup_context = staticmethod(_gate), staticmethod(_gate_setup)
+    backward = staticmethod(once_differentiable(partial(_gate_grad, _gate_backward)))

@@ -1,0 +1,12 @@
+"""The gates of feed-forwards, written out: the oracle of the other backends."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of the halves of the last axis: [..., 2F] -> [..., F]. arXiv:2002.05202."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

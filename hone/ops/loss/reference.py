@@ -1,0 +1,176 @@
+"""Cross entropy of a linear head in plain torch, a chunk of tokens at a time: the kernel's oracle, and the CPU path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher says of the same tokens: its normed hidden states [..., E] and its head's weight [V, E].
+
+    The loss becomes alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of the loss without it.
+    Hinton et al. 2015, arXiv:1503.02531.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    alpha: float
+    temperature: float = 1.0
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    reduction: Literal["sum", "mean"] = "mean",
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    lesson: Lesson | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """`ops.loss.linear_cross_entropy` in plain torch: chunks of logits, gradients made beside the loss."""
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    if not torch.is_grad_enabled():  # a Function asks its inputs alone, and would make gradients that nobody takes
+        x, weight = x.detach(), weight.detach()
+    rows = rows or chunk_rows(x.device.type, len(weight))
+    total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore_index, z_loss, label_smoothing, lesson, rows)
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made beside the loss, while a chunk's logits are at hand, so the backward pass only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        z_loss: float,
+        label_smoothing: float,
+        lesson: Lesson | None,
+        rows: int,
+    ) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        # Slopes of rare tokens are below float16's range; a power of two lifts them and is taken out again.
+        ctx.lift = 256.0 if x.dtype == torch.float16 else 1.0
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        wants_slope = grad_x is not None or grad_weight is not None
+        total = torch.zeros((), dtype=exact, device=x.device)
+        taught = None if lesson is None else lesson.hidden.reshape(len(x), -1)
+        for begin in range(0, len(x), rows):
+            part = x[begin : begin + rows]
+            chosen = targets[begin : begin + rows]
+            logits = (part @ weight.T).to(exact)
+            if lesson is None or taught is None:
+                loss, slope = _cross_entropy_chunk(logits, chosen, ignore_index, z_loss, label_smoothing, wants_slope)
+            else:
+                teacher = (taught[begin : begin + rows] @ lesson.weight.T).to(exact)
+                loss, slope = _lesson_chunk(
+                    logits, teacher, chosen, ignore_index, z_loss, lesson.alpha, lesson.temperature, wants_slope
+                )
+            total = total + loss  # not in place: torch 2.11, compiling, would take the sum for one without gradients
+            if slope is None:
+                continue
+            slope = slope.mul_(ctx.lift).to(x.dtype)
+            if grad_x is not None:
+                torch.mm(slope, weight, out=grad_x[begin : begin + rows])
+            if grad_weight is not None:
+                if exact == x.dtype and lesson is None:  # with a lesson, runs made before keep their last bits
+                    grad_weight.addmm_(slope.T, part)
+                else:
+                    grad_weight += slope.T @ part
+        ctx.dtypes = x.dtype, weight.dtype
+        ctx.save_for_backward(grad_x, grad_weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        grad_x, grad_weight = ctx.saved_tensors
+        scale = upstream / ctx.lift
+        if grad_x is not None:
+            grad_x = (grad_x * scale).to(ctx.dtypes[0])
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.dtypes[1])
+        return grad_x, grad_weight, *[None] * 6
+
+
+def chunk_rows(device_type: str, vocab_size: int) -> int:
+    """Tokens whose logits are held at once: what stays in a CPU's cache (4 MiB), what fills a GPU (256 MiB and more)."""
+    if device_type == "cpu":
+        return max(64, (1 << 20) // vocab_size)
+    return max(1024, (1 << 27) // vocab_size // 256 * 256)  # whole tiles of the products
+
+
+def _cross_entropy_chunk(
+    logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float, label_smoothing: float, wants_slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Loss summed over the valid rows of logits [T, V] and, if wanted, its slope by the logits (made in their place)."""
+    valid = targets != ignore_index
+    chosen = targets.masked_fill(~valid, 0)[:, None]
+    log_sum = logits.logsumexp(-1)
+    losses = log_sum - logits.gather(1, chosen)[:, 0]
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (log_sum - logits.mean(-1))
+    if z_loss:
+        losses = losses + z_loss * log_sum.square()
+    total = losses.masked_fill(~valid, 0).sum()
+    if not wants_slope:
+        return total, None
+    slope = logits.sub_(log_sum[:, None]).exp_()
+    if z_loss:
+        slope *= (1 + 2 * z_loss * log_sum)[:, None]
+    if label_smoothing:
+        slope -= label_smoothing / logits.shape[-1]
+    slope.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=slope.dtype))
+    slope *= valid[:, None]
+    return total, slope
+
+
+def _lesson_chunk(
+    student: Tensor,
+    teacher: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    z_loss: float,
+    alpha: float,
+    temperature: float,
+    wants_slope: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`_cross_entropy_chunk` with a teacher's logits [T, V]: the mix that `Lesson` describes, and its slope."""
+    valid = targets != ignore_index
+    chosen = targets.masked_fill(~valid, 0)[:, None]
+    soft = F.log_softmax(student / temperature, dim=-1)
+    taught = F.log_softmax(teacher / temperature, dim=-1)
+    plain = soft if temperature == 1.0 else F.log_softmax(student, dim=-1)
+    share = taught.exp()
+    divergence = (share * (taught - soft)).sum(-1)
+    text = -plain.gather(1, chosen)[:, 0]
+    log_sum = student.logsumexp(-1) if z_loss else None
+    if log_sum is not None:
+        text = text + z_loss * log_sum.square()
+    losses = alpha * temperature**2 * divergence + (1 - alpha) * text
+    total = losses.masked_fill(~valid, 0).sum()
+    if not wants_slope:
+        return total, None
+    # d KL / d student = (softmax(student / t) - softmax(teacher / t)) / t, times t^2.
+    slope = soft.exp().sub_(share).mul_(alpha * temperature)
+    if log_sum is None:
+        slope.add_(plain.exp(), alpha=1 - alpha)
+    else:
+        slope.addcmul_(plain.exp(), (1 + 2 * z_loss * log_sum)[:, None], value=1 - alpha)
+    slope.scatter_add_(1, chosen, torch.full_like(chosen, alpha - 1, dtype=slope.dtype))
+    slope *= valid[:, None]
+    return total, slope

@@ -1,0 +1,185 @@
+"""Rotary position embedding in one pass over memory: public functions, their GPU ops and the gradient.
+
+Legend: T tokens, H query heads, KV key/value heads, Dh head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from hone.base.errors import SpecError
+from hone.ops.dispatch import backend_of, entry_of
+from hone.ops.formats import LARGEST
+from hone.ops.paged.api import check_write, write_kv
+from hone.ops.rope import reference, torch_calls
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend: str | None = None) -> Tensor:
+    """Turns the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]; arXiv:2104.09864.
+
+    `in_place` overwrites x and returns it (serving: no gradient). Differentiable in x. Raises SpecError for an odd Dh and for
+    angles of another width.
+    """
+    if x.shape[-1] % 2:
+        raise SpecError(f"x {tuple(x.shape)} has no pairs to turn: its last axis is odd", fix="take an even head_dim")
+    chosen = backend_of("rope_in_place" if in_place else "rope", x.device, backend, dtype=x.dtype)
+    if chosen == "triton":
+        if in_place:
+            (_rope_in_place_op if torch.compiler.is_compiling() else _turn_in_place)(x, cos, sin)
+            return x
+        return entry_of(_rope_op, _rotated, _Rotated, x)(x, cos, sin, 1.0)
+    _check_angles(x, cos, sin)
+    turned = (torch_calls if chosen == "torch" else reference).rope(x, cos, sin)
+    return x.copy_(turned) if in_place else turned
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Turns q [T, H, Dh] where it lies, and files turned k [T, KV, Dh] and v [T, KV, Dv] in the pages, in one pass.
+
+    cos, sin [T, 1, Dh/2]. Pages, `pages`, `offsets` and the scales of 8-bit pages are those of `hone.ops.write_kv`:
+    token t goes to slot offsets[t] of page pages[t], and no place may come twice. No gradient. Raises SpecError as
+    `write_kv` does.
+    """
+    check_write(k, v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+    chosen = backend_of("rope_write", q.device, backend, dtype=q.dtype)
+    per_token = k_scale is None or (k_scale.dim() == 3 and v_scale is not None and v_scale.dim() == 3)
+    if chosen == "triton" and per_token:
+        write = _rope_write_op if torch.compiler.is_compiling() else _turn_write
+        write(q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+        return
+    _check_angles(q, cos, sin)
+    turn = (reference if chosen == "reference" else torch_calls).rope
+    q.copy_(turn(q, cos, sin))
+    write_kv(turn(k, cos, sin), v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+
+
+# What the GPU runs: launches of the Triton kernels as torch ops, and for eager calls as plain Functions.
+
+
+def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    half = x.shape[-1] // 2
+    if cos.shape[-2:] != (1, half) or sin.shape != cos.shape:
+        raise SpecError(
+            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} do not turn x {tuple(x.shape)}",
+            fix=f"give both as [..., 1, {half}], the axes before them like x's or 1",
+        )
+
+
+def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as [rows, Dh/2], where token t of x takes row t % rows; copies only if they neither match nor repeat."""
+    _check_angles(x, cos, sin)
+    half, lead = x.shape[-1] // 2, x.shape[:-2]
+    kept = list(cos.shape[:-2])
+    while kept and kept[0] == 1:
+        kept.pop(0)
+    if kept != list(lead[len(lead) - len(kept) :]):
+        cos, sin = (one.view(*kept, 1, half).expand(*lead, 1, half) for one in (cos, sin))
+    return cos.reshape(-1, half).contiguous(), sin.reshape(-1, half).contiguous()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    from hone.ops.rope.triton_kernels import launch_turn
+
+    out = _rope_fake(x, cos, sin, sign)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    launch_turn(x.reshape(-1, *x.shape[-2:]), out.view(-1, *x.shape[-2:]), *angle_rows(x, cos, sin), sign)
+    return out
+
+
+_rope_op = torch.library.custom_op("hone::rope", _rotated, mutates_args=())
+
+
+@_rope_op.register_fake
+def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.sign = inputs[3]
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _rope_grad(turn: Callable[..., Tensor], ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    return turn(upstream, *ctx.saved_tensors, -ctx.sign), None, None, None
+
+
+_rope_op.register_autograd(partial(_rope_grad, _rope_op), setup_context=_rope_setup)
+
+
+class _Rotated(Function):
+    """`hone::rope`, without the dispatcher."""
+
+    forward, setup_context = staticmethod(_rotated), staticmethod(_rope_setup)
+    backward = staticmethod(lambda ctx, upstream: _rope_grad(_Rotated.apply, ctx, upstream))
+
+
+def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    from hone.ops.rope.triton_kernels import launch_turn
+
+    if x.stride(-1) != 1:
+        said = f"x with strides {x.stride()} cannot be turned in place: its last axis must be contiguous"
+        raise SpecError(said, fix="give x.contiguous() and use what comes back, or leave in_place out")
+    tokens = x.view(-1, *x.shape[-2:])
+    launch_turn(tokens, tokens, *angle_rows(x, cos, sin), 1.0)
+
+
+def _turn_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    from hone.ops.rope.triton_kernels import launch_turn_write
+
+    for name, one in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if one.stride(-1) != 1:
+            said = f"{name} with strides {one.stride()} cannot be written in place: its last axis has gaps"
+            raise SpecError(said, fix=f"make {name} with contiguous rows, such as {name}.contiguous()")
+    k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (k, v))
+    pages, offsets = pages.contiguous(), offsets.contiguous()
+    angles = angle_rows(q, cos.expand(len(q), 1, -1), sin.expand(len(q), 1, -1))
+    largest = LARGEST.get(k_pages.dtype, 0.0)
+    launch_turn_write(q, k, v, *angles, k_pages, v_pages, pages, offsets, k_scale, v_scale, largest)
+
+
+_rope_in_place_op = torch.library.custom_op("hone::rope_in_place", _turn_in_place, mutates_args=("x",))
+_rope_write_op = torch.library.custom_op(
+    "hone::rope_write", _turn_write, mutates_args=("q", "k_pages", "v_pages", "k_scale", "v_scale")
+)
+
+
+@_rope_in_place_op.register_fake
+def _rope_in_place_fake(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    return None
+
+
+@_rope_write_op.register_fake
+def _rope_write_fake(*given: Tensor | None) -> None:
+    return None

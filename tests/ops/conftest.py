@@ -1,0 +1,39 @@
+"""What all tests of operations share: skips without a GPU, equal random numbers, kernels in Triton's interpreter.
+
+Files named `interpreted*.py` hold tests of Triton kernels on CPU tensors. Kernels become interpreted when their module is
+imported, so TRITON_INTERPRET must be set before the first import: pytest does not collect these files by itself,
+`test_interpreted.py` runs them in a process of their own. By hand:
+`TRITON_INTERPRET=1 pytest tests/ops/norm/interpreted.py`. The interpreter is right in float32, float16 and float8 only:
+bfloat16 is silently wrong there. Keep shapes tiny.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips before fixtures run, so that none touches CUDA; every test starts from the same random numbers."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(0)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @pytest.fixture(autouse=True)
+    def scalars_are_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lets a kernel's loop run to a number it was given: the interpreter keeps numbers in arrays of one element, which
+        NumPy 2.4 no longer turns into integers."""
+        from triton.runtime import interpreter
+
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor, scope) -> None:
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

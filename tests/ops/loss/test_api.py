@@ -1,0 +1,122 @@
+"""The linear head's cross entropy against torch's own functions on whole logits, and its arguments' errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.base.errors import SpecError
+from hone.ops import choose
+from hone.ops.dispatch import Where
+from hone.ops.loss.api import kernel_rows, linear_cross_entropy
+from hone.ops.loss.reference import Lesson
+
+F64 = torch.float64
+H200 = Where("cuda", (9, 0), 132, (3, 6))
+
+
+def inputs(tokens: int = 23, vocab: int = 41, width: int = 7) -> tuple[torch.Tensor, ...]:
+    x = torch.randn(tokens, width, dtype=F64, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=F64, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,))
+    targets[::5] = -100
+    return x, weight, targets
+
+
+def agree(ours: torch.Tensor, plain: torch.Tensor, *leaves: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, plain)
+    for one, two in zip(torch.autograd.grad(1.7 * ours, leaves), torch.autograd.grad(1.7 * plain, leaves)):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("rows", [1, 8, None])
+def test_label_smoothing_is_torchs(reduction: str, smoothing: float, rows: int | None) -> None:
+    x, weight, targets = inputs()
+    plain = F.cross_entropy(x @ weight.T, targets, reduction=reduction, label_smoothing=smoothing)
+    ours = linear_cross_entropy(x, weight, targets, reduction=reduction, label_smoothing=smoothing, rows=rows)
+    agree(ours, plain, x, weight)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_a_lesson_mixes_in_the_teacher(temperature: float) -> None:
+    x, weight, targets = inputs()
+    lesson = Lesson(torch.randn(23, 5, dtype=F64), torch.randn(41, 5, dtype=F64), 0.3, temperature)
+    valid = targets != -100
+    student, teacher = (x @ weight.T)[valid], (lesson.hidden @ lesson.weight.T)[valid]
+    soft = F.kl_div(F.log_softmax(student / temperature, -1), F.softmax(teacher / temperature, -1), reduction="sum")
+    hard = F.cross_entropy(student, targets[valid], reduction="sum") + 0.1 * student.logsumexp(-1).square().sum()
+    plain = 0.3 * temperature**2 * soft + 0.7 * hard
+    agree(
+        linear_cross_entropy(x, weight, targets, reduction="sum", z_loss=0.1, lesson=lesson, rows=6), plain, x, weight
+    )
+
+
+def test_the_lesson_may_come_in_the_shape_of_a_batch() -> None:
+    x, weight, targets = inputs(tokens=24)
+    lesson = Lesson(torch.randn(24, 5, dtype=F64), torch.randn(41, 5, dtype=F64), 0.3)
+    flat = linear_cross_entropy(x, weight, targets, lesson=lesson)
+    batch = Lesson(lesson.hidden.view(2, 12, 5), lesson.weight, 0.3)
+    torch.testing.assert_close(linear_cross_entropy(x.view(2, 12, 7), weight, targets.view(2, 12), lesson=batch), flat)
+
+
+def test_gradcheck() -> None:
+    x, weight, targets = inputs(tokens=5, vocab=6, width=3)
+    assert torch.autograd.gradcheck(
+        lambda a, b: linear_cross_entropy(a, b, targets, z_loss=0.01, label_smoothing=0.1, rows=2), (x, weight)
+    )
+
+
+def test_a_compiled_loss_has_its_gradients() -> None:
+    x, weight, targets = inputs()
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, z_loss=0.01, rows=5)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for ours, plain in zip(*(torch.autograd.grad(way(x, weight), (x, weight)) for way in (compiled, run)), strict=True):
+        assert plain.any()
+        torch.testing.assert_close(ours, plain)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, weight, targets = inputs()
+    with pytest.raises(SpecError, match="do not fit"):
+        linear_cross_entropy(x, weight, targets[:-1])
+    with pytest.raises(SpecError, match="do not fit"):
+        linear_cross_entropy(x, weight[:, :-1], targets)
+    with pytest.raises(SpecError, match="label_smoothing and a lesson"):
+        linear_cross_entropy(x, weight, targets, label_smoothing=0.1, lesson=Lesson(x, weight, 0.5))
+    with pytest.raises(SpecError, match="reduction is 'none'"):
+        linear_cross_entropy(x, weight, targets, reduction="none")
+    for rows in (0, -4):  # a negative step walks over no token: a loss of 0 and gradients that nobody wrote
+        with pytest.raises(SpecError, match=f"rows is {rows}"):
+            linear_cross_entropy(x, weight, targets, rows=rows)
+    with pytest.raises(SpecError, match="do not fit"):
+        linear_cross_entropy(x, weight, targets.float())
+    for lesson, says in (
+        (Lesson(x[:-1], weight, 0.5), "hidden"),
+        (Lesson(x, weight[:, :-1], 0.5), "hidden"),
+        (Lesson(x, weight[:-1], 0.5), "tokens of the student"),
+        (Lesson(x, weight, 0.5, 0.0), "temperature is positive"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            linear_cross_entropy(x, weight, targets, lesson=lesson)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1024), (8192, 1024), (8193, 1280), (20000, 2560), (10**6, 4096)])
+def test_a_gpu_holds_an_eighth_of_the_tokens(tokens: int, rows: int) -> None:
+    assert kernel_rows(tokens) == rows
+
+
+def test_where_it_runs() -> None:
+    def backend(where: Where, dtype: torch.dtype) -> str:
+        return choose("linear_cross_entropy", where, dtype=dtype).backend
+
+    assert [backend(H200, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == ["triton"] * 3
+    assert backend(H200, F64) == backend(Where(), torch.bfloat16) == "reference"
+    assert backend(Where("cuda", (7, 5), 40, (3, 6)), torch.float16) == "reference"

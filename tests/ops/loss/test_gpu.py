@@ -1,0 +1,88 @@
+"""The loss's kernels on a GPU against float64: memory, gradients, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.base.errors import SpecError
+from hone.ops import (
+    linear_cross_entropy,
+    rms_norm,
+)
+from hone.ops.loss.reference import Lesson
+from tests.ops.gpu_case import DTYPES, error, graded
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocab", "options"),
+    [
+        (1, 64, 1000, {}),
+        (1300, 128, 5003, {"z_loss": 1e-3}),
+        (257, 64, 32000, {"label_smoothing": 0.1, "rows": 100}),
+        (300, 128, 5003, {"lesson": 2.0, "rows": 128}),
+        (300, 128, 5003, {"lesson": 1.0, "reduction": "sum", "rows": 20}),  # more chunks than are summed in bf16
+    ],
+)
+def test_loss(dtype: torch.dtype, tokens: int, width: int, vocab: int, options: dict) -> None:
+    x = torch.randn(tokens, width, device="cuda").to(dtype)
+    weight = (torch.randn(vocab, width, device="cuda") * 0.1).to(dtype)
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    targets[1::7] = -100
+    hidden, teacher = torch.randn(tokens, 96, device="cuda").to(dtype), torch.randn(vocab, 96, device="cuda").to(dtype)
+
+    def loss(backend: str) -> Callable[..., Tensor]:
+        def run(x: Tensor, weight: Tensor) -> Tensor:
+            given = dict(options)
+            if "lesson" in given:
+                given["lesson"] = Lesson(hidden.to(x.dtype), teacher.to(x.dtype) * 0.1, 0.6, given["lesson"])
+            return linear_cross_entropy(x, weight, targets, backend=backend, **given)
+
+        return run
+
+    found = [graded(loss("triton"), x, weight) for _ in range(2)]
+    exact = graded(loss("reference"), x.double(), weight.double())
+    close = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
+    for one, two, truth in zip(*found, exact, strict=True):
+        assert torch.equal(one, two)
+        assert error(one, truth) < close
+
+
+def test_loss_memory_is_an_eighth_and_gradients_are_not_copied() -> None:
+    tokens, width, vocab = 8192, 256, 32000
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    for _ in range(2):  # the first call also fetches the libraries' workspaces
+        x.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = linear_cross_entropy(x, weight, targets)
+        loss.backward()
+        grown = torch.cuda.max_memory_allocated() - before - 2 * (x.numel() + weight.numel())
+    assert grown <= tokens * vocab * 2 / 8 + (1 << 20)
+    with pytest.raises(SpecError, match="compute the loss again"):
+        loss = linear_cross_entropy(x, weight, targets)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def test_loss_and_norm_under_compile() -> None:
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(999, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.rand(64, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(0, 999, (300,), device="cuda")
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(rms_norm(x, scale, 1e-5), weight, targets, rows=128)
+
+    eager, compiled = graded(run, x, weight), graded(torch.compile(run, fullgraph=True), x, weight)
+    for one, two in zip(eager, compiled):
+        torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-3)

@@ -1,0 +1,34 @@
+"""Kernels that sort tokens by expert in the interpreter against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.ops import (
+    grouped_linear,
+    permute,
+    unpermute,
+)
+from tests.ops.agree import agree, graded
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(300, 5, 2), (3, 40, 3), (1, 1, 1), (700, 5, 3)])
+def test_permute_and_back(tokens: int, experts: int, top_k: int) -> None:
+    x = torch.randn(tokens, 24, requires_grad=True)
+    weights = torch.rand(tokens, top_k, requires_grad=True)
+    ids = torch.randint(0, experts, (tokens, top_k))
+
+    def run(backend: str) -> list[torch.Tensor]:
+        rows, ends, place = permute(x, ids, experts, backend=backend)
+        out = torch.cat((unpermute(rows, place, weights, backend=backend), unpermute(rows, place, backend=backend)))
+        return [rows, ends, place, *graded(out, x, weights)]
+
+    agree(run)
+
+
+@pytest.mark.parametrize("width", [32, 40])
+def test_few_tokens(width: int) -> None:
+    ends = torch.tensor([3, 3, 20, 21, 40], dtype=torch.int32)  # none, one, and more than a tile holds
+    x, weight = torch.randn(40, width), torch.randn(5, 20, width)
+    agree(lambda backend: [grouped_linear(x, weight, ends, backend=backend)])

@@ -1,0 +1,127 @@
+"""Noise and filters against their definitions in plain Python, and draws that do not depend on the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from hone.base.errors import SpecError
+from hone.ops import choose, sample
+from hone.ops.dispatch import Where
+from hone.ops.sample.api import (
+    GUMBEL,
+    RESIDUAL,
+    filter_logits,
+    gumbel,
+    noise_keys,
+    token_hashes,
+    uniform,
+)
+
+MASK = (1 << 64) - 1
+
+
+def splitmix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def noise_by_hand(seed: int, position: int, stream: int, token: int) -> float:
+    key = splitmix(splitmix(splitmix(seed & MASK) ^ position) ^ stream)
+    x = splitmix(token) ^ key
+    for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = ((x ^ (x >> 33)) * multiplier) & MASK
+    x ^= x >> 33
+    return -math.log(-math.log(((x >> 11) + 0.5) * 2.0**-53))
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**20), st.sampled_from([GUMBEL, RESIDUAL]), st.integers(0, 10**6)
+)
+def test_noise_is_its_definition(seed: int, position: int, stream: int, token: int) -> None:
+    keys = noise_keys([seed], [position], [stream])
+    found = gumbel(keys, token_hashes(torch.tensor([token])))
+    assert found.item() == pytest.approx(noise_by_hand(seed, position, stream, token), rel=1e-12, abs=1e-12)
+    signed = seed - (1 << 64) if seed >> 63 > 0 else seed
+    assert torch.equal(noise_keys(torch.tensor([signed]), torch.tensor([position]), stream), keys)
+
+
+def test_noise_is_gumbel() -> None:
+    noise = gumbel(noise_keys([3, 4], [0, 0]), token_hashes(torch.arange(5000)))
+    assert stats.kstest(noise.flatten().tolist(), "gumbel_r").pvalue > 1e-3
+    assert stats.kstest([uniform(seed, 5, 1) for seed in range(2000)], "uniform").pvalue > 1e-3
+
+
+def test_a_draw_depends_on_its_own_row_alone() -> None:
+    logits = torch.randn(6, 50) * 2
+    keys = noise_keys(range(6), range(6))
+    options = (
+        [0.0, 0.5, 1.0, 2.0, 1.0, 1.0],
+        [0, 3, 0, 10, 0, 50],
+        [1.0, 0.9, 0.5, 1.0, 0.2, 0.0],
+        [0.0, 0.1, 0.0, 0.0, 0.3, 0.0],
+    )
+    together = sample(logits, *options, keys=keys)
+    alone = [sample(logits[i : i + 1], *(each[i] for each in options), keys=keys[i : i + 1]) for i in range(6)]
+    assert together.tolist() == [int(one) for one in alone]
+    assert together[0] == logits[0].argmax() and together[5] == logits[5].argmax()
+
+
+def test_draws_follow_the_filtered_softmax() -> None:
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(1)) * 2
+    kept = filter_logits(logits, [0.8], [0.0], [6], [1.0])[0]
+    count = 20_000
+    tokens = sample(logits.expand(count, -1), 0.8, 6, keys=noise_keys(range(count), [0] * count))
+    seen = torch.bincount(tokens, minlength=20)
+    assert not seen[kept == -math.inf].any()
+    expected = kept.double().softmax(-1) * count
+    real = expected > 0
+    scale = float(seen.sum() / expected.sum())
+    assert stats.chisquare(seen[real].tolist(), (expected[real] * scale).tolist()).pvalue > 1e-3
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(-3, 3), min_size=2, max_size=9),
+    st.floats(0.3, 2.0), st.integers(0, 9), st.sampled_from([0.0, 0.2, 0.6, 0.95, 1.0]), st.sampled_from([0.0, 0.1, 0.5]),
+)  # fmt: skip
+def test_tensors_and_numbers_filter_alike(
+    values: list[int], heat: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """The option tensors of `sample` and the lists of `filter_logits` keep the same tokens, ties and all."""
+    logits = torch.tensor([values], dtype=torch.float32)
+    kept = filter_logits(logits, [heat], [min_p], [top_k], [top_p])[0] > -math.inf
+    keys = noise_keys(range(64), [1] * 64)
+    drawn = sample(logits.expand(64, -1), heat, top_k, top_p, min_p, keys=keys)
+    assert kept[drawn].all()
+    # Noise added to what is kept alone draws the same: nothing kept was dropped.
+    scores = (logits / heat + gumbel(keys, token_hashes(torch.arange(len(values))))).masked_fill(~kept, -math.inf)
+    assert torch.equal(drawn, scores.argmax(-1))
+
+
+def test_wrong_arguments_and_where_it_runs() -> None:
+    with pytest.raises(SpecError, match="keys"):
+        sample(torch.zeros(2, 5), 1.0, keys=torch.zeros(3, dtype=torch.int64))
+    keys = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(SpecError, match="int64"):  # other noise than the key's
+        sample(torch.zeros(2, 5), 1.0, keys=keys.int())
+    with pytest.raises(SpecError, match=r"logits \(2, 0\)"):
+        sample(torch.zeros(2, 0), 1.0, keys=keys)
+    for name, wrong in (
+        ("temperature", -1.0), ("temperature", [1.0, float("nan")]), ("temperature", [1.0] * 3), ("top_k", -1), ("top_p", -0.5),
+        ("min_p", 1.5), ("min_p", [0.1, 2.0]),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=f"{name} (is|has)"):
+            sample(torch.zeros(2, 5), **{"temperature": 1.0, "keys": keys, name: wrong})
+    h200 = Where("cuda", (9, 0), 132, (3, 6))
+    assert choose("sample", h200, dtype=torch.float32).backend == "triton"
+    assert choose("sample", h200, dtype=torch.float64).backend == "reference"
+    assert choose("sample", Where(), dtype=torch.float32).backend == "reference"

@@ -1,0 +1,75 @@
+"""Small kernels compiled for Hopper without a GPU: no spills, and the instructions that make them fast."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from hone.ops.activation import triton_kernels as gate
+from hone.ops.loss import triton_kernels as loss
+from hone.ops.loss.api import ROW_BLOCK
+from hone.ops.moe import triton_kernels as grouped
+from hone.ops.moe.api import few_shape
+from hone.ops.norm import triton_kernels as norm
+from hone.ops.rope import triton_kernels as turn
+from hone.ops.sample import triton_kernels as draw
+from hone.ops.sample.api import FLOOR_SHAPE
+from tests.ops.compiled import NUMBERS, bf16, compile_simple, fp32
+
+
+def test_norm() -> None:
+    rows, block, warps = norm.tile(4096)
+    shape = {"RESIDUAL": True, "WIDTH": 4096, "ROWS": rows, "BLOCK": block}
+    types = bf16("x", "residual", "weight", "y", "summed", "grad_x", "upstream", "upstream_sum")
+    types |= fp32("rstd", "scales", "partial") | NUMBERS
+    forward = compile_simple(norm.rms_norm_forward, types, {**shape, "KEEPS": True, "QUANTIZED": False}, warps)
+    backward = compile_simple(norm.rms_norm_backward, types, {**shape, "WEIGHT": True, "STAGES": 3}, warps)
+    for record in (forward, backward):
+        assert record.clean
+        assert record.count("LDG.E.128") or record.count("LDG.E.EF.128")
+
+
+def test_gate() -> None:
+    block, warps = gate.gate_shape(14336)
+    types = bf16("gate_up", "out", "upstream", "grad")
+    for kernel, loads in ((gate.swiglu_forward, 2), (gate.swiglu_backward, 3)):
+        taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        record = compile_simple(kernel, taken, {"WIDTH": 14336, "BLOCK": block}, warps)
+        assert record.clean and record.count("LDG.E.128") == loads
+        assert not record.count("I2F")  # no division before the loads
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_loss(teacher: bool) -> None:
+    block, warps, stages = ROW_BLOCK
+    types = bf16("logits", "taught") | {"targets": "*i64"} | fp32("losses", "factor") | NUMBERS
+    constants = {"TEACHER": teacher, "SMOOTH": False, "SLOPE": True, "BLOCK": block, "STAGES": stages}
+    record = compile_simple(loss.cross_entropy_rows, types, constants, warps)
+    assert record.clean and record.count("MUFU.EX2")
+
+
+def test_rope_write_with_codes() -> None:
+    types = bf16("q", "k", "v", "cos", "sin") | dict.fromkeys(("k_pages", "v_pages"), "*fp8e4nv") | NUMBERS
+    types |= {"pages": "*i64", "offsets": "*i64"} | fp32("k_scale", "v_scale")
+    heads, half, warps = turn.turn_shape(32, 128)
+    record = compile_simple(
+        turn.rope_write, types, {"SCALED": True, "HEADS": heads, "HALF": half, "VALUES": 128}, warps
+    )
+    assert record.clean
+
+
+def test_few_tokens_streams_weights_through_shared_memory() -> None:
+    block_n, block_k, stages, warps = few_shape(1536, 2048)
+    shape = {"EVEN_K": True, "TOKENS": 16, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
+    record = compile_simple(grouped.few_tokens, bf16("x", "weight", "out") | {"ends": "*i32"}, shape, warps)
+    assert record.clean
+    assert record.count("HGMMA") and record.count("LDGSTS")
+
+
+def test_sample() -> None:
+    types = fp32("logits", "temperature", "floor", "top_p", "min_p_log")
+    types |= {"keys": "*i64", "best": "*fp64", "token": "*i32", "top_k": "*i32"}
+    assert compile_simple(draw.draw_parts, types, {"FILTERED": True, "BLOCK": 4096}, 8).clean
+    block, warps, stages = FLOOR_SHAPE
+    assert compile_simple(draw.floors, types, {"BLOCK": block, "STAGES": stages}, warps).clean

@@ -1,0 +1,29 @@
+"""Runs the interpreted tests of all operations but the slowest, which have processes of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ops.interpreter import run_interpreted
+
+pytest.importorskip("triton")
+FOLDER = Path(__file__).parent
+FILES = sorted(FOLDER.rglob("interpreted*.py"))
+REST = [path for path in FILES if path.parent == FOLDER or not (path.parent / "test_interpreted.py").exists()]
+
+
+def test_kernels_in_the_interpreter() -> None:
+    """One process for all of them: most of a small file's time would be imports."""
+    run_interpreted(*REST)
+
+
+def test_without_the_variable_nothing_is_collected() -> None:
+    """A kernel of these files must never be imported compiled and then found interpreted, or the other way round."""
+    assert len(FILES) > len(REST) > 1
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        collected = [name for name in sys.modules if name.startswith("tests.ops.") and "interpreted" in name]
+        assert {name.rpartition(".")[2] for name in collected} <= {"test_interpreted"}
