@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from hone.base.artifact import MANIFEST, Artifact
+from hone.base.artifact import MANIFEST, Artifact, finished
 from hone.base.durable import write_atomic
-from hone.base.errors import DriftError, SpecError
+from hone.base.errors import ArtifactError, DriftError, HoneError, SpecError, did_you_mean
 from hone.base.figure import human_bytes
+from hone.base.lazy import resolve
 from hone.base.partial import PULL, PUSH, need_local
+from hone.base.plan import DISK, Facts, Plan, capacity, facts_of
 from hone.base.run import Run
 from hone.base.spec import Spec, dump_yaml, parse_scalar, read_yaml, set_dotted
 from hone.base.stage import STAGES, Stage
+from hone.measure.machine import Machine, machine_of
 
 _RESERVED = ("stage", "name", "from", "each", "repeats")
 
@@ -74,8 +75,7 @@ class Recipe(Spec):
                 for role, source in node.inputs.items():
                     if source not in found and not Path(source).is_dir():
                         need_local(source, PULL)
-                        near = difflib.get_close_matches(source, found, n=1)
-                        hint = f"did you mean '{near[0]}'? " if near else ""
+                        hint = did_you_mean(source, found)
                         raise SpecError(
                             f"{node.folder}: {role} is '{source}', which is neither an earlier stage nor a folder",
                             fix=f"{hint}earlier stages: {', '.join(found) or 'none'}",
@@ -109,8 +109,7 @@ class Recipe(Spec):
             cls = stage_class(entry["stage"])
             top = field.partition(".")[0]
             if top not in cls.model_fields:
-                near = difflib.get_close_matches(top, cls.model_fields, n=1)
-                hint = f"did you mean '{near[0]}'? " if near else ""
+                hint = did_you_mean(top, cls.model_fields)
                 raise SpecError(
                     f"{where} has no field '{field}'", fix=f"{hint}its fields: {', '.join(cls.model_fields)}"
                 )
@@ -121,6 +120,51 @@ class Recipe(Spec):
         changed = Recipe(line=self.line, stages=stages)
         changed.nodes()
         return changed
+
+    def plan(self, work: Path | str = "work", run: Run | None = None, redo: tuple[str, ...] = ()) -> list[Planned]:
+        """What every stage will take and make, before anything is made; `redo` as `run` takes it.
+
+        A stage that is there gives its facts, every other those of its plan, so the next one is planned from them.
+        """
+        run, nodes = run or Run(), self.nodes()
+        line, machine = Path(work) / self.line, machine_of(run)
+        redo = self._to_redo(redo, nodes)
+        there: dict[str, Artifact] = {}
+        facts: dict[str, Facts] = {}
+        planned, disk = [], 0.0
+        for node in nodes:
+            stage, out = node.read(), line / node.folder
+            try:
+                stage.check_roles(node.inputs)
+                parents = {role: there.get(name) or _outside(name, nodes) for role, name in node.inputs.items()}
+                wanted = "all" in redo or node.folder in redo or None in parents.values()
+                made = None if wanted else _finished(stage, out, parents, run, forgive="drifted" in redo)
+                if made is not None:
+                    there[node.folder] = made
+                    planned.append(Planned(node.folder, "there"))
+                    continue
+                known = {role: _facts(name, facts, parents[role]) for role, name in node.inputs.items()}
+                row = _plan(stage, out, known, machine, taken=disk)
+            except HoneError as problem:
+                row = Planned(node.folder, "to make", None, problem)
+            planned.append(row)
+            if row.plan is not None:
+                disk += row.plan.estimates[DISK].value if DISK in row.plan.estimates else 0.0
+                if row.plan.facts is not None:
+                    facts[node.folder] = row.plan.facts.model_copy(update={"where": node.folder})
+        return planned
+
+    def _to_redo(self, redo: tuple[str, ...], nodes: list[Node]) -> tuple[str, ...]:
+        """The folders to make again. Raises SpecError for a name that is none."""
+        known = {node.folder for node in nodes}
+        redo = tuple(folder for name in redo for folder in self._repeats(name) or [name])
+        for name in redo:
+            if name not in known and name not in ("all", "drifted"):
+                hint = did_you_mean(name, known)
+                raise SpecError(
+                    f"--redo={name}: the recipe has no such stage", fix=f"{hint}its stages: {', '.join(sorted(known))}"
+                )
+        return redo
 
     def _repeats(self, name: str) -> list[str]:
         """The folders of the entry called `name` when it is repeated, else none."""
@@ -135,8 +179,7 @@ class Recipe(Spec):
         matches = [entry for entry in stages if where in (entry["stage"], f"{entry['stage']}-{entry.get('name', '')}")]
         names = [f"{entry['stage']}-{entry['name']}" if entry.get("name") else entry["stage"] for entry in stages]
         if not matches:
-            near = difflib.get_close_matches(where, names, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
+            hint = did_you_mean(where, names)
             raise SpecError(f"the recipe has no stage '{where}'", fix=f"{hint}its stages: {', '.join(names)}")
         if len(matches) > 1:
             several = [name for name, entry in zip(names, stages) if entry in matches]
@@ -164,15 +207,10 @@ class Recipe(Spec):
         nodes = self.nodes()
         line = Path(work) / self.line
         line.mkdir(parents=True, exist_ok=True)
-        known = {node.folder for node in nodes}
-        redo = tuple(folder for name in redo for folder in self._repeats(name) or [name])
-        for name in redo:
-            if name not in known and name not in ("all", "drifted"):
-                raise SpecError(
-                    f"--redo={name}: the recipe has no such stage", fix=f"its stages: {', '.join(sorted(known))}"
-                )
+        redo = self._to_redo(redo, nodes)
         recipe_file = line / "recipe.yaml"
-        write_atomic(recipe_file, self.to_yaml().encode())
+        if run.mesh.leads:
+            write_atomic(recipe_file, self.to_yaml().encode())
         made: dict[str, Artifact] = {}
         redone: set[str] = set()
         for position, node in enumerate(nodes, 1):
@@ -200,6 +238,61 @@ class Recipe(Spec):
             if watch is not None:
                 watch(position, len(nodes), node, artifact, wanted or not there)
         return line
+
+
+class Planned(NamedTuple):
+    """A stage before it is made: `plan` (None when it is there, or cannot be planned) and what stands in its way."""
+
+    name: str
+    state: Literal["there", "to make"]
+    plan: Plan | None = None
+    problem: HoneError | None = None
+
+
+def plan_stage(stage: Stage, out: Path, parents: Mapping[str, Artifact], run: Run) -> Planned:
+    """What making `out` will take."""
+    try:
+        facts = {role: facts_of(parent) for role, parent in parents.items()}
+        return _plan(stage, out, facts, machine_of(run), taken=0)
+    except HoneError as problem:
+        return Planned(out.name, "to make", None, problem)
+
+
+def _plan(stage: Stage, out: Path, facts: Mapping[str, Facts], machine: Machine, taken: float) -> Planned:
+    """A stage's plan, with what does not fit when earlier stages have `taken` so many bytes of disk."""
+    if type(stage).plan is Stage.plan:  # TEMPORARY: goes when every stage has `plan`
+        return Planned(out.name, "to make")
+    plan = stage.plan(facts, machine)
+    has = capacity(machine, out)
+    try:
+        plan.must_fit({**has, DISK: has[DISK] - taken}, f"{out.name} on {machine.processor}")
+    except HoneError as problem:
+        return Planned(out.name, "to make", plan, problem)
+    return Planned(out.name, "to make", plan)
+
+
+def _finished(stage: Stage, out: Path, parents: Any, run: Run, *, forgive: bool) -> Artifact | None:
+    """The finished artifact of a stage; None when it is to be made. With `forgive`, one that drifted is to be made."""
+    try:
+        return finished(out, kind=stage.stage, spec=stage, parents=parents, files=stage.files(), run=run)
+    except DriftError:
+        if forgive:
+            return None
+        raise
+
+
+def _outside(source: str, nodes: list[Node]) -> Artifact | None:
+    """The artifact in a folder that an input names; None for a stage of the recipe."""
+    return None if any(node.folder == source for node in nodes) else Artifact.read(source)
+
+
+def _facts(source: str, planned: Mapping[str, Facts], there: Artifact | None) -> Facts:
+    """The facts of an input. Raises ArtifactError when its stage cannot be planned."""
+    if there is not None:
+        return facts_of(there)
+    if source not in planned:
+        raise ArtifactError(f"it waits for {source}, of which no plan says what it will be", fix=f"see {source}")
+    return planned[source]
 
 
 def _in_turn(entries: list[list[list[Node]]]) -> Iterator[list[Node]]:
@@ -266,11 +359,9 @@ def _texts(values: Any) -> bool:
 def stage_class(name: str) -> type[Stage]:
     """The stage named `name`. Raises SpecError with the nearest name."""
     if not isinstance(name, str) or name not in STAGES:
-        near = difflib.get_close_matches(str(name), STAGES, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        hint = did_you_mean(name, STAGES)
         raise SpecError(f"unknown stage '{name}'", fix=f"{hint}the stages are: {', '.join(STAGES)}")
-    module, _, attribute = STAGES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return resolve(STAGES[name])
 
 
 def make(

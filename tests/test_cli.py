@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from hone.base.spec import dump_yaml
-from hone.cli import main, parse
+from hone.cli import main
+from hone.cli.options import parse
 from hone.recipe import Recipe
 from tests.conftest import ROOT, mini_recipe
 
@@ -70,6 +71,7 @@ def test_help_lists_every_verb():
 @pytest.mark.parametrize(
     "verb",
     [
+        "plan",
         "run",
         "data",
         "train",
@@ -81,6 +83,8 @@ def test_help_lists_every_verb():
         "report",
         "show",
         "redecide",
+        "schema",
+        "calibrate",
         "techniques",
     ],
 )
@@ -217,7 +221,7 @@ def test_no_tokenizer(model):
         (["run", "recipes/tiny.yaml", "--from.data=x"], ["no stage 'from'"]),
         (["run", "recipes/tiny.yaml", "--redo=nothing", "--work=/tmp/none"], ["--redo=nothing", "train-base"]),
         (["data", "/nowhere/at/all", "--out=/tmp/x"], ["/nowhere/at/all"]),
-        (["data", "a.txt", "b.txt", "--out=/tmp/x"], ["--source='[a.txt, b.txt]'"]),
+        (["data", "a.txt", "", "--out=/tmp/x"], ["takes one SOURCE"]),
         (["report", "/nowhere"], ["/nowhere"]),
         (["show", "/nowhere"], ["/nowhere"]),
         (["schema", "tarin"], ["did you mean 'train'"]),
@@ -229,6 +233,59 @@ def test_no_tokenizer(model):
 )
 def test_other_mistakes(arguments, words):
     mistake(hone(*arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        (["report", "work/tiny", "--x"], "hone report has no option --x", "its options: none"),
+        (["report", "work/tiny", "--out=x"], "hone report has no option --out", "its options: none"),
+        (["run", "recipes/tiny.yaml", "--out=x"], "'out' names no field", "--STAGE.FIELD=VALUE"),
+        (["plan", "recipes/tiny.yaml", "--quiet"], "'quiet' names no field", "--STAGE.FIELD=VALUE"),
+        (["show", "recipes/tiny.yaml", "--deep=1"], "hone show has no option --deep", "its options: none"),
+        (["techniques", "--slot=mixer"], "hone techniques has no option --slot", "its options: none"),
+        (["techniques", "mixer", "optimizer"], "takes one SLOT or NAME, got mixer optimizer", ""),
+        (["schema", "--stage=train"], "hone schema has no option --stage", ""),
+        (["calibrate", "--devcie=cpu"], "hone calibrate has no option --devcie", "did you mean '--device'?"),
+        (["push", "a", "b", "--out=c"], "hone push has no option --out", "--redo, --quiet"),
+        (["compress", "tests", "--step=rtn", "--out=/tmp/x"], "Compress has no field 'step'", "did you mean 'steps'?"),
+        (["train", "tests", "--from.dta=x", "--out=/tmp/x"], "no use for 'dta'", "did you mean 'data'?"),
+        (["train", "tests", "--work=x", "--out=/tmp/x"], "hone train has no option --work", "--out"),
+        (["train", "tests", "--workers=2", "--out=/tmp/x"], "hone train has no option --workers", "--device"),
+        (["train", "--compile", "work/data", "--out=/tmp/x"], "no folder work/data", "check the path"),
+        (["train", "tests", "--out"], "--out needs a value", "--out=VALUE"),
+        (["train", "tests", "--out=/tmp/x", "--steps"], "--steps needs a value", "--steps=VALUE"),
+        (["train", "tests", "--steps=1", "--steps=2", "--out=/tmp/x"], "--steps is given twice: 1 and 2", "keep one"),
+        (["--out=x"], "no option --out without a command", "hone --help"),
+        (["run", "recipes/tiny.yaml", "--redo=train-bse"], "--redo=train-bse", "did you mean 'train-base'?"),
+    ],
+)
+def test_no_option_is_dropped(arguments, what, fix, monkeypatch, capsys):
+    monkeypatch.setattr("hone.cli.line.calibrated", lambda run: run)
+    monkeypatch.chdir(ROOT)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert what in said and fix in said and said.startswith("error: ")
+
+
+def test_a_boolean_field_stands_alone():
+    assert parse(["train", "--compile", "work/data"]) == (["train", "work/data"], {"compile": "true"})
+    assert parse(["run", "--train-base.compile", "r.yaml"]) == (["run", "r.yaml"], {"train-base.compile": "true"})
+    assert parse(["train", "--steps", "3", "d"]) == (["train", "d"], {"steps": "3"})
+    assert parse(["generate", "m", "--", "--not-an-option"]) == (["generate", "m", "--not-an-option"], {})
+
+
+def test_python_m_hone_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "hone", "--version"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("hone ")
+
+
+def test_a_refused_command_leaves_nothing(model, tmp_path, capsys):
+    out = tmp_path / "out" / "eval-a"
+    arguments = ["eval", str(model), f"--from.data={model}", f"--out={out}"]
+    assert main(arguments) == 2
+    assert "holds a model, not a data set" in capsys.readouterr().err
+    assert not out.parent.exists()
 
 
 def test_calibrate_measures_again(monkeypatch, tmp_path, capsys):

@@ -5,13 +5,44 @@ import yaml
 from pydantic import Field
 
 from hone.base import stage as stage_module
-from hone.base.durable import write_jsonl
-from hone.base.errors import DriftError, SpecError
+from hone.base.durable import read_jsonl, write_jsonl
+from hone.base.errors import DriftError, FitError, SpecError
+from hone.base.figure import Estimate
+from hone.base.plan import DISK, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
+from hone.cli import main
 from hone.recipe import Recipe
 
 MADE: list[str] = []
+
+
+class Text(Facts):
+    """A text of so many letters."""
+
+    noun, mark = "text", "x.jsonl"
+    letters: int
+
+    @classmethod
+    def of(cls, folder):
+        return cls(where=str(folder), letters=len(read_jsonl(folder / cls.mark)[0]["text"]))
+
+
+class Plant(Facts):
+    """What has grown."""
+
+    noun, mark = "plant", "y.jsonl"
+    height: int
+
+    @classmethod
+    def of(cls, folder):
+        return cls(where=str(folder), height=read_jsonl(folder / cls.mark)[0]["steps"])
+
+
+def taking(seconds: float, disk: float, facts: Facts) -> Plan:
+    """A plan of a stage that takes so much."""
+    time_s = Estimate(value=seconds, unit="s")
+    return Plan(estimates={"time_s": time_s, DISK: Estimate(value=disk, unit="B")}, facts=facts)
 
 
 class Write(Stage):
@@ -20,9 +51,13 @@ class Write(Stage):
     stage = "data"
     text: str = Field("a", description="Text.")
 
-    def execute(self, draft, parents, run):
+    def plan(self, facts, machine):
+        return taking(1, 100, Text(where="", letters=len(self.text)))
+
+    def run(self, plan, draft, parents, run):
         MADE.append(draft.target.name)
         write_jsonl(draft.folder / "x.jsonl", [{"text": self.text}])
+        draft.record("time_s", 0.5, "s")
 
 
 class Grow(Stage):
@@ -33,16 +68,26 @@ class Grow(Stage):
     steps: int = Field(1, description="Steps.")
     seed: int = Field(0, description="Seed.")
 
-    def execute(self, draft, parents, run):
+    def plan(self, facts, machine):
+        letters = need(facts, "data", Text).letters
+        if "teacher" in facts:
+            need(facts, "teacher", Plant)
+        return taking(self.steps * letters, 1e21 if self.steps > 99 else 10, Plant(where="", height=self.steps))
+
+    def run(self, plan, draft, parents, run):
         MADE.append(draft.target.name)
         write_jsonl(draft.folder / "y.jsonl", [{"steps": self.steps}])
+        draft.record("time_s", 0.5, "s")
 
 
 @pytest.fixture(autouse=True)
 def stages(monkeypatch):
     MADE.clear()
     monkeypatch.setattr(stage_module, "STAGES", {})
-    monkeypatch.setattr("hone.recipe.STAGES", {"data": "tests.test_recipe:Write", "train": "tests.test_recipe:Grow"})
+    rows = {"data": "tests.test_recipe:Write", "train": "tests.test_recipe:Grow"}
+    monkeypatch.setattr("hone.recipe.STAGES", rows)
+    facts = {"text": "tests.test_recipe:Text", "plant": "tests.test_recipe:Plant"}
+    monkeypatch.setattr("hone.base.plan.FACTS", facts)
 
 
 ENTRIES = [
@@ -192,3 +237,67 @@ def test_a_recipe_that_gives_a_field_twice_is_refused(tmp_path):
     path.write_text("line: tiny\nstages:\n- stage: train\n  name: base\n  steps: 2\n  steps: 3\n")
     with pytest.raises(SpecError, match=r"twice\.yaml gives 'steps' twice, in lines 5 and 6"):
         Recipe.load(path)
+
+
+def states(rows) -> list[tuple[str, str, float | None]]:
+    """Name, state and planned seconds of each row."""
+    return [(row.name, row.state, row.plan.estimates["time_s"].value if row.plan else None) for row in rows]
+
+
+def test_a_recipe_is_planned_before_anything_exists(tmp_path):
+    planned = recipe().plan(tmp_path, QUIET)
+    assert states(planned) == [
+        ("data-text", "to make", 1),
+        ("train-base", "to make", 10),
+        ("train-draft-base", "to make", 5),
+    ]
+    assert all(row.problem is None for row in planned)
+    assert MADE == [] and list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_planned_and_gives_its_facts(tmp_path):
+    recipe().run(tmp_path, QUIET)
+    assert [row.state for row in recipe().plan(tmp_path, QUIET)] == ["there"] * 3
+    changed = recipe((2, {"steps": 4}))
+    drifted = changed.plan(tmp_path, QUIET)[2]
+    assert isinstance(drifted.problem, DriftError) and drifted.plan is None
+    rows = states(changed.plan(tmp_path, QUIET, redo=("drifted",)))
+    assert rows == [("data-text", "there", None), ("train-base", "there", None), ("train-draft-base", "to make", 20)]
+    assert [state for _, state, _ in states(recipe().plan(tmp_path, QUIET, redo=("data-text",)))] == ["to make"] * 3
+
+
+def test_what_does_not_fit_has_ways_out_and_what_follows_is_planned_all_the_same(tmp_path):
+    planned = recipe((1, {"steps": 100})).plan(tmp_path, QUIET)
+    problem = planned[1].problem
+    assert (
+        isinstance(problem, FitError) and problem.what.startswith("train-base on ") and "of disk, has" in problem.what
+    )
+    assert problem.fix.count("; or ") == 2
+    assert [row.problem is None for row in planned] == [True, False, False], "no disk is left for what follows"
+    with pytest.raises(FitError, match="of disk, has"):
+        recipe((1, {"steps": 100})).run(tmp_path, QUIET)
+    assert MADE == ["data-text"] and not list((tmp_path / "tiny").glob("train-*"))
+
+
+def test_a_stage_that_cannot_be_planned_is_said_and_so_is_what_waits_for_it(tmp_path):
+    planned = recipe((1, {"from": {"data": "data-text", "teacher": "data-text"}})).plan(tmp_path, QUIET)
+    assert planned[1].problem.what == "teacher is data-text, which holds a text, not a plant"
+    assert "waits for train-base" in planned[2].problem.what
+
+
+def test_the_plan_as_a_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hone.cli.line.calibrated", lambda run: run)
+    path = tmp_path / "r.yaml"
+    path.write_text(recipe((1, {"steps": 100})).to_yaml())
+    assert main(["plan", str(path), f"--work={tmp_path}"]) == 2
+    said = capsys.readouterr().out
+    assert "train-base" in said and "8 min 20 s" in said and "free some space" in said
+    assert main(["plan", str(path), f"--work={tmp_path}", "--train-base.steps=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines if "data-text" in line or "total" in line] == [
+        ["data-text", "1.0", "s"],
+        ["total", "16", "s"],
+    ]
+    assert MADE == []
+    assert main(["run", str(path), f"--work={tmp_path}"]) == 2
+    assert "plan: 3 stages to make" in capsys.readouterr().err and MADE == []

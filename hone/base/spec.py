@@ -150,7 +150,7 @@ def _is_number(annotation: Any) -> bool:
 
 def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
     """The first of pydantic's complaints as one line with a way out."""
-    detail = error.errors()[0]
+    detail = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a slip explains what is missing
     path = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         name = str(detail["loc"][-1])

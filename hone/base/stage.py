@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hone.base.artifact import Artifact, Draft, finished, start
-from hone.base.errors import SpecError
+from hone.base.errors import SpecError, did_you_mean
 from hone.base.lazy import resolve
 from hone.base.plan import Facts, Machine, Plan, capacity, facts_of
 from hone.base.run import Run
@@ -93,7 +93,7 @@ class Stage(Spec):
             if self._role(role) not in self.roles:
                 raise SpecError(
                     f"a {self.stage} stage has no use for '{role}'",
-                    fix=f"its inputs are: {', '.join(self.roles) or 'none'}",
+                    fix=f"{did_you_mean(role, self.roles)}its inputs are: {', '.join(self.roles) or 'none'}",
                 )
 
     def _planned(self, out: Path, parents: dict[str, Artifact], run: Run) -> Plan | None:

@@ -1,0 +1,120 @@
+"""One command from its arguments to its exit code: finds the verb, runs it, and says a user's mistake in two lines."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+HELP = """hone: language models cheap to build and cheap to run, and what every optimization cost and saved.
+
+usage: hone VERB [ARGUMENT] [--field=value ...]
+
+a whole line
+  plan RECIPE       what every stage will take and whether it fits, before anything is made
+  run RECIPE        make every stage of a recipe that is not there yet, then its report
+  report LINE       draw the report of a line's artifacts again
+one stage (hone VERB --help lists its fields; --plan says what it will take)
+  data SOURCE ...   text to curated, tokenized, packed shards
+  train DATA        a model from packed shards
+  compress MODEL    quantize, prune
+  eval MODEL        perplexity, bits per byte, distance to a reference
+  bench MODEL       a measured serving run: tokens/s, latency, memory
+object stores (s3://, gs://, ...)
+  push FOLDER URL   copy an artifact there; a URL with hone.json is whole
+  pull URL FOLDER   copy an artifact here, every file checked
+using a model
+  serve MODEL       an OpenAI-compatible server
+  generate MODEL PROMPT   continue a text
+looking
+  show THING        a recipe, an artifact or a model folder in words
+  redecide DATA     what other filters would keep of what a data stage read
+  schema [STAGE]    the JSON schema of a stage, or of all
+  techniques [SLOT] every technique: slot, name, paper, file
+  calibrate         measure this machine's bandwidth and matmul rates, for estimates
+
+options of a stage: --out=FOLDER --device=cpu|cuda --plan --redo --quiet; of run: --work=FOLDER --device --redo[=STAGE] --quiet
+for data also: --executor=serial|processes|ray --workers=N (the files are the same with each)
+"""
+
+VERBS = {
+    "plan": "hone.cli.line:plan",
+    "run": "hone.cli.line:run",
+    "report": "hone.cli.line:report",
+    "data": "hone.cli.stages:make",
+    "train": "hone.cli.stages:make",
+    "compress": "hone.cli.stages:make",
+    "eval": "hone.cli.stages:make",
+    "bench": "hone.cli.stages:make",
+    "push": "hone.cli.stages:copy",
+    "pull": "hone.cli.stages:copy",
+    "serve": "hone.cli.models:serve",
+    "generate": "hone.cli.models:generate",
+    "show": "hone.cli.look:show",
+    "redecide": "hone.cli.look:redecide",
+    "schema": "hone.cli.look:schema",
+    "techniques": "hone.cli.look:techniques",
+    "calibrate": "hone.cli.look:calibrate",
+}
+"""Verb to the function that runs it, `(words, options) -> exit code`, imported on use."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0 done, 2 a user's mistake, 130 interrupted."""
+    from hone.base.errors import HoneError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except HoneError as error:
+        return _complain(error.what, error.fix)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command resumes where it stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _complain(
+                f"no space left while writing {error.filename or 'a file'}",
+                "free some space and run the same command again; it resumes",
+            )
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return _complain(f"not allowed: {error.strerror}: {error.filename}", "give a folder you may read and write")
+        if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP):
+            return _complain(f"cannot use {error.filename}: {error.strerror}", "give another path")
+        raise
+
+
+def _complain(what: str, fix: str) -> int:
+    """Prints a mistake and its way out, on rank 0 of several ranks only; the exit code of a mistake."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {what}\nfix: {fix}", file=sys.stderr)
+    return 2
+
+
+def _dispatch(arguments: list[str]) -> int:
+    from hone.base.errors import SpecError, did_you_mean
+    from hone.base.lazy import resolve
+    from hone.cli.options import parse
+
+    words, options = parse(arguments)
+    if not words:
+        if unknown := [name for name in options if name not in ("help", "version")]:
+            raise SpecError(
+                f"hone has no option --{unknown[0]} without a command", fix="hone --help lists the commands"
+            )
+        if "version" in options:
+            from importlib.metadata import version
+
+            print(f"hone {version('hone-llm')}")
+        else:
+            print(HELP, end="")
+        return 0
+    verb = words[0]
+    if verb not in VERBS:
+        raise SpecError(
+            f"unknown command '{verb}'", fix=f"{did_you_mean(verb, VERBS, 'hone {}')}hone --help lists them"
+        )
+    return resolve(VERBS[verb])(words, options)

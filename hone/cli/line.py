@@ -1,0 +1,105 @@
+"""Verbs over a whole line: plan, run, report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from hone.cli.options import calibrated, circumstances, fields, need, only
+
+_OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.")
+_OF_PLAN = ("work", "device", "redo")
+
+
+def plan(words: list[str], options: dict[str, str]) -> int:
+    """Prints what every stage of a recipe will take; 2 when something does not fit."""
+    from hone.cli.tables import show_plan
+    from hone.recipe import Recipe
+
+    if "help" in options:
+        print(
+            "usage: hone plan RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n\n"
+            "Says what every stage that is not there yet will take: seconds, memory, disk, energy where it can be said; and\n"
+            "what does not fit, with ways out. Nothing is made. The exit code is 2 when something does not fit."
+        )
+        return 0
+    recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_PLAN))
+    run = calibrated(circumstances({name: value for name, value in options.items() if name in _OF_PLAN}))
+    return show_plan(recipe.plan(options.get("work", "work"), run, _redo(options)), run)
+
+
+def run(words: list[str], options: dict[str, str]) -> int:
+    """Plans, makes every stage that is not there yet, and draws the report."""
+    from hone.base.artifact import Artifact
+    from hone.base.errors import FitError
+    from hone.cli.tables import compact
+    from hone.recipe import Node, Recipe
+
+    if "help" in options:
+        print(
+            "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n"
+            "       [--executor=processes|ray] [--workers=N]\n\n"
+            "Makes every stage of the recipe that is not there yet, resumes an interrupted one, then draws the report.\n"
+            "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
+            "name (--train-base.steps=100). hone show RECIPE prints all fields; hone plan RECIPE says what it will take."
+        )
+        return 0
+    recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_RUN))
+    redo, work = _redo(options), options.get("work", "work")
+    here = calibrated(circumstances(options))
+    started = time.monotonic()
+    here.redo = False
+    planned = recipe.plan(work, here, redo)
+    here.say(compact(planned))
+    for row in planned:
+        if isinstance(row.problem, FitError):
+            raise row.problem
+
+    def watch(position: int, total: int, node: Node, artifact: Artifact, made: bool) -> None:
+        took = artifact.figures.get("time_s")
+        predicted = (
+            f", predicted {took.estimate.value:.1f} s" if took and took.estimate and not took.estimate.bound else ""
+        )
+        note = "there already"
+        if made and took and took.value is not None:
+            note = f"{took.value:.1f} s{predicted}"
+        here.say(f"[{position}/{total}] {node.folder:24} {note}")
+
+    line = recipe.run(work, here, redo, watch)
+    if not here.mesh.leads:
+        return 0
+    from hone.report import build
+
+    page = build(line)
+    models = [node.folder for kind in ("compress", "train") for node in recipe.nodes() if node.stage == kind]
+    served = f"  hone serve {line / models[0]}\n" if models else ""
+    one = sum(node.stage == "data" for node in recipe.nodes()) == 1
+    yours = f"\n  hone run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours" if one else ""
+    print(
+        f"\ndone in {time.monotonic() - started:.0f} s; the report: {page}\n\ntry next:\n"
+        f"{served}"
+        f"  hone compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine{yours}"
+    )
+    return 0
+
+
+def _redo(options: dict[str, str]) -> tuple[str, ...]:
+    """The stages to make again; a bare --redo is all of them."""
+    names = tuple(name for name in options.get("redo", "").split(",") if name)
+    return ("all",) if names == ("true",) else names
+
+
+def report(words: list[str], options: dict[str, str]) -> int:
+    """Draws a line's report."""
+    from hone.base.partial import PULL, need_local
+    from hone.report import build
+
+    if "help" in options:
+        about = "Reads the line's artifacts and writes LINE_FOLDER/report/index.html, report.md and report.json."
+        print(f"usage: hone report LINE_FOLDER\n\n{about}")
+        return 0
+    only(words, options)
+    folder = need(words, "LINE_FOLDER")
+    need_local(folder, PULL)
+    print(build(Path(folder)))
+    return 0

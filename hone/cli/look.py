@@ -1,0 +1,97 @@
+"""Verbs that only look: show, redecide, schema, techniques, calibrate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hone.cli.options import at_most, circumstances, dtype_on, list_fields, need, only
+
+_ABOUT = {
+    "show": "RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (the print is a recipe again), or an artifact with its figures.",
+    "redecide": "DATA_FOLDER [--field=value ...]\n\nSays what other filters would keep of all that a data stage read, in seconds: the "
+    "texts are not read again.",
+    "schema": "[STAGE]\n\nPrints the JSON schema of one stage, or of all and of a recipe.",
+    "techniques": "[SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique.",
+    "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and keeps them for estimates.",
+}
+
+
+def _explained(words: list[str], options: dict[str, str]) -> bool:
+    """Prints what a verb does when --help asks for it."""
+    if "help" in options:
+        print(f"usage: hone {words[0]} {_ABOUT[words[0]]}")
+    return "help" in options
+
+
+def show(words: list[str], options: dict[str, str]) -> int:
+    """Prints a recipe or an artifact."""
+    from hone.base.artifact import Artifact
+    from hone.recipe import Recipe, describe_artifact
+
+    if _explained(words, options):
+        return 0
+    only(words, options)
+    thing = Path(need(words, "RECIPE_OR_FOLDER"))
+    if thing.suffix in (".yaml", ".yml"):
+        print(Recipe.load(thing).full(), end="")
+    else:
+        print(describe_artifact(Artifact.read(thing)))
+    return 0
+
+
+def redecide(words: list[str], options: dict[str, str]) -> int:
+    """Prints what other filters would keep of a data artifact."""
+    from hone.data.filters.redecide import Redecide
+    from hone.data.filters.redecide import redecide as decide_again
+
+    if _explained(words, options):
+        print(f"\nfields:\n{list_fields(Redecide)}")
+        return 0
+    folder = need(words, "DATA_FOLDER")
+    for line in decide_again(folder, Redecide.of(folder).override(options).filters).lines():
+        print(line)
+    return 0
+
+
+def schema(words: list[str], options: dict[str, str]) -> int:
+    """Prints JSON schemas."""
+    from hone.base.stage import STAGES
+    from hone.recipe import Recipe, stage_class
+
+    if _explained(words, options):
+        return 0
+    only(words, options)
+    at_most(words, 1, "one STAGE")
+    names = [words[1]] if len(words) > 1 else [*STAGES]
+    schemas = {name: stage_class(name).model_json_schema() for name in names}
+    if len(words) == 1:
+        schemas["recipe"] = Recipe.model_json_schema()
+    print(json.dumps(schemas if len(schemas) > 1 else schemas[names[0]], indent=1))
+    return 0
+
+
+def techniques(words: list[str], options: dict[str, str]) -> int:
+    """Lists techniques."""
+    from hone.base.table import describe
+
+    if _explained(words, options):
+        return 0
+    only(words, options)
+    at_most(words, 1, "one SLOT or NAME")
+    print("\n".join(describe(words[1] if len(words) > 1 else None)))
+    return 0
+
+
+def calibrate(words: list[str], options: dict[str, str]) -> int:
+    """Measures this machine's rates and prints them."""
+    from hone.measure.calibrate import calibrate as measure
+
+    if _explained(words, options):
+        return 0
+    only(words, options, ("device",))
+    at_most(words, 0, "no argument")
+    run = circumstances(options)
+    for row in measure(run.device, dtype_on(run.device), fresh=True).table():
+        print("  ".join(str(cell) for cell in row))
+    return 0

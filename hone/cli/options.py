@@ -1,0 +1,179 @@
+"""Words and options of a command line: read, and checked so that none is dropped without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+FLAGS = ("redo", "quiet", "help", "version", "plan")
+"""Options that stand alone; --redo may have a value, after `=`."""
+CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
+"""Options that say where and how, not what."""
+_VALUED = ("out", "work", "device", "executor", "workers")
+MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
+"""Verb to the role of the folder that is its argument."""
+STAGE_OF = {"bench": "serve"}
+"""Verb to its stage, where that has another name."""
+
+
+def parse(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Splits arguments into words and options: `--a.b=c`, `--a.b c`, or an option that stands alone (value 'true').
+
+    Flags stand alone, and so do the boolean fields of the command's spec. After `--` all are words. Raises SpecError for an
+    option without a value, or with two.
+    """
+    from hone.base.errors import SpecError
+
+    words: list[str] = []
+    options: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            words += rest
+            break
+        if argument in ("-h", "-help"):
+            argument = "--help"
+        if not argument.startswith("--"):
+            words.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_") if name.replace("-", "_") in ("api_key", "chat_template") else name
+        if not equals:
+            verb = words[0] if words else ""
+            if name in FLAGS or _is_boolean(verb, name):
+                value = "true"
+            elif rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif name in _VALUED or _is_boolean(verb, name) is False:
+                raise SpecError(f"--{name} needs a value", fix=f"write --{name}=VALUE")
+            else:
+                value = "true"
+        if name in options:
+            raise SpecError(f"--{name} is given twice: {options[name]} and {value}", fix="keep one of the two")
+        options[name] = value
+    return words, options
+
+
+def _is_boolean(verb: str, name: str) -> bool | None:
+    """Whether field `name` of the verb's spec is true or false; None when the spec has no such field."""
+    if name in _VALUED:
+        return False
+    kinds = {row: kind for cls in _specs(verb) for row, kind in _kinds(cls)}
+    field = name.partition(".")[2] if verb in ("run", "plan") else name
+    return None if field not in kinds else kinds[field] == "bool"
+
+
+def _specs(verb: str) -> list[Any]:
+    """The specs whose fields are options of a verb."""
+    from hone.base.lazy import resolve
+    from hone.base.stage import STAGES
+
+    stage = STAGE_OF.get(verb, verb)
+    if verb in ("run", "plan"):
+        return [resolve(row) for row in STAGES.values()]
+    if verb in ("data", *MAIN_ROLE):
+        return [resolve(STAGES[stage])]
+    others = {"serve": "hone.serve.http:ServerSpec", "generate": "hone.serve.request:SamplingParams"}
+    return [resolve(others[verb])] if verb in others else []
+
+
+def _kinds(cls: Any) -> list[tuple[str, str]]:
+    from hone.base.spec import describe_fields
+
+    return [(name, kind) for name, kind, _, _ in describe_fields(cls)]
+
+
+def need(words: list[str], what: str) -> str:
+    """The one argument of a verb. Raises SpecError when there is none, or more."""
+    from hone.base.errors import SpecError
+
+    if len(words) < 2 or not words[1]:
+        raise SpecError(
+            f"hone {words[0]} needs {what}", fix=f"hone {words[0]} {what}; hone {words[0]} --help says more"
+        )
+    at_most(words, 1, f"one {what}")
+    return words[1]
+
+
+def at_most(words: list[str], count: int, takes: str) -> None:
+    """Raises SpecError when a verb is given more than `count` arguments."""
+    from hone.base.errors import SpecError
+
+    if len(words) > count + 1:
+        raise SpecError(
+            f"hone {words[0]} takes {takes}, got {' '.join(words[1:])}",
+            fix="options start with --, and names with spaces are quoted",
+        )
+
+
+def only(words: list[str], options: dict[str, str], known: Iterable[str] = ()) -> None:
+    """Raises SpecError for the first option that is none of `known` (a name that ends in '.' stands for all it begins)."""
+    from hone.base.errors import SpecError, did_you_mean
+
+    known = [*known]
+    for name in options:
+        if name not in known and not any(one.endswith(".") and name.startswith(one) for one in known):
+            hint = did_you_mean(name, known, "--{}")
+            takes = ", ".join(f"--{one}" for one in known) or "none"
+            raise SpecError(f"hone {words[0]} has no option --{name}", fix=f"{hint}its options: {takes}")
+
+
+def fields(options: dict[str, str], *circumstances: str) -> dict[str, str]:
+    """The options that are fields of a spec: all but `circumstances` (a name that ends in '.' stands for all it begins)."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in circumstances and not any(one.endswith(".") and name.startswith(one) for one in circumstances)
+    }
+
+
+def circumstances(options: dict[str, str]) -> Any:
+    """The Run that `--device`, `--redo`, `--quiet` and `--executor` ask for; checks that the device exists."""
+    from hone.base.errors import MachineError
+    from hone.base.run import Run
+    from hone.data.executors.choose import from_options
+    from hone.measure.machine import describe
+
+    device = options.get("device", "cpu")
+    if device != "cpu":
+        import torch
+
+        if not device.startswith("cuda") or not torch.cuda.is_available():
+            raise MachineError(
+                f"no device '{device}' on this machine", fix="use --device=cpu, or run where torch.cuda.is_available()"
+            )
+    return Run(
+        device=device,
+        redo="redo" in options,
+        quiet="quiet" in options,
+        executor=from_options(options),
+        machine=describe(device).model_dump(mode="json"),
+    )
+
+
+def dtype_on(device: str) -> str:
+    """The number format that work on `device` mostly runs in."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def calibrated(run: Any) -> Any:
+    """Fills in this machine's calibration (measured once, then cached), so that estimates are predictions, not bounds."""
+    from hone.measure.calibrate import calibrate
+    from hone.measure.machine import machine_of
+
+    machine = machine_of(run)
+    if machine.calibration is None:
+        machine = machine.model_copy(update={"calibration": calibrate(run.device, dtype_on(run.device))})
+        run.machine = machine.model_dump(mode="json")
+    return run
+
+
+def list_fields(cls: Any) -> str:
+    """The fields of a spec, as --help shows them."""
+    from hone.base.spec import describe_fields
+
+    return "\n".join(
+        f"  --{name}={kind}\n        {description} ({default if default == 'required' else f'default: {default}'})"
+        for name, kind, default, description in describe_fields(cls)
+    )
