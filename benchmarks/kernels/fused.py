@@ -15,9 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import linear_cross_entropy, rms_norm, rope, rope_write, swiglu
-from hone.ops.moe import api as grouped
-from hone.ops.sample import api as sampling
+from hone.ops import (
+    grouped_linear,
+    linear_cross_entropy,
+    permute,
+    rms_norm,
+    rope,
+    rope_write,
+    sample,
+    swiglu,
+    unpermute,
+)
+from hone.ops.sample.noise import noise_keys
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -98,7 +107,7 @@ def expert_row(limit: Ceilings, experts: int, out: int, width: int, each: int) -
     ends = (torch.arange(experts, device="cuda") + 1).int() * each
     ours, theirs = interleaved(
         [
-            lambda: [grouped.grouped_linear(x, weight, ends) for weight in weights],
+            lambda: [grouped_linear(x, weight, ends) for weight in weights],
             lambda: [F.grouped_mm(x, weight.mT, offs=ends) for weight in weights],
         ],
         calls=2,
@@ -203,12 +212,12 @@ def permute_rows(limit: Ceilings, tokens: int, top_k: int, experts: int, width: 
     x = torch.randn(tokens, width, **BF16)
     ids = torch.rand(tokens, experts, device="cuda").topk(top_k).indices
     weights = torch.rand(tokens, top_k, **BF16)
-    y, _, place = grouped.permute(x, ids, experts)
+    y, _, place = permute(x, ids, experts)
     num_bytes = 2 * (top_k + 1) * x.numel()
     found = []
     runs: dict[str, Callable[[str], Any]] = {
-        "permute": lambda backend: grouped.permute(x, ids, experts, backend=backend),
-        "unpermute": lambda backend: grouped.unpermute(y, place, weights, backend=backend),
+        "permute": lambda backend: permute(x, ids, experts, backend=backend),
+        "unpermute": lambda backend: unpermute(y, place, weights, backend=backend),
     }
     for name, run in runs.items():
         ours, theirs = interleaved([partial(run, "triton"), partial(run, "reference")], captured=False)
@@ -224,15 +233,13 @@ def permute_rows(limit: Ceilings, tokens: int, top_k: int, experts: int, width: 
 def sample_rows(limit: Ceilings, count: int, vocab: int) -> list[dict[str, Any]]:
     """A step's draws: noise made where it is added, thresholds without a sort; the peer is the torch reference."""
     logits = torch.randn(count, vocab, device="cuda") * 3
-    keys = sampling.noise_keys(range(count), range(count), device="cuda")
+    keys = noise_keys(range(count), range(count), device="cuda")
     heat, share = torch.full((count,), 0.8, device="cuda"), torch.full((count,), 0.9, device="cuda")
     found = []
     for name, options in (("temperature", {}), ("top-p", {"top_p": share})):
         ours, theirs = interleaved(
             [
-                lambda backend=backend, options=options: sampling.sample(
-                    logits, heat, **options, keys=keys, backend=backend
-                )
+                lambda backend=backend, options=options: sample(logits, heat, **options, keys=keys, backend=backend)
                 for backend in ("triton", "reference")
             ],
             captured=False,

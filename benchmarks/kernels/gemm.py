@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import formats
-from hone.ops.linear.api import compress_24, fp8_codes, fp8_linear, linear, quantized_linear, sparse_linear
+from hone.ops import formats, fp8_linear, linear, quantized_linear, sparse_linear
+from hone.ops.linear.api import compress_24, fp8_codes
 
 COPIES = 8
 SIZES = ((14336, 4096), (4096, 14336))

@@ -16,7 +16,8 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.model.context import Context, fused, has_fused, may_see, sdpa
 from hone.model.decoder import Decoder
-from hone.ops.sample.api import noise_keys, sample
+from hone.ops import sample
+from hone.ops.sample.noise import noise_keys
 
 
 class KeyValues(NamedTuple):

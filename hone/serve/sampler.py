@@ -17,17 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.sample.api import (
-    ACCEPT,
-    GUMBEL,
-    RESIDUAL,
-    filter_logits,
-    gumbel,
-    noise_keys,
-    sample,
-    token_hashes,
-    uniform,
-)
+from hone.ops import sample
+from hone.ops.sample.noise import ACCEPT, GUMBEL, RESIDUAL, gumbel, noise_keys, token_hashes, uniform
+from hone.ops.sample.reference import filter_logits
 from hone.serve.request import TokenLogprob
 from hone.serve.step import Sampling
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from hone.base.errors import MachineError, SpecError
 from hone.ops import formats
 from hone.ops.dispatch import backend_of
+from hone.ops.linear import reference
+from hone.ops.linear.reference import FP8_BLOCK
 from hone.ops.linear.shapes import fp8_shape, quantized_shape, skinny_shape
 
 FP8 = torch.float8_e4m3fn
-
-FP8_BLOCK = 128
-"""Columns of x, and rows and columns of the weight, that share a scale in the blockwise recipe."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -79,11 +78,7 @@ def quantized_linear(
         return _quantized_op(x, codes, scales, bias, bits, num_rows)
     if tiled:
         codes, scales = formats.untile_codes(codes, num_rows, bits), formats.untile_scales(scales, num_rows)
-    if scales.shape[1] == 1:  # N products a row in place of N x K, and no rounding of weights
-        out = F.linear(x, codes.to(x.dtype)) * scales.to(x.dtype).view(-1)
-    else:
-        out = F.linear(x, formats.dequantize(codes, scales, x.dtype))
-    return out if bias is None else out + bias.to(out.dtype)
+    return reference.quantized_linear(x, codes, scales, bias)
 
 
 def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tuple[Tensor, Tensor]:
@@ -115,15 +110,6 @@ def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tu
     return codes, (scales.view(-1) if kind == "row" else scales).float()
 
 
-def fp8_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers [M, K] of e4m3 codes and scales as `fp8_codes` gives them; the kind shows in the scales' shape."""
-    if scales.dim() == 1:
-        return codes.to(dtype) * scales.to(dtype).unsqueeze(1)
-    high = 1 if len(scales) == len(codes) else FP8_BLOCK
-    spread = scales.repeat_interleave(high, 0)[: len(codes)].repeat_interleave(FP8_BLOCK, 1)
-    return codes.to(dtype) * spread.to(dtype)
-
-
 def fp8_linear(
     x: Tensor,
     x_scales: Tensor,
@@ -150,9 +136,7 @@ def fp8_linear(
         return torch._scaled_mm(
             x, weight.T, scale_a=x_scales[:, None], scale_b=weight_scales[None, :], bias=bias, out_dtype=dtype
         )
-    wide = torch.promote_types(dtype, torch.float32)
-    out = fp8_values(x, x_scales, wide) @ fp8_values(weight, weight_scales, wide).T
-    return (out if bias is None else out + bias.to(wide)).to(dtype)
+    return reference.fp8_linear(x, x_scales, weight, weight_scales, bias, dtype)
 
 
 def compress_24(weight: Tensor) -> Tensor:
@@ -189,7 +173,7 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight, bias)
 
 
-# What the GPU runs: launches of hone.ops.{triton,gluon} as torch ops.
+# What the GPU runs: launches of the Triton and Gluon kernels as torch ops.
 
 
 @torch.library.custom_op("hone::skinny_linear", mutates_args=())

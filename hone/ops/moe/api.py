@@ -14,6 +14,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
 from hone.ops.linear.shapes import power_of_2
+from hone.ops.moe import reference
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | None = None) -> Tensor:
@@ -47,8 +48,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
         return _few_tokens_op(x, weight, ends)
     if chosen == "torch":
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([rows @ own.T for rows, own in zip(x.split(sizes), weight.unbind())])
+    return reference.grouped_linear(x, weight, ends)
 
 
 def permute(
@@ -65,20 +65,15 @@ def permute(
             f"x {tuple(x.shape)} must be [T, D] and expert_ids {expert_ids.dtype} {tuple(expert_ids.shape)} integer [T, k]",
             fix="flatten batch and sequence to T rows in both, and give the indices of topk, not its values",
         )
-    top_k = expert_ids.shape[1]
     if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
         place, order, ends = _order_op(expert_ids, num_experts)
         return _take_rows_op(x, order, place), ends, place
-    flat = expert_ids.flatten()
-    if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
+    if len(x) and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
         raise SpecError(
-            f"expert_ids lie in {int(flat.min())} ... {int(flat.max())}, experts in 0 ... {num_experts - 1}",
+            f"expert_ids lie in {int(expert_ids.min())} ... {int(expert_ids.max())}, experts in 0 ... {num_experts - 1}",
             fix="give num_experts as the router has outputs, or ids below it",
         )
-    order = flat.argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    ends = torch.bincount(flat, minlength=num_experts).cumsum(0).to(torch.int32)
-    return x[order // top_k], ends, place.view(-1, top_k).to(torch.int32)
+    return reference.permute(x, expert_ids, num_experts)
 
 
 def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -99,9 +94,7 @@ def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backen
         )
     if backend_of("permute", y.device, backend, dtype=y.dtype) == "triton":
         return _combine_op(y, place, weights)
-    rows = y[place.flatten().long()].view(*place.shape, y.shape[1])
-    wide = rows.to(torch.promote_types(y.dtype, torch.float32))
-    return (wide if weights is None else wide * weights[..., None].to(wide.dtype)).sum(1).to(y.dtype)
+    return reference.unpermute(y, place, weights)
 
 
 # What the GPU runs: launches of hone.ops.moe.triton_kernels as torch ops.

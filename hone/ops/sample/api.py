@@ -15,11 +15,7 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
-
-_MASK = (1 << 64) - 1
-
-GUMBEL, ACCEPT, RESIDUAL = 0, 1, 2
-"""Streams of noise of one (seed, position): the draw itself, and the two that speculation needs."""
+from hone.ops.sample import reference
 
 
 def sample(
@@ -63,13 +59,7 @@ def sample(
     cuts = _column(0.0 if min_p is None else min_p, logits, torch.float32).double().log().float()
     if backend_of("sample", logits.device, backend, dtype=logits.dtype) == "triton":
         return _sample_op(logits, heat, counts, shares, cuts, keys, filtered)
-    logits = logits.float()
-    drawing = heat != 0
-    scaled = logits / torch.where(drawing, heat, 1.0)[:, None]
-    if filtered:
-        scaled = _filtered(scaled, counts, shares, cuts)
-    tokens = torch.arange(vocab_size, device=logits.device)
-    return torch.where(drawing, (scaled + gumbel(keys, token_hashes(tokens))).argmax(-1), logits.argmax(-1))
+    return reference.sample(logits, heat, counts, shares, cuts, keys, filtered)
 
 
 def _check_option(name: str, values: Tensor | Sequence[float] | float | None, num_entries: int, highest: float) -> None:
@@ -88,125 +78,11 @@ def _check_option(name: str, values: Tensor | Sequence[float] | float | None, nu
         )
 
 
-def filter_logits(
-    logits: Tensor,
-    temperatures: Sequence[float],
-    min_ps: Sequence[float],
-    top_ks: Sequence[int],
-    top_ps: Sequence[float],
-) -> Tensor:
-    """Logits [E, V] / temperature, -inf where min-p, top-k (0: all) or top-p drop the token. No temperature is 0."""
-    if any(one != 1 for one in temperatures):
-        logits = logits / _numbers(temperatures, logits)
-    if any(one > 0 for one in min_ps):
-        cuts = _numbers([math.log(one) if one > 0 else -math.inf for one in min_ps], logits)
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + cuts, -math.inf)
-    vocab_size = logits.shape[-1]
-    counts = [min(one or vocab_size, vocab_size) for one in top_ks]
-    if any(one < 1 for one in top_ps):
-        return _top_p(logits, _numbers(counts, logits), _numbers(top_ps, logits))
-    if min(counts) < vocab_size:
-        best = logits.topk(max(count for count in counts if count < vocab_size)).values
-        places = torch.tensor([min(count, best.shape[-1]) - 1 for count in counts], device=logits.device)
-        floor = best.gather(-1, places[:, None])
-        floor = floor.masked_fill(_numbers(counts, logits) >= vocab_size, -math.inf)
-        logits = logits.masked_fill(logits < floor, -math.inf)
-    return logits
-
-
-def _top_p(logits: Tensor, counts: Tensor, shares: Tensor) -> Tensor:
-    """-inf where a value is not among the counts [E, 1] best or lies beyond shares [E, 1] of their mass."""
-    ordered = logits.sort(-1, descending=True).values
-    places = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(places >= counts, -math.inf)
-    mass = ordered.softmax(-1)
-    # A row without top-p must not lose its rarest tokens to rounding because a row beside it has one.
-    kept = mass.cumsum(-1) - mass < shares.masked_fill(shares >= 1, 2.0)
-    last = (kept & (ordered > -math.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
-    return logits.masked_fill(logits < ordered.gather(-1, last), -math.inf)
-
-
-def _filtered(scaled: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor) -> Tensor:
-    """`filter_logits` after the temperature, with options that lie on the device."""
-    scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + cuts[:, None], -math.inf)
-    return _top_p(scaled, counts[:, None], shares[:, None])
-
-
-def _numbers(values: Sequence[float], logits: Tensor) -> Tensor:
-    return torch.tensor(values, device=logits.device)[:, None]
-
-
 def _column(values: Tensor | Sequence[float] | float, logits: Tensor, dtype: torch.dtype) -> Tensor:
     """One number or one an entry as [E] on the logits' device; nothing waits for the device."""
     if not isinstance(values, int | float):
         return torch.as_tensor(values, dtype=dtype, device=logits.device).expand(len(logits)).contiguous()
     return torch.full((len(logits),), values, dtype=dtype, device=logits.device)
-
-
-# Noise.
-
-
-def gumbel(keys: Tensor, hashes: Tensor) -> Tensor:
-    """Gumbel noise float64 [E, V] of keys int64 [E] (`noise_keys`) and token hashes int64 [V] (`token_hashes`)."""
-    x = hashes ^ keys[:, None]
-    for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):  # MurmurHash3's 64-bit finalizer
-        x ^= (x >> 33) & 0x7FFFFFFF
-        x *= _signed(multiplier)
-    x ^= (x >> 33) & 0x7FFFFFFF
-    uniforms = ((x >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
-    return uniforms.log_().neg_().log_().neg_()
-
-
-def token_hashes(tokens: Tensor) -> Tensor:
-    """int64 hashes of tokens int64 [...]: what `gumbel` mixes with an entry's key."""
-    return _mixed(tokens)
-
-
-def noise_keys(
-    seeds: Sequence[int] | Tensor,
-    positions: Sequence[int] | Tensor,
-    streams: Sequence[int] | int = GUMBEL,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """int64 [E]: one key for each (seed, position, stream), on `device`.
-
-    Python seeds may be any integers (64 bits count); tensors are int64 and stay on their device, so that a captured
-    graph can make its own keys.
-    """
-    if isinstance(seeds, Tensor) and isinstance(positions, Tensor):
-        return _mixed(_mixed(_mixed(seeds) ^ positions) ^ streams)
-    each = [streams] * len(seeds) if isinstance(streams, int) else streams
-    keys = [_signed(_key(int(seed), int(place), stream)) for seed, place, stream in zip(seeds, positions, each)]
-    return torch.tensor(keys, dtype=torch.int64, device=device)
-
-
-def uniform(seed: int, position: int, stream: int) -> float:
-    """A number in (0, 1) that depends on its arguments alone."""
-    return ((_mix(_key(seed, position, stream)) >> 11) + 0.5) * 2.0**-53
-
-
-def _mixed(values: Tensor) -> Tensor:
-    """SplitMix64 of int64 numbers taken as 64 bits; `_mix` on a device."""
-    x = values + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _mix(value: int) -> int:
-    """SplitMix64 of one number. Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _key(seed: int, position: int, stream: int) -> int:
-    return _mix(_mix(_mix(seed & _MASK) ^ position) ^ stream)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
 
 
 # What the GPU runs: launches of hone.ops.sample.triton_kernels as one torch op.

@@ -1,4 +1,4 @@
-"""scan and scan_delta: linear attention with decays, token by token, in chunks of plain torch, and (scan) in Triton."""
+"""Linear attention with decays as a scan: public functions, the GPU op and its gradient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of, locate
-
-CHUNK = 64
-"""Tokens a chunk of the plain torch form."""
-
-CHANNEL_CHUNK = 16
-"""The same with a decay a channel, whose weights [C, C, Dk] stand in memory one chunk at a time."""
+from hone.ops.scan.checks import checked_heads
+from hone.ops.scan.reference import delta_chunks, scan_chunks
 
 
 def scan(
@@ -41,7 +37,7 @@ def scan(
     Returns out [B, S, H, Dv] in v's dtype, with `return_state` also the state after the last token. Differentiable in
     q, k, v, decay and state. Raises SpecError naming the argument whose shape, dtype, device or value does not fit.
     """
-    _checked(q, k, v, decay, state, reset)
+    checked_heads(q, k, v, decay, state, reset)
     if not 0 < abs(scale) < math.inf:
         raise SpecError(f"scan: scale is {scale}; it must be finite and not 0", fix="leave scale out for 1")
     form = "none" if decay is None else {1: "head", 3: "token", 4: "channel"}[decay.dim()]
@@ -53,64 +49,6 @@ def scan(
     else:
         out, final = _on_gpu(q, k, v, decay, state, reset, scale, chosen)
     return (out, final) if return_state else out
-
-
-def scan_steps(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None = None,
-    *,
-    state: Tensor | None = None,
-    reset: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time: (out, final state) in float32, or float64 if q is. Arguments as `scan`'s."""
-    heads = _checked(q, k, v, decay, state, reset)
-    q, k, v, now = _wide(q, k, v, state, heads)
-    out = []
-    for token in range(q.shape[1]):
-        if decay is not None:
-            step = decay if decay.dim() == 1 else decay[:, token]
-            step = step.to(q.dtype).exp()
-            now = now * (step[..., None] if decay.dim() == 4 else step[..., None, None])
-        if reset is not None:
-            now = torch.where(reset[:, token, None, None, None], 0.0, now)
-        now = now + k[:, token, :, :, None] * v[:, token, :, None, :]
-        out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, token], now))
-    return torch.stack(out, 1), now
-
-
-def scan_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None = None,
-    *,
-    state: Tensor | None = None,
-    reset: Tensor | None = None,
-    scale: float = 1.0,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`scan_steps` in chunks of matrix products: (out in v's dtype, final state float32 or float64). Plain torch.
-
-    No weight is ever the exponential of a positive number: within a chunk it is exp(c_s - c_t), s >= t, of cumulative
-    log decays c, so decays may be as strong as they like.
-    """
-    heads = _checked(q, k, v, decay, state, reset)
-    dtype = v.dtype
-    q, k, v, now = _wide(q, k, v, state, heads)
-    q = q * scale
-    if chunk is None:
-        chunk = CHANNEL_CHUNK if decay is not None and decay.dim() == 4 else CHUNK
-    out = []
-    for first in range(0, q.shape[1], chunk):
-        part = slice(first, first + chunk)
-        fall = None if decay is None else _fallen(decay, part, q)
-        begins = None if reset is None else reset[:, part]
-        mixed, now = _one_chunk(q[:, part], k[:, part], v[:, part], fall, begins, now)
-        out.append(mixed)
-    return torch.cat(out, 1).to(dtype), now
 
 
 def scan_delta(
@@ -134,7 +72,7 @@ def scan_delta(
     Plain torch on every device, a GPU too; no kernel. Chunks of 64 tokens one after the other: in each a triangular system
     gives what every token really adds (the WY form), and the rest is a chunk of `scan`.
     """
-    heads = _checked(q, k, v, decay, state, reset)
+    heads = checked_heads(q, k, v, decay, state, reset)
     if beta.shape != (*q.shape[:2], heads):
         raise SpecError(
             f"scan_delta: beta {tuple(beta.shape)} is not {(*q.shape[:2], heads)}", fix="give beta [B, S, H]"
@@ -142,23 +80,7 @@ def scan_delta(
     if decay is not None and decay.dim() == 4:
         said = f"scan_delta: decay is a number a head or a token, not a channel as in {tuple(decay.shape)}"
         raise SpecError(said, fix="give decay [H] or [B, S, H], or call scan, which takes [B, S, H, Dk]")
-    dtype = v.dtype
-    q, k, v, now = _wide(q, k, v, state, heads)
-    beta = beta.to(q.dtype)[..., None]
-    out = []
-    for first in range(0, q.shape[1], CHUNK):
-        part = slice(first, first + CHUNK)
-        fall = None if decay is None else _fallen(decay, part, q)
-        begins = None if reset is None else reset[:, part]
-        entering, _, _, drop = _weights(k[:, part], fall, begins)
-        told = v[:, part] - torch.einsum("bshd,bhdv->bshv", entering * k[:, part], now)
-        # added_s + beta_s sum_{t < s} (k_s . k_t) drop_st added_t = beta_s told_s; what stands on the diagonal is not read.
-        alike = torch.einsum("bshd,bthd,bsth->bhst", beta[:, part] * k[:, part], k[:, part], drop[..., 0])
-        wanted = (beta[:, part] * told).transpose(1, 2)
-        added = torch.linalg.solve_triangular(alike, wanted, upper=False, unitriangular=True)
-        mixed, now = _one_chunk(q[:, part] * scale, k[:, part], added.transpose(1, 2), fall, begins, now)
-        out.append(mixed)
-    mixed = torch.cat(out, 1).to(dtype)
+    mixed, now = delta_chunks(q, k, v, beta, decay, state=state, reset=reset, scale=scale)
     return (mixed, now) if return_state else mixed
 
 
@@ -344,97 +266,3 @@ def _addressable(x: Tensor) -> Tensor:
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     fits = x.stride(-1) == 1 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
     return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
-
-
-def _one_chunk(
-    q: Tensor, k: Tensor, v: Tensor, fall: Tensor | None, begins: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(outputs [B, C, H, Dv], state after the chunk); `fall` [B or 1, C, H, 1 or Dk] is the log decay since its start."""
-    entering, leaving, through, drop = _weights(q, fall, begins)
-    if drop.shape[-1] == 1:
-        scores = torch.einsum("bshd,bthd->bsth", q, k) * drop[..., 0]
-    else:
-        scores = torch.einsum("bshd,bthd,bsthd->bsth", q, k, drop)
-    out = torch.einsum("bsth,bthv->bshv", scores, v) + torch.einsum("bshd,bhdv->bshv", entering * q, state)
-    return out, through * state + torch.einsum("bthd,bthv->bhdv", leaving * k, v)
-
-
-def _weights(like: Tensor, fall: Tensor | None, begins: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What weighs what in a chunk: the incoming state in a token, a token in the outgoing state (both [., C, ., .]), the
-    incoming state in the outgoing one, a column's token in a row's [., row, column, H, .]; the last axis 1 or Dk."""
-    size = like.shape[1]
-    if fall is None:
-        fall = like.new_zeros(1, size, like.shape[2], 1)
-    seen = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()[None, :, :, None, None]
-    first = last = through = torch.ones((), dtype=torch.bool, device=like.device)
-    if begins is not None:
-        document = begins.cumsum(1)
-        seen = seen & (document[:, :, None] == document[:, None, :])[..., None, None]
-        first = (document == 0)[..., None, None]
-        last = (document == document[:, -1:])[..., None, None]
-        through = (document[:, -1] == 0)[:, None, None, None]
-    drop = (fall[:, :, None] - fall[:, None, :]).masked_fill(~seen, -torch.inf).exp()
-    entering = torch.where(first, fall.exp(), 0.0)
-    leaving = torch.where(last, (fall[:, -1:] - fall).exp(), 0.0)
-    return entering, leaving, torch.where(through, fall[:, -1].exp()[..., None], 0.0), drop
-
-
-def _fallen(decay: Tensor, part: slice, like: Tensor) -> Tensor:
-    """Cumulative log decay of one chunk, [B or 1, C, H, 1 or Dk]."""
-    decay = decay.to(like.dtype)
-    if decay.dim() == 1:
-        size = len(range(*part.indices(like.shape[1])))
-        return (
-            decay[None, None, :, None] * torch.arange(1, size + 1, device=like.device, dtype=like.dtype)[:, None, None]
-        )
-    steps = decay[:, part].cumsum(1)
-    return steps if steps.dim() == 4 else steps[..., None]
-
-
-def _wide(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All in float32 or float64, with heads repeated where they are shared, and a state of zeros where there is none."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (x.to(wide).repeat_interleave(heads // x.shape[2], 2) for x in (q, k, v))
-    if state is None:
-        state = q.new_zeros(q.shape[0], heads, q.shape[-1], v.shape[-1])
-    return q, k, v, state.to(wide)
-
-
-def _checked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, reset: Tensor | None) -> int:
-    """The number of heads; raises SpecError naming the argument that does not fit."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape[:2] != q.shape[:2]:
-            said = f"scan: {name} must be [B, S, H, D] like q {tuple(q.shape)}, is {tuple(x.shape)}"
-            raise SpecError(said, fix="give q, k and v of one B and one S, heads in axis 2")
-        if not min(x.shape[2:]):
-            said = f"scan: {name} {tuple(x.shape)} has no heads or heads without width"
-            raise SpecError(said, fix=f"give {name} at least one head of at least one number")
-        if x.dtype != q.dtype or not x.is_floating_point():
-            said = f"scan: {name} is {x.dtype}; q, k and v must be of one floating dtype, q is {q.dtype}"
-            raise SpecError(said, fix="convert all three to one of bfloat16, float16, float32 with .to(dtype)")
-    for name, x in (("k", k), ("v", v), ("decay", decay), ("state", state), ("reset", reset)):
-        if x is not None and x.device != q.device:
-            raise SpecError(
-                f"scan: {name} is on {x.device}, q on {q.device}", fix=f"move it there: {name}.to(q.device)"
-            )
-    batch, seq_len, _, dim_k = q.shape
-    heads = max(q.shape[2], k.shape[2], v.shape[2])
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if heads % x.shape[2]:
-            said = f"scan: {name} has {x.shape[2]} heads, which do not divide {heads}"
-            raise SpecError(said, fix=f"give {name} {heads} heads, or a divisor of {heads} to share them")
-    if seq_len == 0:
-        raise SpecError(f"scan: q {tuple(q.shape)} has no tokens", fix="give at least one token, or skip the call")
-    if k.shape[-1] != dim_k:
-        raise SpecError(f"scan: k has head dimension {k.shape[-1]}, q {dim_k}", fix="give q and k heads of one width")
-    shapes = {1: (heads,), 3: (batch, seq_len, heads), 4: (batch, seq_len, heads, dim_k)}
-    if decay is not None and decay.shape != shapes.get(decay.dim()):
-        said = f"scan: decay {tuple(decay.shape)} is none of {', '.join(map(str, shapes.values()))}"
-        raise SpecError(said, fix="give a logarithm a head, a token or a channel in one of these shapes, or None")
-    if state is not None and state.shape != (batch, heads, dim_k, v.shape[-1]):
-        said = f"scan: state {tuple(state.shape)} is not {(batch, heads, dim_k, v.shape[-1])}"
-        raise SpecError(said, fix="give the state of a call with return_state=True and these sizes, or None")
-    if reset is not None and (reset.shape != (batch, seq_len) or reset.dtype != torch.bool):
-        said = f"scan: reset must be bool {(batch, seq_len)}, is {reset.dtype} {tuple(reset.shape)}"
-        raise SpecError(said, fix="give True where a document starts: reset.bool(), one entry a token")
-    return heads

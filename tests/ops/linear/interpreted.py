@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops.linear.api import fp8_codes, fp8_linear, fp8_values, linear
+from hone.ops import fp8_linear, linear
+from hone.ops.linear.api import fp8_codes
+from hone.ops.linear.reference import fp8_values
 from hone.ops.linear.shapes import Fp8Shape, SkinnyShape
 from hone.ops.linear.triton_fp8 import fp8_rows_product
 from hone.ops.linear.triton_skinny import skinny_product, sum_parts

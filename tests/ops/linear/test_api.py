@@ -7,16 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hone.base.errors import SpecError
-from hone.ops import formats
-from hone.ops.linear.api import (
-    compress_24,
-    fp8_codes,
-    fp8_linear,
-    fp8_values,
-    linear,
-    quantized_linear,
-    sparse_linear,
-)
+from hone.ops import formats, fp8_linear, linear, quantized_linear, sparse_linear
+from hone.ops.linear.api import compress_24, fp8_codes
+from hone.ops.linear.reference import fp8_values
 from hone.ops.linear.shapes import fp8_shape, quantized_shape, skinny_shape
 
 

@@ -18,17 +18,10 @@ from hone.model.linear import Dense
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.quantized.scheme import Scheme
 from hone.model.shape import Shape
-from hone.ops import formats
+from hone.ops import formats, fp8_linear, linear, quantized_linear, sparse_linear
 from hone.ops.dispatch import locate
-from hone.ops.linear.api import (
-    compress_24,
-    fp8_codes,
-    fp8_linear,
-    fp8_values,
-    linear,
-    quantized_linear,
-    sparse_linear,
-)
+from hone.ops.linear.api import compress_24, fp8_codes
+from hone.ops.linear.reference import fp8_values
 from tests.model.test_quantized import make_parts
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from hone.ops import (
     rope_write,
     sample,
 )
-from hone.ops.sample.api import noise_keys
+from hone.ops.sample.noise import noise_keys
 from tests.ops.agree import agree
 
 

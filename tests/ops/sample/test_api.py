@@ -13,15 +13,8 @@ from scipy import stats
 from hone.base.errors import SpecError
 from hone.ops import choose, sample
 from hone.ops.dispatch import Where
-from hone.ops.sample.api import (
-    GUMBEL,
-    RESIDUAL,
-    filter_logits,
-    gumbel,
-    noise_keys,
-    token_hashes,
-    uniform,
-)
+from hone.ops.sample.noise import GUMBEL, RESIDUAL, gumbel, noise_keys, token_hashes, uniform
+from hone.ops.sample.reference import filter_logits
 
 MASK = (1 << 64) - 1
 

@@ -12,7 +12,7 @@ from hone.ops import (
     sample,
     swiglu,
 )
-from hone.ops.sample.api import noise_keys
+from hone.ops.sample.noise import noise_keys
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hone.ops import scan
 from hone.ops.scan import triton_kernels as kernels
-from hone.ops.scan.api import scan, scan_steps
+from hone.ops.scan.reference import scan_steps
 
 CUT = {"chunk": 16, "block_v": 16, "warps": 4, "stages": 2}
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hone.base.errors import SpecError
 from hone.ops import scan, scan_delta
 from hone.ops.dispatch import Where, choose
-from hone.ops.scan.api import scan_chunks, scan_steps
+from hone.ops.scan.reference import scan_chunks, scan_steps
 
 FORMS = ("none", "head", "token", "channel")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hone.ops import scan
-from hone.ops.scan.api import scan_chunks
+from hone.ops.scan.reference import scan_chunks
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,28 @@
+"""Tokens sorted by expert and back, and a product an expert, in plain torch: the oracle of the kernels, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`hone.ops.grouped_linear`: one product an expert."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([rows @ own.T for rows, own in zip(x.split(sizes), weight.unbind())])
+
+
+def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`hone.ops.permute`: a stable sort."""
+    flat, top_k = expert_ids.flatten(), expert_ids.shape[1]
+    order = flat.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    ends = torch.bincount(flat, minlength=num_experts).cumsum(0).to(torch.int32)
+    return x[order // top_k], ends, place.view(-1, top_k).to(torch.int32)
+
+
+def unpermute(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    """`hone.ops.unpermute`, summed in float32 or wider."""
+    rows = y[place.flatten().long()].view(*place.shape, y.shape[1])
+    wide = rows.to(torch.promote_types(y.dtype, torch.float32))
+    return (wide if weights is None else wide * weights[..., None].to(wide.dtype)).sum(1).to(y.dtype)
