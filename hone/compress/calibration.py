@@ -13,7 +13,7 @@ import numpy as np
 from hone.base.durable import sha256
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.load import PackedTokens
-from hone.model.tokenizer import load_tokenizer, tokenizers_differ
+from hone.model.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,24 @@ class Calibration:
         return int(self.tokens.size if self.document_ids is None else (self.document_ids >= 0).sum())
 
 
-def from_data(folder: Path, model: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:
+def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:
     """Shuffled rows of a data artifact's training split, as training sees them.
 
-    Raises SpecError when its tokenizer is not the model's, or it holds no tokens.
+    Raises SpecError when it holds no tokens.
     """
-    if tokenizers_differ(folder, model):
-        raise SpecError(
-            f"the tokens in {folder} were made with another tokenizer than {model}'s",
-            fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
-        )
     packed = PackedTokens(folder, "train")
     if packed.num_tokens < 2:
         raise SpecError(f"{folder} holds no training tokens to calibrate with", fix="give a data stage with text in it")
     batch = packed.rows(np.arange(min(num_sequences, packed.num_rows(seq_len))), seq_len, seed)
     return Calibration(batch.tokens, batch.document_ids, {"split": "train", "tokens": int(batch.tokens.size)})
+
+
+def text_bytes(path: Path) -> int:
+    """Size of a calibration text. Raises SpecError when it cannot be read."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise SpecError(f"calibration_text {path}: {error.strerror}", fix="name a text file") from None
 
 
 def from_text(path: Path, model: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.compress.matrix import IntegerQuantizer, Matrix, Work
+from hone.compress.matrix import IntegerQuantizer, Matrix
+from hone.cost.compress import Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ class GPTQ(IntegerQuantizer):
     """Rounds column by column and lets later columns absorb each error. Frantar et al. 2022, arXiv:2210.17323."""
 
     paper: ClassVar[str] = "arXiv:2210.17323"
-    needs: ClassVar[frozenset[str]] = frozenset({"hessian"})
+    needs: ClassVar[frozenset[str]] = frozenset({"weights:float", "hessian"})
 
     scale: Literal["absmax", "signed", "search"] = Field(
         "search",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from hone.base.figure import Estimate
+from hone.base.lazy import lazy
 from hone.compress.matrix import Matrix, Step
+
+torch = lazy("torch")
 
 
 class Magnitude(Step):
@@ -19,14 +22,16 @@ class Magnitude(Step):
     sparsity: float = Field(0.5, ge=0.0, lt=1.0, description="Fraction of each matrix's weights that become zero.")
 
     def apply(self, matrix: Matrix) -> None:
-        weights = matrix.weight
-        count = round(self.sparsity * weights.numel())
-        # A stable sort, so that equal magnitudes give the same mask on every run and machine.
-        order = weights.abs().flatten().argsort(stable=True)
-        keep = weights.new_ones(weights.numel(), dtype=bool)
-        keep[order[:count]] = False
-        matrix.prune(keep.view(weights.shape))
+        sizes = matrix.weight.abs().flatten()
+        count = round(self.sparsity * sizes.numel())
+        keep = torch.ones_like(sizes, dtype=torch.bool)
+        if count:
+            largest = sizes.kthvalue(count).values  # of those that go
+            keep = sizes > largest
+            # Of equal magnitudes the first ones go, so that every run and machine gives the same mask.
+            ties = (sizes == largest).nonzero().flatten()
+            keep[ties[count - int((sizes < largest).sum()) :]] = True
+        matrix.prune(keep.view(matrix.original.shape))
 
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """sparsity of the pruned matrices."""
+    def figures(self) -> dict[str, Estimate]:
         return {"sparsity": Estimate(value=self.sparsity, unit="fraction", formula="the fraction asked for")}

@@ -15,6 +15,7 @@ from hone.base.errors import SpecError
 from hone.base.figure import Estimate
 from hone.base.lazy import lazy
 from hone.base.table import Technique
+from hone.cost.compress import Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ class Errors(NamedTuple):
 class Matrix:
     """A weight matrix and what the steps have made of it.
 
-    `original` [N, K] is float32 or float64. A step edits `current`, the float weight; a pruner also says in `keep` (bool
+    `original` [N, K] is float32 or float64. A step replaces `current`, the float weight (never in place); a pruner also says in `keep` (bool
     [N, K]) which weights must stay zero; a quantizer sets `stored`, whose numbers are the weight from then on.
     `statistics` holds what the steps asked for of the calibration inputs (see `hone.compress.statistics`).
     """
@@ -83,21 +84,14 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part / whole) if float(whole) > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a step costs on one matrix: floating-point operations, bytes moved, tensor operations started."""
-
-    flops: float = 0.0
-    num_bytes: float = 0.0
-    num_ops: float = 0.0
-
-
 class Step(Technique):
     """A technique that works on one matrix at a time; a subclass writes `apply`.
 
-    `needs` may name statistics of the calibration inputs ("hessian", "absmax" ...): the engine then runs the calibration
-    data and fills `Matrix.statistics`.
+    `needs` may also name statistics of the calibration inputs ("hessian", "absmax" ...): the engine then runs the
+    calibration data and fills `Matrix.statistics`.
     """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"weights:float"})
 
     def check(self, name: str, rows: int, columns: int) -> None:
         """Raises SpecError when the step cannot work on a matrix of this shape."""
@@ -110,11 +104,16 @@ class Step(Technique):
         """What `apply` costs; by default a few passes over the matrix."""
         return Work(num_bytes=40.0 * rows * columns, num_ops=20)
 
+    def figures(self) -> dict[str, Estimate]:
+        """Figures of the compressed model that follow from the step's options alone."""
+        return {}
+
 
 class Quantizer(Step):
     """A step that decides how weights are stored: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
 
     gives: ClassVar[frozenset[str]] = frozenset({"weights:quantized"})
+    takes: ClassVar[frozenset[str]] = frozenset({"weights:float"})
 
     scale_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype scales are stored in; auto is the checkpoint's, or float16 for a float32 checkpoint."
@@ -140,15 +139,6 @@ class Quantizer(Step):
     def work(self, rows: int, columns: int) -> Work:
         """Finding scales and rounding: a few passes."""
         return Work(num_bytes=32.0 * rows * columns, num_ops=12)
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """bits_per_weight of the quantized matrices alone. Facts: `shapes` [(rows, columns)], `scale_bits` (16)."""
-        shapes, scale_bits = facts["shapes"], facts.get("scale_bits", 16)
-        weights = sum(rows * columns for rows, columns in shapes)
-        scales = sum(self.scheme(columns).num_scales(rows, columns) for rows, columns in shapes)
-        coded = sum(self.scheme(columns).bits * rows * columns for rows, columns in shapes) / weights
-        formula = f"{coded:g} bits + {scale_bits}-bit scales of {weights / scales:.0f} weights each"
-        return {"bits_per_weight": Estimate(value=coded + scale_bits * scales / weights, unit="bits", formula=formula)}
 
 
 class IntegerQuantizer(Quantizer):

@@ -4,33 +4,78 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_atomic, write_jsonl
 from hone.base.errors import SpecError
+from hone.base.figure import Estimate
 from hone.base.lazy import lazy
+from hone.base.plan import DISK, MEMORY, Facts, Plan, Shortage, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import STEPS
-from hone.measure.machine import Machine, describe
+from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
+from hone.data.facts import DataFacts
+from hone.measure.machine import Machine
+from hone.measure.warm import warm_up
 from hone.measure.window import Window
+from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 
 torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
-estimate = lazy("hone.compress.estimate")
-shards = lazy("hone.compress.shards")
-stream = lazy("hone.compress.stream")
-quantized = lazy("hone.model.quantized.config")
+capture = lazy("hone.compress.capture")
+config_of = lazy("hone.model.quantized.config")
 hf = lazy("hone.model.hf")
+shards = lazy("hone.compress.shards")
+sizes = lazy("hone.compress.sizes")
+statistics = lazy("hone.compress.statistics")
+stream = lazy("hone.compress.stream")
+targets_of = lazy("hone.compress.targets")
 
 DEFAULT_SEQ_LEN = 512
 """Calibration sequence where none is given and the model's context is longer."""
+
+TEXT_BYTES_PER_TOKEN = 3.5
+"""Bytes of text that one token stands for, to say how many sequences a text holds before it is encoded."""
+
+_BESIDE = 1 << 20
+"""Bytes of config, tokenizer, index and layers.jsonl, about."""
+
+_WAYS = {MEMORY: ("lower batch_size", "use fewer num_sequences", "compute on another device")}
+_FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: it is computed from calibration inputs"
+
+
+class Calibrated(NamedTuple):
+    """Calibration sequences and their tokens."""
+
+    num_sequences: int
+    seq_len: int
+
+
+class CompressPlan(Plan):
+    """A plan with what the engine will do: linears by layer, format of the forward passes, calibration."""
+
+    targets: tuple[tuple[Any, ...], ...]
+    compute_dtype: str
+    calibrated: Calibrated | None
+    scratch_bytes: int
+    """Hidden states that lie beside the finished folder while it is made."""
+
+    def shortages(self, capacity: Mapping[str, float]) -> list[Shortage]:
+        """What does not fit; the disk must hold the hidden states too."""
+        if DISK in self.estimates and DISK in capacity:
+            folder = self.estimates[DISK]
+            more = {"value": folder.value + self.scratch_bytes, "formula": f"{folder.formula}, hidden states beside it"}
+            whole = Plan(estimates={**self.estimates, DISK: folder.model_copy(update=more)}, ways=self.ways)
+            return whole.shortages(capacity)
+        return super().shortages(capacity)
 
 
 class Compress(Stage):
@@ -64,13 +109,8 @@ class Compress(Stage):
 
     @model_validator(mode="after")
     def _steps_follow(self) -> Compress:
-        given: set[str] = set()
-        for step in self.steps:
-            if "weights:quantized" in given:
-                raise ValueError(
-                    f"{step.kind} comes after a quantizer: weights on a grid stay as they are, put it first"
-                )
-            given |= step.gives
+        # Whether there is calibration data shows when a plan is made; whether the order is possible shows here.
+        check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         for pattern in (*self.targets, *self.ignore):
             try:
                 re.compile(pattern)
@@ -83,109 +123,164 @@ class Compress(Stage):
         path = None if self.calibration_text is None else Path(self.calibration_text)
         return {"calibration_text": path} if path is not None and path.is_file() else {}
 
-    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        folder = parents["model"].folder
-        parents["model"].need("config.json")
-        checkpoint = hf.Checkpoint(folder)
-        if checkpoint.quantization is not None:
+    def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
+        """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not fit it."""
+        model = need(facts, "model", CheckpointFacts)
+        data = need(facts, "data", DataFacts) if "data" in facts else None
+        if model.quantization is not None:
             raise SpecError(
-                f"{folder} is quantized already ({checkpoint.quantization.get('quant_method')})",
+                f"{model.where} is quantized already ({model.quantization.get('quant_method')})",
                 fix="compress the checkpoint it was made from",
             )
-        if checkpoint.config.adapters:
-            raise SpecError(f"{folder} has adapters around its linears", fix="compress the model without them")
-        selected = self._select(checkpoint)
-        samples = self._calibrate(checkpoint, parents)
-        rest = None if self.rest_dtype == "keep" else getattr(torch, self.rest_dtype)
-        job = stream.Job(checkpoint, self.steps, selected, run.device, self._compute_dtype(run.device), rest)
-        machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
-        with Window(run.device) as measured:
-            plan = estimate.Plan(job, samples, self.batch_size)
-            plan.need_disk(draft.folder)
-            draft.predict(plan.estimates(machine, measured.start_memory_bytes))
-            flow = stream.Flow(samples, self.batch_size, job.device, job.dtype) if samples is not None else None
-            with shards.full_disk_said(draft.folder):
-                rows = stream.run_job(job, flow, draft, run)
-                self._describe(draft, checkpoint, job)
-                write_jsonl(draft.folder / "layers.jsonl", rows)
+        if model.config.adapters:
+            raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
+        calibrated = self._calibrated(model, data)
+        given = model.given | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
+        check_order(self.steps, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
+        targets = targets_of.select(model.config, self.targets, self.ignore)
+        for index, linears in enumerate(targets):
+            for linear in linears:
+                for step in self.steps:
+                    step.check(f"layers.{index}.{linear.path}", linear.rows, linear.columns)
+        dtype = getattr(torch, model.dtype)
+        made = sizes.shard_sizes(sizes.entries(model), targets, self._quantizer, self._rest_dtype, dtype)
+        compute = self.compute_dtype
+        if compute == "auto":
+            compute = "bfloat16" if machine.device.startswith("cuda") else "float32"
+        layers = tuple(
+            tuple(
+                MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in self.steps))
+                for one in linears
+            )
+            for linears in targets
+        )
+        sequences = calibrated or Calibrated(0, 0)
+        work = Compression(
+            model.config.facts(), layers, tuple(made), dtype.itemsize, compute, *sequences, batch_size=self.batch_size
+        )
+        quantization = self._quantization(model.config, targets)
+        update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
+        return CompressPlan(
+            estimates=self._estimates(model, machine, work),
+            facts=model.model_copy(update=update),
+            ways=_WAYS,
+            targets=targets,
+            compute_dtype=compute,
+            calibrated=calibrated,
+            scratch_bytes=2 * work.states_bytes,
+        )
+
+    def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+        """Writes the model shard by shard, resuming after the last layer that is whole."""
+        folder = parents["model"].folder
+        checkpoint = hf.Checkpoint(folder)
+        samples = self._samples(plan, checkpoint, parents)
+        dtype = getattr(torch, plan.compute_dtype)
+        job = stream.Job(checkpoint, self.steps, plan.targets, run.device, dtype, self._rest_dtype)
+        warm_up(run.device)
+        with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
+            flow = None if samples is None else capture.Flow(samples, self.batch_size, job.device, job.dtype)
+            rows = stream.run_job(job, flow, draft, run)
+            self._describe(draft, checkpoint, plan.facts.quantization)
+            write_jsonl(draft.folder / "layers.jsonl", rows)
         for step in self.steps:
             source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source})
         self._record(draft, folder, checkpoint, rows)
-        draft.record_window(measured)
 
-    def _compute_dtype(self, device: str) -> Any:
-        if self.compute_dtype == "auto":
-            return torch.bfloat16 if device.startswith("cuda") else torch.float32
-        return getattr(torch, self.compute_dtype)
+    @property
+    def _quantizer(self) -> Any:
+        """The step that decides how weights are stored; None when they stay as they are."""
+        return next((step for step in self.steps if "weights:quantized" in step.gives), None)
 
-    def _select(self, checkpoint: Any) -> tuple[tuple[str, ...], ...]:
-        """Per layer, the fused linears to work on. Raises SpecError when there is none, or one is chosen only in part."""
-        selected, shapes = [], []
-        for index in range(checkpoint.config.num_layers):
-            chosen: dict[str, dict[str, bool]] = {}
-            for module in checkpoint.layer_modules(index):
-                named = any(re.search(pattern, module.name) for pattern in self.targets)
-                left = any(re.search(pattern, module.name) for pattern in self.ignore)
-                chosen.setdefault(module.attribute, {})[module.name] = named and not left
-            for modules in chosen.values():
-                if len(set(modules.values())) > 1:
-                    apart = [name for name, taken in modules.items() if not taken]
-                    raise SpecError(
-                        f"targets and ignore leave out {', '.join(apart)} of {', '.join(modules)}",
-                        fix="these run as one matrix: target or ignore them together",
-                    )
-            here = tuple(name for name, modules in chosen.items() if all(modules.values()))
-            selected.append(here)
-            linears = checkpoint.config.linears(index)
-            if experts := [name for name in here if linears[name].experts is not None]:
-                raise SpecError(
-                    f"layer {index}: {', '.join(experts)} hold a matrix for each expert, which no step takes yet",
-                    fix=r"leave them as they are: ignore=['lm_head', '\.experts\.']",
-                )
-            shapes += [
-                (f"layers.{index}.{name}", linears[name].out_features, linears[name].in_features) for name in here
-            ]
-        if not shapes:
-            raise SpecError(
-                f"targets {list(self.targets)} without {list(self.ignore)} name no linear",
-                fix=f"names look like {checkpoint.layer_modules(0)[0].name}",
-            )
-        for step in self.steps:
-            for name, rows, columns in shapes:
-                step.check(name, rows, columns)
-        return tuple(selected)
+    @property
+    def _rest_dtype(self) -> Any:
+        return None if self.rest_dtype == "keep" else getattr(torch, self.rest_dtype)
 
-    def _calibrate(self, checkpoint: Any, parents: dict[str, Artifact]) -> Any:
-        """Calibration sequences, None when there is no data and no step needs any."""
-        needing = [step.kind for step in self.steps if "hessian" in step.needs]
-        if "data" in parents and self.calibration_text is not None:
+    def _calibrated(self, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
+        """How many sequences of which length there will be; None without calibration. Raises SpecError for a source of no use."""
+        if data is not None and self.calibration_text is not None:
             raise SpecError("both the role data and calibration_text are given", fix="give one of them")
-        if "data" not in parents and self.calibration_text is None:
-            if needing:
-                raise SpecError(
-                    f"{needing[0]} needs calibration data", fix="add data: NAME OR FOLDER, or set calibration_text=FILE"
-                )
+        if data is None and self.calibration_text is None:
             return None
-        longest = checkpoint.config.max_seq_len
+        borrowing = [index for index, layer in enumerate(model.config.layers) if layer.mixer.borrows]
+        if borrowing:
+            raise SpecError(
+                f"layer {borrowing[0]} uses the keys of another layer, and calibration runs one layer at a time",
+                fix="compress without calibration: kind=rtn, no data and no calibration_text",
+            )
+        longest = model.config.max_seq_len
         seq_len = self.seq_len or min(longest, DEFAULT_SEQ_LEN)
         if seq_len > longest:
             raise SpecError(
                 f"seq_len {seq_len} is longer than the model's context of {longest}", fix=f"use {longest} or less"
             )
-        options = {"num_sequences": self.num_sequences, "seq_len": seq_len, "seed": self.seed}
+        if data is None:
+            size = calibration.text_bytes(Path(str(self.calibration_text)))
+            there = max(int(size / TEXT_BYTES_PER_TOKEN / seq_len), 1)
+        else:
+            if None not in (data.tokenizer, model.tokenizer) and data.tokenizer != model.tokenizer:
+                raise SpecError(
+                    f"the tokens in {data.where} were made with another tokenizer than {model.where}'s",
+                    fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
+                )
+            there = max(data.split("train").num_rows(seq_len), 1)
+        return Calibrated(min(self.num_sequences, there), seq_len)
+
+    def _samples(self, plan: CompressPlan, checkpoint: Any, parents: dict[str, Artifact]) -> Any:
+        """The calibration sequences, or None."""
+        if plan.calibrated is None:
+            return None
+        options = {"num_sequences": self.num_sequences, "seq_len": plan.calibrated.seq_len, "seed": self.seed}
         if self.calibration_text is not None:
             samples = calibration.from_text(Path(self.calibration_text), checkpoint.folder, **options)
         else:
-            samples = calibration.from_data(parents["data"].folder, checkpoint.folder, **options)
+            samples = calibration.from_data(parents["data"].folder, **options)
         calibration.check(samples, checkpoint.config.vocab_size)
         return samples
 
-    def _describe(self, draft: Draft, checkpoint: Any, job: Any) -> None:
+    def _estimates(self, model: CheckpointFacts, machine: Machine, work: Compression) -> dict[str, Estimate]:
+        """Sizes to the byte; seconds and memory; what the steps' options say."""
+        size, params = sum(work.shard_bytes), model.config.num_params
+        options: dict[str, Any] = {"formula": "headers, codes, scales and what stays as it is", "tolerance": 0.0}
+        bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", "tolerance": 0.0}
+        found = {
+            "model_bytes": Estimate(value=size, unit="B", **options),
+            "bits_per_weight": Estimate(**bits),
+            "time_s": compress_seconds(machine, work),
+            MEMORY: compress_bytes(machine, work),
+            DISK: Estimate(
+                value=size + _BESIDE, unit="B", formula="the weights; tokenizer, config, index and rows 1 MB"
+            ),
+        }
+        if self._quantizer is None:
+            for step in self.steps:
+                found.update(step.figures())
+        return found
+
+    def _quantization(self, config: Any, targets: tuple[tuple[Any, ...], ...]) -> dict[str, Any] | None:
+        """config.json's quantization_config: the scheme of most modules by their class, any other by module names, which
+        readers prefer. None without a quantizer."""
+        if self._quantizer is None:
+            return None
+        ignored = ["lm_head"]
+        modules: dict[Any, list[str]] = {}
+        for index, chosen in enumerate(targets):
+            for linear in targets_of.linears(config, index):
+                names = [name for name, _ in linear.modules]
+                if linear in chosen:
+                    modules.setdefault(self._quantizer.scheme(linear.columns), []).extend(names)
+                else:
+                    ignored += names
+        by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
+        groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
+        return config_of.QuantizationConfig((*groups, (("Linear",), by_count[-1])), tuple(ignored)).to_json()
+
+    def _describe(self, draft: Draft, checkpoint: Any, quantization: dict[str, Any] | None) -> None:
         """config.json with the quantization, generation_config.json and the tokenizer beside it."""
         values = dict(checkpoint.values)
-        if job.quantizer is not None:
-            values["quantization_config"] = _quantization(checkpoint, job).to_json()
+        if quantization is not None:
+            values["quantization_config"] = quantization
         write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
         generation = checkpoint.folder / "generation_config.json"
         if generation.exists():
@@ -230,20 +325,3 @@ class Compress(Stage):
             n=len(errors),
             note="|W' - W| / |W|, mean over matrices; methods that fit the outputs accept a larger one",
         )
-
-
-def _quantization(checkpoint: Any, job: Any) -> Any:
-    """The config's groups: the scheme of most modules by their class, any other by module names, which readers prefer."""
-    ignored = ["lm_head"]
-    modules: dict[Any, list[str]] = {}
-    for index in range(checkpoint.config.num_layers):
-        linears = checkpoint.config.linears(index)
-        for module in checkpoint.layer_modules(index):
-            if module.attribute in job.targets[index]:
-                scheme = job.quantizer.scheme(linears[module.attribute].in_features)
-                modules.setdefault(scheme, []).append(module.name)
-            else:
-                ignored.append(module.name)
-    by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
-    groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
-    return quantized.QuantizationConfig((*groups, (("Linear",), by_count[-1])), tuple(ignored))

@@ -16,32 +16,25 @@ from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
-from hone.compress.matrix import Matrix, Quantizer, Step
+from hone.compress.matrix import Matrix, Step
 from hone.compress.shards import shard_name, write_index, write_shard
+from hone.compress.sizes import stored_rest
 from hone.compress.statistics import STATISTICS
-from hone.model.hf import Checkpoint, fused_linears
+from hone.compress.targets import Linear
+from hone.model.hf import Checkpoint
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the engine does: `steps` on every linear in `targets[layer]` ('mixer.qkv' ...), computing in `dtype`."""
+    """What the engine does: `steps` on every linear in `targets[layer]`, computing in `dtype`."""
 
     checkpoint: Checkpoint
     steps: tuple[Step, ...]
-    targets: tuple[tuple[str, ...], ...]
+    targets: tuple[tuple[Linear, ...], ...]
     device: str
     dtype: torch.dtype
     rest_dtype: torch.dtype | None = None
     """What the matrices outside the layers (embedding, head) are stored in; None keeps them."""
-
-    def stored_rest(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
-        """Dtype in which a tensor outside the layers is stored."""
-        return self.rest_dtype if self.rest_dtype is not None and len(shape) > 1 else dtype
-
-    @property
-    def quantizer(self) -> Quantizer | None:
-        """The step that decides how weights are stored."""
-        return next((step for step in self.steps if isinstance(step, Quantizer)), None)
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -74,7 +67,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
         tensors = {}
         for name in job.ends():
             tensor = job.checkpoint.tensor(name)
-            dtype = job.stored_rest(tensor.dtype, tensor.shape)
+            dtype = stored_rest(tensor.dtype, tensor.shape, job.rest_dtype)
             tensors[name] = job.checkpoint.converted(name, tensor, "cpu", dtype)
         write_shard(first, tensors)
         del tensors
@@ -144,21 +137,20 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
     """Rows of the report and the checkpoint tensors of layer `index`; moves `flow` behind the layer."""
     checkpoint = Checkpoint(job.checkpoint.folder)  # opened anew, so that the pages it maps are freed with it
     layer = checkpoint.build_layer(index, job.device, job.dtype)
-    linears = fused_linears(checkpoint.config, index)
-    targets = [name for name in linears if name in job.targets[index]]
-    readers = {name: [name] for name in targets}
+    readers: dict[str, list[str]] = {}
+    for linear in job.targets[index]:
+        readers.setdefault(linear.reads, []).append(linear.path)
     statistics = flow.statistics(layer, readers, job.statistics) if flow is not None else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     rows = []
-    for target in targets:
-        names = linears[target]
-        linear = layer.get_submodule(target)
-        original = _original(linear.weight.detach(), [tensors[f"{name}.weight"] for name in names])
-        matrix = _solve(job, f"model.layers.{index}.{target}", original, statistics.pop(target, {}))
-        rows.append(_report(job, matrix, names))
-        tensors.update(_written(matrix, names, tensors))
-        # A new tensor: the old one may be the mapped checkpoint file itself.
-        linear.weight = nn.Parameter(matrix.weight.to(job.dtype), requires_grad=False)
+    for linear in job.targets[index]:
+        module = layer.get_submodule(linear.path)
+        original = _original(module.weight.detach(), [tensors[f"{name}.weight"] for name, _ in linear.modules])
+        matrix = _solve(job, f"model.layers.{index}.{linear.path}", original, statistics.pop(linear.path, {}))
+        rows.append(_report(job, matrix, linear))
+        tensors.update(_written(matrix, linear, tensors))
+        if flow is not None:  # the second pass runs the compressed weights
+            module.weight = nn.Parameter(matrix.weight.to(job.dtype), requires_grad=False)
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
         flow.through(layer)
     return rows, tensors
@@ -168,7 +160,7 @@ def _original(computed: Tensor, stored: list[Tensor]) -> Tensor:
     """The weight in float32 (float64 where the checkpoint has it), from what the layer computes with if that is exact."""
     dtype = torch.promote_types(stored[0].dtype, torch.float32)
     if torch.promote_types(stored[0].dtype, computed.dtype) == computed.dtype:
-        return computed.to(dtype, copy=True)
+        return computed.to(dtype)
     return torch.cat([one.to(computed.device, dtype) for one in stored])
 
 
@@ -185,11 +177,11 @@ def _solve(job: Job, name: str, original: Tensor, statistics: dict[str, Tensor])
     return matrix
 
 
-def _written(matrix: Matrix, names: dict[str, int], before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint tensors that take the place of the modules `names` (to their row counts); drops what they replace."""
+def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint tensors that take the place of the linear's modules; drops what they replace."""
     found: dict[str, Tensor] = {}
     begin = 0
-    for name, count in names.items():
+    for name, count in linear.modules:
         rows = slice(begin, begin + count)
         begin += count
         dtype = before.pop(f"{name}.weight").dtype
@@ -198,12 +190,12 @@ def _written(matrix: Matrix, names: dict[str, int], before: dict[str, Tensor]) -
     return found
 
 
-def _report(job: Job, matrix: Matrix, names: dict[str, int]) -> dict[str, Any]:
+def _report(job: Job, matrix: Matrix, linear: Linear) -> dict[str, Any]:
     """What was done to a matrix and what it cost in accuracy: a row of layers.jsonl."""
     errors = matrix.errors()
     return {
         "name": matrix.name,
-        "modules": list(names),
+        "modules": [name for name, _ in linear.modules],
         "kind": "+".join(step.kind for step in job.steps),
         "bits": matrix.stored.scheme.bits if matrix.stored is not None else 8 * job.checkpoint.dtype.itemsize,
         "error": errors.output,
@@ -221,7 +213,7 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
     for name in job.ends():
         weight_map[name] = shard_name(1, count)
         tensor = job.checkpoint.tensor(name)
-        total += tensor.numel() * job.stored_rest(tensor.dtype, tensor.shape).itemsize
+        total += tensor.numel() * stored_rest(tensor.dtype, tensor.shape, job.rest_dtype).itemsize
     for index in range(count - 1):
         entry = json.loads(_marker(draft, index).read_text(encoding="utf8"))
         weight_map.update(dict.fromkeys(entry["tensors"], shard_name(index + 2, count)))

@@ -50,8 +50,8 @@ class CheckpointFacts(Facts):
 
     @property
     def given(self) -> frozenset[str]:
-        """'weights:float' or 'weights:int'."""
-        return frozenset({"weights:int" if self.quantization else "weights:float"})
+        """'weights:float' or 'weights:quantized'."""
+        return frozenset({"weights:quantized" if self.quantization else "weights:float"})
 
     def loaded_bytes(self, dtype: str) -> float:
         """Bytes of the weights in memory: quantized ones stay packed, others are converted to `dtype`."""

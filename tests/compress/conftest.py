@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.stage import Compress
+from tests.conftest import byte_tokenizer
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "and the cat sat on the mat", "a dog and a fox met"]
 
@@ -51,6 +52,53 @@ def stories(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     calibration.write_text(text[: len(text) // 2], encoding="utf8")
     ids = torch.tensor(load_tokenizer(model).encode(text[-len(text) // 3 :]))
     return model, calibration, ids[: len(ids) // 256 * 256].view(-1, 256)
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory):
+    """family_folder(name): a random two-layer model of that family with a byte-level tokenizer."""
+    import transformers
+
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family in made:
+            return made[family]
+        classes = {
+            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        }
+        config_class, model_class = classes[family]
+        tokenizer = byte_tokenizer()
+        config = config_class(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=family in ("llama", "qwen3"),
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            **({"head_dim": 32} if family == "qwen3" else {}),
+        )
+        torch.manual_seed(0)
+        model = model_class(config).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.1) if parameter.dim() == 2 else parameter.add_(
+                    0.1 * torch.randn_like(parameter)
+                )
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        made[family] = folder
+        return folder
+
+    return make
 
 
 def perplexity(folder: Path, rows: torch.Tensor) -> float:

@@ -10,7 +10,6 @@ import torch
 
 from hone.model.hf import load
 from hone.model.quantized.packed_int import PackedInt
-from tests.conftest import byte_tokenizer
 
 FORMATS = {
     "int4": {"kind": "gptq", "bits": 4, "group_size": 32},
@@ -28,53 +27,6 @@ CELLS = [
     for family in FAMILIES
     for form in FORMATS
 ]
-
-
-@pytest.fixture(scope="session")
-def family_folder(tmp_path_factory: pytest.TempPathFactory):
-    """family_folder(name): a random two-layer model of that family with a byte-level tokenizer."""
-    import transformers
-
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family in made:
-            return made[family]
-        classes = {
-            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        }
-        config_class, model_class = classes[family]
-        tokenizer = byte_tokenizer()
-        config = config_class(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=family in ("llama", "qwen3"),
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            **({"head_dim": 32} if family == "qwen3" else {}),
-        )
-        torch.manual_seed(0)
-        model = model_class(config).float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(std=0.1) if parameter.dim() == 2 else parameter.add_(
-                    0.1 * torch.randn_like(parameter)
-                )
-        folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        made[family] = folder
-        return folder
-
-    return make
 
 
 def transformers_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

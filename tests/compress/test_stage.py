@@ -128,7 +128,7 @@ def test_calibration_tokens_may_come_from_a_data_artifact(tiny_llama: Path, tmp_
     ("values", "says", "helps"),
     [
         ({"steps": [{**INT4, "group_size": 24}]}, "group_size 24 does not divide the 64", "16, 32, 64"),
-        ({"steps": [GPTQ4]}, "gptq needs calibration data", "calibration_text"),
+        ({"steps": [GPTQ4]}, "gptq needs hessian", "calibration_text"),
         ({"steps": [INT4], "targets": ["q_proj"]}, "leave out", "together"),
         ({"steps": [INT4], "targets": ["nowhere"]}, "name no linear", "model.layers.0"),
         ({"steps": [GPTQ4], "calibration_text": "/nowhere.txt"}, "/nowhere.txt", "text file"),
@@ -149,7 +149,7 @@ def test_impossible_requests_are_refused(values: dict, says: str, helps: str, ti
         ({"steps": ["gptqq"]}, "gptqq"),
         ({"steps": [{"kind": "rtn", "bits": 9}]}, "bits"),
         ({"steps": [{"kind": "rtn", "bitz": 4}]}, "bitz"),
-        ({"steps": ["rtn", "magnitude"]}, "comes after a quantizer"),
+        ({"steps": ["rtn", "magnitude"]}, "magnitude needs weights:float, which rtn before it takes away"),
         ({"steps": ["rtn"], "targets": ["("]}, "no regular expression"),
         ({"steps": [{"kind": "magnitude", "sparsity": 1.0}]}, "sparsity"),
     ],
@@ -235,7 +235,7 @@ def test_a_truncated_checkpoint_is_refused(tiny_llama: Path, compress, tmp_path:
 def test_a_disk_without_room_is_said_before_the_work(
     tiny_llama: Path, compress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hone.compress.estimate.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    monkeypatch.setattr("hone.base.plan.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(FitError, match="of disk"):
         compress(tiny_llama, INT4)
 

@@ -1,0 +1,102 @@
+"""Exact sizes of a compressed model before it is made: the tensors it has now, and those that take their place."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from hone.base.errors import ArtifactError
+from hone.compress.matrix import Quantizer
+from hone.compress.shards import DTYPES, shard_bytes
+from hone.compress.targets import Linear
+from hone.model.config import ModelConfig
+from hone.model.facts import CheckpointFacts
+from hone.model.hf import DTYPES as FLOATS
+from hone.model.hf import singles
+from hone.model.shards import Shards
+
+Entry = tuple[torch.dtype, tuple[int, ...]]
+
+
+def entries(model: CheckpointFacts) -> dict[str, Entry]:
+    """Dtype and shape of every tensor: from the headers of the folder where it exists, else what its config asks for."""
+    folder = Path(model.where)
+    if (folder / model.mark).is_file():
+        return _headers(folder)
+    return _planned(model.config, FLOATS[model.dtype])
+
+
+def shard_sizes(
+    before: dict[str, Entry],
+    targets: tuple[tuple[Linear, ...], ...],
+    quantizer: Quantizer | None,
+    rest_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+) -> list[int]:
+    """Bytes of every shard, the first with what is outside the layers. `dtype` is the checkpoint's."""
+    layers: list[dict[str, Entry]] = [{} for _ in targets]
+    ends = {}
+    for name, (kind, shape) in before.items():
+        if name.startswith("model.layers."):
+            layers[int(name.split(".")[2])][name] = (kind, shape)
+        else:
+            ends[name] = (stored_rest(kind, shape, rest_dtype), shape)
+    for tensors, linears in zip(layers, targets, strict=True):
+        for name, rows, columns in _modules(linears) if quantizer is not None else ():
+            tensors.pop(f"{name}.weight", None)  # one that is missing is said when it is read
+            stored = quantizer.scheme(columns).tensors(rows, columns, quantizer.stored_scale_dtype(dtype))
+            tensors.update({f"{name}.{suffix}": entry for suffix, entry in stored.items()})
+    return [shard_bytes((name, *entry) for name, entry in tensors.items()) for tensors in (ends, *layers)]
+
+
+def stored_rest(dtype: torch.dtype, shape: tuple[int, ...], rest_dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype in which a tensor outside the layers is stored: matrices in `rest_dtype`, if there is one."""
+    return rest_dtype if rest_dtype is not None and len(shape) > 1 else dtype
+
+
+def _modules(linears: Iterable[Linear]) -> Iterable[tuple[str, int, int]]:
+    """(checkpoint name, rows, columns) of every module."""
+    for linear in linears:
+        for name, rows in linear.modules:
+            yield name, rows, linear.columns
+
+
+def _planned(config: ModelConfig, dtype: torch.dtype) -> dict[str, Entry]:
+    """Every tensor that the checkpoint of `config` has, in `dtype`."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    for name, end in config.ends().items():
+        shapes["lm_head.weight" if name == "lm_head" else f"model.{name}.weight"] = (end.out_features, hidden)
+    for index in range(config.num_layers):
+        for path, linear in config.linears(index).items():
+            for name, rows in config.modules(index, path).items():
+                shapes[f"{name}.weight"] = (rows, linear.in_features)
+                if linear.bias:
+                    shapes[f"{name}.bias"] = (rows,)
+        names = singles(config, index)
+        shapes |= {names[path]: parameter.shape for path, parameter in config.parameters(index).items()}
+    return {name: (dtype, tuple(shape)) for name, shape in shapes.items()}
+
+
+def _headers(folder: Path) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with open(path, "rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        except (ValueError, struct.error, MemoryError, OverflowError):
+            raise ArtifactError(f"{path} is corrupt: its header cannot be read", fix="get the file again") from None
+        for name, row in header.items():
+            if name == "__metadata__":
+                continue
+            if row["dtype"] not in DTYPES:
+                raise ArtifactError(
+                    f"{path}: {name} is stored as {row['dtype']}",
+                    fix=f"hone compresses checkpoints stored as {', '.join(DTYPES)}",
+                )
+            found[name] = (DTYPES[row["dtype"]], tuple(row["shape"]))
+    return {name: found[name] for name in Shards(folder).names() if name in found}

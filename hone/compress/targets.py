@@ -1,0 +1,79 @@
+"""Which linears of a model are worked on, from its config alone: their names, shapes and inputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hone.base.errors import SpecError
+
+if TYPE_CHECKING:
+    from hone.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of a layer as it runs: q, k and v of an attention are one matrix."""
+
+    path: str
+    """Its place below the layer: 'mixer.qkv'."""
+    modules: tuple[tuple[str, int], ...]
+    """The checkpoint modules that it holds, each with its rows, in the order in which they are stacked."""
+    columns: int
+    """Input features."""
+    reads: str
+    """What feeds it; linears of a layer with the same word have the same input."""
+    experts: int | None = None
+    """With experts, how many matrices it holds."""
+
+    @property
+    def rows(self) -> int:
+        """Output features."""
+        return sum(rows for _, rows in self.modules)
+
+
+def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
+    """Every linear of layer `index`, in the order in which they run."""
+    found = []
+    for path, spec in config.linears(index).items():
+        reads = spec.reads if spec.share == 1.0 else f"{spec.reads}, {spec.share:g} of the tokens"
+        found.append(Linear(path, tuple(config.modules(index, path).items()), spec.in_features, reads, spec.experts))
+    return tuple(found)
+
+
+def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -> tuple[tuple[Linear, ...], ...]:
+    """Per layer, the linears to work on: named by one of `targets` and by none of `ignore` (regular expressions).
+
+    Raises SpecError when there is none, or when one is chosen only in part.
+    """
+    chosen, names = [], []
+    for index in range(config.num_layers):
+        here = []
+        for linear in linears(config, index):
+            names += [name for name, _ in linear.modules]
+            taken = [name for name, _ in linear.modules if _found(targets, name) and not _found(ignore, name)]
+            if taken and linear.experts is not None:
+                raise SpecError(
+                    f"layer {index}: {linear.path} holds a matrix for each expert, which no step takes yet",
+                    fix=r"leave them as they are: ignore=['lm_head', '\.experts\.']",
+                )
+            if len(taken) == len(linear.modules):
+                here.append(linear)
+            elif taken:
+                apart = [name for name, _ in linear.modules if name not in taken]
+                raise SpecError(
+                    f"targets and ignore leave out {', '.join(apart)} of {', '.join(name for name, _ in linear.modules)}",
+                    fix="these run as one matrix: target or ignore them together",
+                )
+        chosen.append(tuple(here))
+    if not any(chosen):
+        raise SpecError(
+            f"targets {list(targets)} without {list(ignore)} name no linear", fix=f"names look like {names[0]}"
+        )
+    return tuple(chosen)
+
+
+def _found(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)

@@ -1,0 +1,213 @@
+"""What compressing a model layer by layer costs: seconds and peak memory, from shapes alone.
+
+The engine computes layer i while a thread writes layer i - 1, so of computing and writing the slower one counts. Constants
+are measured where no calibration has the rate; each says on what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hone.base.figure import Estimate, human_bytes
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import BYTES, FORWARD_TOUCHED, forward_bytes
+from hone.cost.roofline import seconds, speed_of_light
+from hone.cost.steps import forward_seconds
+from hone.measure.machine import Machine
+
+DURABLE_S = 0.01
+"""Seconds until a file and its folder entry are on disk, whatever its size. A layer has three: weights, hidden states or
+time spent, and the marker that it is whole. (Virtual disk of a two-core AMD EPYC: 8 ms.)"""
+
+DISK_BYTES_PER_S = 1.1e9
+"""Writing a large file and waiting until it is on disk (8.6 GB in 8 s beside an H200)."""
+
+HOST_BYTES_PER_S = 1.5e9
+"""Copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
+
+LAYER_OPS = 1500
+"""Starts of operations that opening the checkpoint, building a layer and writing its shard equal, most of it Python."""
+
+MATRIX_OPS = 250
+"""The same for each matrix: names, tensors, hooks, errors."""
+
+LOAD_BYTES = 60.0
+"""Bytes a weight, at the rate of a large copy, to read it from the mapped file, widen, check and stack it. Most of the time
+the pages of new tensors are mapped for the first time (two-core AMD EPYC: 3 ns a weight)."""
+
+REPORT_BYTES = 110.0
+"""Bytes a weight of both errors and the number of zeros, and of the numbers that the stored form stands for."""
+
+FP32_SHARE = 0.6
+"""Part of a GPU's float32 rate, by its data sheet, that factorization and error products reach."""
+
+
+_LARGE = 1 << 28
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step costs on one matrix: floating-point operations, bytes moved, tensor operations started."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    num_ops: float = 0.0
+
+
+@dataclass(frozen=True)
+class MatrixWork:
+    """One matrix [rows, columns] and what each step does to it."""
+
+    rows: int
+    columns: int
+    steps: tuple[Work, ...]
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compression in numbers: per layer the matrices worked on, shard sizes (the first outside the layers), calibration."""
+
+    facts: ModelFacts
+    layers: tuple[tuple[MatrixWork, ...], ...]
+    shard_bytes: tuple[int, ...]
+    stored_width: int
+    """Bytes of a weight in the checkpoint."""
+    dtype: str
+    """Number format of the forward passes."""
+    num_sequences: int = 0
+    """Calibration sequences; 0 without calibration."""
+    seq_len: int = 0
+    batch_size: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens."""
+        return self.num_sequences * self.seq_len
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of the hidden states of all calibration tokens."""
+        return self.tokens * self.facts.hidden_size * BYTES[self.dtype]
+
+
+def compress_seconds(machine: Machine, work: Compression) -> Estimate:
+    """Layers one after another, each loaded, calibrated, solved and judged, while the one before is written."""
+    gpu = machine.device.startswith("cuda")
+    parts: dict[str, float] = {}
+    forward, bound = _forward(machine, work)
+    outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
+    ends = _passes(machine, 20.0 * outside) + work.shard_bytes[0] / DISK_BYTES_PER_S + DURABLE_S
+    now = written = ends
+    count = len(work.layers)
+    for index, matrices in enumerate(work.layers):
+        last = index + 1 == count
+        spent = {
+            "loading and Python": _load(machine, work, index),
+            "statistics": forward + _gather(machine, work, matrices) if work.tokens else 0.0,
+            "solvers": sum(_solve(machine, one, step) for one in matrices for step in one.steps),
+            "errors": sum(_judge(machine, one, calibrated=bool(work.tokens)) for one in matrices),
+            "second pass": 0.0 if last else forward,
+            "copying states": 0.0 if last else _copy(machine, work, gpu),
+        }
+        for name, value in spent.items():
+            parts[name] = parts.get(name, 0.0) + value
+        kept = work.shard_bytes[index + 1] + (0 if last else work.states_bytes)
+        now = max(now + sum(spent.values()), written)
+        written = now + kept / DISK_BYTES_PER_S + DURABLE_S * (4 if work.tokens and not last else 3)
+    parts["embedding and head"] = ends
+    parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
+    formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
+    calibration = machine.calibration
+    return Estimate(value=written, unit="s", formula=formula, bound=bound or calibration is None)
+
+
+def compress_bytes(machine: Machine, work: Compression) -> Estimate:
+    """What the work adds to memory at its peak: states and the copy being written, a layer as computed and as stored, its
+    Hessians, and one batch or one solve."""
+    gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
+    layer = max((one.matmul_params for one in work.facts.layers), default=0) * (width + work.stored_width)
+    solve = max((_solve_bytes(one, work) for matrices in work.layers for one in matrices), default=0.0)
+    hessians = 0
+    if work.tokens:
+        hessians = max(sum(4 * one.columns**2 for one in matrices) for matrices in work.layers)
+    batch = forward_bytes(work.facts, tokens=work.batch_size * work.seq_len, dtype=work.dtype)
+    parts = {
+        "hidden states": work.states_bytes * (1 if gpu else 2),
+        "one layer": layer,
+        "sums of x x^T": hessians,
+        "one batch or one solve": max(solve, batch),
+        "code": 0 if gpu else FORWARD_TOUCHED,
+    }
+    formula = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items() if value)
+    return Estimate(value=float(sum(parts.values())), unit="B", formula=formula)
+
+
+def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:
+    """Seconds of one layer's forward pass over all calibration tokens; whether that is a bound."""
+    if not work.tokens or not work.layers:
+        return 0.0, False
+    batch = min(work.batch_size, work.num_sequences)
+    once = forward_seconds(
+        work.facts, machine, tokens=batch * work.seq_len, seq_len=work.seq_len, dtype=work.dtype, logit_tokens=1
+    )
+    return once.value * work.num_sequences / batch / len(work.layers), once.bound
+
+
+def _gather(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) -> float:
+    """Sums of x x^T in front of every matrix."""
+    batch = min(work.batch_size, work.num_sequences)
+    tokens, batches, total = batch * work.seq_len, work.num_sequences / batch, 0.0
+    for columns in [one.columns for one in matrices]:
+        product = seconds(machine, matmul=(columns, columns, tokens), num_ops=3, dtype=work.dtype).value
+        added = _passes(machine, 12.0 * columns * columns) if machine.device.startswith("cuda") else 0.0
+        total += batches * (product + added)
+    return total
+
+
+def _load(machine: Machine, work: Compression, index: int) -> float:
+    weights = work.facts.layers[index].matmul_params
+    ops = LAYER_OPS + MATRIX_OPS * len(work.layers[index])
+    if machine.device.startswith("cuda"):
+        return weights * work.stored_width / HOST_BYTES_PER_S + _starts(machine, ops)
+    return _passes(machine, LOAD_BYTES * weights) + _starts(machine, ops)
+
+
+def _solve(machine: Machine, one: MatrixWork, step: Work) -> float:
+    return _products(machine, step.flops) + _passes(machine, step.num_bytes) + _starts(machine, step.num_ops)
+
+
+def _judge(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:
+    """Errors of the weights, and of the outputs: two products with the Hessian."""
+    products = _products(machine, 4.0 * one.rows * one.columns**2) if calibrated else 0.0
+    return products + _passes(machine, (REPORT_BYTES + (30 if calibrated else 0)) * one.size)
+
+
+def _copy(machine: Machine, work: Compression, gpu: bool) -> float:
+    """The copy of the hidden states that is written."""
+    return work.states_bytes / HOST_BYTES_PER_S if gpu else _passes(machine, 2.0 * work.states_bytes)
+
+
+def _solve_bytes(one: MatrixWork, work: Compression) -> float:
+    return 4.0 * (6 * one.size + (4 * one.columns**2 if work.tokens else 0))
+
+
+def _passes(machine: Machine, num_bytes: float) -> float:
+    """Passes over tensors that no cache holds."""
+    return seconds(machine, num_bytes=num_bytes, op_bytes=_LARGE).value
+
+
+def _starts(machine: Machine, num_ops: float) -> float:
+    return seconds(machine, num_ops=num_ops).value
+
+
+def _products(machine: Machine, flops: float) -> float:
+    """Products and factorizations in float32."""
+    calibration = machine.calibration
+    if calibration is not None and "float32" in calibration.dtypes:
+        return seconds(machine, flops=flops).value
+    return flops / (FP32_SHARE * speed_of_light(machine, "float32")[0])
