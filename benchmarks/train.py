@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks import ledger
+from hone.cost.update import adamw
 from hone.data.load import IGNORE, Batch
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
@@ -41,8 +42,8 @@ from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
-from hone.train.predict import Plan, growth_bytes
 from hone.train.schedules.cosine import Cosine
+from hone.train.work import Work, growth_bytes
 
 SHAPES: dict[str, tuple[Shape, int]] = {
     "tiny": (Shape(), 4096),
@@ -249,8 +250,9 @@ def _cell(
     step_s = statistics.median(times[2:])
     rate = rows * seq_len / step_s
     causal, full = flops_per_token(config, seq_len)
-    plan = Plan(config.facts(), steps, rows, seq_len, 1, "bf16", trainer.segments, packed=False)
-    predicted = (start + growth_bytes(plan, "cuda").value) / 2**30
+    facts = config.facts()
+    work = Work(facts, steps, rows, seq_len, "bfloat16", trainer.segments, adamw(facts), packed=False)
+    predicted = (start + growth_bytes(work, "cuda").value) / 2**30
     top = torch.cuda.max_memory_allocated(device) if window.peak_memory_bytes == 0 else window.peak_memory_bytes
     gib = top / 2**30
     of = peak or measured

@@ -26,6 +26,8 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.largest_bytes = self._bytes()
+        """The most that whole checkpoints took on disk at once."""
 
     def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Keeps the state after `step`; drops all but the newest `keep` checkpoints."""
@@ -43,6 +45,7 @@ class Checkpoints:
         sync(partial)
         os.rename(partial, target)
         sync(self.folder)
+        self.largest_bytes = max(self.largest_bytes, self._bytes())
         for _, old in self._whole()[: -self.keep]:
             shutil.rmtree(old)
 
@@ -59,6 +62,9 @@ class Checkpoints:
         named = {f"{name}.embed_tokens.weight" if (name := key.removesuffix(".embedding")) != key else key: tensor
                  for key, tensor in tensors.items()}  # fmt: skip
         return named, json.loads((folder / "numbers.json").read_text("utf8"))
+
+    def _bytes(self) -> int:
+        return sum(file.stat().st_size for _, folder in self._whole() for file in folder.iterdir())
 
     def _whole(self) -> list[tuple[int, Path]]:
         """(step, folder) of every finished checkpoint, oldest first."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -12,23 +12,30 @@ from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import read_jsonl
-from hone.base.errors import FitError, SpecError
+from hone.base.errors import SpecError
+from hone.base.plan import Facts, need
 from hone.base.run import Run
+from hone.base.spec import Circumstance
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
+from hone.cost.memory import BYTES
 from hone.data import CURRICULA, MIXTURES
+from hone.data.facts import DataFacts
 from hone.data.order.random import Random
-from hone.measure.machine import Machine, describe
+from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
+from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.checkpoint import Checkpoints
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.schedules.cosine import Cosine
+from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory
 
 if TYPE_CHECKING:
     from hone.data.load import PackedTokens
@@ -36,7 +43,6 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
     from hone.train.loop import Trainer
-    from hone.train.predict import Plan
     from hone.train.watch import Watch
 
 
@@ -94,9 +100,13 @@ class Train(Stage):
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations on the val split; 0: only at the end.")
     eval_sequences: int = Field(64, ge=0, description="Sequences of the val split that an evaluation takes; 0: all.")
-    checkpoint_every: int = Field(100, ge=0, description="Steps between checkpoints; 0: none, a kill starts over.")
-    checkpoint_keep: int = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
-    compile: bool = Field(False, description="Run every layer through torch.compile.")
+    checkpoint_every: Annotated[int, Circumstance()] = Field(
+        100, ge=0, description="Steps between checkpoints; 0: none, a kill starts over."
+    )
+    checkpoint_keep: Annotated[int, Circumstance()] = Field(
+        2, gt=0, description="Checkpoints kept while the stage runs."
+    )
+    compile: Annotated[bool, Circumstance()] = Field(False, description="Run every layer through torch.compile.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Train:
@@ -118,40 +128,116 @@ class Train(Stage):
         found = {} if self.mixture is None else self.mixture.files()
         return {name: path for name, path in found.items() if path.is_file()}
 
-    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Predicts, trains (from the newest checkpoint if there is one), writes the folder, records.
+    def plan(self, facts: Mapping[str, Facts], machine: Machine) -> TrainPlan:
+        """Time, memory and disk of the steps, and the model that they make.
 
-        Raises SpecError when data, model and teacher do not fit together, HoneError when the loss diverges.
+        Raises SpecError when data, model and teacher do not fit together, or the schedule not into the steps.
+        """
+        data = _data(facts)
+        given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model") if role in facts}
+        config = self._config(given, data[0])
+        steps = self.num_steps(sum(one.split("train").tokens for one in data))
+        self.schedule.share(0, steps)  # a warm-up that is too long is said before any work
+        work = self._work(config, data, given.get("teacher"), steps, machine.device)
+        made = CheckpointFacts(
+            where=self.stage,
+            config=config,
+            dtype=work.dtype,
+            weights_bytes=BYTES[work.dtype] * config.num_params,
+            tokenizer=data[0].tokenizer,
+        )
+        return TrainPlan(estimates=estimate(work, machine), facts=made, ways=WAYS, steps=steps)
+
+    def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+        """Trains (from the newest checkpoint if there is one), writes the folder, records.
+
+        Raises SpecError when mixture or curriculum do not fit the data, HoneError when the loss diverges.
         """
         from hone.data.mix.reading import Reading, data_parents
         from hone.model.hf import save
-        from hone.train.predict import must_fit, predict
 
         first = next(iter(data_parents(parents).values()))
         reading = Reading(parents, self.mixture, self.curriculum)
-        data = reading.sources.train
-        steps = self.num_steps(reading.sources.num_tokens)
-        self.schedule.share(0, steps)  # a warm-up that is too long is said before any work
-        reading.prepare(steps * self.batch_size, self.seq_len, self.seed, draft, run)
-        machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
+        reading.prepare(plan.steps * self.batch_size, self.seq_len, self.seed, draft, run)
+        draft.predict(reading.estimates())
         warm_up(run.device)
-        with Window(run.device) as window:
-            model, teacher = self._models(parents, first, data, run)
-            plan = self._plan(model.config, teacher, reading, steps)
-            estimates = predict(plan, machine, window.start_memory_bytes)
-            must_fit(estimates["peak_memory_bytes"], machine)
-            draft.predict({**estimates, **reading.estimates()})
-            trainer = self._trainer(model, teacher, steps)
-            watch = self._train(draft, trainer, reading, machine, run)
+        with draft.measuring(Window(run.device)) as window:
+            model, teacher = self._models(parents, reading.sources.train, run)
+            trainer = self._trainer(model, teacher, plan.steps)
+            checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint_keep)
+            watch = self._train(draft, trainer, reading, checkpoints, run)
             reading.evaluate(partial(self._loss, trainer.model), self.eval_sequences, draft)
             save(model, draft.folder, tokenizer_from=first.folder)
-        draft.record_window(window)
         self._record(draft, watch, model.config, reading.sources.num_tokens, window)
+        if CHECKPOINTS in plan.estimates:
+            draft.record(CHECKPOINTS, checkpoints.largest_bytes, "B", note="on disk at once; gone at the end")
         reading.record(draft)
 
-    def _models(
-        self, parents: dict[str, Artifact], source: Artifact, data: PackedTokens, run: Run
-    ) -> tuple[Decoder, Decoder | None]:
+    def _config(self, given: Mapping[str, CheckpointFacts], data: DataFacts) -> ModelConfig:
+        """The model that is trained, checked against the data and the parents in their roles."""
+        from hone.train.student import student_config
+
+        if self._wants_teacher and "teacher" not in given:
+            raise SpecError(
+                f"objective '{self.objective.kind}' with init '{self.init}' needs a teacher",
+                fix="add teacher: NAME OR FOLDER, or use objective next_token and init random",
+            )
+        if "model" in given and self.init == "teacher":
+            raise SpecError("init: teacher and a 'model' parent both give the first weights", fix="drop one of them")
+        starts = "teacher" if self.init == "teacher" else "model"
+        if starts in given and given[starts].quantization:
+            raise SpecError(
+                f"{given[starts].where} holds quantized weights, which cannot be trained",
+                fix="start from the model it was compressed from",
+            )
+        for role, one in given.items():
+            _same_tokens(one, data, role)
+        if self.init == "teacher":
+            config = student_config(given["teacher"].config, self.keep_every)
+        elif "model" in given:
+            config = given["model"].config
+        else:
+            config = self.model.config(data.vocab_size, eos=data.eos_token_id)
+        config.must_be_causal("the next token would be read, not predicted")
+        if self.seq_len > config.max_seq_len:
+            raise SpecError(
+                f"seq_len {self.seq_len} is longer than the model's max_seq_len {config.max_seq_len}",
+                fix=f"give seq_len at most {config.max_seq_len}, or a longer model.max_seq_len",
+            )
+        return config
+
+    @property
+    def _wants_teacher(self) -> bool:
+        return self.objective.from_teacher or self.init == "teacher"
+
+    def _work(
+        self, config: ModelConfig, data: list[DataFacts], teacher: CheckpointFacts | None, steps: int, device: str
+    ) -> Work:
+        """What `steps` steps on `data` do, in numbers."""
+        facts, dtype = config.facts(), TORCH_NAMES[self.precision]
+        val = [one.splits["val"].num_rows(self.seq_len) for one in data if "val" in one.splits]
+        evaluated = min(sum(val), self.eval_sequences or sum(val))
+        evaluations = 1 + ((steps - 1) // self.eval_every if self.eval_every else 0)
+        if len(data) > 1:  # a mixture's sources are evaluated each on its own, too
+            by_source = sum(min(rows, self.eval_sequences or rows) for rows in val)
+        else:
+            by_source = 0 if self.mixture is None else evaluated
+        saved = (steps - 1) // self.checkpoint_every if self.checkpoint_every else 0
+        return Work(
+            model=facts,
+            steps=steps,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            dtype=dtype,
+            segments=self.activation_checkpointing.segments(config.num_layers),
+            update=self.optimizer.cost(facts, dtype, device),
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            eval_sequences=evaluations * evaluated + by_source,
+            teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
+            num_checkpoints=min(saved, self.checkpoint_keep + 1),
+        )
+
+    def _models(self, parents: dict[str, Artifact], data: PackedTokens, run: Run) -> tuple[Decoder, Decoder | None]:
         """(model in float32, teacher in the compute dtype or None) on the run's device."""
         import torch
 
@@ -160,54 +246,17 @@ class Train(Stage):
         from hone.train.precision import compute_dtype
         from hone.train.student import from_teacher
 
-        wants_teacher = self.objective.from_teacher or self.init == "teacher"
-        if wants_teacher and "teacher" not in parents:
-            raise SpecError(
-                f"objective '{self.objective.kind}' with init '{self.init}' needs a teacher",
-                fix="add teacher: NAME OR FOLDER, or use objective next_token and init random",
-            )
-        if "model" in parents and self.init == "teacher":
-            raise SpecError("init: teacher and a 'model' parent both give the first weights", fix="drop one of them")
-        if first := parents.get("teacher" if self.init == "teacher" else "model"):
-            _must_be_dense(first)
-        teacher = None
-        if wants_teacher:
-            teacher = load(parents["teacher"].folder, run.device, torch.float32)
-            _same_tokens(parents["teacher"], teacher.config, source, data, "teacher")
+        teacher = load(parents["teacher"].folder, run.device, torch.float32) if self._wants_teacher else None
         if "model" in parents:
             model = load(parents["model"].folder, run.device, torch.float32)
-            _same_tokens(parents["model"], model.config, source, data, "model")
         elif self.init == "teacher":
+            assert teacher is not None, "planned without a teacher"
             model = from_teacher(teacher, self.keep_every)
         else:
             config = self.model.config(data.vocab_size, eos=data.eos_token_id)
             model = build(config, device=run.device, seed=self.seed)
-        model.config.must_be_causal("the next token would be read, not predicted")
-        if self.seq_len > model.config.max_seq_len:
-            raise SpecError(
-                f"seq_len {self.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}",
-                fix=f"give seq_len at most {model.config.max_seq_len}, or a longer model.max_seq_len",
-            )
         keep = teacher is not None and self.objective.from_teacher
         return model, teacher.to(compute_dtype(self.precision)) if keep else None
-
-    def _plan(self, config: ModelConfig, teacher: Decoder | None, reading: Reading, steps: int) -> Plan:
-        from hone.train.predict import Plan
-
-        val_rows = reading.sources.val.num_rows(self.seq_len)
-        evaluations = 1 + ((steps - 1) // self.eval_every if self.eval_every else 0)
-        return Plan(
-            facts=config.facts(),
-            steps=steps,
-            batch_rows=self.batch_size,
-            seq_len=self.seq_len,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            precision=self.precision,
-            segments=self.activation_checkpointing.segments(config.num_layers),
-            eval_sequences=evaluations * min(val_rows, self.eval_sequences or val_rows)
-            + reading.eval_sequences(self.eval_sequences),
-            teacher=None if teacher is None else teacher.config.facts(),
-        )
 
     def _trainer(self, model: Decoder, teacher: Decoder | None, steps: int) -> Trainer:
         from hone.train.loop import Trainer
@@ -226,18 +275,16 @@ class Train(Stage):
             compile=self.compile,
         )
 
-    def _train(self, draft: Draft, trainer: Trainer, reading: Reading, machine: Machine, run: Run) -> Watch:
+    def _train(self, draft: Draft, trainer: Trainer, reading: Reading, checkpoints: Checkpoints, run: Run) -> Watch:
         """Runs the loop from where the newest checkpoint stands."""
-        from hone.train.checkpoint import Checkpoints
         from hone.train.loop import fit
         from hone.train.watch import Watch
 
-        checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint_keep)
         found = checkpoints.newest()
         if found is not None:
             trainer.restore(*found)
             run.say(f"resuming at step {trainer.done} of {trainer.steps}")
-        calibration = machine.calibration
+        calibration = machine_of(run).calibration
         with run.progress("train: step", trainer.steps) as progress:
             progress.skip(trainer.done)
             watch = Watch(
@@ -264,19 +311,17 @@ class Train(Stage):
                     checkpoints=checkpoints,
                     checkpoint_every=self.checkpoint_every,
                 )
-            except (RuntimeError, MemoryError) as error:  # torch says a full memory in several ways
-                if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            except (RuntimeError, MemoryError) as error:
+                said = out_of_memory(error, run.device, trainer.done + 1)
+                if said is None:
                     raise
-                raise FitError(
-                    f"{run.device} is out of memory at step {trainer.done + 1}: {str(error).splitlines()[0]}",
-                    fix="raise gradient_accumulation_steps, set activation_checkpointing: every_nth, or take a smaller model or seq_len",
-                ) from None
+                raise said from None
             finally:
                 watch.close()
         return watch
 
     def _loss(self, model: Decoder, part: PackedTokens) -> float:
-        """Mean loss on the first rows of `part`."""
+        """Mean loss on the first sequences of `part`."""
         from hone.train.loop import validate
 
         return validate(
@@ -311,34 +356,31 @@ class Train(Stage):
         for slot, technique in (
             ("objective", self.objective),
             ("schedule", self.schedule),
+            ("optimizer", self.optimizer),
             ("activation_checkpointing", self.activation_checkpointing),
         ):
             if technique.kind != "none":
                 draft.did({"slot": slot, **technique.model_dump(mode="json")})
 
 
-def _must_be_dense(parent: Artifact) -> None:
-    """Raises SpecError when the weights that training would start from are quantized."""
-    parent.need("config.json")
-    config = json.loads((parent.folder / "config.json").read_text(encoding="utf8"))
-    if config.get("quantization_config"):
-        raise SpecError(
-            f"{parent.folder} holds quantized weights, which cannot be trained",
-            fix="start from the model it was compressed from",
-        )
+def _data(facts: Mapping[str, Facts]) -> list[DataFacts]:
+    """The facts of the data, the first source's first. Raises SpecError when they number their tokens differently."""
+    data = [need(facts, role, DataFacts) for role in facts if role.partition(".")[0] == "data"]
+    for other in data[1:]:
+        if any(getattr(other, mark) != getattr(data[0], mark) for mark in ("vocab_size", "eos_token_id", "tokenizer")):
+            raise SpecError(
+                f"{data[0].where} and {other.where} number their tokens differently",
+                fix=f"make the second with tokenizer: {{path: {data[0].where}}}",
+            )
+    return data
 
 
-def _same_tokens(parent: Artifact, config: ModelConfig, source: Artifact, data: PackedTokens, role: str) -> None:
+def _same_tokens(parent: CheckpointFacts, data: DataFacts, role: str) -> None:
     """Raises SpecError unless the parent model has the data's tokenizer and an embedding for each of its tokens."""
-    from hone.model.tokenizer import tokenizers_differ
-
-    if config.vocab_size < data.vocab_size:
-        raise SpecError(
-            f"{parent.folder} knows {config.vocab_size} tokens, the data use {data.vocab_size}",
-            fix=f"make the data with the {role}'s tokenizer, or take another {role}",
-        )
-    if tokenizers_differ(parent.folder, source.folder):
-        raise SpecError(
-            f"the tokenizers of {parent.folder} and {source.folder} cut texts differently",
-            fix=f"make the data with the {role}'s tokenizer, or take another {role}",
-        )
+    if parent.config.vocab_size < data.vocab_size:
+        said = f"{parent.where} knows {parent.config.vocab_size} tokens, the data use {data.vocab_size}"
+    elif None not in (parent.tokenizer, data.tokenizer) and parent.tokenizer != data.tokenizer:
+        said = f"the tokenizers of {parent.where} and {data.where} cut texts differently"
+    else:
+        return
+    raise SpecError(said, fix=f"make the data with the {role}'s tokenizer, or take another {role}")

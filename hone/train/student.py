@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError
+from hone.base.lazy import lazy
 from hone.model.config import ModelConfig
-from hone.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from hone.model.decoder import Decoder
+
+torch = lazy("torch")
 
 
 def student_config(teacher: ModelConfig, keep_every: int) -> ModelConfig:
@@ -26,6 +31,8 @@ def from_teacher(teacher: Decoder, keep_every: int) -> Decoder:
     Same dtype and device. A student that starts from its teacher's layers needs a fraction of the steps that a random
     one does (DistilBERT, Sanh et al. 2019, arXiv:1910.01108, which kept every second layer).
     """
+    from hone.model.decoder import Decoder
+
     with torch.device("meta"):
         student = Decoder(student_config(teacher.config, keep_every))
     weights = {}

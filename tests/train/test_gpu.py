@@ -8,6 +8,7 @@ import torch
 
 from hone.base.artifact import Artifact
 from hone.base.run import Run
+from hone.cost.update import adamw
 from hone.data.load import Batch, PackedTokens
 from hone.measure.window import Window
 from hone.model.decoder import build
@@ -15,9 +16,10 @@ from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Trainer, fit
-from hone.train.predict import Plan, growth_bytes
+from hone.train.precision import TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
+from hone.train.work import Work, growth_bytes
 from tests.train.conftest import SHAPE
 
 pytestmark = [
@@ -73,8 +75,9 @@ def test_peak_memory_is_predicted_within_a_fifth(precision, policy):
         for _ in range(3):
             tokens = draw.integers(0, 16000, (8, 1024))
             trainer.step(Batch(tokens, tokens, np.zeros((8, 1024), np.int32)))
-    plan = Plan(config.facts(), 3, 8, 1024, 1, precision, trainer.segments, packed=False)
-    assert growth_bytes(plan, "cuda").value == pytest.approx(window.memory_growth_bytes, rel=0.2)
+    facts, dtype = config.facts(), TORCH_NAMES[precision]
+    work = Work(facts, 3, 8, 1024, dtype, trainer.segments, adamw(facts), packed=False)
+    assert growth_bytes(work, "cuda").value == pytest.approx(window.memory_growth_bytes, rel=0.2)
 
 
 def test_packed_rows_learn(data_folder):

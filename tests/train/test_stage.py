@@ -7,6 +7,7 @@ import random
 import shutil
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -14,6 +15,8 @@ from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.data.facts import DataFacts
+from hone.measure.machine import describe
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE, content_after_kills, write_data
 
@@ -65,6 +68,10 @@ def test_figures(trained):
     assert figures["train_tokens"].value == 12 * 128
     assert figures["model_bytes"].value == (trained.folder / "model.safetensors").stat().st_size
     assert figures["model_bytes"].error == pytest.approx(0, abs=0.05)
+    assert figures["num_params"].error == figures["train_tokens"].error == 0
+    assert figures["checkpoint_bytes"].error == pytest.approx(
+        0, abs=0.1
+    )  # names and random state are a part of small ones
     for name in ("time_s", "peak_memory_bytes", "tokens_per_s"):
         assert figures[name].estimate is not None and figures[name].value > 0
     rows = read_jsonl(trained.folder / "steps.jsonl")
@@ -72,7 +79,7 @@ def test_figures(trained):
     losses = [row["loss"] for row in rows if "loss" in row][-10:]
     assert figures["final_loss"].value == pytest.approx(sum(losses) / 10)
     assert figures["val_bits_per_byte"].value > 0
-    assert [row["kind"] for row in trained.techniques] == ["next_token", "cosine"]
+    assert [row["kind"] for row in trained.techniques] == ["next_token", "cosine", "adamw"]
 
 
 def test_tensorboard_reads_the_curves(trained):
@@ -206,3 +213,73 @@ def test_the_spec_prints_and_reads_itself():
 def test_steps_from_tokens_or_from_one_pass():
     assert Train.read({"batch_size": 4, "seq_len": 10, "tokens": 95}).num_steps(1000) == 3
     assert Train.read({"batch_size": 4, "seq_len": 10}).num_steps(1000) == 25
+
+
+def test_it_plans_what_does_not_exist_yet():
+    """A student of a model that is only planned, on data that are only planned."""
+    data = DataFacts(
+        where="data-planned",
+        splits={name: {"tokens": 50_000, "documents": 100, "bytes": 200_000} for name in ("train", "val")},
+        vocab_size=512,
+        eos_token_id=0,
+        tokenizer="same",
+        exact=False,
+    )
+    machine = describe("cpu")
+    spec = Train.read({**SPEC, "precision": "bf16", "steps": None, "tokens": 12_800})
+    plan = spec.plan({"data": data}, machine)
+    assert plan.steps == 100
+    made = plan.facts
+    assert made.config.num_layers == SHAPE.num_layers and made.dtype == "bfloat16" and made.tokenizer == "same"
+    assert made.weights_bytes == 2 * made.config.num_params == plan.estimates["model_bytes"].value
+    needed = {"time_s", "tokens_per_s", "memory_growth_bytes", "disk_bytes", "checkpoint_bytes", "train_tokens"}
+    assert needed <= set(plan.estimates)
+    student = Train.read({**SPEC, "init": "teacher", "objective": "distill"})
+    facts = {"data": data, "teacher": made.model_copy(update={"where": "train-planned"})}
+    assert student.plan(facts, machine).facts.config.num_layers == SHAPE.num_layers // 2
+    with pytest.raises(SpecError, match="train-planned and data-planned cut texts differently"):
+        student.plan({**facts, "data": data.model_copy(update={"tokenizer": "other"})}, machine)
+    more = Train.read({**SPEC, "optimizer": "adamw_8bit"}).plan({"data": data}, machine).estimates
+    less = Train.read(SPEC).plan({"data": data}, machine).estimates
+    assert more["checkpoint_bytes"].value < less["checkpoint_bytes"].value
+
+
+def test_circumstances_are_no_part_of_what_is_made(trained, data_folder):
+    spec = Train.read({**SPEC, "checkpoint_every": 7, "checkpoint_keep": 1, "compile": True})
+    assert spec.identity() == Train.read(SPEC).identity()
+    there = spec.make(trained.folder, {"data": Artifact.read(data_folder)}, QUIET)
+    assert there.fingerprint == trained.fingerprint
+
+
+@pytest.mark.parametrize("optimizer", ["muon", {"kind": "adamw_8bit", "min_elements": 0}])
+def test_every_optimizer_makes_the_same_bytes_after_a_kill(optimizer, data_folder, tmp_path):
+    spec = {**SPEC, "steps": 25, "optimizer": optimizer}
+    whole = Train.read(spec).make(tmp_path / "train-whole", {"data": Artifact.read(data_folder)}, QUIET)
+    assert content_after_kills(spec, data_folder, tmp_path / "train-killed", [8]) == whole.content
+    assert whole.techniques[-1]["slot"] == "optimizer"
+
+
+def test_options_of_an_optimizer_without_its_kind_are_adamws():
+    spec = Train.read({**SPEC, "optimizer": {"lr": 0.5}})
+    assert spec.optimizer.kind == "adamw" and spec.optimizer.lr == 0.5
+    assert Train.from_overrides({"optimizer.lr": "0.5"}).optimizer == spec.optimizer
+    with pytest.raises(SpecError, match="momentum"):
+        Train.read({**SPEC, "optimizer": {"momentum": 0.5}})
+
+
+def test_equal_vocabularies_with_other_merges_are_two_tokenizers(data_folder, tmp_path):
+    """What a text becomes depends on the merges, too: ids of one are noise to a model of the other."""
+    pairs = [("t", "h"), ("h", "e"), ("th", "e"), ("t", "he")]
+    vocab = {token: number for number, token in enumerate(["t", "h", "e", "th", "he", "the"])}
+    for name, merges in (("one", pairs), ("two", [pairs[1], pairs[0], *pairs[2:]])):
+        folder = tmp_path / name
+        shutil.copytree(data_folder, folder)
+        tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges)).save(str(folder / "tokenizer.json"))
+    machine = describe("cpu")
+    facts = {name: DataFacts.of(tmp_path / name) for name in ("one", "two")}
+    with pytest.raises(SpecError, match="number their tokens differently"):
+        Train.read(SPEC).plan({"data.one": facts["one"], "data.two": facts["two"]}, machine)
+    model = Train.read(SPEC).plan({"data": facts["one"]}, machine).facts
+    assert Train.read(SPEC).plan({"data": facts["one"], "model": model}, machine).steps == 12
+    with pytest.raises(SpecError, match="cut texts differently"):
+        Train.read(SPEC).plan({"data": facts["two"], "model": model}, machine)

@@ -1,0 +1,191 @@
+"""What a training does, in numbers, and what that costs: seconds of a step, bytes in memory and on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.base.errors import FitError
+from hone.base.figure import Estimate, human_bytes
+from hone.base.plan import DISK, MEMORY, Plan, Shortage
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import BYTES, train_bytes
+from hone.cost.steps import forward_seconds, train_step_seconds
+from hone.cost.update import UpdateCost
+from hone.measure.machine import Machine
+from hone.train.activation_checkpointing import Segment, live_layers
+
+CHECKPOINTS = "checkpoint_bytes"
+"""The figure of what checkpoints take on disk at most, while the stage runs."""
+
+WAYS = {
+    MEMORY: (
+        "raise gradient_accumulation_steps",
+        "set activation_checkpointing: every_nth",
+        "take a smaller model or seq_len, or optimizer: adamw_8bit",
+    )
+}
+"""Ways out of a memory that is too small."""
+
+FILES_BYTES = 2 << 20
+"""What a trained folder holds beside weights and logs: a tokenizer, a config, the manifest."""
+
+LOG_BYTES = 700
+"""What a step adds to steps.jsonl, timing.jsonl and TensorBoard's events."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training whose steps take `batch_size` sequences of `seq_len`, cut into `gradient_accumulation_steps` micro-batches."""
+
+    model: ModelFacts
+    steps: int
+    batch_size: int
+    seq_len: int
+    dtype: str
+    segments: tuple[Segment, ...]
+    update: UpdateCost
+    gradient_accumulation_steps: int = 1
+    eval_sequences: int = 0
+    """Sequences evaluated in all, every evaluation counted."""
+    teacher: ModelFacts | None = None
+    packed: bool = True
+    """Whether sequences hold several documents, which costs attention masks."""
+    num_checkpoints: int = 0
+    """Checkpoints on disk at once."""
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.step_tokens // self.gradient_accumulation_steps
+
+
+class TrainPlan(Plan):
+    """A plan with the steps that are taken; checkpoints need disk beside the finished folder."""
+
+    steps: int
+
+    def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
+        """As `Plan.shortages`, the checkpoints counted."""
+        found = super().shortages(capacity)
+        if CHECKPOINTS in self.estimates and DISK in capacity and all(one.name != DISK for one in found):
+            kept, folder = self.estimates[CHECKPOINTS], self.estimates[DISK]
+            if kept.value + folder.value > capacity[DISK]:
+                formula = f"checkpoints {kept.formula} + the finished folder {human_bytes(folder.value)}"
+                ways = (
+                    "lower checkpoint_keep",
+                    "raise checkpoint_every above steps",
+                    "write to another disk: --out or --work",
+                )
+                found.append(Shortage(DISK, kept.value + folder.value, capacity[DISK], formula, ways))
+        return found
+
+
+def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
+    """Every figure of the training that can be said before it."""
+    step = step_seconds(work, machine)
+    evaluation = 0.0
+    if work.eval_sequences:
+        evaluation = _forward_s(work.model, work, machine) * work.eval_sequences / work.batch_size
+    num_params, width = work.model.num_params, BYTES[work.dtype]
+    tokens = work.steps * work.step_tokens
+    weights = f"{num_params:,} parameters x {width} bytes"
+    found = {
+        "time_s": Estimate(
+            value=work.steps * step.value + evaluation,
+            unit="s",
+            formula=f"{work.steps} steps x {step.value:.3g} s + evaluation {evaluation:.3g} s; step: {step.formula}",
+            bound=step.bound,
+        ),
+        "tokens_per_s": Estimate(
+            value=work.step_tokens / step.value,
+            unit="tokens/s",
+            formula=f"{work.step_tokens} tokens / {step.value:.3g} s a step",
+            bound=step.bound,
+        ),
+        MEMORY: growth_bytes(work, machine.device),
+        "num_params": Estimate(value=float(num_params), unit="parameters", formula="config", tolerance=0.0),
+        "train_tokens": Estimate(
+            value=float(tokens), unit="tokens", formula=f"{work.steps} steps x {work.step_tokens}", tolerance=0.0
+        ),
+        "model_bytes": Estimate(value=float(width * num_params), unit="B", formula=weights, tolerance=0.02),
+        DISK: Estimate(
+            value=float(width * num_params + FILES_BYTES + LOG_BYTES * work.steps),
+            unit="B",
+            formula=f"{weights} + tokenizer and manifest {human_bytes(FILES_BYTES)} + logs {human_bytes(LOG_BYTES * work.steps)}",
+        ),
+    }
+    if work.num_checkpoints:
+        one = 4 * num_params + work.update.state_bytes
+        found[CHECKPOINTS] = Estimate(
+            value=work.num_checkpoints * one,
+            unit="B",
+            formula=f"{work.num_checkpoints} x (float32 weights {human_bytes(4 * num_params)} + optimizer "
+            f"{human_bytes(work.update.state_bytes)})",
+            tolerance=0.05,
+        )
+    return found
+
+
+def step_seconds(work: Work, machine: Machine) -> Estimate:
+    """Seconds of one optimizer step, the teacher's forward pass included."""
+    step = train_step_seconds(
+        work.model,
+        machine,
+        batch_tokens=work.micro_batch_tokens,
+        seq_len=work.seq_len,
+        dtype=work.dtype,
+        micro_batches=work.gradient_accumulation_steps,
+        recomputed={layer for part in work.segments if part.recompute for layer in range(part.start, part.stop)},
+        update=work.update,
+    )
+    if work.teacher is None:
+        return step
+    extra = _forward_s(work.teacher, work, machine)
+    return step.model_copy(
+        update={"value": step.value + extra, "formula": f"{step.formula} + teacher's forward {extra:.3g} s"}
+    )
+
+
+def growth_bytes(work: Work, device: str) -> Estimate:
+    """Bytes that the training adds at its peak to what was in memory before."""
+    from hone.ops.loss.api import kernel_rows
+    from hone.ops.loss.reference import chunk_rows
+
+    tokens, on_gpu = work.micro_batch_tokens, device.startswith("cuda")
+    growth = train_bytes(
+        work.model,
+        batch_tokens=tokens,
+        seq_len=work.seq_len,
+        dtype=work.dtype,
+        update=work.update,
+        accumulate=work.gradient_accumulation_steps > 1,
+        packed=work.packed,
+        kept_layers=live_layers(work.segments),
+        kept_inputs=sum(part.recompute for part in work.segments),
+        loss_chunk=kernel_rows(tokens) if on_gpu else chunk_rows("cpu", work.model.vocab_size),
+        kernels=on_gpu,
+        device=device,
+    )
+    if work.teacher is None:
+        return growth
+    extra = BYTES[work.dtype] * (work.teacher.num_params + tokens * work.teacher.hidden_size)
+    return growth.model_copy(
+        update={"value": growth.value + extra, "formula": f"{growth.formula} + teacher {human_bytes(extra)}"}
+    )
+
+
+def out_of_memory(error: BaseException, device: str, step: int) -> FitError | None:
+    """What a user is told when `error` of step `step` says that memory is full, which torch does in several ways; else None."""
+    if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+        return None
+    return FitError(
+        f"{device} is out of memory at step {step}: {str(error).splitlines()[0]}", fix="; or ".join(WAYS[MEMORY])
+    )
+
+
+def _forward_s(model: ModelFacts, work: Work, machine: Machine) -> float:
+    """Seconds of a forward pass of `model` over a step's sequences."""
+    return forward_seconds(model, machine, tokens=work.step_tokens, seq_len=work.seq_len, dtype=work.dtype).value
