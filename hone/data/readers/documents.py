@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from hone.base.errors import HoneError
+from hone.base.errors import HoneError, MissingExtra
 from hone.data.readers.listing import File
 from hone.data.signals import is_piled, normalize
 from hone.data.text.batch import Texts
@@ -18,12 +15,14 @@ from hone.data.text.batch import Texts
 SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01
 """A text with a larger share of U+FFFD, which stands for bytes that could not be decoded, was read in the wrong encoding."""
-MOJIBAKE_CHARS = 1 << 18
-MOJIBAKE_LEAST = 3
 MAX_LEFT = 0.01
-"""Mojibake is put right where it can be; a text of which a larger share cannot is set aside."""
-_HIGH = re.compile(r"[^\x00-\x7f]+")
-_CUT_QUOTE = "\u00e2\u20ac"
+"""Mojibake is repaired where it can be; a text with more places left that look wrong, per character, is set aside."""
+_TAILS = "".join(
+    sorted({chr(byte) for byte in range(0x80, 0xC0)} | set(bytes(range(0x80, 0xC0)).decode("cp1252", "ignore")))
+)
+_SUSPECT = re.compile(f"[\u00c2-\u00df][{_TAILS}]|[\u00e0-\u00f4][{_TAILS}]{{2}}|[\u0080-\u009f]")
+"""UTF-8 that was read as Latin-1 or Windows-1252, or a control character that stands for one of Windows-1252."""
+_CUT_QUOTE = re.compile("\u00e2\u20ac(?![\u0080-\uffff])")
 """What becomes of a closing quotation mark: Windows-1252 has no character for its last byte."""
 
 
@@ -138,13 +137,11 @@ def settle(text: str) -> tuple[str, str]:
             text.encode("utf8")
         except UnicodeEncodeError:
             return "lone_surrogate", text
-        read, text = text, text
-        while is_mojibake(text):
-            before, (text, num_left) = text, repaired(text)
+        read = text
+        if _SUSPECT.search(text):
+            text, num_left = repaired(text)
             if num_left > MAX_LEFT * len(text):
                 return "mojibake", read
-            if text == before:  # what looked like it was half of a run, cut off where the look ends
-                break
         if text.count("\ufffd") > MAX_REPLACED * len(text):
             return "wrong_encoding", read
         if is_piled(text):
@@ -153,55 +150,18 @@ def settle(text: str) -> tuple[str, str]:
     return ("", text) if text.strip() else ("empty", text)
 
 
-def is_mojibake(text: str) -> bool:
-    """Whether `text` is UTF-8 that was read as Latin-1 or Windows-1252 and then encoded once more.
-
-    Then its runs of other than ASCII characters, written in that encoding, are valid UTF-8 again: of real text next to
-    none are, so that three characters and half of all are proof that something went wrong. Looks at the first MOJIBAKE_CHARS.
-    """
-    table = _byte_table()
-    num_twice = num_chars = num_all = 0
-    for part in _runs(text[:MOJIBAKE_CHARS]):
-        num_all += len(part)
-        if len(part) > 1:
-            try:
-                num_chars += len(part.translate(table).encode("latin-1").decode("utf8"))
-                num_twice += len(part)
-            except UnicodeError:
-                pass
-    return num_chars >= MOJIBAKE_LEAST and 2 * num_twice >= num_all
-
-
 def repaired(text: str) -> tuple[str, int]:
-    """(mojibake with every run put back that is valid UTF-8 again, the number of characters above ASCII in the other runs)."""
-    table = _byte_table()
-    num_left = 0
+    """(`text` with UTF-8 that was read in another encoding put right by ftfy, the number of places that still look wrong).
 
-    def put_back(run: re.Match) -> str:
-        nonlocal num_left
-        try:
-            return run[0].translate(table).encode("latin-1").decode("utf8")
-        except UnicodeError:
-            if run[0] == _CUT_QUOTE:
-                return "\u201d"
-            num_left += len(run[0])
-            return run[0]
-
-    return _HIGH.sub(put_back, text), num_left
-
-
-def _runs(text: str) -> list[str]:
-    """Runs of other than ASCII characters."""
-    high = np.zeros(len(text) + 2, bool)
-    high[1:-1] = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) > 127
-    borders = np.flatnonzero(high[1:] != high[:-1]).tolist()
-    return [text[begin:end] for begin, end in zip(borders[::2], borders[1::2])]
-
-
-@cache
-def _byte_table() -> dict[int, int]:
-    """Character to the byte it came from in Windows-1252, where that differs from Latin-1."""
-    return {ord(bytes([byte]).decode("cp1252", "ignore") or chr(byte)): byte for byte in range(0x80, 0xA0)}
+    Raises MissingExtra without ftfy.
+    """
+    try:
+        from ftfy import fix_encoding
+        from ftfy.badness import badness
+    except ImportError:
+        raise MissingExtra.of("repairing text in the wrong encoding", "ftfy", "data") from None
+    text = fix_encoding(_CUT_QUOTE.sub("\u201d", text))  # ftfy would make a dagger of it and the space behind
+    return text, badness(text)
 
 
 def identify(name: str, number: int) -> str:

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from hone.data.readers.documents import MOJIBAKE_CHARS, MOJIBAKE_LEAST, Fault, settle
+from hone.data.readers.documents import Fault, settle
 from hone.data.text.batch import Texts
 from hone.data.text.compiled import entry, inlined
 
@@ -61,7 +61,7 @@ def _plain() -> np.ndarray:
 def _tables() -> tuple[np.ndarray, np.ndarray]:
     """(marks, classes), uint8 [65536] each: bits that say what is special about a character, its canonical combining class.
 
-    CHANGES: NFC changes it, or it is U+FFFD. SECOND: it may melt into the character before it, which is a FIRST.
+    CHANGES: NFC changes it, or it is U+FFFD or a control character. SECOND: it may melt into the character before it, which is a FIRST.
     TAIL: looks like a byte of UTF-8 that was read as Windows-1252 or Latin-1. SPACE: white space.
     """
     marks, classes = np.zeros(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8)
@@ -83,6 +83,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
     marks[0xAC00:0xD7A4:28] |= FIRST
     marks[0x1161:0x11C3] |= SECOND
     marks[0xFFFD] |= CHANGES
+    marks[0x80:0xA0] |= CHANGES
     marks[0x80:0xC0] |= TAIL
     for byte in range(0x80, 0xA0):
         marks[ord(bytes([byte]).decode("cp1252", "ignore") or chr(byte))] |= TAIL
@@ -102,9 +103,6 @@ def look(data, offsets, plain, marks, classes):
         place = begin
         state = UNTIDY if place == end or data[place] == 10 else FINE
         before, older, after, space_end = 0, 0, place, place
-        # Characters above ASCII, in runs that may be mojibake.
-        run, num_high, num_doubtful, num_pairs = 0, 0, 0, 0
-        doubtful = False
         while place < end:
             code = int(data[place])
             if plain[code]:
@@ -132,12 +130,8 @@ def look(data, offsets, plain, marks, classes):
                 break
             if place != after:
                 before, older = int(data[place - 1]) if place > begin else 0, 0
-                num_doubtful += run if doubtful else 0
-                run, doubtful = 0, False
             place += width
             after = place
-            run += 1
-            num_high += 1
             if code >= 1 << 16:  # emoji, mathematical letters, rare Chinese characters never change
                 if not (0x1F000 <= code < 0x1FB00 or 0x1D400 <= code < 0x1D800 or 0x20000 <= code < 0x2F800):
                     state = ODD
@@ -154,15 +148,12 @@ def look(data, offsets, plain, marks, classes):
             if classes[code] and classes[before] > classes[code]:
                 state = ODD
                 break
-            if mark & TAIL and (0xC2 <= before < 0xE0 or (0xE0 <= older < 0xF5 and marks[before] & TAIL)):
-                doubtful = True
-                num_pairs += 1
+            if mark & TAIL and (0xC2 <= before < 0xE0 or (0xE0 <= older <= 0xF4 and marks[before] & TAIL)):
+                state = ODD
+                break
             if mark & SPACE:
                 space_end = place
             older, before = before, code
-        num_doubtful += run if doubtful else 0
-        if num_pairs >= MOJIBAKE_LEAST and (2 * num_doubtful >= num_high or end - begin > MOJIBAKE_CHARS):
-            state = ODD
         if state != ODD and end > begin:
             last = end
             while last > begin and _is_space(data[last - 1]):
