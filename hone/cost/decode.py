@@ -60,7 +60,8 @@ def decode_step_seconds(
     weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
     parts = {
         f"{len(products)} matmuls": max(product_seconds(machine, products, dtype), weights_s),
-        "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered / max(facts.num_layers, 1)).value,
+        # Between two uses of a layer's pages those of all layers are touched: a cache holds them only if it holds all.
+        "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered).value,
         "element-wise": traffic_seconds(machine, facts, rows, dtype, backward=False),
     }
     return sum_up(machine, parts, decode_step_starts(facts), dtype)

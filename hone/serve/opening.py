@@ -19,7 +19,7 @@ from hone.serve.paging.cache import KVCache
 from hone.serve.paging.pages import PagePool
 from hone.serve.runner import Runner
 from hone.serve.sampler import Sampler
-from hone.serve.sizing import cache_pages, cache_tensors, check_weights, sized, work_bytes
+from hone.serve.sizing import Memory, cache_pages, cache_tensors, check_weights, sized, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.speculation.drafter import Drafter, DraftSetting, Guesser, Proposer
 
@@ -61,7 +61,7 @@ def open_parts(
     if draft_model is not None:
         one += page_bytes(cache_tensors(draft_model.config), size, _name(cache_dtype or draft_model.embedding.dtype))
     work = work_bytes(model.config.facts(), spec, _name(model.embedding.dtype), str(device))
-    num_pages = cache_pages(spec, one, device, longest, work=work)
+    num_pages = cache_pages(spec, one, Memory.now(device), longest, work=work)
     cache = KVCache(tensors, num_pages, size, dtype=dtype, device=device)
     sampler = Sampler(model.config.vocab_size, device)
     proposer: Proposer | None = None

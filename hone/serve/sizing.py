@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import psutil
 import torch
 
@@ -63,10 +65,35 @@ def first_unserved(config: ModelConfig) -> tuple[int, str] | None:
     return None
 
 
+class Memory(NamedTuple):
+    """Memory of a device: what is free, and all of it."""
+
+    device: str
+    free: float
+    total: float
+
+    @classmethod
+    def now(cls, device: torch.device) -> Memory:
+        """That of `device` at this moment."""
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            return cls(str(device), *torch.cuda.mem_get_info(device))
+        found = psutil.virtual_memory()
+        return cls(str(device), found.available, found.total)
+
+    @classmethod
+    def of(cls, machine: Machine) -> Memory:
+        """That of a machine before work begins; of this machine's CPU what is free now, since others use it too."""
+        free = machine.free_memory_bytes
+        if not machine.device.startswith("cuda"):
+            free = min(free, psutil.virtual_memory().available)
+        return cls(machine.device, free, machine.memory_bytes)
+
+
 def cache_pages(
     spec: EngineSpec,
     one: int,
-    device: torch.device,
+    memory: Memory,
     max_model_len: int,
     *,
     weights: float = 0,
@@ -78,7 +105,7 @@ def cache_pages(
     `gpu_memory_utilization` of the memory. `weights` bytes are still to be loaded, a step's `work` takes that many more.
     Raises FitError when not even one page fits.
     """
-    free = max(0, _free_now(device) - weights)
+    device, free = memory.device, max(0.0, memory.free - weights)
     if spec.num_pages is not None:
         # A CPU would hand out pages lazily and be killed for it in the middle of a request.
         if (spec.num_pages + 1) * one > free:
@@ -91,9 +118,8 @@ def cache_pages(
         return spec.num_pages
     if spec.kv_cache_memory_bytes is not None:
         given, source = float(spec.kv_cache_memory_bytes), "engine.kv_cache_memory_bytes"
-    elif device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-        unused = total * (1 - (spec.gpu_memory_utilization or 0.9))
+    elif device.startswith("cuda"):
+        unused = memory.total * (1 - (spec.gpu_memory_utilization or 0.9))
         given, source = free - unused - work, f"what gpu_memory_utilization leaves of the free memory of {device}"
     else:
         given, source = free * (spec.gpu_memory_utilization or 0.3), f"that part of the free memory of {device}"
@@ -118,19 +144,12 @@ def work_bytes(facts: ModelFacts, spec: EngineSpec, dtype: str, device: str) -> 
 
 def check_weights(folder: str, needed: int, device: torch.device) -> None:
     """Raises FitError when the weights in `folder`, of `needed` bytes, are more than the free memory of `device`."""
-    free = _free_now(device)
+    free = Memory.now(device).free
     if needed > free:
         raise FitError(
             f"the weights in {folder} take {human_bytes(needed)}, {device} has {human_bytes(free)} free",
             fix="compress the model (hone compress), use a smaller one, or another device",
         )
-
-
-def _free_now(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
 
 
 def step_threads(spec: EngineSpec, num_params: int, num_tokens: int, available: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,13 +12,20 @@ from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_jsonl
-from hone.base.errors import FitError, SpecError
+from hone.base.errors import SpecError
 from hone.base.lazy import lazy
+from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
+from hone.cost.serving import Traffic
+from hone.data.facts import DataFacts
+from hone.measure.machine import Machine
+from hone.measure.warm import warm_up
+from hone.measure.window import Window
+from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 from hone.serve.spec import EngineSpec
-from hone.serve.workload import Workload, make_workload
+from hone.serve.workload import Workload, draw_requests, make_workload, too_short
 
 if TYPE_CHECKING:
     from hone.model.tokenizer import Tokenizer
@@ -26,6 +34,13 @@ if TYPE_CHECKING:
 np = lazy("numpy")
 
 _SAMPLE_TOKENS = 64
+_WAYS = {
+    MEMORY: (
+        "lower engine.max_num_seqs or engine.kv_cache_memory_bytes",
+        "serve a quantized model",
+        "shorten the requests",
+    )
+}
 
 
 class Serve(Stage):
@@ -50,17 +65,21 @@ class Serve(Stage):
                 raise ValueError(f"{name} {least}..{most} is no range of positive numbers")
         return self
 
-    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        from hone.measure.warm import warm_up
-        from hone.measure.window import Window
-        from hone.serve.engine import Engine
-        from hone.serve.forecast import forecast
+    def plan(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
+        """Time, rate and memory, from the steps that the engine will take. Raises SpecError when inputs do not go together."""
+        from hone.serve.planning import estimates
 
-        model, guesser = parents["model"], parents.get("draft")
+        model, data = need(facts, "model", CheckpointFacts), need(facts, "data", DataFacts)
+        models = [model] + ([need(facts, "draft", CheckpointFacts)] if "draft" in facts else [])
+        self._check_draft(len(models) > 1)
+        traffic = self._traffic(data.split("val").tokens)
+        return Plan(estimates=estimates(self.engine, traffic, models, machine), ways=_WAYS)
+
+    def _check_draft(self, given: bool) -> None:
         kind = self.engine.drafter.kind if self.engine.drafter else None
-        if (guesser is not None) != (kind == "draft_model"):
+        if given != (kind == "draft_model"):
             raise SpecError(
-                f"the draft model is {'given' if guesser else 'missing'} and engine.drafter is {kind or 'empty'}",
+                f"the draft model is {'given' if given else 'missing'} and engine.drafter is {kind or 'empty'}",
                 fix="set engine.drafter: draft_model and draft: NAME, or neither",
             )
         if self.engine.draft is not None:
@@ -68,7 +87,25 @@ class Serve(Stage):
                 f"engine.draft is {self.engine.draft}, a folder whose content would be no part of what is measured",
                 fix="give the draft model as an input: draft: NAME in a recipe, --from.draft=FOLDER on the command line",
             )
-        model.need("config.json")
+
+    def _traffic(self, text_tokens: int) -> Traffic:
+        """The run's requests in numbers. Exact when data and model share a tokenizer: lengths are drawn with the places."""
+        most = self.shared_prefix + self.prompt_tokens[1]
+        if text_tokens < most:
+            raise too_short(text_tokens, most)
+        drawn = draw_requests(self.num_requests, self.prompt_tokens, self.output_tokens, text_tokens, self.seed)
+        return Traffic(
+            prompts=tuple(self.shared_prefix + own for own, _, _ in drawn),
+            outputs=tuple(length for _, length, _ in drawn),
+            shared_prefix=self.shared_prefix,
+            concurrency=self.concurrency,
+        )
+
+    def run(self, plan: Plan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+        """Serves the requests and writes samples.jsonl."""
+        from hone.serve.engine import Engine
+
+        model, guesser = parents["model"], parents.get("draft")
         workload = make_workload(
             parents["data"].folder,
             model.folder,
@@ -79,16 +116,9 @@ class Serve(Stage):
             seed=self.seed,
         )
         warm_up(run.device)
-        folders = [model.folder] + ([guesser.folder] if guesser else [])
-        with Window(run.device) as window:
-            draft.predict(forecast(self.engine, self.concurrency, workload, folders, run))
-            engine = Engine(
-                model.folder,
-                self.engine,
-                draft=guesser.folder if guesser else None,
-                device=run.device,
-            )
-            _must_fit(engine, workload)
+        with draft.measuring(Window(run.device)):
+            engine = Engine(model.folder, self.engine, draft=guesser.folder if guesser else None, device=run.device)
+            run.say(engine.sizes)
             engine.generate([workload.prompts[0]], workload.params(0))  # the first call pays for set-up once
             engine.pool.clear()
             before = engine.stats()
@@ -96,14 +126,15 @@ class Serve(Stage):
                 timings = drive(engine, workload, self.concurrency, run)
             after = engine.stats()
             samples = _samples(engine, workload)
-        draft.record_window(window)
         write_jsonl(draft.folder / "samples.jsonl", samples)
         write_jsonl(draft.log / "requests.jsonl", [timing.row() for timing in timings])
         if self.engine.drafter:
             draft.did({"slot": "drafter", **self.engine.drafter.model_dump(mode="json")})
         counted = {name: after[name] - before.get(name, 0) for name in after}
         self._record(draft, timings, counted, serving, model.folder)
-        draft.record("kv_cache_bytes", engine.cache_bytes, "B")
+        draft.record("kv_cache_bytes", engine.cache_bytes, "B", note=engine.sizes)
+        draft.record("max_num_seqs", engine.spec.max_num_seqs, "")
+        draft.record("max_num_batched_tokens", engine.spec.max_num_batched_tokens, "tokens")
 
     def _record(
         self, draft: Draft, timings: list[Timing], counted: dict[str, float], serving: Any, folder: Path
@@ -165,16 +196,6 @@ class Timing:
             "ttft_s": round(self.ttft_s, 6),
             "latency_s": round(self.last_s - self.begun_s, 6),
         }
-
-
-def _must_fit(engine: Engine, workload: Workload) -> None:
-    """Raises FitError when a request would be cut short: the run would measure another work than its spec says."""
-    longest = max(len(prompt) + length for prompt, length in zip(workload.prompts, workload.output_tokens, strict=True))
-    if longest > engine.max_model_len:
-        raise FitError(
-            f"a request takes {longest} tokens with its prompt, the engine holds {engine.max_model_len} of one",
-            fix="lower shared_prefix, prompt_tokens or output_tokens, or give the engine more pages",
-        )
 
 
 def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> list[Timing]:

@@ -52,20 +52,34 @@ def make_workload(
     text, starts = _in_model_tokens(text, starts, data, model)
     most = shared_prefix + prompt_tokens[1]
     if len(text) < most:
-        raise SpecError(
-            f"the validation split has {len(text)} tokens, prompts take {most}",
-            fix="use more data, or lower prompt_tokens or shared_prefix",
-        )
-    random = np.random.Generator(np.random.Philox(seed))
-    prompts, lengths = [], []
+        raise too_short(len(text), most)
+    drawn = draw_requests(num_requests, prompt_tokens, output_tokens, len(text), seed)
     shared = text[:shared_prefix].tolist()
-    for _ in range(num_requests):
-        own = int(random.integers(prompt_tokens[0], prompt_tokens[1] + 1))
-        lengths.append(int(random.integers(output_tokens[0], output_tokens[1] + 1)))
-        place = int(random.integers(0, len(text) - own + 1))
-        prompts.append(shared + text[place : place + own].tolist())
+    prompts = [shared + text[place : place + own].tolist() for own, _, place in drawn]
+    lengths = [length for _, length, _ in drawn]
     samples = [text[start : start + _SAMPLE_PROMPT_TOKENS].tolist() for start in starts[:-1][:_SAMPLE_PROMPTS]]
     return Workload(prompts, lengths, shared_prefix, samples)
+
+
+def too_short(text_tokens: int, most: int) -> SpecError:
+    """The error of a validation split that is shorter than a prompt of `most` tokens."""
+    return SpecError(
+        f"the validation split has {text_tokens} tokens, prompts take {most}",
+        fix="use more data, or lower prompt_tokens or shared_prefix",
+    )
+
+
+def draw_requests(
+    num_requests: int, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int], text_tokens: int, seed: int
+) -> list[tuple[int, int, int]]:
+    """(own tokens of the prompt, tokens of the output, place in a text of `text_tokens`) of every request, from `seed`."""
+    random = np.random.Generator(np.random.Philox(seed))
+    drawn = []
+    for _ in range(num_requests):
+        own = int(random.integers(prompt_tokens[0], prompt_tokens[1] + 1))
+        length = int(random.integers(output_tokens[0], output_tokens[1] + 1))
+        drawn.append((own, length, int(random.integers(0, text_tokens - own + 1))))
+    return drawn
 
 
 def _in_model_tokens(text: Any, starts: Any, data: Path, model: Path) -> tuple[Any, Any]:

@@ -11,11 +11,11 @@ from hone.measure.machine import Gpu, Machine, describe
 from hone.serve import sizing
 from hone.serve.engine import Engine
 from hone.serve.http import ServerSpec
-from hone.serve.sizing import cache_pages, sized
+from hone.serve.sizing import Memory, cache_pages, sized
 from hone.serve.spec import EngineSpec
 from tests.serve.small import decoder, engine
 
-CPU = torch.device("cpu")
+CPU = Memory.now(torch.device("cpu"))
 
 
 def test_a_count_is_taken_as_it_is():
@@ -96,10 +96,8 @@ def test_sizes_come_from_the_device_unless_they_are_given():
         EngineSpec.read({"max_num_seqs": 9, "max_num_batched_tokens": 8})
 
 
-def test_a_gpus_cache_is_what_weights_and_work_leave_of_its_part(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60_000_000, 100_000_000))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    gpu, many = torch.device("cuda"), EngineSpec(max_num_seqs=10**6)
+def test_a_gpus_cache_is_what_weights_and_work_leave_of_its_part():
+    gpu, many = Memory("cuda", 60_000_000, 100_000_000), EngineSpec(max_num_seqs=10**6)
     assert cache_pages(many, 1000, gpu, 512, work=5_000_000) == 44_999  # 60 free, 10 stay unused, 5 for a step
     half = EngineSpec(max_num_seqs=10**6, gpu_memory_utilization=0.5)
     assert cache_pages(half, 1000, gpu, 512) == 9_999
@@ -122,7 +120,7 @@ def test_too_little_memory_says_what_is_needed():
 
 
 def test_weights_that_do_not_fit_are_a_clear_mistake(tiny_llama, monkeypatch):
-    monkeypatch.setattr(sizing, "_free_now", lambda device: 1000)
+    monkeypatch.setattr(sizing.Memory, "now", lambda device: Memory("cpu", 1000, 1000))
     with pytest.raises(FitError, match="cpu has 1000 B free"):
         Engine(tiny_llama)
 

@@ -1,0 +1,278 @@
+"""Seconds of a serving run: its steps as the engine will schedule them, and what each takes on the device and in Python."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hone.base.figure import Estimate
+from hone.cost.decode import decode_step_seconds, decode_step_starts
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import BYTES
+from hone.cost.roofline import attention_seconds, seconds
+from hone.cost.steps import Product, forward_seconds, product_seconds, traffic_seconds
+from hone.measure.machine import Machine
+
+# On a CPU, in starts of an operation (2.7 us on the machine where they were measured: a model 32 wide, so that only Python
+# and starts were left; 2 and 6 layers, 1 to 32 sequences).
+STEP_OPS = 65
+"""Scheduling, the step's arrays, and the choice of tokens."""
+LAYER_OPS = 40
+"""Modules, pages and masks of a layer, beside the starts that a forward pass has in any case."""
+GROUP_OPS = 45
+"""The same for each further group of sequences that a layer's attention takes separately: prompts beside decoding ones."""
+SEQ_OPS = 20
+"""One sequence of a step: its choice, its text, its pages."""
+
+# Where a GPU's kernels read pages in place (benchmarks/ledger/serve.jsonl, Llama-3-8B's shape, one H200).
+REPLAY_STEP_S = 3e-4
+"""Python around one step."""
+REPLAY_SEQ_S = 2e-5
+"""Python around one sequence; 1e-5 was measured without text."""
+LAUNCHED_PER_LAYER = 200
+"""Starts that a layer equals when its kernels are launched one by one, out of Python: 31 to 34 ms a step were measured."""
+
+MOST_CAPTURED = 512
+"""Sequences up to which decode steps are replayed as CUDA graphs (hone.serve.runner.MOST_SEQS)."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests of a closed loop, `concurrency` in flight: tokens of each prompt (the shared beginning included) and output."""
+
+    prompts: tuple[int, ...]
+    outputs: tuple[int, ...]
+    shared_prefix: int
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How an engine batches."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    enable_prefix_caching: bool
+    static: bool = False
+
+
+class StepKind(NamedTuple):
+    """`repeats` steps alike: sequences that decode at a mean `context`, and prompts' chunks as (tokens before, tokens)."""
+
+    decoding: int
+    context: float
+    chunks: tuple[tuple[int, int], ...]
+    samples: int
+    repeats: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decoding + sum(count for _, count in self.chunks)
+
+
+@dataclass
+class _Running:
+    """A request under way."""
+
+    computed: int
+    length: int
+    left: int
+
+    @property
+    def decoding(self) -> bool:
+        return self.computed == self.length - 1 and self.computed > 0
+
+
+def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
+    """The steps of the run, by the rules of `hone.serve.scheduler`: all that decode, then prompts' chunks.
+
+    The shared beginning is found in the cache by requests that are admitted after the step that computed it; those of
+    the first step compute it each. Pages are taken to suffice.
+    """
+    waiting = deque(zip(traffic.prompts, traffic.outputs))
+    most = min(traffic.concurrency, batching.max_num_seqs)
+    running: list[_Running] = []
+    known = 0  # tokens of the shared beginning that are in the cache
+    while waiting or running:
+        if not (batching.static and running):
+            while waiting and len(running) < most:
+                prompt, output = waiting.popleft()
+                hit = min(known, traffic.shared_prefix, prompt - 1) // batching.block_size * batching.block_size
+                running.append(_Running(hit, prompt, output))
+        decoding = [one for one in running if one.decoding]
+        prefilling = [one for one in running if not one.decoding]
+        repeats = 1 if prefilling else min(one.left for one in decoding)
+        context = sum(one.length for one in decoding) / max(len(decoding), 1) + (repeats - 1) / 2
+        chunks = _chunks(prefilling, batching.max_num_batched_tokens - len(decoding))
+        samples = len(decoding)
+        for one in decoding:
+            one.computed, one.length, one.left = one.computed + repeats, one.length + repeats, one.left - repeats
+        for one, count in chunks:
+            one.computed += count
+            if one.computed == one.length:
+                samples += 1
+                one.length, one.left = one.length + 1, one.left - 1
+        yield StepKind(
+            len(decoding), context, tuple((one.computed - count, count) for one, count in chunks), samples, repeats
+        )
+        if batching.enable_prefix_caching:
+            known = max([known, *(one.computed for one, _ in chunks)])
+        running = [one for one in running if one.left > 0]
+
+
+def _chunks(prompts: list[_Running], budget: int) -> list[tuple[_Running, int]]:
+    """Equal parts of the budget, and what some leave goes to the others."""
+    found = []
+    wants = [one.length - one.computed for one in prompts]
+    rest = sum(wants)
+    for place, (one, want) in enumerate(zip(prompts, wants)):
+        if budget <= 0:
+            break
+        rest -= want
+        count = min(want, max(1, budget // (len(prompts) - place), budget - rest))
+        found.append((one, count))
+        budget -= count
+    return found
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A model on a machine, as an engine runs it."""
+
+    facts: ModelFacts
+    machine: Machine
+    dtype: str
+    threads: int = 1
+    """CPU threads of a step; the calibrated rates are of `calibration.threads`."""
+    in_place: bool = False
+    """Pages are read by a GPU's kernels where they lie."""
+    captured: bool = True
+    """Decode steps of a GPU are replayed as CUDA graphs (False where a drafter guesses)."""
+    read_bytes: float | None = None
+    """What a step reads of the weights when they are smaller than in `dtype`."""
+
+    def step_seconds(self, step: StepKind) -> Estimate:
+        """One step of that kind."""
+        return self._on_gpu(step) if self.in_place else self._gathered(step)
+
+    @property
+    def launched_s(self) -> float:
+        """Seconds in which Python launches a step's kernels one by one; the GPU works meanwhile."""
+        return seconds(self.machine, num_ops=LAUNCHED_PER_LAYER * self.facts.num_layers, dtype=self.dtype).value
+
+    def _on_gpu(self, step: StepKind) -> Estimate:
+        captured = self.captured and not step.chunks and step.decoding <= MOST_CAPTURED
+        work, bound = 0.0, False
+        if step.decoding:
+            part = decode_step_seconds(
+                self.facts,
+                self.machine,
+                rows=step.decoding,
+                context=int(step.context),
+                dtype=self.dtype,
+                weights_bytes=self.read_bytes,
+                in_place=True,
+                captured=captured,
+            )
+            work, bound = part.value, part.bound
+        for before, count in step.chunks:
+            part = forward_seconds(
+                self.facts, self.machine, tokens=count, seq_len=before + count, dtype=self.dtype, logit_tokens=1
+            )
+            work, bound = work + part.value, part.bound
+        device_s = work if captured else max(work, self.launched_s)
+        host_s = REPLAY_STEP_S + REPLAY_SEQ_S * (step.decoding + len(step.chunks))
+        formula = f"device {device_s * 1e3:.2f} ms + Python {host_s * 1e3:.2f} ms"
+        return Estimate(value=device_s + host_s, unit="s", formula=formula, bound=bound)
+
+    def _gathered(self, step: StepKind) -> Estimate:
+        """Pages are gathered, then attended; every operation is started from Python, one after another."""
+        facts, machine, dtype = self.facts, self.machine, self.dtype
+        tokens, width = step.num_tokens, BYTES[dtype]
+        products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
+        products.append(((step.samples, facts.vocab_size, facts.hidden_size), "forward"))
+        weights_s = seconds(machine, num_bytes=self.read_bytes, dtype=dtype).value if self.read_bytes else 0.0
+        groups = bool(step.decoding) + bool(step.chunks)
+        parts = {
+            "matmuls": max(product_seconds(machine, products, dtype), weights_s),
+            "pages": gather_seconds(machine, width * self._cached_values(step)),
+            "attention": self._attention(step),
+            "element-wise": traffic_seconds(machine, facts, tokens, dtype, backward=False),
+        }
+        starts = decode_step_starts(facts) + GROUP_OPS * max(groups - 1, 0) * facts.num_layers
+        host = STEP_OPS + LAYER_OPS * facts.num_layers + SEQ_OPS * (step.decoding + len(step.chunks))
+        calibration = machine.calibration
+        bound = calibration is None or dtype not in calibration.dtypes
+        shared = 1.0 if calibration is None else max(calibration.threads / self.threads, 1.0)
+        started_s = seconds(machine, num_ops=starts + host, dtype=dtype).value
+        value = sum(parts.values()) * shared + started_s
+        formula = " + ".join(f"{name} {part * shared * 1e3:.2f} ms" for name, part in parts.items())
+        return Estimate(
+            value=value,
+            unit="s",
+            formula=f"{formula} + {starts + host:,.0f} starts {started_s * 1e3:.2f} ms",
+            bound=bound,
+        )
+
+    def _cached_values(self, step: StepKind) -> float:
+        """Numbers that the step's sequences read from pages."""
+        decoding = step.decoding * self.facts.state_values(int(step.context))
+        return decoding + sum(self.facts.state_values(before + count) for before, count in step.chunks)
+
+    def _attention(self, step: StepKind) -> float:
+        """Of the chunks; a decoding sequence's takes as long as its pages. One that goes on sees all slots, masked."""
+        flops = 0.0
+        for before, count in step.chunks:
+            end = before + count
+            visible = count * (before + (count + 1) / 2)
+            done = count * end if before else visible
+            for layer in self.facts.layers:
+                inside = layer.mixing.mixing_flops(end) * end - (
+                    layer.mixing.mixing_flops(before) * before if before else 0
+                )
+                flops += inside * done / visible
+        return attention_seconds(self.machine, flops, self.dtype)
+
+
+def gather_seconds(machine: Machine, num_bytes: float) -> float:
+    """Seconds of attention over gathered pages: they are read and written, and the copy is read.
+
+    Between two uses of a layer's pages those of all layers are touched, so a cache holds them only if it holds all.
+    """
+    return seconds(machine, num_bytes=3.0 * num_bytes, op_bytes=3.0 * num_bytes).value
+
+
+def serving_seconds(serving: Serving, traffic: Traffic, batching: Batching) -> Estimate:
+    """The whole run, from the first request to the last token."""
+    total, counts, bound = 0.0, {"decode": 0, "mixed": 0}, False
+    spent = {"decode": 0.0, "mixed": 0.0}
+    known: dict[StepKind, Estimate] = {}
+    for step in schedule(traffic, batching):
+        kind = step._replace(repeats=1, context=round(step.context))
+        if kind not in known:
+            known[kind] = serving.step_seconds(kind)
+        took = known[kind]
+        name = "mixed" if step.chunks else "decode"
+        spent[name] += step.repeats * took.value
+        counts[name] += step.repeats
+        total, bound = total + step.repeats * took.value, bound or took.bound
+    each = " + ".join(
+        f"{counts[name]} {name} steps x {1e3 * spent[name] / counts[name]:.2f} ms" for name in counts if counts[name]
+    )
+    return Estimate(value=total, unit="s", formula=each, bound=bound)
+
+
+def touched_pages(traffic: Traffic, batching: Batching) -> int:
+    """Pages that the run ever uses: all full ones with a prefix cache (shared ones once), else those used at a time.
+
+    The first `concurrency` requests begin together, so each has the shared beginning in pages of its own.
+    """
+    size, most = batching.block_size, min(traffic.concurrency, batching.max_num_seqs)
+    totals = [prompt + output for prompt, output in zip(traffic.prompts, traffic.outputs)]
+    if not batching.enable_prefix_caching:
+        return sum(sorted((-(-total // size) for total in totals), reverse=True)[:most])
+    shared = traffic.shared_prefix // size
+    return shared * min(most, len(totals)) + sum(total // size - shared for total in totals) + most

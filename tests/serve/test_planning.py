@@ -1,0 +1,204 @@
+"""What a serving run is predicted to take: its steps against the engine's own, their times against the ledger's H200."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.cost.cache import keys_and_values
+from hone.cost.serving import (
+    MOST_CAPTURED,
+    Batching,
+    Serving,
+    StepKind,
+    Traffic,
+    gather_seconds,
+    schedule,
+    serving_seconds,
+    touched_pages,
+)
+from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
+from hone.measure.machine import Machine
+from hone.serve import planning, runner
+from hone.serve.engine import Engine
+from hone.serve.request import Request
+from tests.cost.h200 import LLAMA_8B, h200, row
+from tests.serve.small import VOCAB, decoder, engine, greedy
+
+TENSORS = [keys_and_values(8, 128)] * 32
+MODEL = decoder()
+
+
+@pytest.fixture(autouse=True)
+def with_triton(monkeypatch):
+    monkeypatch.setattr(planning, "triton_version", lambda: (3, 6))
+
+
+def serving(machine=None, **more) -> Serving:
+    machine = machine or h200()
+    in_place = planning.reads_in_place_on(machine, TENSORS, "bfloat16")
+    return Serving(LLAMA_8B, machine, "bfloat16", in_place=in_place, **more)
+
+
+def decode(num_seqs: int, context: float = 548) -> StepKind:
+    return StepKind(num_seqs, context, (), num_seqs, 1)
+
+
+def prefill(tokens: int) -> StepKind:
+    return StepKind(0, 0, ((0, tokens),), 1, 1)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16, 64])
+def test_engine_steps_take_what_the_ledger_measured(num_seqs):
+    measured = row("serve", f"llama3-8b: decode, batch {num_seqs}")
+    step = serving().step_seconds(decode(num_seqs))
+    assert not step.bound and step.value == pytest.approx(1e-3 * measured["ms"], rel=0.25)
+    assert num_seqs / step.value == pytest.approx(measured["value"], rel=0.25)
+
+
+def test_guesses_prompts_and_too_many_sequences_are_launched_kernel_by_kernel():
+    replayed = serving().step_seconds(decode(1)).value
+    assert serving(captured=False).step_seconds(decode(1)).value > 3 * replayed
+    assert serving().step_seconds(decode(1)._replace(chunks=((0, 1),))).value > 3 * replayed
+    few, many = (serving().step_seconds(decode(count, 1)).value for count in (MOST_CAPTURED, MOST_CAPTURED + 1))
+    assert many > 1.5 * few
+    assert MOST_CAPTURED == runner.MOST_SEQS
+
+
+def test_a_short_prompt_takes_its_launches_a_long_one_its_products():
+    one = serving()
+    short, shorter = (one.step_seconds(prefill(tokens)).value for tokens in (100, 10))
+    assert short == shorter == pytest.approx(one.launched_s, rel=0.02)
+    assert one.step_seconds(prefill(8192)).value > 4 * short
+
+
+def test_pages_are_read_in_place_where_the_dispatch_says_so(monkeypatch):
+    machine = h200()
+    assert planning.reads_in_place_on(machine, TENSORS, "bfloat16")
+    assert not planning.reads_in_place_on(machine, TENSORS, "float32")
+    assert not planning.reads_in_place_on(machine, [*TENSORS, keys_and_values(8, 512)], "bfloat16")
+    assert not planning.reads_in_place_on(machine.model_copy(update={"device": "cpu"}), TENSORS, "bfloat16")
+    monkeypatch.setattr(planning, "triton_version", lambda: (0, 0))
+    assert not planning.reads_in_place_on(machine, TENSORS, "bfloat16")
+
+
+def test_quantized_weights_are_what_is_stored_of_them():
+    dense = 2 * LLAMA_8B.num_params
+    assert planning.read_weights(LLAMA_8B, "bfloat16", dense) is None
+    embedding = 2 * 128256 * 4096
+    assert planning.read_weights(LLAMA_8B, "bfloat16", 5e9) == 5e9 - embedding
+    plain, quantized = (serving(read_bytes=read).step_seconds(decode(1)).value for read in (None, 4e9))
+    assert quantized < 0.7 * plain
+
+
+def measured_steps(one: Engine, traffic: Traffic) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+    """(decoding sequences, chunks) of every step of a closed loop, as the engine took them."""
+    steps, real = [], one.scheduler.schedule
+
+    def watched():
+        work, fresh = real()
+        chunks = tuple((item.start, item.count) for item in work if not item.seq.decoding)
+        steps.append((len(work) - len(chunks), chunks))
+        return work, fresh
+
+    one.scheduler.schedule = watched
+    shared = [(3 * place) % VOCAB for place in range(traffic.shared_prefix)]
+    coming = [
+        Request(
+            str(number),
+            shared + [(5 * number + place) % VOCAB for place in range(prompt - len(shared))],
+            greedy(output),
+        )
+        for number, (prompt, output) in enumerate(zip(traffic.prompts, traffic.outputs))
+    ]
+    in_flight = 0
+    while coming or in_flight:
+        while coming and in_flight < traffic.concurrency:
+            one.add(coming.pop(0))
+            in_flight += 1
+        in_flight -= sum(output.finish is not None for output in one.step())
+    return steps
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 25), st.integers(1, 9)), min_size=1, max_size=8),
+    shared=st.sampled_from([0, 9]),
+    concurrency=st.integers(1, 6),
+    budget=st.sampled_from([8, 13, 200]),
+    caching=st.booleans(),
+    static=st.booleans(),
+)
+def test_steps_are_planned_as_the_engine_takes_them(sizes, shared, concurrency, budget, caching, static):
+    traffic = Traffic(tuple(shared + own for own, _ in sizes), tuple(out for _, out in sizes), shared, concurrency)
+    batching = Batching(4, budget, 4, caching, static)
+    one = engine(
+        MODEL,
+        num_pages=400,
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+        batching="static" if static else "continuous",
+    )
+    planned = []
+    for step in schedule(traffic, batching):
+        planned += [(step.decoding, step.chunks)] * step.repeats
+    assert planned == measured_steps(one, traffic)
+    used = one.pool.num_pages - len(one.pool._blank)  # those that were ever given out and are found again
+    assert not caching or used <= touched_pages(traffic, batching)
+
+
+def flat(op_s: float = 0.0) -> Machine:
+    """A CPU on which every byte takes 1 ns, arithmetic nothing, and large buffers ten times as long as small ones."""
+    calibration = Calibration(
+        device="test", threads=1, torch="2", read_bytes_per_s=1e8, op_s=op_s or 1e-12, exp_per_s=1e9, attentions=(),
+        copies=(Bandwidth(num_bytes=1 << 16, bytes_per_s=1e9), Bandwidth(num_bytes=1 << 28, bytes_per_s=1e8)),
+        matmuls=(MatmulRate(dtype="bfloat16", m=1, n=1, k=1, flops_per_s=1e18),),
+    )  # fmt: skip
+    return Machine(
+        cpu="c", num_cores=1, num_threads=1, ram_bytes=1, os="", python="", torch="2", calibration=calibration
+    )
+
+
+def test_a_cpu_gathers_pages_at_the_rate_of_all_layers_together():
+    """Each layer's pages are out of the cache when their turn comes again."""
+    machine = flat()
+    assert gather_seconds(machine, (1 << 28) / 3) == pytest.approx((1 << 28) / 1e8)
+    one = Serving(LLAMA_8B, machine, "bfloat16")
+    few, many = (one.step_seconds(decode(16, context)).value for context in (1, 4097))
+    assert many - few == pytest.approx(gather_seconds(machine, 2 * 16 * LLAMA_8B.state_values(4097)), rel=0.01)
+
+
+def test_python_takes_its_part_of_every_step_layer_and_sequence():
+    machine = flat(op_s=1e3)
+    one = Serving(LLAMA_8B, machine, "bfloat16")
+    alone, two, mixed = (
+        one.step_seconds(kind).value / 1e3 for kind in (decode(1), decode(2), decode(1)._replace(chunks=((0, 1),)))
+    )
+    assert two - alone == pytest.approx(20, abs=0.5)
+    assert mixed - two == pytest.approx(45 * 32, rel=0.01)
+    assert alone == pytest.approx(32 * (4 + 60 + 40) + 146, rel=0.01)
+
+
+def test_threads_that_are_not_used_make_the_work_longer():
+    machine = flat()
+    two = machine.model_copy(update={"calibration": machine.calibration.model_copy(update={"threads": 2})})
+    work = Serving(LLAMA_8B, two, "bfloat16", threads=2).step_seconds(decode(4)).value
+    assert Serving(LLAMA_8B, two, "bfloat16", threads=1).step_seconds(decode(4)).value == pytest.approx(
+        2 * work, rel=1e-3
+    )
+
+
+def test_a_run_is_the_sum_of_its_steps():
+    traffic, batching = Traffic((9, 9), (4, 2), 0, 2), Batching(4, 100, 4, True)
+    one = Serving(LLAMA_8B, flat(), "bfloat16")
+    steps = [*schedule(traffic, batching)]
+    assert [(step.decoding, step.chunks, step.samples, step.repeats) for step in steps] == [
+        (0, ((0, 9), (0, 9)), 2, 1),
+        (2, (), 2, 1),
+        (1, (), 1, 2),
+    ]
+    run = serving_seconds(one, traffic, batching)
+    assert run.value == pytest.approx(sum(step.repeats * one.step_seconds(step).value for step in steps), rel=0.01)
+    assert "1 mixed steps" in run.formula and "3 decode steps" in run.formula
