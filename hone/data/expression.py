@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import operator
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from hone.base.errors import SpecError
+from hone.base.errors import SpecError, did_you_mean
 
 _COMPARE = {
     ast.Lt: operator.lt,
@@ -110,8 +109,7 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     tree = parse(text)
     for name in sorted(columns_of(text)):
         if name not in columns:
-            near = difflib.get_close_matches(name, columns, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
+            hint = did_you_mean(name, columns)
             raise SpecError(
                 f"'{text}': there is no signal column '{name}'", fix=f"{hint}the columns are: {', '.join(columns)}"
             )

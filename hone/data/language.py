@@ -7,7 +7,6 @@ with more than half of its letters in other scripts, or unlike the texts of the 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hone.base.errors import MissingExtra, SpecError
+from hone.base.errors import MissingExtra, SpecError, nearest
 from hone.data.text.batch import Texts
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def need_known(languages: Sequence[str], known: Sequence[str] = ()) -> None:
 
 def _meant(code: str, known: Sequence[str]) -> str | None:
     bare = code.lower().replace("_", "-").partition("-")[0]
-    near = [bare, _MEANT.get(bare, ""), *difflib.get_close_matches(bare, known, n=1)]
+    near = [bare, _MEANT.get(bare, ""), nearest(bare, known)]
     return next((one for one in near if one in known), None)
 
 

@@ -18,6 +18,7 @@ from hone.base.lazy import lazy
 from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
+from hone.cost.energy import with_energy
 from hone.cost.memory import score_bytes
 from hone.cost.steps import forward_seconds, loss_seconds
 from hone.data.facts import DataFacts
@@ -85,7 +86,7 @@ class Eval(Stage):
                     fix=f"use --window={one.config.max_seq_len} or less",
                 )
         estimates = self._estimates([*models.values()], data, machine, window)
-        return EvalPlan(estimates=estimates, ways=_WAYS, window=window)
+        return EvalPlan(estimates=with_energy(estimates, machine), ways=_WAYS, window=window)
 
     def run(self, plan: EvalPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Scores the split and writes eval.json."""

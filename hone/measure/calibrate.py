@@ -22,6 +22,7 @@ from hone.measure.calibration import (
     keep_calibration,
     read_calibration,
 )
+from hone.measure.energy import Meter
 from hone.measure.load import Load, processor_load
 from hone.measure.machine import Machine, describe, identity
 
@@ -78,11 +79,16 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
         return kept
     timer = Timer(device)
     threads = 1 if timer.cuda else torch.get_num_threads()
-    before = processor_load()
+    before, meter = processor_load(), Meter(device)
     probes = _probes(timer, dtype)
+    meter.start()
+    begun = time.perf_counter()
     seconds = rounds(timer, probes)
+    joules, took = meter.joules(), time.perf_counter() - begun
+    meter.stop()
     after = processor_load()
     calibration = _rates(machine, dtype, threads, kept, timer.cuda, probes, seconds)
+    calibration = calibration.model_copy(update={"watts": joules / took if joules else None})
     disturbed = disturbance(before, after, threads, seconds)
     if disturbed:
         warnings.warn(

@@ -66,6 +66,7 @@ class Calibration(BaseModel):
     attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by number format.")
     op_s: PositiveFloat = Field(description="Seconds to start one small operation (dispatch, allocation).")
     exp_per_s: PositiveFloat = Field(description="Elements per second of a softmax over long rows.")
+    watts: PositiveFloat | None = Field(None, description="Mean power while all this was measured; None: no sensor.")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -91,6 +92,8 @@ class Calibration(BaseModel):
             rows.append((f"{rate.dtype} attention, trained", f"{rate.train_flops_per_s / 1e9:,.1f} GFLOP/s"))
         rows.append(("start of a small operation", f"{self.op_s * 1e6:.1f} us"))
         rows.append(("softmax", f"{self.exp_per_s / 1e6:,.0f} M elements/s"))
+        if self.watts is not None:
+            rows.append(("power while measuring", f"{self.watts:.0f} W"))
         return rows
 
 

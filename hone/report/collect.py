@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.artifact import MANIFEST, Artifact
-from hone.base.errors import ArtifactError, SpecError
+from hone.base.errors import ArtifactError, SpecError, did_you_mean
 from hone.base.figure import Figure
 from hone.base.spec import read_yaml
 
@@ -117,10 +116,8 @@ def collect(folder: Path | str) -> Line:
     folder = Path(folder)
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        near = difflib.get_close_matches(folder.name, beside, n=1)
-        raise ArtifactError(
-            f"no folder {folder}", fix=f"did you mean {folder.parent / near[0]}?" if near else "check the path"
-        )
+        hint = did_you_mean(folder.name, beside, f"{folder.parent}/{{}}")
+        raise ArtifactError(f"no folder {folder}", fix=f"{hint}check the path")
     rows: list[Row] = []
     problems: list[tuple[str, str]] = []
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hone.base.errors import ArtifactError, MissingExtra, SpecError
+from hone.base.errors import ArtifactError, MissingExtra, SpecError, did_you_mean
 from hone.base.lazy import lazy
 
 pa = lazy("pyarrow")
@@ -75,8 +74,7 @@ def _chosen(path: Path, split: str, names: Sequence[str]) -> Any:
     for name in names:
         if name not in known:
             kept = ", ".join(column for column in known if column != "text")
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
+            hint = did_you_mean(name, known)
             raise SpecError(f"{path.parent} has no column '{name}'", fix=f"{hint}its columns: {kept}")
     table = parquet.read_table(path, columns=[*dict.fromkeys([*names, "split"])])
     return table.filter(compute.equal(table.column("split"), split))
