@@ -151,8 +151,8 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
 
 def growth_bytes(work: Work, device: str) -> Estimate:
     """Bytes that the training adds at its peak to what was in memory before."""
-    from hone.ops.loss.api import kernel_rows
-    from hone.ops.loss.reference import chunk_rows
+    from hone.ops.loss.api import kernel_chunk_tokens
+    from hone.ops.loss.reference import default_chunk_tokens
 
     tokens, on_gpu = work.micro_batch_tokens, device.startswith("cuda")
     growth = train_bytes(
@@ -165,7 +165,7 @@ def growth_bytes(work: Work, device: str) -> Estimate:
         packed=work.packed,
         kept_layers=live_layers(work.segments),
         kept_inputs=sum(part.recompute for part in work.segments),
-        loss_chunk=kernel_rows(tokens) if on_gpu else chunk_rows("cpu", work.model.vocab_size),
+        loss_chunk=kernel_chunk_tokens(tokens) if on_gpu else default_chunk_tokens("cpu", work.model.vocab_size),
         kernels=on_gpu,
         device=device,
     )

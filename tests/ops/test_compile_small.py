@@ -44,7 +44,7 @@ def test_gate() -> None:
 def test_loss(teacher: bool) -> None:
     block, warps, stages = ROW_BLOCK
     types = bf16("logits", "taught") | {"targets": "*i64"} | fp32("losses", "factor") | NUMBERS
-    constants = {"TEACHER": teacher, "SMOOTH": False, "SLOPE": True, "BLOCK": block, "STAGES": stages}
+    constants = {"TEACHER": teacher, "SMOOTH": False, "GRAD": True, "BLOCK": block, "STAGES": stages}
     record = compile_simple(loss.cross_entropy_rows, types, constants, warps)
     assert record.clean and record.count("MUFU.EX2")
 

@@ -153,7 +153,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"targets torch.int64 \(2,\)", lambda: ops.linear_cross_entropy(X, W, KEYS[:2])),
         ("targets torch.float32", lambda: ops.linear_cross_entropy(X, W, KEYS.float())),
         ("'none'", lambda: ops.linear_cross_entropy(X, W, KEYS, reduction="none")),  # type: ignore[arg-type]
-        ("rows is 0", lambda: ops.linear_cross_entropy(X, W, KEYS, rows=0)),
+        ("chunk_tokens is 0", lambda: ops.linear_cross_entropy(X, W, KEYS, chunk_tokens=0)),
     ],
     "permute": [
         ("expert_ids torch.float32", lambda: ops.permute(X, IDS.float(), 2)),

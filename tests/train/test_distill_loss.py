@@ -31,7 +31,7 @@ def oracle(x, weight, taught, teacher, targets, alpha, temperature):
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_value_and_gradients(alpha, temperature, monkeypatch):
-    monkeypatch.setattr(module, "chunk_rows", lambda device, vocab: 8)  # several chunks, the last one short
+    monkeypatch.setattr(module, "default_chunk_tokens", lambda device, vocab: 8)  # several chunks, the last one short
     x, weight, taught, teacher, targets = inputs()
     ours, theirs = [], []
     for function, kept in ((module.distill_loss, ours), (oracle, theirs)):

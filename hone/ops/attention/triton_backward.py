@@ -118,8 +118,8 @@ def _row_facts(lse, delta, rows, seq_q):
 
 
 @triton.jit
-def _slopes(scores, level, upstream, delta, keep, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """The softmax's weights of raw scores q k^T and the slopes by q k^T * scale; level and delta broadcast."""
+def _grads(scores, level, upstream, delta, keep, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """The softmax's weights of raw scores q k^T and the grads by q k^T * scale; level and delta broadcast."""
     if CAP is not None:
         bent = capped(scores * scale, CAP)
         weights = tl.exp2(bent * LOG2E - level)
@@ -127,10 +127,10 @@ def _slopes(scores, level, upstream, delta, keep, scale, CAP: tl.constexpr, MASK
         weights = tl.exp2(scores * (scale * LOG2E) - level)
     if MASKED:
         weights = tl.where(keep, weights, 0.0)
-    slopes = weights * (upstream - delta)
+    grads = weights * (upstream - delta)
     if CAP is not None:
-        slopes *= 1 - (bent / CAP) * (bent / CAP)
-    return weights, slopes
+        grads *= 1 - (bent / CAP) * (bent / CAP)
+    return weights, grads
 
 
 @triton.jit
@@ -202,15 +202,15 @@ def _walk_queries(
             if Q_DATA:
                 q_values = tl.load(q_data + rows, mask=rows < seq_q, other=0)[None, :]
             keep = kept((rows + (seq_k - seq_q))[None, :], k, q_values, k_data, seq_k, KIND, RULE, PARAMS, K_DATA)
-        weights, slopes = _slopes(scores, level[None, :], upstream, drop[None, :], keep, scale, CAP, MASKED)
+        weights, grads = _grads(scores, level[None, :], upstream, drop[None, :], keep, scale, CAP, MASKED)
         weights = weights.to(k0.dtype)
-        slopes = slopes.to(k0.dtype)
+        grads = grads.to(k0.dtype)
         dv0 = tl.dot(weights, g0, dv0)
-        dk0 = tl.dot(slopes, q0, dk0)
+        dk0 = tl.dot(grads, q0, dk0)
         if V1 > 0:
             dv1 = tl.dot(weights, g1, dv1)
         if D1 > 0:
-            dk1 = tl.dot(slopes, q1, dk1)
+            dk1 = tl.dot(grads, q1, dk1)
     return dk0, dk1, dv0, dv1
 
 
@@ -307,11 +307,11 @@ def _walk_keys(
         if MASKED:
             k = n * BN + tl.arange(0, BN)[None, :]
             keep = kept(q, k, q_values, k_data, seq_k, KIND, RULE, PARAMS, K_DATA)
-        _, slopes = _slopes(scores, level[:, None], upstream, drop[:, None], keep, scale, CAP, MASKED)
-        slopes = slopes.to(q0.dtype)
-        dq0 = tl.dot(slopes, k0, dq0)
+        _, grads = _grads(scores, level[:, None], upstream, drop[:, None], keep, scale, CAP, MASKED)
+        grads = grads.to(q0.dtype)
+        dq0 = tl.dot(grads, k0, dq0)
         if D1 > 0:
-            dq1 = tl.dot(slopes, k1, dq1)
+            dq1 = tl.dot(grads, k1, dq1)
     return dq0, dq1
 
 

@@ -1,7 +1,7 @@
 """Cross entropy of a linear head, chunk by chunk: logits never exist beyond a chunk, gradients are made beside the loss.
 
-Every chunk of tokens costs three library products and one kernel, which turns the logits into their slope where they
-lie. Legend: T tokens, D width, E the teacher's width, V vocabulary, R tokens of a chunk.
+Every chunk of tokens costs three library products and one kernel, which overwrites the logits with the loss's gradient
+by them. Legend: T tokens, D width, E the teacher's width, V vocabulary, R tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
 from hone.ops.loss import reference
-from hone.ops.loss.reference import Lesson
+from hone.ops.loss.reference import Teacher
 
 
 def linear_cross_entropy(
@@ -27,8 +27,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    lesson: Lesson | None = None,
-    rows: int | None = None,
+    teacher: Teacher | None = None,
+    chunk_tokens: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Cross entropy of softmax(x W^T) against `targets`, in nats, without ever holding all logits; a scalar.
@@ -36,8 +36,8 @@ def linear_cross_entropy(
     x [..., D] in any floating dtype, weight [V, D], targets int64 [...] with `ignore_index` where there is none.
     `z_loss` adds z_loss * log(sum(exp(logits)))^2 a token (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
     `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
-    `lesson` mixes in the divergence from a teacher (see `Lesson`). 'mean' divides by the valid targets (NaN when there
-    is none). `rows` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
+    `teacher` mixes in the divergence from a teacher (see `Teacher`). 'mean' divides by the valid targets (NaN when there
+    is none). `chunk_tokens` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
     float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only: its gradients are handed
     over. A target must lie in [0, V) or be `ignore_index`: a GPU does not look. Raises SpecError for what does not fit.
     """
@@ -51,59 +51,65 @@ def linear_cross_entropy(
             f"reduction is {reduction!r}; it may be 'sum' or 'mean': no loss a token is kept",
             fix="give 'sum' or 'mean'; for a loss a token make the logits and take torch's cross_entropy",
         )
-    if rows is not None and rows < 1:
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise SpecError(
-            f"rows is {rows}: at least 1 token's logits are held at once",
-            fix="leave rows out for what suits the device, or give 1 or more",
+            f"chunk_tokens is {chunk_tokens}: at least 1 token's logits are held at once",
+            fix="leave chunk_tokens out for what suits the device, or give 1 or more",
         )
-    if lesson is not None:
-        _check_lesson(lesson, targets.numel(), len(weight), label_smoothing)
+    if teacher is not None:
+        _check_teacher(teacher, targets.numel(), len(weight), label_smoothing)
     chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype)
     if chosen != "triton":
         return reference.linear_cross_entropy(
             x, weight, targets, reduction=reduction, ignore_index=ignore_index, z_loss=z_loss,
-            label_smoothing=label_smoothing, lesson=lesson, rows=rows,
+            label_smoothing=label_smoothing, teacher=teacher, chunk_tokens=chunk_tokens,
         )  # fmt: skip
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     mean = reduction == "mean" and x.dtype != torch.float16
     count = (targets != ignore_index).sum()
     factor = (1 / count if mean else torch.ones((), device=x.device)).float()
     grads = torch.is_grad_enabled()
-    alpha, temperature = (0.0, 1.0) if lesson is None else (lesson.alpha, lesson.temperature)
-    hidden = None if lesson is None else lesson.hidden.detach().reshape(len(x), -1)
-    teacher = None if lesson is None else lesson.weight.detach()
+    alpha, temperature = (0.0, 1.0) if teacher is None else (teacher.alpha, teacher.temperature)
+    teacher_hidden = None if teacher is None else teacher.hidden.detach().reshape(len(x), -1)
+    teacher_weight = None if teacher is None else teacher.weight.detach()
     terms = [z_loss, label_smoothing, alpha, temperature]
-    rows = rows or kernel_rows(len(x))
+    chunk_tokens = chunk_tokens or kernel_chunk_tokens(len(x))
     if torch.compiler.is_compiling():
         wants = grads and x.requires_grad, grads and weight.requires_grad
-        total, _, _ = _loss_op(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows, *wants)
+        total, _, _ = _loss_op(
+            x, weight, targets, factor, teacher_hidden, teacher_weight, terms, ignore_index, chunk_tokens, *wants
+        )
     elif grads and (x.requires_grad or weight.requires_grad):
-        total = _Loss.apply(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows)
+        total = _Loss.apply(
+            x, weight, targets, factor, teacher_hidden, teacher_weight, terms, ignore_index, chunk_tokens
+        )
     else:
-        total, _, _ = _loss(x, weight, targets, factor, hidden, teacher, terms, ignore_index, rows, False, False)
+        total, _, _ = _loss(
+            x, weight, targets, factor, teacher_hidden, teacher_weight, terms, ignore_index, chunk_tokens, False, False
+        )
     return total / count if reduction == "mean" and not mean else total
 
 
-def _check_lesson(lesson: Lesson, num_tokens: int, vocab_size: int, label_smoothing: float) -> None:
+def _check_teacher(teacher: Teacher, num_tokens: int, vocab_size: int, label_smoothing: float) -> None:
     if label_smoothing:
         raise SpecError(
-            f"label_smoothing and a lesson are two soft targets: {label_smoothing=} came with a lesson",
-            fix="give one of them: label_smoothing=0.0 or lesson=None",
+            f"label_smoothing and a teacher are two soft targets: {label_smoothing=} came with a teacher",
+            fix="give one of them: label_smoothing=0.0 or teacher=None",
         )
-    hidden, weight = tuple(lesson.hidden.shape), tuple(lesson.weight.shape)
-    if len(weight) != 2 or hidden[-1] != weight[1] or lesson.hidden.numel() != num_tokens * weight[1]:
+    hidden, weight = tuple(teacher.hidden.shape), tuple(teacher.weight.shape)
+    if len(weight) != 2 or hidden[-1] != weight[1] or teacher.hidden.numel() != num_tokens * weight[1]:
         raise SpecError(
-            f"the lesson's hidden {hidden} and weight {weight} are not [..., E] of {num_tokens} tokens and [V, E]",
+            f"the teacher's hidden {hidden} and weight {weight} are not [..., E] of {num_tokens} tokens and [V, E]",
             fix="give the teacher's last hidden states of the same tokens, and its head's weight",
         )
     if weight[0] != vocab_size:
         raise SpecError(
-            f"the lesson's weight {weight} has not the {vocab_size} tokens of the student's",
+            f"the teacher's weight {weight} has not the {vocab_size} tokens of the student's",
             fix=f"take a teacher of the student's tokenizer, its weight cut or padded to {vocab_size} rows",
         )
-    if not lesson.temperature > 0:
+    if not teacher.temperature > 0:
         raise SpecError(
-            f"the lesson's temperature is positive, not {lesson.temperature}",
+            f"the teacher's temperature is positive, not {teacher.temperature}",
             fix="give a temperature above 0; 1 takes the teacher's probabilities as they are",
         )
 
@@ -147,7 +153,7 @@ MOST_ROUNDINGS = 8
 float32 inside. Beyond that the sum is float32, which for a half-precision weight is twice its size again."""
 
 
-def kernel_rows(num_tokens: int) -> int:
+def kernel_chunk_tokens(num_tokens: int) -> int:
     """Tokens whose logits a GPU holds at once: an eighth of them, in whole tiles, 1024 to 4096."""
     return max(1024, min(4096, -(-num_tokens // (8 * 256)) * 256))
 
@@ -157,39 +163,49 @@ def _loss(
     weight: Tensor,
     targets: Tensor,
     factor: Tensor,
-    taught: Tensor | None,
-    teacher: Tensor | None,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
     terms: list[float],
     ignore_index: int,
-    rows: int,
+    chunk_tokens: int,
     wants_x: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient by x or empty, gradient by weight or empty), summed over the rows of x [T, D], times `factor`.
 
-    taught [T, E] and teacher [V, E] make the lesson; `terms` are z_loss, label_smoothing, alpha, temperature. Gradients
+    teacher_hidden [T, E] and teacher_weight [V, E] are the teacher's; `terms` are z_loss, label_smoothing, alpha, temperature. Gradients
     are `_lift` times too large.
     """
     num_tokens, vocab_size = len(x), len(weight)
-    rows = max(1, min(rows, num_tokens))
+    chunk_tokens = max(1, min(chunk_tokens, num_tokens))
     _, grad_x, grad_weight = _loss_fake(
-        x, weight, targets, factor, taught, teacher, terms, ignore_index, rows, wants_x, wants_weight
+        x,
+        weight,
+        targets,
+        factor,
+        teacher_hidden,
+        teacher_weight,
+        terms,
+        ignore_index,
+        chunk_tokens,
+        wants_x,
+        wants_weight,
     )
     losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-    logits = _logits(rows, vocab_size, x)
-    lessons = logits if teacher is None else _logits(rows, vocab_size, x)
+    logits = _logits(chunk_tokens, vocab_size, x)
+    teacher_logits = logits if teacher_weight is None else _logits(chunk_tokens, vocab_size, x)
     summed = grad_weight
-    if wants_weight and num_tokens > MOST_ROUNDINGS * rows and grad_weight.dtype != torch.float32:
+    if wants_weight and num_tokens > MOST_ROUNDINGS * chunk_tokens and grad_weight.dtype != torch.float32:
         summed = torch.empty(grad_weight.shape, dtype=torch.float32, device=x.device)
-    for begin in range(0, num_tokens, rows):
-        part = slice(begin, min(begin + rows, num_tokens))
-        chunk, lesson = logits[: part.stop - begin], lessons[: part.stop - begin]
+    for begin in range(0, num_tokens, chunk_tokens):
+        part = slice(begin, min(begin + chunk_tokens, num_tokens))
+        chunk, theirs = logits[: part.stop - begin], teacher_logits[: part.stop - begin]
         torch.mm(x[part], weight.T, out=chunk)
-        if taught is not None and teacher is not None:
-            torch.mm(taught[part], teacher.T, out=lesson)
+        if teacher_hidden is not None and teacher_weight is not None:
+            torch.mm(teacher_hidden[part], teacher_weight.T, out=theirs)
         _cross_entropy(
-            chunk, lesson, targets[part], losses[part], factor, terms, ignore_index,
-            taught=teacher is not None, slope=wants_x or wants_weight,
+            chunk, theirs, targets[part], losses[part], factor, terms, ignore_index,
+            has_teacher=teacher_weight is not None, wants_grad=wants_x or wants_weight,
         )  # fmt: skip
         if wants_x:
             torch.mm(chunk, weight, out=grad_x[part])
@@ -209,11 +225,11 @@ def _loss_fake(
     weight: Tensor,
     targets: Tensor,
     factor: Tensor,
-    taught: Tensor | None,
-    teacher: Tensor | None,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
     terms: list[float],
     ignore_index: int,
-    rows: int,
+    chunk_tokens: int,
     wants_x: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,9 +238,9 @@ def _loss_fake(
     return torch.empty((), dtype=torch.float32, device=x.device), grad_x, grad_weight
 
 
-def _logits(rows: int, vocab_size: int, x: Tensor) -> Tensor:
+def _logits(chunk_tokens: int, vocab_size: int, x: Tensor) -> Tensor:
     """Room for [R, V] whose rows begin at whole cache lines."""
-    return torch.empty(rows, -(-vocab_size // 64) * 64, dtype=x.dtype, device=x.device)[:, :vocab_size]
+    return torch.empty(chunk_tokens, -(-vocab_size // 64) * 64, dtype=x.dtype, device=x.device)[:, :vocab_size]
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
@@ -239,7 +255,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> 
 
 
 def _lift(dtype: torch.dtype) -> float:
-    """Slopes of rare tokens are below float16's range; a power of two lifts them and is taken out again."""
+    """The factor of gradients: those of rare tokens are below float16's range, and a power of two lifts them."""
     return 256.0 if dtype == torch.float16 else 1.0
 
 
@@ -249,15 +265,15 @@ ROW_BLOCK = (8192, 16, 3)
 
 def _cross_entropy(
     logits: Tensor,
-    taught_logits: Tensor,
+    teacher_logits: Tensor,
     targets: Tensor,
     losses: Tensor,
     factor: Tensor,
     terms: list[float],
     ignore_index: int,
     *,
-    taught: bool,
-    slope: bool,
+    has_teacher: bool,
+    wants_grad: bool,
 ) -> None:
     from hone.ops.loss.triton_kernels import cross_entropy_rows
 
@@ -265,9 +281,9 @@ def _cross_entropy(
     block, warps, stages = ROW_BLOCK
     block = min(block, 1 << (logits.shape[1] - 1).bit_length())
     cross_entropy_rows[(len(logits),)](
-        logits, taught_logits, targets, losses, factor, logits.stride(0), taught_logits.stride(0), logits.shape[1],
+        logits, teacher_logits, targets, losses, factor, logits.stride(0), teacher_logits.stride(0), logits.shape[1],
         ignore_index, _lift(logits.dtype), z_loss, smoothing, alpha, temperature,
-        TEACHER=taught, SMOOTH=smoothing != 0, SLOPE=slope, BLOCK=block, STAGES=stages, num_warps=warps,
+        TEACHER=has_teacher, SMOOTH=smoothing != 0, GRAD=wants_grad, BLOCK=block, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a teacher says of the same tokens: its normed hidden states [..., E] and its head's weight [V, E].
+class Teacher:
+    """A teacher model of the same tokens: its last hidden states, normed, [..., E] and its head's weight [V, E].
 
     The loss becomes alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of the loss without it.
     Hinton et al. 2015, arXiv:1503.02531.
@@ -34,15 +34,17 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    lesson: Lesson | None = None,
-    rows: int | None = None,
+    teacher: Teacher | None = None,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
     """`ops.loss.linear_cross_entropy` in plain torch: chunks of logits, gradients made beside the loss."""
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if not torch.is_grad_enabled():  # a Function asks its inputs alone, and would make gradients that nobody takes
         x, weight = x.detach(), weight.detach()
-    rows = rows or chunk_rows(x.device.type, len(weight))
-    total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, ignore_index, z_loss, label_smoothing, lesson, rows)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(x.device.type, len(weight))
+    total: Tensor = _LinearCrossEntropy.apply(
+        x, weight, targets, ignore_index, z_loss, label_smoothing, teacher, chunk_tokens
+    )
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 
@@ -58,39 +60,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         z_loss: float,
         label_smoothing: float,
-        lesson: Lesson | None,
-        rows: int,
+        teacher: Teacher | None,
+        chunk_tokens: int,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        # Slopes of rare tokens are below float16's range; a power of two lifts them and is taken out again.
+        # Gradients of rare tokens are below float16's range; a power of two lifts them and is taken out again.
         ctx.lift = 256.0 if x.dtype == torch.float16 else 1.0
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
-        wants_slope = grad_x is not None or grad_weight is not None
+        wants_grad = grad_x is not None or grad_weight is not None
         total = torch.zeros((), dtype=exact, device=x.device)
-        taught = None if lesson is None else lesson.hidden.reshape(len(x), -1)
-        for begin in range(0, len(x), rows):
-            part = x[begin : begin + rows]
-            chosen = targets[begin : begin + rows]
+        teacher_hidden = None if teacher is None else teacher.hidden.reshape(len(x), -1)
+        for begin in range(0, len(x), chunk_tokens):
+            part = x[begin : begin + chunk_tokens]
+            chosen = targets[begin : begin + chunk_tokens]
             logits = (part @ weight.T).to(exact)
-            if lesson is None or taught is None:
-                loss, slope = _cross_entropy_chunk(logits, chosen, ignore_index, z_loss, label_smoothing, wants_slope)
+            if teacher is None or teacher_hidden is None:
+                loss, grad = _cross_entropy_chunk(logits, chosen, ignore_index, z_loss, label_smoothing, wants_grad)
             else:
-                teacher = (taught[begin : begin + rows] @ lesson.weight.T).to(exact)
-                loss, slope = _lesson_chunk(
-                    logits, teacher, chosen, ignore_index, z_loss, lesson.alpha, lesson.temperature, wants_slope
+                theirs = (teacher_hidden[begin : begin + chunk_tokens] @ teacher.weight.T).to(exact)
+                loss, grad = _teacher_chunk(
+                    logits, theirs, chosen, ignore_index, z_loss, teacher.alpha, teacher.temperature, wants_grad
                 )
             total = total + loss  # not in place: torch 2.11, compiling, would take the sum for one without gradients
-            if slope is None:
+            if grad is None:
                 continue
-            slope = slope.mul_(ctx.lift).to(x.dtype)
+            grad = grad.mul_(ctx.lift).to(x.dtype)
             if grad_x is not None:
-                torch.mm(slope, weight, out=grad_x[begin : begin + rows])
+                torch.mm(grad, weight, out=grad_x[begin : begin + chunk_tokens])
             if grad_weight is not None:
-                if exact == x.dtype and lesson is None:  # with a lesson, runs made before keep their last bits
-                    grad_weight.addmm_(slope.T, part)
+                if exact == x.dtype and teacher is None:  # with a teacher, runs made before keep their last bits
+                    grad_weight.addmm_(grad.T, part)
                 else:
-                    grad_weight += slope.T @ part
+                    grad_weight += grad.T @ part
         ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(grad_x, grad_weight)
         return total
@@ -107,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, *[None] * 6
 
 
-def chunk_rows(device_type: str, vocab_size: int) -> int:
+def default_chunk_tokens(device_type: str, vocab_size: int) -> int:
     """Tokens whose logits are held at once: what stays in a CPU's cache (4 MiB), what fills a GPU (256 MiB and more)."""
     if device_type == "cpu":
         return max(64, (1 << 20) // vocab_size)
@@ -115,9 +117,9 @@ def chunk_rows(device_type: str, vocab_size: int) -> int:
 
 
 def _cross_entropy_chunk(
-    logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float, label_smoothing: float, wants_slope: bool
+    logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float, label_smoothing: float, wants_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss summed over the valid rows of logits [T, V] and, if wanted, its slope by the logits (made in their place)."""
+    """Loss summed over the valid rows of logits [T, V] and, if wanted, its grad by the logits (made in their place)."""
     valid = targets != ignore_index
     chosen = targets.masked_fill(~valid, 0)[:, None]
     log_sum = logits.logsumexp(-1)
@@ -127,19 +129,19 @@ def _cross_entropy_chunk(
     if z_loss:
         losses = losses + z_loss * log_sum.square()
     total = losses.masked_fill(~valid, 0).sum()
-    if not wants_slope:
+    if not wants_grad:
         return total, None
-    slope = logits.sub_(log_sum[:, None]).exp_()
+    grad = logits.sub_(log_sum[:, None]).exp_()
     if z_loss:
-        slope *= (1 + 2 * z_loss * log_sum)[:, None]
+        grad *= (1 + 2 * z_loss * log_sum)[:, None]
     if label_smoothing:
-        slope -= label_smoothing / logits.shape[-1]
-    slope.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=slope.dtype))
-    slope *= valid[:, None]
-    return total, slope
+        grad -= label_smoothing / logits.shape[-1]
+    grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
+    grad *= valid[:, None]
+    return total, grad
 
 
-def _lesson_chunk(
+def _teacher_chunk(
     student: Tensor,
     teacher: Tensor,
     targets: Tensor,
@@ -147,9 +149,9 @@ def _lesson_chunk(
     z_loss: float,
     alpha: float,
     temperature: float,
-    wants_slope: bool,
+    wants_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`_cross_entropy_chunk` with a teacher's logits [T, V]: the mix that `Lesson` describes, and its slope."""
+    """`_cross_entropy_chunk` with a teacher's logits [T, V]: the mix that `Teacher` describes, and its grad."""
     valid = targets != ignore_index
     chosen = targets.masked_fill(~valid, 0)[:, None]
     soft = F.log_softmax(student / temperature, dim=-1)
@@ -163,14 +165,14 @@ def _lesson_chunk(
         text = text + z_loss * log_sum.square()
     losses = alpha * temperature**2 * divergence + (1 - alpha) * text
     total = losses.masked_fill(~valid, 0).sum()
-    if not wants_slope:
+    if not wants_grad:
         return total, None
     # d KL / d student = (softmax(student / t) - softmax(teacher / t)) / t, times t^2.
-    slope = soft.exp().sub_(share).mul_(alpha * temperature)
+    grad = soft.exp().sub_(share).mul_(alpha * temperature)
     if log_sum is None:
-        slope.add_(plain.exp(), alpha=1 - alpha)
+        grad.add_(plain.exp(), alpha=1 - alpha)
     else:
-        slope.addcmul_(plain.exp(), (1 + 2 * z_loss * log_sum)[:, None], value=1 - alpha)
-    slope.scatter_add_(1, chosen, torch.full_like(chosen, alpha - 1, dtype=slope.dtype))
-    slope *= valid[:, None]
-    return total, slope
+        grad.addcmul_(plain.exp(), (1 + 2 * z_loss * log_sum)[:, None], value=1 - alpha)
+    grad.scatter_add_(1, chosen, torch.full_like(chosen, alpha - 1, dtype=grad.dtype))
+    grad *= valid[:, None]
+    return total, grad

@@ -1,7 +1,7 @@
-"""Softmax cross entropy of a chunk of logits: the loss of each row and, in the logits' place, its slope.
+"""Softmax cross entropy of a chunk of logits: the loss of each row and, in the logits' place, its gradient.
 
 One program a row. The first pass over the row is an online log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867);
-the second, backwards because the row's end is what the L2 cache still holds, turns logits into slopes where they lie.
+the second, backwards because the row's end is what the L2 cache still holds, overwrites the logits with their gradients.
 """
 
 import triton
@@ -13,11 +13,11 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def cross_entropy_rows(
-    logits,  # [R, V], overwritten by the slopes
+    logits,  # [R, V], overwritten by the gradients
     taught,  # [R, V], the teacher's logits, when TEACHER
     targets,  # int64 [R]
     losses,  # float32 [R]
-    factor,  # float32 [1]: slopes and losses are multiplied by it
+    factor,  # float32 [1]: gradients and losses are multiplied by it
     logits_stride,
     taught_stride,
     num_values,
@@ -29,18 +29,18 @@ def cross_entropy_rows(
     temperature,
     TEACHER: tl.constexpr,
     SMOOTH: tl.constexpr,
-    SLOPE: tl.constexpr,
+    GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """losses[r] = factor * loss of row r; logits[r] = factor * lift * its slope when SLOPE. Ignored rows are zeroed."""
+    """losses[r] = factor * loss of row r; logits[r] = factor * lift * its gradient when GRAD. Ignored rows are zeroed."""
     place = tl.program_id(0).to(tl.int64)
     row = logits + place * logits_stride
     taught_row = taught + place * taught_stride
     target = tl.load(targets + place)
     if target == ignore_index:
         tl.store(losses + place, 0.0)
-        if SLOPE:
+        if GRAD:
             _zero(row, num_values, BLOCK)
         return
     chosen = tl.load(row + target).to(tl.float32)
@@ -55,14 +55,14 @@ def cross_entropy_rows(
         soft_log_sum = log_sum
         taught_log_sum = log_sum
     tl.store(losses + place, loss * scale)
-    if SLOPE:
+    if GRAD:
         scale *= lift
         text = 1.0 - alpha if TEACHER else 1.0
         rise = text * (1.0 + 2.0 * z_loss * log_sum) * scale
         floor = text * smoothing / num_values * scale
         drop = text * (1.0 - smoothing) * scale
         pull = alpha * temperature * scale
-        _slopes(
+        _grads(
             row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
             rise, floor, drop, pull, 1.0 / temperature, TEACHER, BLOCK, STAGES,
         )  # fmt: skip
@@ -96,7 +96,7 @@ def _log_sum_exp(row, num_values, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, STA
 
 @triton.jit
 def _divergence(row, taught_row, chosen, num_values, z_loss, alpha, temperature, BLOCK: tl.constexpr):
-    """alpha t^2 KL(teacher / t || student / t) + (1 - alpha) cross entropy, and the three log-sums that slopes need."""
+    """alpha t^2 KL(teacher / t || student / t) + (1 - alpha) cross entropy, and the three log-sums that gradients need."""
     soften = 1.0 / temperature
     peak = tl.full([], float("-inf"), tl.float32)
     taught_peak = tl.full([], float("-inf"), tl.float32)
@@ -130,7 +130,7 @@ def _divergence(row, taught_row, chosen, num_values, z_loss, alpha, temperature,
 
 
 @triton.jit
-def _slopes(
+def _grads(
     row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
     rise, floor, drop, pull, soften, TEACHER: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -140,13 +140,13 @@ def _slopes(
         at = last - back + tl.arange(0, BLOCK)
         inside = at < num_values
         values = tl.load(row + at, mask=inside, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-        slope = rise * tl.exp2((values - log_sum) * _LOG2E) - floor
+        grad = rise * tl.exp2((values - log_sum) * _LOG2E) - floor
         if TEACHER:
             lessons = tl.load(taught_row + at, mask=inside, other=float("-inf")).to(tl.float32)
             own = tl.exp2((values * soften - soft_log_sum) * _LOG2E)
-            slope += pull * (own - tl.exp2((lessons * soften - taught_log_sum) * _LOG2E))
-        slope = tl.where(at == target, slope - drop, slope)
-        tl.store(row + at, slope.to(row.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+            grad += pull * (own - tl.exp2((lessons * soften - taught_log_sum) * _LOG2E))
+        grad = tl.where(at == target, grad - drop, grad)
+        tl.store(row + at, grad.to(row.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit

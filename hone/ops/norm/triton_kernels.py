@@ -114,10 +114,10 @@ def rms_norm_backward(
         if WEIGHT:
             grad_weight += product
         mean = tl.sum(product * by, 1)[:, None] / WIDTH
-        slope = (flow * by - normed * mean) * scale
+        grad = (flow * by - normed * mean) * scale
         if RESIDUAL:
-            slope += tl.load(upstream_sum + rows * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + rows * WIDTH + columns, slope.to(grad_x.dtype.element_ty), mask=inside)
+            grad += tl.load(upstream_sum + rows * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + rows * WIDTH + columns, grad.to(grad_x.dtype.element_ty), mask=inside)
     if WEIGHT:
         where = partial + tl.program_id(0).to(tl.int64) * WIDTH + columns
         tl.store(where, tl.sum(grad_weight, 0)[None, :], mask=columns < WIDTH)

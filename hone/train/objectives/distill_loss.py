@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hone.data.load import IGNORE
 from hone.ops import linear_cross_entropy
-from hone.ops.loss.reference import Lesson, chunk_rows
+from hone.ops.loss.reference import Teacher, default_chunk_tokens
 
 
 def distill_loss(
@@ -27,8 +27,8 @@ def distill_loss(
     `x_TD` and `taught_TE` are normed hidden states in any floating dtype, targets int64 with -100 where there is none.
     A float32 scalar in nats (float64 for float64 inputs), differentiable in `x_TD` and `weight_VD`. arXiv:1503.02531.
     """
-    lesson = Lesson(taught_TE, teacher_VE, alpha, temperature)
-    rows = None if x_TD.is_cuda else chunk_rows(x_TD.device.type, len(weight_VD))
+    teacher = Teacher(taught_TE, teacher_VE, alpha, temperature)
+    chunk_tokens = None if x_TD.is_cuda else default_chunk_tokens(x_TD.device.type, len(weight_VD))
     return linear_cross_entropy(
-        x_TD, weight_VD, targets_T, reduction="sum", ignore_index=IGNORE, lesson=lesson, rows=rows
+        x_TD, weight_VD, targets_T, reduction="sum", ignore_index=IGNORE, teacher=teacher, chunk_tokens=chunk_tokens
     )

@@ -10,8 +10,8 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.ops import choose
 from hone.ops.dispatch import Where
-from hone.ops.loss.api import kernel_rows, linear_cross_entropy
-from hone.ops.loss.reference import Lesson
+from hone.ops.loss.api import kernel_chunk_tokens, linear_cross_entropy
+from hone.ops.loss.reference import Teacher
 
 F64 = torch.float64
 H200 = Where("cuda", (9, 0), 132, (3, 6))
@@ -33,40 +33,45 @@ def agree(ours: torch.Tensor, plain: torch.Tensor, *leaves: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("rows", [1, 8, None])
-def test_label_smoothing_is_torchs(reduction: str, smoothing: float, rows: int | None) -> None:
+@pytest.mark.parametrize("chunk", [1, 8, None])
+def test_label_smoothing_is_torchs(reduction: str, smoothing: float, chunk: int | None) -> None:
     x, weight, targets = inputs()
     plain = F.cross_entropy(x @ weight.T, targets, reduction=reduction, label_smoothing=smoothing)
-    ours = linear_cross_entropy(x, weight, targets, reduction=reduction, label_smoothing=smoothing, rows=rows)
+    ours = linear_cross_entropy(
+        x, weight, targets, reduction=reduction, label_smoothing=smoothing, chunk_tokens=chunk
+    )
     agree(ours, plain, x, weight)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_a_lesson_mixes_in_the_teacher(temperature: float) -> None:
     x, weight, targets = inputs()
-    lesson = Lesson(torch.randn(23, 5, dtype=F64), torch.randn(41, 5, dtype=F64), 0.3, temperature)
+    lesson = Teacher(torch.randn(23, 5, dtype=F64), torch.randn(41, 5, dtype=F64), 0.3, temperature)
     valid = targets != -100
     student, teacher = (x @ weight.T)[valid], (lesson.hidden @ lesson.weight.T)[valid]
     soft = F.kl_div(F.log_softmax(student / temperature, -1), F.softmax(teacher / temperature, -1), reduction="sum")
     hard = F.cross_entropy(student, targets[valid], reduction="sum") + 0.1 * student.logsumexp(-1).square().sum()
     plain = 0.3 * temperature**2 * soft + 0.7 * hard
     agree(
-        linear_cross_entropy(x, weight, targets, reduction="sum", z_loss=0.1, lesson=lesson, rows=6), plain, x, weight
+        linear_cross_entropy(x, weight, targets, reduction="sum", z_loss=0.1, teacher=lesson, chunk_tokens=6),
+        plain,
+        x,
+        weight,
     )
 
 
 def test_the_lesson_may_come_in_the_shape_of_a_batch() -> None:
     x, weight, targets = inputs(tokens=24)
-    lesson = Lesson(torch.randn(24, 5, dtype=F64), torch.randn(41, 5, dtype=F64), 0.3)
-    flat = linear_cross_entropy(x, weight, targets, lesson=lesson)
-    batch = Lesson(lesson.hidden.view(2, 12, 5), lesson.weight, 0.3)
-    torch.testing.assert_close(linear_cross_entropy(x.view(2, 12, 7), weight, targets.view(2, 12), lesson=batch), flat)
+    lesson = Teacher(torch.randn(24, 5, dtype=F64), torch.randn(41, 5, dtype=F64), 0.3)
+    flat = linear_cross_entropy(x, weight, targets, teacher=lesson)
+    batch = Teacher(lesson.hidden.view(2, 12, 5), lesson.weight, 0.3)
+    torch.testing.assert_close(linear_cross_entropy(x.view(2, 12, 7), weight, targets.view(2, 12), teacher=batch), flat)
 
 
 def test_gradcheck() -> None:
     x, weight, targets = inputs(tokens=5, vocab=6, width=3)
     assert torch.autograd.gradcheck(
-        lambda a, b: linear_cross_entropy(a, b, targets, z_loss=0.01, label_smoothing=0.1, rows=2), (x, weight)
+        lambda a, b: linear_cross_entropy(a, b, targets, z_loss=0.01, label_smoothing=0.1, chunk_tokens=2), (x, weight)
     )
 
 
@@ -74,7 +79,7 @@ def test_a_compiled_loss_has_its_gradients() -> None:
     x, weight, targets = inputs()
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, targets, z_loss=0.01, rows=5)
+        return linear_cross_entropy(x, weight, targets, z_loss=0.01, chunk_tokens=5)
 
     torch.compiler.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -89,28 +94,28 @@ def test_wrong_arguments_are_named() -> None:
         linear_cross_entropy(x, weight, targets[:-1])
     with pytest.raises(SpecError, match="do not fit"):
         linear_cross_entropy(x, weight[:, :-1], targets)
-    with pytest.raises(SpecError, match="label_smoothing and a lesson"):
-        linear_cross_entropy(x, weight, targets, label_smoothing=0.1, lesson=Lesson(x, weight, 0.5))
+    with pytest.raises(SpecError, match="label_smoothing and a teacher"):
+        linear_cross_entropy(x, weight, targets, label_smoothing=0.1, teacher=Teacher(x, weight, 0.5))
     with pytest.raises(SpecError, match="reduction is 'none'"):
         linear_cross_entropy(x, weight, targets, reduction="none")
-    for rows in (0, -4):  # a negative step walks over no token: a loss of 0 and gradients that nobody wrote
-        with pytest.raises(SpecError, match=f"rows is {rows}"):
-            linear_cross_entropy(x, weight, targets, rows=rows)
+    for chunk in (0, -4):  # a negative step walks over no token: a loss of 0 and gradients that nobody wrote
+        with pytest.raises(SpecError, match=f"chunk_tokens is {chunk}"):
+            linear_cross_entropy(x, weight, targets, chunk_tokens=chunk)
     with pytest.raises(SpecError, match="do not fit"):
         linear_cross_entropy(x, weight, targets.float())
     for lesson, says in (
-        (Lesson(x[:-1], weight, 0.5), "hidden"),
-        (Lesson(x, weight[:, :-1], 0.5), "hidden"),
-        (Lesson(x, weight[:-1], 0.5), "tokens of the student"),
-        (Lesson(x, weight, 0.5, 0.0), "temperature is positive"),
+        (Teacher(x[:-1], weight, 0.5), "hidden"),
+        (Teacher(x, weight[:, :-1], 0.5), "hidden"),
+        (Teacher(x, weight[:-1], 0.5), "tokens of the student"),
+        (Teacher(x, weight, 0.5, 0.0), "temperature is positive"),
     ):
         with pytest.raises(SpecError, match=says):
-            linear_cross_entropy(x, weight, targets, lesson=lesson)
+            linear_cross_entropy(x, weight, targets, teacher=lesson)
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 1024), (8192, 1024), (8193, 1280), (20000, 2560), (10**6, 4096)])
-def test_a_gpu_holds_an_eighth_of_the_tokens(tokens: int, rows: int) -> None:
-    assert kernel_rows(tokens) == rows
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 1024), (8192, 1024), (8193, 1280), (20000, 2560), (10**6, 4096)])
+def test_a_gpu_holds_an_eighth_of_the_tokens(tokens: int, chunk: int) -> None:
+    assert kernel_chunk_tokens(tokens) == chunk
 
 
 def test_where_it_runs() -> None:

@@ -13,7 +13,7 @@ from hone.ops import (
     linear_cross_entropy,
     rms_norm,
 )
-from hone.ops.loss.reference import Lesson
+from hone.ops.loss.reference import Teacher
 from tests.ops.gpu_case import DTYPES, error, graded
 
 pytestmark = pytest.mark.gpu
@@ -25,9 +25,14 @@ pytestmark = pytest.mark.gpu
     [
         (1, 64, 1000, {}),
         (1300, 128, 5003, {"z_loss": 1e-3}),
-        (257, 64, 32000, {"label_smoothing": 0.1, "rows": 100}),
-        (300, 128, 5003, {"lesson": 2.0, "rows": 128}),
-        (300, 128, 5003, {"lesson": 1.0, "reduction": "sum", "rows": 20}),  # more chunks than are summed in bf16
+        (257, 64, 32000, {"label_smoothing": 0.1, "chunk_tokens": 100}),
+        (300, 128, 5003, {"teacher": 2.0, "chunk_tokens": 128}),
+        (
+            300,
+            128,
+            5003,
+            {"teacher": 1.0, "reduction": "sum", "chunk_tokens": 20},
+        ),  # more chunks than are summed in bf16
     ],
 )
 def test_loss(dtype: torch.dtype, tokens: int, width: int, vocab: int, options: dict) -> None:
@@ -40,8 +45,8 @@ def test_loss(dtype: torch.dtype, tokens: int, width: int, vocab: int, options: 
     def loss(backend: str) -> Callable[..., Tensor]:
         def run(x: Tensor, weight: Tensor) -> Tensor:
             given = dict(options)
-            if "lesson" in given:
-                given["lesson"] = Lesson(hidden.to(x.dtype), teacher.to(x.dtype) * 0.1, 0.6, given["lesson"])
+            if "teacher" in given:
+                given["teacher"] = Teacher(hidden.to(x.dtype), teacher.to(x.dtype) * 0.1, 0.6, given["teacher"])
             return linear_cross_entropy(x, weight, targets, backend=backend, **given)
 
         return run
@@ -81,7 +86,7 @@ def test_loss_and_norm_under_compile() -> None:
     targets = torch.randint(0, 999, (300,), device="cuda")
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(rms_norm(x, scale, 1e-5), weight, targets, rows=128)
+        return linear_cross_entropy(rms_norm(x, scale, 1e-5), weight, targets, chunk_tokens=128)
 
     eager, compiled = graded(run, x, weight), graded(torch.compile(run, fullgraph=True), x, weight)
     for one, two in zip(eager, compiled):

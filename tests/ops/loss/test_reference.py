@@ -12,9 +12,9 @@ F64 = torch.float64
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("rows", [1, 4, 64])
-def test_linear_cross_entropy_is_torchs(reduction: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "chunk_rows", lambda device, vocab_size: rows)
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_linear_cross_entropy_is_torchs(reduction: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "default_chunk_tokens", lambda device, vocab_size: chunk)
     x = torch.randn(3, 5, 7, dtype=F64, requires_grad=True)
     weight = torch.randn(11, 7, dtype=F64, requires_grad=True)
     targets = torch.randint(0, 11, (3, 5)).index_fill(1, torch.tensor([2]), -100)
