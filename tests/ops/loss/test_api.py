@@ -37,9 +37,7 @@ def agree(ours: torch.Tensor, plain: torch.Tensor, *leaves: torch.Tensor) -> Non
 def test_label_smoothing_is_torchs(reduction: str, smoothing: float, chunk: int | None) -> None:
     x, weight, targets = inputs()
     plain = F.cross_entropy(x @ weight.T, targets, reduction=reduction, label_smoothing=smoothing)
-    ours = linear_cross_entropy(
-        x, weight, targets, reduction=reduction, label_smoothing=smoothing, chunk_tokens=chunk
-    )
+    ours = linear_cross_entropy(x, weight, targets, reduction=reduction, label_smoothing=smoothing, chunk_tokens=chunk)
     agree(ours, plain, x, weight)
 
 
