@@ -249,14 +249,14 @@ class Bench:
         names = [f"d{place}" for place in range(batch)]
         for name, prompt in zip(names, prompts_of(batch, args.context, args.context, self.config.vocab_size, 1)):
             engine.add(Request(name, prompt, exactly(args.tokens + 64)))
-        rows = [engine._rows[name] for name in names]
-        while not all(row.num_output > 3 for row in rows):  # prompts are in, kernels compiled, graphs captured
+        seqs = [engine._seqs[name] for name in names]
+        while not all(seq.num_output > 3 for seq in seqs):  # prompts are in, kernels compiled, graphs captured
             engine.step()
         spent: list[float] = []
-        begun, first = time.perf_counter(), rows[0].num_computed
+        begun, first = time.perf_counter(), seqs[0].num_computed
         while len(spent) < args.tokens and time.perf_counter() - begun < args.seconds:
             spent.append(timed(engine.step))
-        length = (first + rows[0].num_computed) / 2
+        length = (first + seqs[0].num_computed) / 2
         self._abort_all(names)
         return statistics.median(spent), len(spent), length
 
@@ -391,8 +391,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="CPU: repetitions of every measurement")
     parser.add_argument("--seconds", type=float, default=90.0, help="GPU: most seconds of a section")
     parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--max-rows", type=int, default=256)
-    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--cache-bytes", type=int, default=60 * 2**30, help="GPU: bytes of the KV cache")
     parser.add_argument("--read-tb-per-s", type=float, default=0.0, help="GPU: measured read bandwidth, for the limit")
     parser.add_argument("--sections", action="store_true", help="run the GPU's sections on a CPU")

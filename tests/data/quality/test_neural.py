@@ -136,7 +136,7 @@ def test_a_score_does_not_depend_on_threads_and_leaves_them_as_they_were(model):
     assert (found[0] == found[1]).all()
 
 
-def test_every_part_of_a_long_text_counts(model):
+def test_every_part_of_a_long_text_counts(model, monkeypatch):
     spec, folder = model
     assert [len(part) for part in spec.parts("a" * 1000)] == [500, 500]
     assert spec.parts("a" * 300) == ["a" * 300]  # nothing is read twice
@@ -144,16 +144,23 @@ def test_every_part_of_a_long_text_counts(model):
     assert "".join(spec.model_copy(update={"windows": 7}).parts("".join(map(chr, range(33, 2000))))) == "".join(
         map(chr, range(33, 2000))
     )
-    good, bad = (" ".join(some(side, 5000 + number) for number in range(6)) for side in (True, False))
-    river = " ".join(random.Random(1).choice(RIVER) for _ in range(80))
-    ids = [spec._ids(spec.open(folder).tokens, text) for text in (river, good)]
-    assert all(len(row) <= spec.max_tokens for row in ids)
-    turned = f"{river} {bad}"
-    one, two = (
-        spec.model_copy(update={"windows": count}).open(folder).columns(Texts.of([turned]))["quality"][0]
-        for count in (1, 2)
-    )
-    assert one > two  # its first half is good, its second bad
+    good, bad = (" ".join(some(side, 5000 + number) for number in range(12)) for side in (True, False))
+    assert len(spec._ids(spec.open(folder).tokens, good)) == spec.max_tokens, "one window is full before the bad half"
+    seen: list[list[bytes]] = []
+
+    def margins(network, rows):
+        seen.append([row.tobytes() for row in rows])
+        return np.array([3.0, -1.0][: len(rows)])
+
+    monkeypatch.setattr(encoder, "margins", margins)
+    found = {}
+    for windows in (1, 2):
+        opened = spec.model_copy(update={"windows": windows}).open(folder)
+        found[windows] = opened.columns(Texts.of([f"{good} {bad}"]))["quality"][0]
+    ids = [spec._ids(opened.tokens, part).tobytes() for part in opened.spec.parts(f"{good} {bad}")]
+    assert seen == [ids[:1], ids], "the beginnings of both halves are read"
+    assert found[1] == pytest.approx(1 / (1 + np.exp(-3.0)), abs=1e-3), "the first half's margin alone"
+    assert found[2] == pytest.approx(1 / (1 + np.exp(-1.0)), abs=1e-3), "the mean of both halves' margins"
 
 
 def test_filling_changes_nothing_and_tokens_see_both_ways():
