@@ -33,6 +33,8 @@ def page() -> str:
         "figures are the latest of `benchmarks/ledger/`.",
     ]
     for slot, table in all_tables().items():
+        if not table.rows:
+            continue
         sized = any(getattr(table[name], "complexity", "") for name in table)
         heads = ["name", "what it does", "paper", *(["work for S tokens"] if sized else []), "file", "measured"]
         lines += ["", f"## {slot}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
