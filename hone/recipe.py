@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from hone.base.artifact import MANIFEST, Artifact, finished
 from hone.base.durable import write_atomic
-from hone.base.errors import ArtifactError, DriftError, HoneError, SpecError, did_you_mean
+from hone.base.errors import DriftError, HoneError, SpecError, did_you_mean
 from hone.base.figure import human_bytes
 from hone.base.lazy import resolve
 from hone.base.partial import PULL, PUSH, need_local
@@ -145,6 +145,8 @@ class Recipe(Spec):
                     continue
                 known = {role: _facts(name, facts, parents[role]) for role, name in node.inputs.items()}
                 row = _plan(stage, out, known, machine, taken=disk)
+            except _Waits as waits:
+                row = Planned(node.folder, f"waits for {waits.source}")
             except HoneError as problem:
                 row = Planned(node.folder, "to make", None, problem)
             planned.append(row)
@@ -240,11 +242,22 @@ class Recipe(Spec):
         return line
 
 
+class _Waits(Exception):
+    """No plan says what stage `source` will make."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        self.source = source
+
+
 class Planned(NamedTuple):
-    """A stage before it is made: `plan` (None when it is there, or cannot be planned) and what stands in its way."""
+    """A stage before it is made: `plan` (None when it is there, or cannot be planned) and what stands in its way.
+
+    `state` is 'there', 'to make', or 'waits for NAME' when no plan says what one of its inputs will be.
+    """
 
     name: str
-    state: Literal["there", "to make"]
+    state: str
     plan: Plan | None = None
     problem: HoneError | None = None
 
@@ -287,11 +300,11 @@ def _outside(source: str, nodes: list[Node]) -> Artifact | None:
 
 
 def _facts(source: str, planned: Mapping[str, Facts], there: Artifact | None) -> Facts:
-    """The facts of an input. Raises ArtifactError when its stage cannot be planned."""
+    """The facts of an input. Raises _Waits when no plan says what it will be."""
     if there is not None:
         return facts_of(there)
     if source not in planned:
-        raise ArtifactError(f"it waits for {source}, of which no plan says what it will be", fix=f"see {source}")
+        raise _Waits(source)
     return planned[source]
 
 

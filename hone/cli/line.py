@@ -53,7 +53,9 @@ def run(words: list[str], options: dict[str, str]) -> int:
     here.say(compact(planned))
     for row in planned:
         if isinstance(row.problem, FitError):
-            raise row.problem
+            raise row.problem  # what else is wrong is said when the stage is reached: its inputs may turn out otherwise
+        if row.problem is not None:
+            here.say(f"{row.name}: {row.problem.what}")
 
     def watch(position: int, total: int, node: Node, artifact: Artifact, made: bool) -> None:
         took = artifact.figures.get("time_s")

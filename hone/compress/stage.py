@@ -21,6 +21,7 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import STEPS
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
+from hone.cost.energy import with_energy
 from hone.data.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
@@ -161,7 +162,7 @@ class Compress(Stage):
         quantization = self._quantization(model.config, targets)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
-            estimates=self._estimates(model, machine, work),
+            estimates=with_energy(self._estimates(model, machine, work), machine),
             facts=model.model_copy(update=update),
             ways=_WAYS,
             targets=targets,

@@ -17,6 +17,7 @@ from hone.base.lazy import lazy
 from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
+from hone.cost.energy import with_energy
 from hone.cost.serving import Traffic
 from hone.data.facts import DataFacts
 from hone.measure.machine import Machine
@@ -73,7 +74,8 @@ class Serve(Stage):
         models = [model] + ([need(facts, "draft", CheckpointFacts)] if "draft" in facts else [])
         self._check_draft(len(models) > 1)
         traffic = self._traffic(data.split("val").tokens)
-        return Plan(estimates=estimates(self.engine, traffic, models, machine), ways=_WAYS)
+        expected = estimates(self.engine, traffic, models, machine)
+        return Plan(estimates=with_energy(expected, machine), ways=_WAYS)
 
     def _check_draft(self, given: bool) -> None:
         kind = self.engine.drafter.kind if self.engine.drafter else None

@@ -18,6 +18,7 @@ from hone.base.run import Run
 from hone.base.spec import Circumstance
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
+from hone.cost.energy import with_energy
 from hone.cost.memory import BYTES
 from hone.data import CURRICULA, MIXTURES
 from hone.data.facts import DataFacts
@@ -146,7 +147,7 @@ class Train(Stage):
             weights_bytes=BYTES[work.dtype] * config.num_params,
             tokenizer=data[0].tokenizer,
         )
-        return TrainPlan(estimates=estimate(work, machine), facts=made, ways=WAYS, steps=steps)
+        return TrainPlan(estimates=with_energy(estimate(work, machine), machine), facts=made, ways=WAYS, steps=steps)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Trains (from the newest checkpoint if there is one), writes the folder, records.
