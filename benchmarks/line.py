@@ -73,7 +73,7 @@ def of_serving(line: dict[str, Artifact], plain: Artifact) -> Rows:
 
 
 def of_training(line: dict[str, Artifact]) -> Rows:
-    """Validation loss of schedules and objectives, memory and speed of activation checkpointing."""
+    """Validation loss of schedules, objectives and optimizers, memory and speed of activation checkpointing."""
     rows = []
     for artifact in line.values():
         if artifact.kind != "train":
@@ -95,19 +95,9 @@ def of_training(line: dict[str, Artifact]) -> Rows:
                 )
             continue
         loss = figures["val_loss"].value
-        rows.append(
-            row(
-                f"objective/{spec['objective']['kind']}",
-                f"validation loss, {artifact.name}, {steps}",
-                loss,
-                "nats/token",
-            )
-        )
-        rows.append(
-            row(
-                f"schedule/{spec['schedule']['kind']}", f"validation loss, {artifact.name}, {steps}", loss, "nats/token"
-            )
-        )
+        for slot in ("objective", "schedule", "optimizer"):
+            what = f"validation loss, {artifact.name}, {steps}"
+            rows.append(row(f"{slot}/{spec[slot].get('kind', 'adamw')}", what, loss, "nats/token"))
     return rows
 
 

@@ -28,8 +28,8 @@ class UpdateCost:
     """Operations started a step."""
     work_bytes: float = 0.0
     """Held at once while it works, beside weights, gradients and state."""
-    num_exponentials: float = 0.0
-    """Element operations a step that take as long as an exponential (a search in a table, say)."""
+    op_bytes: float | None = None
+    """What one operation reads, which decides whether a cache holds it; None: all weights."""
     matmuls: tuple[tuple[int, int, int], ...] = ()
     """Products (rows, columns, inner) that it computes a step..."""
     num_repeats: float = 1.0
@@ -60,11 +60,10 @@ def layer_matrix_params(facts: ModelFacts) -> int:
 def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str) -> Estimate:
     """Seconds of one update with weights in `dtype`: the gradient's norm, its scaling, the optimizer's own work."""
     moved = cost.moved_bytes + facts.num_params * (AROUND_BYTES + (WIDEN_BYTES if dtype != "float32" else 0))
-    traffic = seconds(machine, num_bytes=moved, num_ops=cost.num_ops, op_bytes=4 * facts.num_params, dtype=dtype)
+    traffic = seconds(
+        machine, num_bytes=moved, num_ops=cost.num_ops, op_bytes=cost.op_bytes or 4 * facts.num_params, dtype=dtype
+    )
     value, formula = traffic.value, f"update {traffic.value:.3g} s"
-    if cost.num_exponentials and machine.calibration is not None:
-        searches = cost.num_exponentials / machine.calibration.exp_per_s
-        value, formula = value + searches, f"{formula} + its searches {searches:.3g} s"
     if cost.matmuls:
         width = 4 if cost.matmul_dtype == "float32" else 2
         products = sum(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -26,13 +26,13 @@ class ActivationCheckpointing(Technique):
         """Cuts `num_layers` layers into segments that follow each other and cover all."""
         raise NotImplementedError
 
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """From `num_layers`: the share of forward work done twice, and the layers whose activations live at once."""
-        segments = self.segments(facts["num_layers"])
+    def estimates(self, num_layers: int) -> dict[str, Estimate]:  # type: ignore[override]
+        """For `num_layers` layers: the share of forward work done twice, and the layers whose activations live at once."""
+        segments = self.segments(num_layers)
         repeated = sum(part.stop - part.start for part in segments if part.recompute)
         return {
             "recomputed_share": Estimate(
-                value=repeated / facts["num_layers"], unit="fraction", formula="recomputed layers / layers"
+                value=repeated / num_layers, unit="fraction", formula="recomputed layers / layers"
             ),
             "live_layers": Estimate(
                 value=float(live_layers(segments)),

@@ -191,7 +191,7 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest(data_folder):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_codes_are_dynamic_tree_quantization(signed):
-    table = adamw_8bit._table(signed)
+    table = adamw_8bit._table(signed, torch.device("cpu"))
     assert len(table) == len(table.unique()) == 256 and table.max() == 1.0 and 0.0 in table
     positive = table[table > 0]
     for decade in range(7):
@@ -203,6 +203,20 @@ def test_the_codes_are_dynamic_tree_quantization(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
+def test_every_number_gets_the_code_that_a_search_finds(signed):
+    """At every border, beside it, and everywhere between; denormals too."""
+    borders = adamw_8bit._borders(signed, torch.device("cpu"))[:-1]
+    values = torch.cat([borders, draw(5000), draw(5000) * 1e-5, torch.logspace(-45, 0, 3000), torch.zeros(1)])
+    infinite = torch.full_like(values, float("inf"))
+    values = torch.cat([values, torch.nextafter(values, infinite), torch.nextafter(values, -infinite)]).clamp(-1, 1)
+    values = values if signed else values.abs()
+    for block in values.split(255):
+        codes, scales = quantize(torch.cat([block, torch.ones(1)]), signed=signed)
+        assert scales.item() == 1.0
+        assert torch.equal(codes[:-1].int(), torch.bucketize(block, borders, out_int32=True))
+
+
+@pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("numbers", [1, 255, 256, 1000, 4096])
 def test_error_of_a_code(signed, numbers):
     """A number is off by at most half the distance of the codes around it, times its block's largest number."""
@@ -211,7 +225,7 @@ def test_error_of_a_code(signed, numbers):
     codes, scales = quantize(values, signed=signed)
     back = dequantize(codes, scales, signed=signed)
     assert codes.dtype == torch.uint8 and len(codes) == numbers and len(scales) == -(-numbers // 256)
-    table = adamw_8bit._table(signed).double()
+    table = adamw_8bit._table(signed, values.device).double()
     for block in range(len(scales)):
         here = slice(256 * block, 256 * (block + 1))
         assert scales[block] == values[here].abs().max()
@@ -248,7 +262,7 @@ def test_an_8_bit_step_is_adamws_between_decoding_and_encoding():
 def test_chunks_change_nothing(monkeypatch):
     rule, grads = AdamW8bitRule(0.9, 0.95, 1e-8), [draw(50, 31, seed=seed) for seed in range(1, 4)]
     whole, state = run(rule, draw(50, 31), grads)
-    monkeypatch.setattr(adamw_8bit, "CHUNK", 512)
+    monkeypatch.setitem(adamw_8bit.CHUNK, "cpu", 512)
     parts, states = run(rule, draw(50, 31), grads)
     assert torch.equal(whole, parts) and all(torch.equal(state[name], states[name]) for name in state)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 
 if TYPE_CHECKING:
@@ -34,7 +33,3 @@ class Objective(Technique):
         x [B, S, D] and `taught` [B, S, D'] are hidden states before the final norm; targets int64 [B, S].
         """
         raise NotImplementedError
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """An objective's quality is measured, not predicted; its cost is the stage's."""
-        return {}

@@ -23,8 +23,8 @@ torch = lazy("torch")
 BLOCK = 256
 """Numbers that share a scale."""
 
-CHUNK = 1 << 22
-"""Weights whose moments exist in float32 at a time."""
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Weights whose moments exist in float32 at a time: what stays in a core's cache, what keeps a GPU busy."""
 
 STATE_BYTES = 2 + 2 * 4 / BLOCK
 MOVED_BYTES = 180
@@ -71,17 +71,14 @@ class AdamW8bit(Optimizer):
         large += [facts.vocab_size * facts.hidden_size] * tables
         eight += facts.vocab_size * facts.hidden_size * tables
         rest = facts.num_params - eight
+        chunk = CHUNK["cuda" if device.startswith("cuda") else "cpu"]
         return UpdateCost(
             state_bytes=STATE_BYTES * eight + ADAMW_STATE_BYTES * rest,
             moved_bytes=MOVED_BYTES * eight + ADAMW_MOVED_BYTES * rest,
-            num_ops=ADAMW_OPS + 30 * sum(-(-size // CHUNK) for size in large),
-            work_bytes=WORK_BYTES * min(CHUNK, max(large, default=0)),
-            num_exponentials=SEARCH_EXPONENTIALS * 2 * eight,
+            num_ops=ADAMW_OPS + round(30 * max(eight / chunk, len(large))),
+            work_bytes=WORK_BYTES * min(chunk, max(large, default=0)),
+            op_bytes=4.0 * min(chunk, max(large, default=0)) or None,
         )
-
-
-SEARCH_EXPONENTIALS = 6.0
-"""Exponentials that finding one number's code takes as long as."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class AdamW8bitRule(Rule):
         """Codes of zeros, uint8 [numbers], and a scale a block, float32 [blocks], for each moment."""
         numbers, state = weight.numel(), {}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            zero = int((_table(signed) == 0).nonzero())
+            zero = int((_table(signed, weight.device) == 0).nonzero())
             state[f"{name}_codes"] = torch.full((numbers,), zero, dtype=torch.uint8, device=weight.device)
             state[f"{name}_scales"] = torch.zeros(-(-numbers // BLOCK), device=weight.device)
         return state
@@ -105,9 +102,10 @@ class AdamW8bitRule(Rule):
         """See `AdamWRule.step`."""
         for entry in entries:
             weight, grad = entry.weight.view(-1), entry.grad.reshape(-1)
-            for start in range(0, len(weight), CHUNK):
-                here = slice(start, start + CHUNK)
-                blocks = slice(start // BLOCK, (start + CHUNK) // BLOCK)
+            size = CHUNK[weight.device.type]
+            for start in range(0, len(weight), size):
+                here = slice(start, start + size)
+                blocks = slice(start // BLOCK, (start + size) // BLOCK)
                 chunk = {
                     name: tensor[here if name.endswith("codes") else blocks] for name, tensor in entry.state.items()
                 }
@@ -136,21 +134,23 @@ def quantize(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """
     padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1)
-    shares = padded / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    borders = _borders(signed).to(values.device)
-    return torch.bucketize(shares, borders, out_int32=True).to(torch.uint8).view(-1)[: len(values)], scales
+    shares = (padded / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).view(-1)
+    first, borders = _first_codes(signed, values.device), _borders(signed, values.device)
+    codes = first.index_select(0, (shares.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
+    codes += shares > borders.index_select(0, codes)
+    return codes.to(torch.uint8)[: len(values)], scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """The float32 numbers [numbers] that `quantize` has encoded."""
-    values = _table(signed).to(codes.device)[codes.int()]
+    values = _table(signed, codes.device).index_select(0, codes.int())
     padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    return (padded * scales[:, None]).view(-1)[: len(codes)]
+    return padded.mul_(scales[:, None]).view(-1)[: len(codes)]
 
 
 @cache
-def _table(signed: bool) -> Tensor:
-    """The 256 values of dynamic tree quantization, rising; float32 on the CPU.
+def _table(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values of dynamic tree quantization, rising; float32.
 
     A value's leading zero bits count its decade, 10^-6 to 1; the bits after them cut the decade's [0.1, 1] into equal
     bins, of which the middles are the values. Fewer zeros leave more bits: 64 bins in the first decade, 1 in the last.
@@ -163,14 +163,28 @@ def _table(signed: bool) -> Tensor:
             value = 10.0**-decade * (0.1 + 0.9 * (place + 0.5) / bins)
             values += [value, -value] if signed else [value]
     assert len(values) == 256, f"{len(values)} values are no byte's"
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
 @cache
-def _borders(signed: bool) -> Tensor:
-    """Where the nearest code changes: the 255 middles between neighbours; unsigned, the first is zero itself."""
-    table = _table(signed)
-    borders = (table[1:] + table[:-1]) / 2
+def _borders(signed: bool, device: torch.device) -> Tensor:
+    """Above border n the nearest code is n + 1: middles between neighbours, and infinity; unsigned, the first is zero."""
+    table = _table(signed, device)
+    borders = torch.cat([(table[1:] + table[:-1]) / 2, table.new_full((1,), float("inf"))])
     if not signed:
         borders[0] = 0.0
     return borders
+
+
+@cache
+def _first_codes(signed: bool, device: torch.device) -> Tensor:
+    """The code of the smallest number among those whose upper 16 bits are n, int32 [65536].
+
+    Such numbers lie so near each other that one border at most is between them: the codes of all are this one or the next.
+    """
+    upper = torch.arange(1 << 16, dtype=torch.int64, device=device)
+    bits = (upper << 16) | torch.where(
+        upper >= 1 << 15, 0xFFFF, 0
+    )  # of negative ones the smallest is the farthest from zero
+    smallest = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
+    return torch.bucketize(smallest.nan_to_num(0.0), _borders(signed, device)[:-1], out_int32=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.cost.facts import ModelFacts
 from hone.cost.update import UpdateCost
@@ -79,16 +78,6 @@ class Optimizer(Technique):
     def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
         """Bytes and work of one update of a model trained in `dtype` on `device`."""
         raise NotImplementedError
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """From `facts` (a ModelFacts): the bytes kept from step to step."""
-        model = facts["facts"]
-        state = self.cost(model, "float32", "cpu").state_bytes
-        return {
-            "optimizer_bytes": Estimate(
-                value=state, unit="B", formula=f"{state / model.num_params:.2f} bytes x {model.num_params:,} parameters"
-            )
-        }
 
 
 def by_decay(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 
 
@@ -35,10 +32,6 @@ class Schedule(Technique):
     def after_warmup(self, step: int, steps: int) -> float:
         """Share of the peak at `step` (from 0) of the `steps` that follow the warm-up."""
         raise NotImplementedError
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """A schedule changes no figure that could be said before: how well it trains is measured."""
-        return {}
 
 
 def span(value: float, steps: int) -> int:
