@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import ledger
 
-AREAS = ("attention", "sparse", "paged", "gemm", "fused", "scan")
+AREAS = ("attention", "sparse", "paged", "linear", "loss", "moe", "pointwise", "sample", "scan")
 """Modules of benchmarks.kernels; each has `rows(ceilings) -> list of ledger rows`."""
 
 

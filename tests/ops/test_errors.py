@@ -91,15 +91,15 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     ],
     "attend_paged": [
         ("no multiple", lambda: ops.attend_paged(**paged(q=torch.zeros(2, 3, 8)))),
-        ("unlike rows", lambda: ops.attend_paged(**paged(page_table=TABLE[:1]))),
-        ("row 1 has 1 new tokens of 9", lambda: ops.attend_paged(**paged(seq_lens=torch.tensor([3, 9])))),
+        ("unlike numbers", lambda: ops.attend_paged(**paged(page_table=TABLE[:1]))),
+        ("sequence 1 has 1 new tokens of 9", lambda: ops.attend_paged(**paged(seq_lens=torch.tensor([3, 9])))),
         ("int8 came without", lambda: ops.attend_paged(**paged(k_pages=PAGES.to(torch.int8)))),
         ("window of 0", lambda: ops.attend_paged(**paged(window=0))),
         ("scales", lambda: ops.attend_paged(**paged(k_scale=torch.ones(7), v_scale=torch.ones(7)))),
     ],
     "attend_latent": [
         ("value_dim 9", lambda: ops.attend_latent(**latent(value_dim=9))),
-        ("unlike rows", lambda: ops.attend_latent(**latent(seq_lens=LENS[:1]))),
+        ("unlike numbers", lambda: ops.attend_latent(**latent(seq_lens=LENS[:1]))),
         ("scale", lambda: ops.attend_latent(**latent(scale=0.0))),
     ],
     "quantize_kv": [("float32", lambda: ops.quantize_kv(Q, torch.float32))],

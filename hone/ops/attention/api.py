@@ -1,7 +1,7 @@
 """Softmax attention under any mask, and the exact union of its parts: public functions, GPU ops and their gradients.
 
 Legend: B batch, Sq and Sk the queries' and keys' sequence lengths, H query heads, KV key/value heads, Dh and Dv head widths of
-keys and values. Kernels stand in ops/gluon, ops/triton and ops/library; each backend's modules share the signatures
+keys and values. Kernels are in `triton_*.py`, `gluon_*.py` and `cudnn.py`; each backend's modules share the signatures
 forward(q, k, v, tiles, scale, softcap) -> (out, lse), backward(q, k, v, out, lse, d_out, d_lse, tiles, scale, softcap) ->
 (dq, dk, dv) and tile_shape(head_dim, v_dim, limit) -> (block_m, block_n).
 """

@@ -1,4 +1,4 @@
-"""cuDNN's attention, through torch, with the signatures of the kernels of `ops.attention`: dense masks only.
+"""cuDNN's attention, through torch, with the signatures of hone's kernels: dense masks only.
 
 It builds a plan for every new shape (about 50 ms on an H200), and adds dq's parts in no fixed order.
 """
@@ -24,7 +24,7 @@ def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, H, Dv] and lse [B, H, Sq] of q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv]; see `ops.attention`."""
+    """out [B, Sq, H, Dv] and lse [B, H, Sq] of q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv]; see `hone.ops.attention.api`."""
     _check(tiles, softcap)
     q, k, v = (made.transpose(1, 2) for made in (q, k, v))
     out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, tiles.causal, False, scale=scale)
@@ -43,9 +43,11 @@ def backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the layouts of q, k, v (contiguous); see `ops.attention`. d_lse must be None."""
+    """(dq, dk, dv) in the layouts of q, k, v (contiguous); see `hone.ops.attention.api`. d_lse must be None."""
     _check(tiles, softcap)
-    assert d_lse is None, "cuDNN's attention takes no gradient of lse: `ops.attention` sends such a call elsewhere"
+    assert d_lse is None, (
+        "cuDNN's attention takes no gradient of lse: `hone.ops.attention.api` sends such a call elsewhere"
+    )
     q, k, v, out, d_out = (made.transpose(1, 2) for made in (q, k, v, out, d_out))
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
     grads = _ops._scaled_dot_product_cudnn_attention_backward(

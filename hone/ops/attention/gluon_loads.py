@@ -76,7 +76,7 @@ def _load_keys(desc, plan, tile, n, slot, ready, free, shared):
 
 @gluon.jit
 def publish(tile, turn, mem):
-    """Tells the warpgroups which tile is their turn-th."""
+    """Gives the warpgroups the number of their tile number `turn`."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     i = turn % 2
     mbarrier.wait(mem.ticket_free.index(i), ((turn // 2) & 1) ^ 1)

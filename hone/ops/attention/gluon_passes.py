@@ -1,4 +1,4 @@
-"""What the attention backward does before and after its main kernel: row sums, a zeroed dq, the order of tiles; dq rounded."""
+"""Passes before and after the main kernel of the attention backward: row sums, a zeroed dq, the order of tiles; dq rounded."""
 
 import triton
 import triton.language as tl

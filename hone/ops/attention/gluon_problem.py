@@ -1,4 +1,4 @@
-"""What the warpgroups of the attention backward share: the problem, shared memory, who sees whom, in which order.
+"""What the warpgroups of the attention backward share: the problem, shared memory, masks, and the order of tiles.
 
 Legend: b, h a sequence and a query head; m, n a tile of queries and of keys; BM queries and 128 keys a tile.
 """
@@ -166,7 +166,7 @@ def next_tile(p, s, done):
 
 @gluon.jit
 def draw_tile(p, s, done, BM: gl.constexpr, BN: gl.constexpr):
-    """In the loading warp: takes the next tile that nobody has taken and tells the others.
+    """In the loading warp: takes the next free tile and publishes its number.
 
     They go through an empty tile without waiting for a load. So that none gets through it before the others are done with
     the tile before, and no phase of a barrier goes by unseen, an empty tile is only told of then.

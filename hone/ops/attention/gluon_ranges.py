@@ -1,6 +1,6 @@
 """Rules by which a query sees one range of keys, or a key is seen by one range of queries: kernels then compare once a pair.
 
-What stands here says the same as the rule in `masks` that it is for, of places that an int32 can be added to.
+Each function here agrees with the rule in `masks` that it stands for, on places that an int32 can be added to.
 """
 
 from __future__ import annotations

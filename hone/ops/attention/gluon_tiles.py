@@ -306,7 +306,7 @@ def any_above(sums, PART: gl.constexpr):
 
 @gluon.jit
 def pinned(total):
-    """`total` unchanged, but nothing after it in the program begins before it is known.
+    """`total` unchanged, but nothing after it in the program begins before it has been computed.
 
     ptxas moves the wait for a product up over arithmetic that does not need it, and the softmax would no longer run under
     the product. It moves no wait over a barrier, even one that is never arrived at (no sum is negative).
@@ -346,7 +346,7 @@ def _scale_if_moved(count):
 
 @gluon.jit
 def rescaled_if_moved(acc, alpha):
-    """`rescaled`, but a warp all of whose maxima stayed goes around the multiplications."""
+    """`rescaled`, but a warp skips the multiplications if none of its maxima moved."""
     COUNT: gl.constexpr = acc.shape[1] // 2
     factors = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     factors, acc = gl.broadcast(factors, acc)

@@ -1,4 +1,4 @@
-"""Who may see whom: a mask is one plain Python index function, and every backend works from that same function.
+"""Attention masks: a mask is one plain Python function of two places, and every backend works from that function.
 
 The reference runs it on index tensors, kernels compile it, FlexAttention takes it (`as_flex`), and run on intervals it says
 which tiles of pairs are never, partly or wholly kept (`Mask.tiles`), so no S x S tensor is made for a kernel.
@@ -72,7 +72,7 @@ class Mask:
         return self.rule is _causal and self.table is None
 
     def dense(self, seq_q: int, seq_k: int, device: torch.device | str) -> Tensor:
-        """What is kept, pair by pair: bool [B or 1, H or 1, Sq, Sk]. For references and small sizes."""
+        """The mask pair by pair, True where the query attends to the key: bool [B or 1, H or 1, Sq, Sk]. For references and small sizes."""
         q = torch.arange(seq_k - seq_q, seq_k, device=device)[:, None]
         k = torch.arange(seq_k, device=device)[None, :]
         q_data = 0 if self.q_data is None else self.q_data[..., :, None]
@@ -416,5 +416,5 @@ def _not_negative(what: str, *values: int) -> None:
 
 def _positive(what: str, value: int) -> int:
     if value < 1:
-        raise SpecError(f"a {what} of {value} tokens sees nothing", fix=f"give a {what} of at least 1 token, its own")
+        raise SpecError(f"a {what} of {value} tokens keeps no key", fix=f"give a {what} of at least 1 token, its own")
     return value

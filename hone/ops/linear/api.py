@@ -57,7 +57,7 @@ def quantized_linear(
     """x [..., K] times a weight of integer codes and scales, plus bias [N]: [..., N] in x's dtype. No gradient to weights.
 
     Either plain codes int8 [N, K] with scales [N, G] (the reference), or what `formats.tile_codes` and `tile_scales`
-    made of them for `bits` 4 or 8 (the kernels'; `out_features` is N, for tiles are padded). The weight is code times
+    make of them for `bits` 4 or 8 (the kernels'; `out_features` is N, for tiles are padded). The weight is code times
     scale, rounded to x's dtype as `formats.dequantize` does; with one scale a row the outputs are scaled instead.
     Differentiable in x, in plain torch. Raises SpecError naming what does not fit.
     """

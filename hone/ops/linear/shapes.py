@@ -1,6 +1,6 @@
 """How the matrix-product kernels are cut: tiles, stages and parts of K from the problem's size alone.
 
-Pure functions; the numbers in them were measured on an H200 (benchmarks/kernels/gemm.py).
+Pure functions; the numbers in them were measured on an H200 (benchmarks/kernels/linear.py).
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def linear_cross_entropy(
     `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
     `teacher` mixes in the divergence from a teacher (see `Teacher`). 'mean' divides by the valid targets (NaN when there
     is none). `chunk_tokens` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
-    float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only: its gradients are handed
-    over. A target must lie in [0, V) or be `ignore_index`: a GPU does not look. Raises SpecError for what does not fit.
+    float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only, since its gradients are
+    handed over without a copy. A target must lie in [0, V) or be `ignore_index`: a GPU does not check. Raises SpecError for what does not fit.
     """
     if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1] or targets.is_floating_point():
         raise SpecError(

@@ -21,7 +21,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
     """x [T, K], rows sorted by expert, times the transpose of their expert's weight [E, N, K]: [T, N], differentiable.
 
     ends int32 [E]: where each expert's rows end (`permute` gives it), never falling; ends[-1] is T, which a GPU does not
-    look at. x and weight are of one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    check. x and weight are of one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
     """
     if (
         x.dim() != 2
@@ -58,7 +58,7 @@ def permute(
 
     expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order.
     ends[e] is where expert e's rows end; place[t, j] is where token t's row for its j-th expert went. Raises SpecError
-    for shapes that do not fit, and in plain torch for ids that are no expert's (a kernel does not look).
+    for shapes that do not fit, and in plain torch for ids that are no expert's (a kernel does not check).
     """
     if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids) or expert_ids.is_floating_point():
         raise SpecError(

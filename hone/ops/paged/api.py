@@ -1,10 +1,10 @@
 """Attention over a paged cache: write new keys and values into pages, attend through a page table.
 
-Kwon et al. 2023, arXiv:2309.06180. Rows of any number of new tokens come flat, one after another. Pages may hold 8-bit
+Kwon et al. 2023, arXiv:2309.06180. Sequences with any number of new tokens each come flat, one after another. Pages may hold 8-bit
 numbers with scales: of a token and head (`write_kv` finds them as it writes, so that nothing written is ever rounded
 again), or fixed beforehand for a page and head, or for a head.
 
-Legend: T flat new tokens, R rows, P pages of a row (padded), H query heads, KV key/value heads, Dh head width.
+Legend: T flat new tokens, R sequences, P pages of a sequence (padded), H query heads, KV key/value heads, Dh head width.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Files k, v [T, KV, Dh] in k_pages, v_pages [num_pages, KV, page_size, Dh]: token t at offsets[t] of pages[t].
+    """Writes k, v [T, KV, Dh] into k_pages, v_pages [num_pages, KV, page_size, Dh]: token t at offsets[t] of pages[t].
 
     `pages` and `offsets` are int64 [T] on the pages' device; no place may come twice. Pages of 8-bit numbers need
     `k_scale` and `v_scale`: [num_pages, KV, page_size] are filled in, [num_pages, KV] and [KV] are used as they are
@@ -64,7 +64,7 @@ def check_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """SpecError for what `write_kv` cannot file."""
+    """Raises SpecError for what `write_kv` cannot write."""
     for name, x, into, scale in (("k", k, k_pages, k_scale), ("v", v, v_pages, v_scale)):
         if x.dim() != 3 or into.dim() != 4 or x.shape[1] != into.shape[1] or x.shape[2] != into.shape[3]:
             raise SpecError(
@@ -113,19 +113,19 @@ def attend_paged(
     max_query_len: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Causal attention of the last `query_lens[r]` tokens of each row to all `seq_lens[r]` tokens of it.
+    """Causal attention of the last `query_lens[r]` tokens of each sequence r to all `seq_lens[r]` tokens of it.
 
-    q [T, H, Dh], rows one after another, T the sum of `query_lens` (1 each when None); pages
+    q [T, H, Dh], sequences one after another, T the sum of `query_lens` (1 each when None); pages
     [num_pages, KV, page_size, Dh] (values may have another width); page_table integer [R, P], padded with any page;
     seq_lens [R] counts the new tokens too. With `window` w a token sees itself and the w - 1 before it, and the first
-    `sink_tokens` of its row (Xiao et al. 2023, arXiv:2309.17453). `sinks` [H] float32 are learned scores that take
+    `sink_tokens` of its sequence (Xiao et al. 2023, arXiv:2309.17453). `sinks` [H] float32 are learned scores that take
     part in the softmax and bring no value. 8-bit pages come with `k_scale` and `v_scale`: [num_pages, KV, page_size],
     [num_pages, KV] or [KV], float32. Returns [T, H, Dv].
 
-    On a GPU nothing waits for the lengths: one captured CUDA graph serves all of them. `max_query_len`, a promise, spares
-    the kernel for rows of many tokens. The reference reads slots past the end of a row, with weight zero: there they
+    On a GPU nothing waits for the lengths: one captured CUDA graph serves all of them. With `max_query_len`, which no
+    length may exceed, the kernel for many new tokens a sequence may be left out. The reference reads slots past the end of a sequence, with weight zero, so they
     must hold finite numbers; the kernels do not read them. Raises SpecError for what does not go together; lengths and
-    page numbers are looked at by the reference only, since a look would make a GPU wait. No gradient.
+    page numbers are checked by the reference only: reading them would make a GPU wait. No gradient.
     """
     extras = Extras(sink_tokens, sinks, _per_token(k_scale, k_pages), _per_token(v_scale, v_pages))
     _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
@@ -144,7 +144,8 @@ def attend_paged(
 
 
 def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int) -> bool:
-    """Whether `attend_paged` reads lengths and pages on the device; else a plan made on the host serves all layers better."""
+    """Whether `attend_paged` runs a kernel, which reads lengths and pages on the device. Else call `plan_rows` once a step
+    and `attend_planned` in every layer."""
     return _backend(q, k_pages, v_pages, num_rows, None) == "triton"
 
 
@@ -177,7 +178,7 @@ def attend_latent(
 
     DeepSeek-AI 2024 (multi-head latent attention, arXiv:2405.04434), absorbed form: q [T, H, D] is already projected
     onto the latent (its first `value_dim` columns) and the shared rotated key (the rest). Returns [T, H, value_dim].
-    The kernel reads the latents once for all heads; made for decoding, it takes every new token as a row of its own.
+    The kernel reads the latents once for all heads; made for decoding, it takes every new token as a sequence of its own.
     Raises SpecError as `attend_paged` does. No gradient.
     """
     if q.dim() != 3 or pages.dim() != 3 or q.shape[2] != pages.shape[2] or not 0 < value_dim < pages.shape[2]:
@@ -217,8 +218,8 @@ def _planned(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor
     for row, (count, total) in enumerate(zip(lengths, totals)):
         if not 0 <= count <= total <= page_table.shape[1] * page_size:
             raise SpecError(
-                f"row {row} has {count} new tokens of {total}, and {page_table.shape[1]} pages of {page_size}",
-                fix="seq_lens counts the new tokens too, and the row's pages hold them all",
+                f"sequence {row} has {count} new tokens of {total}, and {page_table.shape[1]} pages of {page_size}",
+                fix="seq_lens counts the new tokens too, and the sequence's pages hold them all",
             )
     return plan_rows(page_table.cpu().numpy(), totals, lengths, page_size, q.device)
 
@@ -239,9 +240,9 @@ def _per_token(scale: Tensor | None, pages: Tensor) -> Tensor | None:
 
 def _check_options(scale: float, window: int | None, sink_tokens: int) -> None:
     if window is not None and window < 1:
-        raise SpecError(f"a window of {window} tokens sees nothing", fix="give at least 1 token, its own, or None")
+        raise SpecError(f"a window of {window} tokens keeps no key", fix="give at least 1 token, its own, or None")
     if sink_tokens < 0:
-        raise SpecError(f"sink_tokens is {sink_tokens}", fix="give the number of first tokens that stay in sight, or 0")
+        raise SpecError(f"sink_tokens is {sink_tokens}", fix="give how many first tokens every query attends to, or 0")
     if not scale > 0:
         raise SpecError(
             f"scale is {scale}", fix="give a scale above 0: the kernels find the highest score before scaling"
@@ -285,6 +286,6 @@ def _check_rows(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Ten
     fits = page_table.dim() == 2 and seq_lens.dim() == lens.dim() == 1 and len(page_table) == len(seq_lens) == len(lens)
     if not fits or (query_lens is None and len(q) != len(seq_lens)):
         raise SpecError(
-            f"page_table {tuple(page_table.shape)}, seq_lens {tuple(seq_lens.shape)} and query_lens speak of unlike rows",
-            fix="one entry a row in each; without query_lens q has one token a row",
+            f"page_table {tuple(page_table.shape)}, seq_lens {tuple(seq_lens.shape)} and query_lens are of unlike numbers of sequences",
+            fix="one entry a sequence in each; without query_lens q has one token a sequence",
         )

@@ -68,7 +68,7 @@ def decode_rows(
     plan: Plan,
     turned: int = 0,
 ) -> None:
-    """Writes `out` [T, H, Dv] for the rows of at most `max_tokens` new tokens; other rows are left alone.
+    """Writes `out` [T, H, Dv] for the rows of at most `max_tokens` new tokens; other sequences are not written.
 
     With `turned` > 0 pages hold latents, their last `turned` columns rotated: see `attend_latent`.
     """
@@ -127,7 +127,7 @@ def prefill_rows(
     stages: int = 3,
     num_warps: int = 8,
 ) -> None:
-    """Writes `out` [T, H, Dv] for the rows of at least `min_tokens` new tokens; other rows are left alone."""
+    """Writes `out` [T, H, Dv] for the rows of at least `min_tokens` new tokens; other sequences are not written."""
     num_rows = len(seq_lens)
     kv_heads, page_size, head_dim = k_pages.shape[1:]
     group, value_dim = q.shape[1] // kv_heads, v_pages.shape[3]

@@ -21,13 +21,16 @@ from hone.ops.rope import reference, torch_calls
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend: str | None = None) -> Tensor:
-    """Turns the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]; arXiv:2104.09864.
+    """Rotates the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]; arXiv:2104.09864.
 
-    `in_place` overwrites x and returns it (serving: no gradient). Differentiable in x. Raises SpecError for an odd Dh and for
-    angles of another width.
+    Training and inference call this one function. It is differentiable in x as often as wanted: the gradient is the rotation
+    back, so only the angles are kept. Which backend runs: on a GPU the Triton kernel for 16- and 32-bit x; under torch.compile
+    plain torch, which the compiler makes one kernel of with what stands around it; elsewhere torch calls. Without gradients
+    none keeps anything. `in_place` overwrites x and returns it; no gradient. Raises SpecError for an odd Dh and for angles of
+    another width.
     """
     if x.shape[-1] % 2:
-        raise SpecError(f"x {tuple(x.shape)} has no pairs to turn: its last axis is odd", fix="take an even head_dim")
+        raise SpecError(f"x {tuple(x.shape)} has no pairs to rotate: its last axis is odd", fix="take an even head_dim")
     chosen = backend_of("rope_in_place" if in_place else "rope", x.device, backend, dtype=x.dtype)
     if chosen == "triton":
         if in_place:
@@ -54,7 +57,7 @@ def rope_write(
     *,
     backend: str | None = None,
 ) -> None:
-    """Turns q [T, H, Dh] where it lies, and files turned k [T, KV, Dh] and v [T, KV, Dv] in the pages, in one pass.
+    """Rotates q [T, H, Dh] in place, and writes rotated k [T, KV, Dh] and v [T, KV, Dv] into the pages, in one pass.
 
     cos, sin [T, 1, Dh/2]. Pages, `pages`, `offsets` and the scales of 8-bit pages are those of `hone.ops.write_kv`:
     token t goes to slot offsets[t] of page pages[t], and no place may come twice. No gradient. Raises SpecError as
@@ -80,7 +83,7 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     half = x.shape[-1] // 2
     if cos.shape[-2:] != (1, half) or sin.shape != cos.shape:
         raise SpecError(
-            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} do not turn x {tuple(x.shape)}",
+            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} do not fit x {tuple(x.shape)}",
             fix=f"give both as [..., 1, {half}], the axes before them like x's or 1",
         )
 
@@ -137,7 +140,7 @@ def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     from hone.ops.rope.triton_kernels import launch_turn
 
     if x.stride(-1) != 1:
-        said = f"x with strides {x.stride()} cannot be turned in place: its last axis must be contiguous"
+        said = f"x with strides {x.stride()} cannot be rotated in place: its last axis must be contiguous"
         raise SpecError(said, fix="give x.contiguous() and use what comes back, or leave in_place out")
     tokens = x.view(-1, *x.shape[-2:])
     launch_turn(tokens, tokens, *angle_rows(x, cos, sin), 1.0)

@@ -11,7 +11,7 @@ from hone.ops.rope import reference
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]. arXiv:2104.09864."""
+    """Rotates the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]. arXiv:2104.09864."""
     if torch.compiler.is_compiling():
         return reference.rope(x, cos, sin)
     if torch.is_grad_enabled() and x.requires_grad:

@@ -12,9 +12,9 @@ def rope_rows(
     x, out, cos, sin, x_token, x_head, out_token, out_head, angle_stride, angle_rows, num_heads, half, sign,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """out = x [T, heads, 2 * half] turned by the angles cos, sin [angle_rows, half] of row t % angle_rows.
+    """out = x [T, heads, 2 * half] rotated by the angles cos, sin [angle_rows, half] of row t % angle_rows.
 
-    `sign` -1 turns back. `out` may be `x`: a program reads all it writes before it writes.
+    `sign` -1 rotates back. `out` may be `x`: a program reads all it writes before it writes.
     """
     parts = tl.cdiv(num_heads, HEADS)
     token = (tl.program_id(0) // parts).to(tl.int64)
@@ -37,9 +37,9 @@ def rope_write(
     num_heads, num_kv_heads, half, value_width, largest,
     SCALED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Turns q [T, H, Dh] in place; writes turned k [T, KV, Dh] and v [T, KV, Dv] to slot offsets[t] of pages[t].
+    """Rotates q [T, H, Dh] in place; writes rotated k [T, KV, Dh] and v [T, KV, Dv] to slot offsets[t] of pages[t].
 
-    When SCALED pages hold 8-bit codes, and each token and head gets its scale, as hone.ops.paged.api.quantize_kv makes it.
+    When SCALED pages hold 8-bit codes, and each token and head gets its scale, as `hone.ops.quantize_kv` makes it.
     Programs of one token: blocks of query heads first, then of key heads, then of value heads.
     """
     query_parts = tl.cdiv(num_heads, HEADS)
@@ -102,7 +102,7 @@ def _codes(values, scale, largest, dtype: tl.constexpr):
 
 @triton.jit
 def _turned(start, cos, sin, angle, head_stride, angle_stride, heads, num_heads, half, sign, HALF: tl.constexpr):
-    """(first halves, second halves, mask) of a token's heads after the turn, in their dtype."""
+    """(first halves, second halves, mask) of a token's heads after the rotation, in their dtype."""
     columns = tl.arange(0, HALF)[None, :]
     inside = (heads < num_heads) & (columns < half)
     at = start + heads * head_stride + columns
@@ -123,7 +123,7 @@ def turn_shape(num_heads: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def launch_turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """out [T, heads, Dh] = x turned by cos, sin [rows, Dh/2]."""
+    """out [T, heads, Dh] = x rotated by cos, sin [rows, Dh/2]."""
     num_tokens, num_heads, head_dim = x.shape
     heads, block, warps = turn_shape(num_heads, head_dim)
     if num_tokens:
@@ -137,7 +137,7 @@ def launch_turn_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor,
     offsets: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, largest: float,
 ) -> None:  # fmt: skip
-    """Turns q in place, writes turned k and v to their slots, as codes where there are scales; cos, sin [T, Dh/2]."""
+    """Rotates q in place, writes rotated k and v to their slots, as codes where there are scales; cos, sin [T, Dh/2]."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, value_width = v.shape[1:]
     heads, block, warps = turn_shape(num_heads, head_dim)

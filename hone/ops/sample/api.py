@@ -1,7 +1,7 @@
 """Sampling from logits: filters, and noise that depends on (seed, position, token) alone, never on the batch.
 
 A draw is Gumbel-max: argmax of logits + noise, with the noise of each (seed, position, token) a hash of the three. So a
-seeded request gives the same text in any company, and no softmax is needed. Legend: E entries (one per token to
+seeded request gives the same text whatever else is in its batch, and no softmax is needed. Legend: E entries (one per token to
 choose), V vocabulary.
 """
 
@@ -34,7 +34,7 @@ def sample(
     min_p keeps those of at least that share of the largest's probability, then top_k that many, then top_p the most
     likely ones up to that mass (None, or top_k 0 or V, top_p 1, min_p 0: everything). `keys` int64 [E] come from
     `noise_keys`: entry e's noise depends on keys[e] and the token alone. Of equal scores the first token wins.
-    Raises SpecError naming what does not fit; options in tensors are not looked at, since a GPU would have to wait.
+    Raises SpecError naming what does not fit; options in tensors are not checked: reading them would make a GPU wait.
     """
     if logits.dim() != 2 or keys.shape != logits.shape[:1] or not logits.shape[1]:
         raise SpecError(

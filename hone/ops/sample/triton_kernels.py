@@ -1,6 +1,6 @@
 """Draws tokens from logits: thresholds of top-k, top-p and min-p without a sort, then Gumbel-max over parts of a row.
 
-Noise is a hash of (row key, token), as hone.ops.sample.api defines it: 64-bit integers, then a double's two logarithms.
+Noise is a hash of (row key, token), as `hone.ops.sample.noise` defines it: 64-bit integers, then a double's two logarithms.
 Thresholds are found by bisection over the order of float32's bit patterns, two bits a pass over the row.
 """
 

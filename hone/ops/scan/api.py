@@ -65,7 +65,7 @@ def scan_delta(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_t = scale * q_t S_t with S_t = exp(decay_t) (1 - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t: the delta rule.
 
-    What the state already says of a key is replaced, not added to. q, k [B, S, H, Dk], keys of length 1; v [B, S, H, Dv];
+    The value that the state holds for a key is replaced, not added to. q, k [B, S, H, Dk], keys of length 1; v [B, S, H, Dv];
     beta [B, S, H] in [0, 1]; decay None (DeltaNet, arXiv:2406.06484), [H] or [B, S, H] (Gated DeltaNet, arXiv:2412.06464).
     Shared heads, `state`, `reset`, `return_state` and dtypes as in `scan`. Differentiable in all but `reset`.
 

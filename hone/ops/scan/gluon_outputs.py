@@ -39,7 +39,7 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 class Facts(NamedTuple):
-    """What a chunk's decays and resets come to, so that no program of the output pass works it out again.
+    """A chunk's decays and resets, worked out once for all programs of the output pass.
 
     `tokens` float32 [B, H, chunks, 4, 64]: log2 decay since the chunk's start, what the incoming state weighs in a token,
     what the token weighs in the outgoing state, documents begun since the chunk's start. `through` float32 [B, H, chunks]:

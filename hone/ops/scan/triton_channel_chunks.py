@@ -173,7 +173,7 @@ def _within(q_desc, k_desc, v_desc, fallen_desc, d_out_desc, dq_desc, dk_desc, c
 
 @dataclass(frozen=True)
 class Weighed:
-    """What of a scan no state enters, c being log decays summed within a chunk; zero where documents differ.
+    """The parts of a scan that need no state; c is the log decays summed within a chunk; zero where documents differ.
 
     fallen c, in powers of two [B, S, H, Dk] float32; queries q_s exp(c_s) and keys k_t exp(c_end - c_t) [B, S, H, Dk];
     pairs (sum_d q_s k_t exp(c_s - c_t), t <= s) [B, S, H, chunk]; through exp(c_end) [B, H, chunks, Dk] float32.

@@ -202,8 +202,8 @@ def test_misuse_names_the_argument():
     for arguments, options, word in (
         ((q[..., :8], k, v, table, lens), {}, "go together"),
         ((q[:, :3], k, v, table, lens), {}, "query heads"),
-        ((q[:1], k, v, table, lens), {}, "one token a row"),
-        ((q, k, v, table[:1], lens), {}, "unlike rows"),
+        ((q[:1], k, v, table, lens), {}, "one token a sequence"),
+        ((q, k, v, table[:1], lens), {}, "unlike numbers"),
         ((q, k.to(torch.int8), v.to(torch.int8), table, lens), {}, "scales"),
         ((q, k, v, table, lens), {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}, "scales"),
         ((q, k.to(torch.int8), v.to(torch.int8), table, lens), {"k_scale": torch.ones(3)}, "do not fit"),
@@ -217,11 +217,11 @@ def test_misuse_names_the_argument():
         ({"sinks": torch.zeros(3)}, "sinks"),
         ({"query_lens": torch.tensor([1, 2])}, "add up to 3"),  # outputs that nobody would write
         ({"query_lens": torch.tensor([2, 0])}, None),
-        ({"query_lens": torch.tensor([-1, 3])}, "row 0 has -1"),
-        ({"seq_lens": torch.tensor([9, 300])}, "row 1 has 1 new tokens of 300"),
-        ({"seq_lens": torch.tensor([9, 0])}, "row 1 has 1 new tokens of 0"),
-        ({"page_table": table[:, :0]}, "row 0"),
-        ({"page_table": table[0]}, "unlike rows"),
+        ({"query_lens": torch.tensor([-1, 3])}, "sequence 0 has -1"),
+        ({"seq_lens": torch.tensor([9, 300])}, "sequence 1 has 1 new tokens of 300"),
+        ({"seq_lens": torch.tensor([9, 0])}, "sequence 1 has 1 new tokens of 0"),
+        ({"page_table": table[:, :0]}, "sequence 0"),
+        ({"page_table": table[0]}, "unlike numbers"),
     ):
         given = {"page_table": table, "seq_lens": lens, "scale": 1.0, **options}
         if word is None:
@@ -231,7 +231,7 @@ def test_misuse_names_the_argument():
             attend_paged(q, k, v, **given)
     with pytest.raises(SpecError, match="without heads"):
         attend_paged(q, k[:, :0], v[:, :0], table, lens, scale=1.0)
-    with pytest.raises(SpecError, match="unlike rows"):
+    with pytest.raises(SpecError, match="unlike numbers"):
         attend_latent(q, k[:, 0], table[:1], lens, value_dim=8, scale=1.0)
     with pytest.raises(SpecError, match="scale"):
         attend_paged(q, k, v, table, lens, scale=0.0)

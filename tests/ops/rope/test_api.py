@@ -62,7 +62,7 @@ def test_pages_of_eight_bits_get_their_scales() -> None:
 
 
 def test_angles_that_do_not_fit_are_an_error() -> None:
-    with pytest.raises(SpecError, match="do not turn"):
+    with pytest.raises(SpecError, match="do not fit"):
         angle_rows(torch.randn(5, 3, 8), torch.randn(5, 1, 3), torch.randn(5, 1, 3))
 
 

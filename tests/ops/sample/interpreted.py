@@ -15,22 +15,24 @@ from hone.ops import (
 from hone.ops.sample.noise import noise_keys
 from tests.ops.agree import agree
 
+MIXED = {
+    "top_k": [0, 1, 3, 300, 7, 50],
+    "top_p": [1.0, 0.5, 0.2, 0.0, 0.99, 0.7],
+    "min_p": [0.0, 0.1, 0.2, 0.0, 0.5, 0.01],
+}
+
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        {},
-        {"top_k": 5},
-        {"top_p": 0.9},
-        {"min_p": 0.05},
-        {
-            "top_k": [0, 1, 3, 300, 7, 50],
-            "top_p": [1.0, 0.5, 0.2, 0.0, 0.99, 0.7],
-            "min_p": [0.0, 0.1, 0.2, 0.0, 0.5, 0.01],
-        },
+        ({}, torch.float32),
+        ({"top_k": 5}, torch.float32),
+        ({"top_p": 0.9}, torch.float32),
+        ({"min_p": 0.05}, torch.float32),
+        (MIXED, torch.float32),
+        (MIXED, torch.float16),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_sample(options: dict, dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 300) * 3).to(dtype)
     logits[:, 7] = logits[:, 9]  # equal values stay or go together

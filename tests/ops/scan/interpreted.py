@@ -87,7 +87,6 @@ def channels(monkeypatch, dtype, strength, chunk, segments, parts, shape, share)
     [
         (64, 3, 2, (1, 330, 2, 40, 24), 2),
         (64, 2, 3, (1, 300, 1, 72, 80), 1),
-        (32, 4, 3, (1, 430, 2, 24, 48), 2),
         (16, 5, 4, (2, 250, 1, 16, 16), 1),
     ],
 )
