@@ -23,6 +23,7 @@ from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
 from hone.base.identity import changed_file, drift, foreign_fingerprint, foreign_to_today, identify, same
+from hone.base.lazy import resolve
 from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take
 from hone.base.provenance import provenance
 from hone.base.run import Run
@@ -31,6 +32,8 @@ from hone.base.spec import Spec, fingerprint
 MANIFEST = "hone.json"
 LOG = "log"
 FORMAT = 1
+HUB_FOLDER, NO_FOLDER = "hone.model.folder:fetched", "hone.model.folder:no_folder"
+"""What fetches hf:OWNER/NAME, and what says why a path is no folder; imported on use."""
 _FIELDS = {"kind": str, "name": str, "fingerprint": str, "spec": dict, "figures": list, "files": dict}
 _FIELDS |= {"parents": list, "techniques": list}
 
@@ -67,6 +70,8 @@ class Artifact:
         Raises ArtifactError when the folder is missing, unfinished (`.partial`) or its hone.json is broken, SpecError for a URL.
         """
         need_local(folder, PULL)
+        if str(folder).startswith("hf:"):
+            folder = resolve(HUB_FOLDER)(str(folder))
         folder = Path(folder)
         if not folder.is_dir():
             if partial_of(folder).is_dir():
@@ -74,7 +79,7 @@ class Artifact:
                     f"{folder} is unfinished: its stage was interrupted",
                     fix="run the same command again, it resumes where it stopped",
                 )
-            raise ArtifactError(f"no folder {folder}", fix=f"check the path; {_nearest(folder)}")
+            raise resolve(NO_FOLDER)(folder, _nearest(folder))
         path = folder / MANIFEST
         if not path.exists():
             return cls(

@@ -59,6 +59,10 @@ class Facts(BaseModel):
         """The facts of what lies in `folder`. Raises ArtifactError when a file is missing or corrupt."""
         raise NotImplementedError(f"{cls.__name__}.of")
 
+    @classmethod
+    def refuse(cls, folder: Path) -> None:
+        """Raises ArtifactError when `folder`, which lacks `mark`, holds something known that is no such artifact."""
+
     @property
     def given(self) -> frozenset[str]:
         """What it gives to techniques, by the names that `Technique.needs` uses: 'weights:float', 'calibration'."""
@@ -75,6 +79,7 @@ def facts_of(artifact: Artifact) -> Facts:
         cls = resolve(row)
         if (artifact.folder / cls.mark).exists():
             return cls.of(artifact.folder)
+        cls.refuse(artifact.folder)
         marks.append(f"no {cls.mark} ({cls.noun})")
     raise ArtifactError(
         f"{artifact.folder} has {' and '.join(reversed(marks))}",

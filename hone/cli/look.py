@@ -27,6 +27,7 @@ def _explained(words: list[str], options: dict[str, str]) -> bool:
 def show(words: list[str], options: dict[str, str]) -> int:
     """Prints a recipe or an artifact."""
     from hone.base.artifact import Artifact
+    from hone.model.folder import no_whole_model
     from hone.recipe import Recipe, describe_artifact
 
     if _explained(words, options):
@@ -36,7 +37,10 @@ def show(words: list[str], options: dict[str, str]) -> int:
     if thing.suffix in (".yaml", ".yml"):
         print(Recipe.load(thing).full(), end="")
     else:
-        print(describe_artifact(Artifact.read(thing)))
+        artifact = Artifact.read(thing)
+        if artifact.kind == "foreign" and (error := no_whole_model(artifact.folder)) is not None:
+            raise error
+        print(describe_artifact(artifact))
     return 0
 
 

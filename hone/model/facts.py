@@ -14,7 +14,7 @@ from hone.base.plan import Facts
 from hone.cost.memory import BYTES
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import from_hf
-from hone.model.folder import read_json, weights_bytes
+from hone.model.folder import no_whole_model, read_json, weights_bytes
 
 _STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats by their names in a safetensors header."""
@@ -47,6 +47,12 @@ class CheckpointFacts(Facts):
             weights_bytes=weights_bytes(folder),
             tokenizer=identity_of(folder),
         )
+
+    @classmethod
+    def refuse(cls, folder: Path) -> None:
+        error = no_whole_model(folder)
+        if error is not None:
+            raise error
 
     @property
     def given(self) -> frozenset[str]:

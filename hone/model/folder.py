@@ -1,12 +1,125 @@
-"""What a model folder weighs and says of itself, without importing torch."""
+"""Model folders: where one lies, what is said of what is none, what it weighs and says of itself, without importing torch."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from hone.base.errors import ArtifactError
+from hone.base.durable import kind_of
+from hone.base.errors import ArtifactError, MachineError, SpecError
+
+HUB = "hf:"
+"""What a name on the Hugging Face Hub begins with where a folder is asked for: hf:OWNER/NAME, hf:OWNER/NAME@REVISION."""
+
+CONFIG = "config.json"
+_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def model_folder(where: Path | str) -> Path:
+    """The model folder that `where` names: a folder, or hf:OWNER/NAME, which is fetched into the Hub's own cache.
+
+    Raises ArtifactError that says what stands there instead, MachineError when the Hub cannot be reached.
+    """
+    if str(where).startswith(HUB):
+        return fetched(str(where))
+    refuse_others(Path(where))
+    return Path(where)
+
+
+def refuse_others(path: Path) -> None:
+    """Raises ArtifactError, with a sentence of its own for each case, when `path` is no model folder that hone opens."""
+    if not path.is_dir():
+        raise no_folder(path)
+    if not (path / CONFIG).exists():
+        raise no_whole_model(path) or ArtifactError(
+            f"{path} has no {CONFIG}: it is no model folder",
+            fix="point at a folder that `hone train` or transformers wrote",
+        )
+
+
+def no_whole_model(folder: Path) -> ArtifactError | None:
+    """The error of a folder without config.json that holds an adapter or a GGUF file; None when it holds neither."""
+    if (folder / "adapter_config.json").exists():
+        base = _base_of(folder / "adapter_config.json")
+        return ArtifactError(
+            f"{folder} is an adapter (adapter_config.json), not a whole model: it belongs to {base}",
+            fix="merge it into its model first (peft: model.merge_and_unload().save_pretrained(FOLDER)), then give FOLDER",
+        )
+    gguf = sorted(folder.glob("*.gguf"))
+    return _gguf(gguf[0]) if gguf else None
+
+
+def no_folder(path: Path, near: str = "") -> ArtifactError:
+    """The error of a path that is no folder: a file, a GGUF file, a name on the Hub. `near` says what lies near it."""
+    if path.suffix == ".gguf":
+        return _gguf(path)
+    if path.exists():
+        return ArtifactError(
+            f"{path} is {kind_of(path) or 'a file'}, not a model folder",
+            fix="give the folder that holds config.json and *.safetensors",
+        )
+    if _NAME.fullmatch(str(path)):
+        return ArtifactError(
+            f"no folder {path}",
+            fix=f"check the path; {near}{'; ' if near else ''}if it is a name on the Hugging Face Hub, give {HUB}{path}",
+        )
+    return ArtifactError(f"no folder {path}", fix=f"check the path; {near or 'a model on the Hub is hf:OWNER/NAME'}")
+
+
+def _gguf(path: Path) -> ArtifactError:
+    there = "is a GGUF file" if path.exists() else "would be a GGUF file, and is not there"
+    return ArtifactError(
+        f"{path} {there}: hone opens folders of safetensors",
+        fix="take the model that it was converted from (a folder with config.json, or hf:OWNER/NAME)",
+    )
+
+
+def _base_of(path: Path) -> str:
+    try:
+        return str(read_json(path).get("base_model_name_or_path") or "a model that it does not name")
+    except ArtifactError:
+        return "a model that cannot be read from it"
+
+
+def fetched(where: str) -> Path:
+    """The folder of hf:OWNER/NAME in the Hub's cache, downloaded when it is not there. Never called for any other path.
+
+    Raises SpecError for a name that cannot be one, MachineError without huggingface_hub or network, ArtifactError when
+    the Hub has no such model or does not give it.
+    """
+    found = _NAME.fullmatch(where.removeprefix(HUB))
+    if found is None:
+        raise SpecError(f"{where} names no model on the Hub", fix="write hf:OWNER/NAME or hf:OWNER/NAME@REVISION")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    except ImportError:
+        raise MachineError(
+            f"{where} is fetched by the package 'huggingface_hub', which is not installed",
+            fix="pip install huggingface_hub, or download the model yourself and give its folder",
+        ) from None
+    try:
+        return Path(snapshot_download(found["name"], revision=found["revision"], allow_patterns=list(_FILES)))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
+        raise MachineError(
+            f"{where} is not in the Hub's cache of this machine, and the Hub cannot be reached: {_line(error)}",
+            fix="try again with a network, or copy the model here and give its folder",
+        ) from None
+    except HfHubHTTPError as error:
+        raise ArtifactError(
+            f"the Hub does not give {where}: {_line(error)}",
+            fix="check the name and the revision; for a gated or private model run `hf auth login` first",
+        ) from None
+    except OSError as error:
+        raise MachineError(f"{where} could not be downloaded: {_line(error)}", fix="try again") from None
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a message that may be many."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def weights_bytes(folder: Path | str) -> int:
@@ -17,6 +130,9 @@ def weights_bytes(folder: Path | str) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ArtifactError when it is missing or broken."""
     try:
+        kind = kind_of(path)
+        if kind:  # a pipe would be waited for, for ever
+            raise ArtifactError(f"{path} is {kind}, not a file", fix="download or write the folder again")
         values = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ArtifactError(f"no file {path}", fix="point at a folder that hone or transformers wrote") from None

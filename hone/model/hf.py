@@ -15,13 +15,12 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.families import FAMILIES
 from hone.model.families.config_json import from_hf, own_format, to_hf
-from hone.model.folder import read_json
+from hone.model.folder import CONFIG, model_folder, read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.shards import Shards, write_json, write_tensors
 from hone.ops.dispatch import say_once
 
-CONFIG = "config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,7 +61,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+        self.folder = model_folder(folder)
         self.values = read_json(self.folder / CONFIG)
         self.config = from_hf(self.values, str(self.folder / CONFIG))
         self.quantization: dict[str, Any] | None = self.values.get("quantization_config")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hone.base.durable import kind_of
 from hone.base.errors import ArtifactError
 from hone.model.folder import read_json
 
@@ -73,6 +74,12 @@ class Shards:
             files = read_json(self.folder / INDEX).get("weight_map")
             if not isinstance(files, dict):
                 raise _corrupt(self.folder / INDEX, ValueError("no weight_map"))
+            for name, file in files.items():
+                # A path out of the folder would read files that nobody meant to give.
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                    raise _corrupt(
+                        self.folder / INDEX, ValueError(f"{name} is in {file!r}, which names no file beside it")
+                    )
             return files
         if not (self.folder / SINGLE).exists():
             raise ArtifactError(
@@ -86,6 +93,8 @@ class Shards:
             path = self.folder / file
             if not path.exists():
                 raise ArtifactError(f"{path} is missing", fix="download or write the checkpoint again")
+            if kind := kind_of(path):
+                raise ArtifactError(f"{path} is {kind}, not a file", fix="download or write the checkpoint again")
             try:
                 self._files[file] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:

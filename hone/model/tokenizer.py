@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from hone.base.durable import kind_of
 from hone.base.errors import ArtifactError, SpecError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -195,6 +196,11 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
+    if not path.exists() and (folder / "tokenizer.model").exists():
+        raise ArtifactError(
+            f"{folder} has a SentencePiece tokenizer.model and no tokenizer.json, which hone reads",
+            fix=f"transformers writes one: AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')",
+        )
     if not path.exists():
         raise ArtifactError(
             f"{folder} has no tokenizer.json",
@@ -242,6 +248,8 @@ def tokenizers_differ(one: Path | str, other: Path | str) -> bool:
 
 def _read(path: Path) -> tokenizers.Tokenizer:
     try:
+        if kind := kind_of(path):
+            raise OSError(f"it is {kind}, not a file")
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for whatever is wrong
         raise ArtifactError(f"{path} is corrupt: {error}", fix="copy it again from its source") from None
@@ -270,10 +278,22 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if path.exists():
         return path.read_text(encoding="utf8")
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {row["name"]: row["template"] for row in template}
-        template = named.get("default", next(iter(named.values()), None))
+    try:
+        if isinstance(template, list):
+            named = {row["name"]: row["template"] for row in template}
+            template = named.get("default", next(iter(named.values()), None))
+    except (KeyError, TypeError):
+        raise _no_template(folder, "a list whose entries are not {name, template}") from None
+    if template is not None and not isinstance(template, str):
+        raise _no_template(folder, f"{template!r:.80}, not a text")
     return template
+
+
+def _no_template(folder: Path, what: str) -> ArtifactError:
+    return ArtifactError(
+        f"chat_template in {folder / 'tokenizer_config.json'} is {what}",
+        fix="write the template as a text, or as a list of {name, template}",
+    )
 
 
 def _optional(path: Path) -> dict[str, Any]:

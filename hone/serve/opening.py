@@ -12,7 +12,7 @@ from hone.cost.cache import page_bytes
 from hone.measure.machine import describe
 from hone.model import hf
 from hone.model.decoder import Decoder
-from hone.model.folder import weights_bytes
+from hone.model.folder import model_folder, weights_bytes
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 from hone.serve import DRAFTERS
 from hone.serve.paging.cache import KVCache
@@ -49,8 +49,10 @@ def open_parts(
     Raises FitError when weights or cache do not fit, SpecError for what does not go together.
     """
     spec = sized(spec, describe(str(device)))
-    if not isinstance(model, Decoder) and tokenizer is None and (Path(model) / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(model)
+    if not isinstance(model, Decoder):
+        model = model_folder(model)
+        if tokenizer is None and (model / "tokenizer.json").exists():
+            tokenizer = load_tokenizer(model)
     model = _opened(model, device, spec.dtype)
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
     longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
@@ -107,6 +109,8 @@ def _open_draft(
         )
     if model is None:
         return drafter, None
+    if not isinstance(model, Decoder):
+        model = model_folder(model)
     theirs = None if isinstance(model, Decoder) else identity_of(model)
     if tokenizer is not None and theirs not in (None, tokenizer.identity):
         raise SpecError(

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from hone.base.errors import ArtifactError, MachineError, MissingExtra
+from hone.base.errors import MachineError, MissingExtra
 from hone.base.run import Run
 from hone.base.spec import Spec
+from hone.model.folder import HUB, model_folder
 from hone.serve.http.worker import Build, EngineFacts, EngineLike, EngineProcess
 from hone.serve.spec import EngineSpec
 
@@ -78,20 +79,23 @@ def serve(
     Ctrl-C ends running requests with an error; SIGTERM lets them finish for `drain_s`. Raises MachineError when the
     port is taken (before the model is loaded) or the engine's process dies, ArtifactError for a folder without a model.
     """
-    spec, folder, run = spec or ServerSpec(), Path(folder), run or Run()
+    spec, run = spec or ServerSpec(), run or Run()
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingExtra.of("the server", error.name or "fastapi", "serve") from None
-    if not (folder / "config.json").exists():
-        raise ArtifactError(
-            f"{folder} has no config.json" if folder.is_dir() else f"no folder {folder}",
-            fix="give a model folder: one that `hone train` or transformers wrote",
-        )
+    spec = spec.model_copy(update={"served_model_name": spec.served_model_name or _name_of(folder)})
+    folder = model_folder(folder)
     with listen(spec.host, spec.port) as sock, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(folder, spec, run, sock, build))
+
+
+def _name_of(folder: Path | str) -> str:
+    """What clients call the model where nothing else is said: the folder's name, or OWNER/NAME of one on the Hub."""
+    text = str(folder)
+    return text.removeprefix(HUB) if text.startswith(HUB) else Path(folder).resolve().name
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -134,7 +138,7 @@ async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, 
     if engine.facts.sizes:
         run.say(engine.facts.sizes)
     try:
-        name = spec.served_model_name or folder.resolve().name
+        name = spec.served_model_name
         settings = FrontSettings(
             names=(name,),
             api_key=spec.api_key or os.environ.get(API_KEY_VARIABLE, ""),
