@@ -80,6 +80,20 @@ class ModelConfig(Spec):
             layer.mixer.check_source(self.layers[source].mixer)
         return self
 
+    @model_validator(mode="after")
+    def _adapters_have_targets(self) -> ModelConfig:
+        for adapter in self.adapters:
+            linears = (
+                (index, path, one) for index in range(self.num_layers) for path, one in self.linears(index).items()
+            )
+            if not any(
+                adapter is found for index, path, one in linears for found, _ in self.wrappers(index, path, one)
+            ):
+                raise ValueError(
+                    f"target_modules {list(adapter.target_modules)} of adapter '{adapter.kind}' name no linear"
+                )
+        return self
+
     def source_of(self, index: int) -> int | None:
         """The layer whose keys and values layer `index` borrows: the nearest before it that lends; None for its own."""
         if not self.layers[index].mixer.borrows:

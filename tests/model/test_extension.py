@@ -178,10 +178,22 @@ def test_wrappers_nest_and_give_their_whole_weight(tmp_path: Path) -> None:
     assert torch.equal(saved(model, tmp_path)(TOKENS), model(TOKENS))
 
 
+def test_a_wrapper_leaves_experts_out_and_says_so_when_they_are_named() -> None:
+    values = with_experts().model_dump(mode="json")
+    made = ModelConfig.read({**values, "adapters": ["low_rank"]})
+    found = {name for name, part in build(made).layers[0].named_modules() if type(part).__name__ == "LowRankLinear"}
+    assert found == {"mixer.qkv", "mixer.out", "feed_forward.router"}
+    named = {"kind": "low_rank", "target_modules": ["experts.1.up_proj"]}
+    with pytest.raises(SpecError, match=r"cannot wrap model\.layers\.0\.mlp\.experts\.1\.up_proj"):
+        ModelConfig.read({**values, "adapters": [named]})
+
+
 def test_rank_and_targets_are_read_and_printed() -> None:
     made = config(adapters=["low_rank"])
     assert made.adapters[0].target_modules == ("all-linear",)
     assert ModelConfig.read(made.model_dump(mode="json")) == made
+    with pytest.raises(SpecError, match=r"target_modules \['q_projection'\] of adapter 'low_rank' name no linear"):
+        config(adapters=[{"kind": "low_rank", "target_modules": ["q_projection"]}])
     with pytest.raises(SpecError, match="unknown adapter"):
         config(adapters=["lora_typo"])
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from hone.base.errors import SpecError
 from hone.base.table import Technique
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
@@ -25,10 +26,12 @@ class Adapter(Technique):
         description="Checkpoint modules it wraps, by the end of their names ('q_proj', 'mlp.down_proj'), or all-linear.",
     )
 
+    wraps_experts: ClassVar[bool] = False
+    """Whether it can wrap linears with a weight for each expert; if not, all-linear leaves them out."""
+
     def targets(self, module: str) -> bool:
-        """Whether it wraps checkpoint module `module` ('model.layers.0.self_attn.q_proj')."""
-        ends = self.target_modules
-        return "all-linear" in ends or any(module == end or module.endswith(f".{end}") for end in ends)
+        """Whether `target_modules` name checkpoint module `module` ('model.layers.0.self_attn.q_proj')."""
+        return any(module == end or module.endswith(f".{end}") for end in self.target_modules)
 
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
         """What it adds to `linear`, of which it wraps `pieces`."""
@@ -40,11 +43,24 @@ class Adapter(Technique):
 
 
 def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[str]) -> Wrappers:
-    """Those of `adapters` that target a checkpoint module of `linear`; `modules` are its, in order of `linear.parts`."""
-    names = list(zip(linear.parts, modules, strict=True))
+    """Those of `adapters` that wrap `linear`, whose rows are in the checkpoint modules `modules`.
+
+    Raises SpecError when one names the modules of experts and cannot wrap them.
+    """
+    modules, parts = list(modules), list(linear.parts)
     found: Wrappers = []
     for adapter in adapters:
-        hit = {part.rpartition(".")[2] for part, module in names if adapter.targets(module)}
-        if hit:
+        named = [adapter.targets(module) for module in modules]
+        if linear.experts is not None and not adapter.wraps_experts:
+            if any(named):
+                raise SpecError(
+                    f"adapter '{adapter.kind}' cannot wrap {modules[named.index(True)]}, the weights of one expert",
+                    fix="leave experts out of target_modules",
+                )
+            continue
+        if "all-linear" in adapter.target_modules or (len(modules) < len(parts) and any(named)):
+            found.append((adapter, linear.pieces))  # one module may hold all pieces: there is no wrapping some
+        elif any(named):
+            hit = {part.rpartition(".")[2] for part, taken in zip(parts, named, strict=True) if taken}
             found.append((adapter, tuple(piece for piece in linear.pieces if piece.name in hit)))
     return found
