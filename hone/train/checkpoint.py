@@ -30,7 +30,7 @@ class Checkpoints:
         """The most that whole checkpoints took on disk at once."""
 
     def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Keeps the state after `step`; drops all but the newest `keep` checkpoints."""
+        """Writes the state after `step`; deletes all but the newest `keep` checkpoints."""
         from hone.model.shards import save_tensors
 
         target = self.folder / f"{_PREFIX}{step:08d}"

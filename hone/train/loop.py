@@ -85,8 +85,8 @@ class Trainer:
     """A decoder in training: its weights, its optimizer, the loss scale, and how many of `steps` are done.
 
     The model comes in float32 and is trained in place; afterwards its parameters have the dtype of `precision` (see
-    precision.py). `gradient_accumulation_steps` cuts a step's batch into that many micro-batches; the result does not depend on it
-    but for rounding. `compile` runs every layer through torch.compile.
+    precision.py). `gradient_accumulation_steps` cuts a step's batch into that many micro-batches: less memory, the same result but
+    for rounding. `compile` runs every layer through torch.compile.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class Trainer:
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The objective summed over one micro-batch, and what mixers and feed-forwards add, summed over its tokens."""
         tokens, targets, context = to_device(batch, self.device)
-        taught = None
+        teacher_hidden = None
         if self.teacher is not None and self.objective.from_teacher:
             with torch.no_grad():
-                taught = self.teacher.hidden(tokens, context)
+                teacher_hidden = self.teacher.hidden(tokens, context)
         x = run_layers(self.model, tokens, context, self.segments)
-        loss = self.objective.total(self.model, x, targets, self.teacher, taught)
+        loss = self.objective.total(self.model, x, targets, self.teacher, teacher_hidden)
         extra = context.extra_loss  # a mean over the tokens of this pass
         return loss, None if extra is None else extra * tokens.numel()
 
@@ -203,7 +203,7 @@ class Trainer:
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, numbers): all that the next step depends on, data order included (it follows from `done`)."""
+        """(tensors, numbers): all that the next step depends on. The order of the data follows from `done`."""
         tensors = self.update.state()
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -211,7 +211,7 @@ class Trainer:
         return tensors, {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Takes up what `state` gave; the next step is then the one that would have followed.
+        """Restores what `state` gave; the next step is then the one that would have followed.
 
         Bit for bit on a CPU with as many threads; on a GPU attention's backward pass may add in another order.
         """
@@ -240,7 +240,7 @@ def fit(
     """Trains until `trainer.steps` are done, from wherever `trainer` stands.
 
     A step takes `batch_size` sequences of `seq_len` tokens. With `val` the loss on its first `eval_sequences` sequences (0: all) is
-    taken every `eval_every` steps and after the last one. `watch` writes down every step; `checkpoints` keeps the
+    taken every `eval_every` steps and after the last one. `watch` logs every step; `checkpoints` saves the
     whole state every `checkpoint_every` steps, after `watch` has made its lines durable.
     """
     while trainer.done < trainer.steps:

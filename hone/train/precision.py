@@ -65,5 +65,5 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Takes up what `state` gave."""
+        """Restores what `state` gave."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -1,4 +1,4 @@
-"""The update: hands the weights, bucket by bucket, to the rule of their group, and keeps what the rules remember."""
+"""The update: steps the weights, bucket by bucket, by the rule of their group, and keeps the optimizer's state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Update:
         grouped = [name for group in self.groups for name in group.names]
         assert sorted(grouped) == sorted(self.parameters), "every parameter belongs to exactly one group"
         self.states: dict[str, dict[str, Tensor]] = {}
-        """By parameter, what its rule remembers of it; empty before the first step."""
+        """Optimizer state by parameter; empty before the first step."""
         self.count = 0
         """Steps applied; skipped ones are not counted."""
 
@@ -61,7 +61,7 @@ class Update:
         yield names
 
     def state(self) -> dict[str, Tensor]:
-        """'weight.NAME' the float32 weights, 'KEY.NAME' what the rules remember, 'updates' the steps applied."""
+        """'weight.NAME' the float32 weights, 'KEY.NAME' the optimizer state, 'updates' the steps applied."""
         tensors = {f"weight.{name}": master.detach() for name, master in self.weights.masters.items()}
         for name, state in self.states.items():
             tensors |= {f"{key}.{name}": tensor for key, tensor in state.items()}
@@ -70,7 +70,7 @@ class Update:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Takes up what `state` gave."""
+        """Restores what `state` gave."""
         self.count, self.states = int(tensors["updates"].item()), {}
         for label, tensor in tensors.items():
             key, _, name = label.partition(".")

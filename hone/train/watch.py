@@ -1,4 +1,4 @@
-"""What a training says while it runs: steps.jsonl, timings, TensorBoard curves and the progress line."""
+"""Logs of a running training: steps.jsonl, timings, TensorBoard curves and the progress line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hone.base.run import Progress
 
 
 class Watch:
-    """Writes down every step.
+    """Logs every step.
 
-    `steps.jsonl` in `folder` is content: it holds nothing that differs between two runs of one spec, and on a resume
-    it is cut back to the steps that the checkpoint has. `timing.jsonl` and TensorBoard events in `log` are not.
+    `steps.jsonl` in `folder` is content: two runs of one spec write the same, and on a resume the lines after the
+    checkpoint's step are dropped. `timing.jsonl` and TensorBoard events in `log` differ from run to run.
     MFU (model FLOPs utilization) is 3 x `forward_flops_per_token` x tokens/s / `peak_flops_per_s`: 6 a weight (head
     included, embedding lookup not) plus causal-halved attention, recomputation not counted; None without a peak.
     """
@@ -82,7 +82,7 @@ class Watch:
         self._before = time.perf_counter()
 
     def sync(self) -> None:
-        """Makes everything written so far durable; `kept` is told, which notes the time spent."""
+        """Makes everything written so far durable, then calls `kept`, which notes the time spent."""
         for file in (self._steps, self._timing):
             file.flush()
             os.fsync(file.fileno())
@@ -91,7 +91,7 @@ class Watch:
             self._kept()
 
     def restart_clock(self) -> None:
-        """What came since the last step was no step's time: a checkpoint."""
+        """Leaves what was done since the last step (a checkpoint) out of the next step's time."""
         self._before = time.perf_counter()
 
     def mfu(self, tokens_per_s: float) -> float | None:
@@ -119,7 +119,7 @@ def _write(file: TextIO, row: dict[str, Any]) -> None:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drops the rows after `step`, and a line that a kill left half written."""
+    """Drops the lines after `step`, and one that a kill left half written."""
     if not path.exists():
         return
     kept = []

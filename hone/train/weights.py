@@ -69,7 +69,7 @@ class Weights:
 
 
 def describe_parameters(model: Decoder) -> dict[str, Parameter]:
-    """What an optimizer is told of each trained parameter of `model`."""
+    """What an optimizer knows of each trained parameter of `model`."""
     pieces = {
         f"layers.{index}.{path}.weight": tuple(piece.out_features for piece in linear.pieces)
         for index in range(model.config.num_layers)

@@ -1,4 +1,4 @@
-"""What a training objective is: a loss summed over the positions that have a target."""
+"""The base of training objectives: a loss summed over the positions that have a target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class Objective(Technique):
     """A loss over the decoder's last hidden states. It gives a sum: the loop divides by all valid targets of a step,
-    so that the result is the same however a step is cut into micro-batches."""
+    so the result is the same however a step is cut into micro-batches."""
 
     from_teacher: ClassVar[bool] = False
     """Whether a teacher's hidden states are needed."""
@@ -26,10 +26,10 @@ class Objective(Technique):
         return int((targets != -100).sum())
 
     def total(
-        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
+        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None
     ) -> Tensor:
         """The loss in nats summed over the targets that are not -100; float32 scalar.
 
-        x [B, S, D] and `taught` [B, S, D'] are hidden states before the final norm; targets int64 [B, S].
+        x [B, S, D] and `teacher_hidden` [B, S, D'] are hidden states before the final norm; targets int64 [B, S].
         """
         raise NotImplementedError

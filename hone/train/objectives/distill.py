@@ -23,16 +23,16 @@ class Distill(Objective):
     temperature: float = Field(1.0, gt=0, description="Both distributions are softened by it before they are compared.")
 
     def total(
-        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
+        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None
     ) -> Tensor:
         """Nats of the mix summed over the valid targets. T^2 keeps the gradient's size when T changes."""
         from hone.train.objectives.distill_loss import distill_loss
 
-        assert teacher is not None and taught is not None, "distill without a teacher"
+        assert teacher is not None and teacher_hidden is not None, "distill without a teacher"
         return distill_loss(
             model.norm(x).flatten(0, -2),
             model.head_weight,
-            teacher.norm(taught).flatten(0, -2),
+            teacher.norm(teacher_hidden).flatten(0, -2),
             teacher.head_weight,
             targets.flatten(),
             alpha=self.alpha,

@@ -15,7 +15,7 @@ from hone.ops.loss.reference import Teacher, default_chunk_tokens
 def distill_loss(
     x_TD: Tensor,
     weight_VD: Tensor,
-    taught_TE: Tensor,
+    teacher_TE: Tensor,
     teacher_VE: Tensor,
     targets_T: Tensor,
     *,
@@ -24,10 +24,10 @@ def distill_loss(
 ) -> Tensor:
     """alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) cross entropy, summed over valid targets.
 
-    `x_TD` and `taught_TE` are normed hidden states in any floating dtype, targets int64 with -100 where there is none.
+    `x_TD` and `teacher_TE` are normed hidden states in any floating dtype, targets int64 with -100 where there is none.
     A float32 scalar in nats (float64 for float64 inputs), differentiable in `x_TD` and `weight_VD`. arXiv:1503.02531.
     """
-    teacher = Teacher(taught_TE, teacher_VE, alpha, temperature)
+    teacher = Teacher(teacher_TE, teacher_VE, alpha, temperature)
     chunk_tokens = None if x_TD.is_cuda else default_chunk_tokens(x_TD.device.type, len(weight_VD))
     return linear_cross_entropy(
         x_TD, weight_VD, targets_T, reduction="sum", ignore_index=IGNORE, teacher=teacher, chunk_tokens=chunk_tokens

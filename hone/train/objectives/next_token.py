@@ -16,7 +16,7 @@ class NextToken(Objective):
     """Cross entropy of the next token."""
 
     def total(
-        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, taught: Tensor | None
+        self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None
     ) -> Tensor:
         """Nats summed over the valid targets."""
         from hone.ops import linear_cross_entropy

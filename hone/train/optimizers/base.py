@@ -1,4 +1,4 @@
-"""What an optimizer is: groups of weights, each with a rule that turns gradients into a step."""
+"""The base of optimizers: groups of weights, each with a rule that turns gradients into a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What an optimizer is told of one trained weight before any step.
+    """What an optimizer knows of one trained weight before any step.
 
     `kind`: a 'matrix' of a layer's linear (output rows first), the 'embedding' (the head too, when both are one), the
     'head', or 'other' (norms, biases, a mixer's own numbers). `pieces` are the rows of the matrices that a fused one is
@@ -32,7 +32,7 @@ class Parameter:
 
 @dataclass
 class Entry:
-    """One weight in a step: its float32 values, its gradient, and what its rule remembers of it. All changed in place."""
+    """One weight in a step: its float32 values, its gradient and its optimizer state. A step may change all three in place."""
 
     weight: Tensor
     grad: Tensor
@@ -41,9 +41,9 @@ class Entry:
 
 
 class Rule:
-    """How weights follow their gradients. It holds numbers only; what it remembers of a weight is handed in.
+    """One step of weights from their gradients. It holds numbers only: the state of a weight is an argument.
 
-    A rule is told nothing of the rest of the model, so a group may be stepped in parts, in any order.
+    A step of one weight depends on no other weight, so a group may be stepped in parts, in any order.
     """
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class Group:
 
 
 class Optimizer(Technique):
-    """Groups the weights and says by which rule each group is trained."""
+    """Groups the weights and gives each group its rule."""
 
     lr: float = Field(1e-3, gt=0, description="Peak learning rate; the schedule scales it.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices (vectors such as norms have none).")

@@ -1,4 +1,4 @@
-"""What a learning-rate schedule is: the peak's share at every step, after a linear warm-up."""
+"""The base of learning-rate schedules: a share of the peak at every step, after a linear warm-up."""
 
 from __future__ import annotations
 
