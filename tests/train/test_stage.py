@@ -259,6 +259,20 @@ def test_every_optimizer_makes_the_same_bytes_after_a_kill(optimizer, data_folde
     assert whole.techniques[-1]["slot"] == "optimizer"
 
 
+def test_a_training_of_an_earlier_hone_is_not_made_again(trained, data_folder, tmp_path):
+    """Its manifest has the former names, no kind of optimizer, and circumstances in its fingerprint."""
+    shutil.copytree(trained.folder, tmp_path / trained.folder.name)
+    path = tmp_path / trained.folder.name / "hone.json"
+    manifest = json.loads(path.read_text())
+    former = {now: old for old, now in Train.renamed.items()}
+    spec = {former.get(name, name): value for name, value in manifest["spec"].items()}
+    spec["optimizer"] = {name: value for name, value in spec["optimizer"].items() if name != "kind"}
+    path.write_text(json.dumps({**manifest, "spec": spec, "fingerprint": "0123456789abcdef"}))
+    before = path.read_bytes()
+    made = Train.read(SPEC).make(path.parent, {"data": Artifact.read(data_folder)}, QUIET)
+    assert path.read_bytes() == before and made.fingerprint == "0123456789abcdef"
+
+
 def test_options_of_an_optimizer_without_its_kind_are_adamws():
     spec = Train.read({**SPEC, "optimizer": {"lr": 0.5}})
     assert spec.optimizer.kind == "adamw" and spec.optimizer.lr == 0.5
