@@ -288,6 +288,15 @@ def test_a_refused_command_leaves_nothing(model, tmp_path, capsys):
     assert not out.parent.exists()
 
 
+def test_data_takes_several_sources(monkeypatch):
+    asked = []
+    monkeypatch.setattr("hone.data.stage.Data.make", lambda spec, *_: asked.append(spec.source) or sys.exit(7))
+    for words in (["a b.txt", "émile, *.md"], ["one"]):
+        with pytest.raises(SystemExit):
+            main(["data", *words, "--out=/tmp/x", "--quiet"])
+    assert asked == [("a b.txt", "émile, *.md"), "one"]
+
+
 def test_calibrate_measures_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("hone.measure.calibrate.BUDGET_S", 0.01)

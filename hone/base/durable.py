@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -48,6 +49,17 @@ def sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_once(path: Path) -> str:
+    """The same, computed again only when the file has changed: many tasks read the same files."""
+    there = path.stat()
+    return _sha256_of(path, there.st_size, there.st_mtime_ns, there.st_ino)
+
+
+@functools.lru_cache(maxsize=65536)
+def _sha256_of(path: Path, *version: int) -> str:
+    return sha256(path)
 
 
 def sync(path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from hone.base.artifact import MANIFEST, Artifact, parse, reserve
-from hone.base.durable import sha256, sync, write_atomic
+from hone.base.durable import sha256_once, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError, FitError, HoneError, MachineError, MissingExtra, SpecError
 from hone.base.figure import human_bytes
 from hone.base.identity import changed_file, drift
@@ -53,7 +53,7 @@ def file_system(url: str, doing: str) -> tuple[Any, str]:
 
 
 def unreachable(url: str, error: BaseException) -> MachineError:
-    """The error that says so."""
+    """The error for a URL that does not answer, with the first line of what its client said."""
     said = str(error).strip().split("\n")[0][:200] or type(error).__name__
     return MachineError(
         f"{url} cannot be reached: {said}",
@@ -62,12 +62,10 @@ def unreachable(url: str, error: BaseException) -> MachineError:
 
 
 class Store:
-    """The objects below a URL, by name. Every operation raises MachineError when the store refuses or cannot be reached."""
+    """The objects below a URL or a folder, by name. Every operation raises MachineError when the store refuses or does not answer."""
 
     def __init__(self, url: str) -> None:
-        if "://" not in url:
-            raise SpecError(f"'{url}' is no URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/") if "://" in url else f"{Path(url).expanduser().absolute()}"
         self._system, root = file_system(self.url, f"using {self.url}")
         self._root = root.rstrip("/")
         protocol = self._system.protocol
@@ -122,6 +120,22 @@ class Store:
             os.replace(half, file)
         finally:
             half.unlink(missing_ok=True)
+
+    def fetch(self, name: str, file: Path, num_bytes: int, digest: str, fix: str) -> None:
+        """As `get`, unless `file` is there already with these bytes. Raises ArtifactError when the object is missing or another."""
+        if file.is_file() and file.stat().st_size == num_bytes and sha256_once(file) == digest:
+            return
+        shown = "" if PurePosixPath(name).name == file.name else f" ({file.name})"
+        try:
+            self.get(name, file)
+        except ArtifactError as error:
+            raise ArtifactError(f"{error.what}{shown}", fix=fix) from None
+        size = file.stat().st_size
+        if size == num_bytes and sha256_once(file) == digest:
+            return
+        file.unlink()
+        short = f" ({size} bytes, not {num_bytes})" if size != num_bytes else ""
+        raise ArtifactError(f"{self.url}/{name}{shown} is not the file that was put there{short}", fix=fix)
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects, those that are there."""
@@ -201,7 +215,7 @@ def push(folder: Path | str, url: str, run: Run | None = None) -> int:
             f"{artifact.folder / changed} is no longer the file that {MANIFEST} describes",
             fix="put it back, or make the artifact again",
         )
-    store = Store(url)
+    store = _at(url)
     manifest = (artifact.folder / MANIFEST).read_bytes()
     ours = {"manifest": hashlib.sha256(manifest).hexdigest(), "files": sorted(files)}
     there, begun = store.read(MANIFEST), _begun(store)
@@ -233,6 +247,13 @@ def push(folder: Path | str, url: str, run: Run | None = None) -> int:
     store.write(MANIFEST, manifest)
     store.remove([BEGUN])
     return len(left)
+
+
+def _at(url: str) -> Store:
+    """The store of an artifact. Raises SpecError for a path: folders are copied by other means."""
+    if "://" not in url:
+        raise SpecError(f"'{url}' is no URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
+    return Store(url)
 
 
 def _begun(store: Store) -> dict[str, Any] | None:
@@ -288,7 +309,7 @@ def pull(url: str, folder: Path | str, run: Run | None = None) -> Artifact:
     `run.redo`), ArtifactError when it is no artifact or the URL holds none that is whole.
     """
     need_local(folder, "hone pull URL FOLDER: a folder of this machine")
-    run, out, store = run or Run(), Path(folder), Store(url)
+    run, out, store = run or Run(), Path(folder), _at(url)
     content = store.read(MANIFEST)
     if content is None and store.read(BEGUN) is not None:
         raise ArtifactError(f"{store.url} is unfinished: its push was interrupted", fix="run the same push again")
@@ -316,16 +337,7 @@ def pull(url: str, folder: Path | str, run: Run | None = None) -> Artifact:
             )
 
         def fetch(name: str) -> None:
-            path, row = partial / name, files[name]
-            if path.exists() and path.stat().st_size == row["bytes"] and sha256(path) == row["sha256"]:
-                return
-            store.get(name, path)
-            size = path.stat().st_size
-            if size == row["bytes"] and sha256(path) == row["sha256"]:
-                return
-            path.unlink()
-            short = f" ({size} bytes, not {row['bytes']})" if size != row["bytes"] else ""
-            raise ArtifactError(f"{store.url}/{name} is not the file that its {MANIFEST} describes{short}", fix=again)
+            store.fetch(name, partial / name, files[name]["bytes"], files[name]["sha256"], again)
 
         with run.progress("pull", sum(row["bytes"] for row in files.values()), "B") as bar:
             at_once(fetch, files, lambda name: bar.advance(files[name]["bytes"]))

@@ -331,7 +331,7 @@ def damage(change) -> None:
         (lambda system, root: system.pipe_file(f"{root}/a.txt", b"alp"), r"a\.txt is not the file .*3 bytes, not 5"),
         (
             lambda system, root: system.pipe_file(f"{root}/a.txt", b"ALPHA"),
-            r"a\.txt is not the file that its hone\.json",
+            r"a\.txt is not the file that was put there",
         ),
         (lambda system, root: system.rm_file(f"{root}/hone.json"), r"holds no hone\.json"),
         (lambda system, root: system.pipe_file(f"{root}/hone.json", b"{"), r"hone\.json is corrupt"),

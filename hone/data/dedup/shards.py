@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hone.base.durable import sync
+from hone.base.durable import sha256, sync
 from hone.data.corpus import Corpus
-from hone.data.executors.store import file_hash
 from hone.data.executors.task import written
 from hone.data.text.batch import Texts
 
@@ -86,7 +85,7 @@ def contents(files: Sequence[Path]) -> list[list[Any]]:
     rows = []
     for file in files:
         size, row = file.stat().st_size, known.get(f"{file}")
-        hashed = row["hash"] if row and row["bytes"] == size else file_hash(file)
+        hashed = row["hash"] if row and row["bytes"] == size else sha256(file)
         rows.append([file.name, size, hashed])
     return rows
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.artifact import Draft
+from hone.base.durable import sha256
 from hone.base.errors import MachineError
 from hone.base.run import Run
 from hone.base.spec import fingerprint
 from hone.base.store import AT_ONCE, Store, at_once
 from hone.data.executors.base import Pool, Rescue
-from hone.data.executors.store import Kept, Read, file_hash
+from hone.data.executors.store import Kept, Read
 from hone.data.executors.task import Function, Task, fetched
 from hone.data.readers.listing import Listing
 
@@ -67,7 +68,7 @@ class Keeping:
         paths = {path for path in (*task.reads, *_paths(task.arguments)) if path.is_relative_to(self._root)}
         for path in paths - self._known.keys():
             if path.is_file():  # what no task wrote: a tokenizer, a scorer's model
-                read = self._note(path, path.stat().st_size, file_hash(path))
+                read = self._note(path, path.stat().st_size, sha256(path))
                 self._store.put(path, f"files/{read.hash}")
         return tuple(self._known[path] for path in sorted(paths) if path in self._known)
 

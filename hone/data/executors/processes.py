@@ -6,15 +6,13 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
-from hone.data.executors.base import RETRIES, Executor, Pool, Rescue, given_up
-from hone.data.executors.task import Function, Task, finished
+from hone.data.executors.base import Executor, Outcome, Pool, RunAhead
+from hone.data.executors.task import Function, Task
 
-_AHEAD = 4
 _ONE_THREAD = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _COMMAND = "import sys; sys.path[:] = {path!r}; from hone.data.executors.worker import work; work({given}, {answers})"
 
@@ -58,83 +56,47 @@ class _Worker:
         self.tasks.close()
 
 
-class _Processes:
+class _Processes(RunAhead):
     def __init__(self, workers: int) -> None:
-        self.workers = workers
+        super().__init__(workers)
         self._idle: list[_Worker] = []
         self._busy: dict[Connection, tuple[_Worker, int]] = {}
-        self.peak_memory_bytes: int | None = None
 
-    def map(self, function: Function, tasks: Sequence[Task], rescue: Rescue | None = None) -> Iterator[dict[str, Any]]:
-        tasks = list(tasks)
-        deaths = [0] * len(tasks)
-        results: dict[int, dict[str, Any] | BaseException] = {}
-        waiting = list(range(len(tasks)))[::-1]
-        try:
-            for wanted in range(len(tasks)):
-                while wanted not in results:
-                    self._hand_out(function, tasks, waiting, results, wanted + _AHEAD * self.workers)
-                    for number, answer, code in self._hear():
-                        if answer is not None:
-                            results[number] = self._opened(answer)
-                            continue
-                        deaths[number] += 1
-                        if deaths[number] > RETRIES:
-                            other = rescue(tasks[number]) if rescue else None
-                            if other is None:
-                                raise given_up(tasks[number], _how(code))
-                            tasks[number] = other
-                        waiting.append(number)
-                result = results.pop(wanted)
-                if isinstance(
-                    result, BaseException
-                ):  # only now: which error is raised must not depend on who was first
-                    raise result
-                yield result
-        finally:
-            for worker, _ in self._busy.values():  # an error, or the caller has enough
-                worker.stop()
-            self._busy.clear()
+    def has_room(self) -> bool:
+        return len(self._busy) < self.workers
 
-    def _hand_out(self, function: Function, tasks: list[Task], waiting: list[int], results: dict, end: int) -> None:
-        """Gives work to idle workers, starting them as needed; nothing from number `end` on."""
-        while waiting and waiting[-1] < end and len(self._busy) < self.workers:
-            number = waiting.pop()
-            before = finished(function, tasks[number])
-            if before is not None:
-                results[number] = before
-                continue
-            worker = self._idle.pop() if self._idle else _Worker()
-            self._busy[worker.answers] = (worker, number)
-            with suppress(BrokenPipeError):  # it died idle; its answers say so
-                worker.tasks.send((function, tasks[number]))
+    def start(self, number: int, function: Function, task: Task, rescue: bool) -> None:
+        worker = self._idle.pop() if self._idle else _Worker()
+        self._busy[worker.answers] = (worker, number)
+        with suppress(BrokenPipeError):  # it died idle; its answers say so
+            worker.tasks.send((function, task))
 
-    def _hear(self) -> list[tuple[int, bytes | None, int]]:
-        """(task number, answer, 0) of every worker that is done, (number, None, exit code) of every dead one; waits for one."""
-        heard = []
-        for connection in wait(list(self._busy)) if self._busy else ():
+    def ended(self) -> list[Outcome]:
+        outcomes = []
+        for connection in wait(list(self._busy)):
             worker, number = self._busy.pop(connection)
             try:
-                heard.append((number, worker.answers.recv_bytes(), 0))
+                summary, error, memory = pickle.loads(worker.answers.recv_bytes())
+                self.note_memory(memory)
+                outcomes.append(Outcome(number, summary, error))
                 self._idle.append(worker)
             except (EOFError, OSError):
                 worker.process.wait()
-                heard.append((number, None, worker.process.returncode))
+                outcomes.append(Outcome(number, died=_how(worker.process.returncode)))
                 worker.stop()
-        return heard
+        return outcomes
 
-    def _opened(self, answer: bytes) -> dict[str, Any] | BaseException:
-        """The summary in a worker's answer, or what the task raised."""
-        summary, error, memory = pickle.loads(answer)
-        self.peak_memory_bytes = max(self.peak_memory_bytes or 0, memory)
-        return summary if error is None else error
+    def give_up(self) -> None:
+        for worker, _ in self._busy.values():  # an error, or the caller has enough
+            worker.stop()
+        self._busy.clear()
 
     def close(self) -> None:
         """Ends all workers."""
-        for worker in [*self._idle, *(worker for worker, _ in self._busy.values())]:
+        self.give_up()
+        for worker in self._idle:
             worker.stop()
         self._idle.clear()
-        self._busy.clear()
 
 
 def _how(code: int) -> str:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from pydantic import Field
 
 from hone.base.errors import MissingExtra, SpecError
-from hone.data.executors.base import RETRIES, Executor, Pool, Rescue, given_up
+from hone.data.executors.base import Executor, Outcome, Pool, RunAhead
 from hone.data.executors.processes import Processes
-from hone.data.executors.task import Function, Task, finished, perform
+from hone.data.executors.task import Function, Task, perform
 from hone.data.executors.worker import peak_memory_bytes
-
-_AHEAD = 4
 
 
 class Ray(Executor):
@@ -69,65 +67,53 @@ class Ray(Executor):
                 ) from None
 
 
-class _OnRay:
+class _OnRay(RunAhead):
     def __init__(self, ray: Any, workers: int) -> None:
-        self._ray, self.workers = ray, workers
-        self._submit = ray.remote(num_cpus=1, max_retries=RETRIES, retry_exceptions=False)(_perform).remote
-        self.peak_memory_bytes: int | None = None
+        super().__init__(workers)
+        self._ray = ray
+        self._submit = ray.remote(num_cpus=1, max_retries=0, retry_exceptions=False)(_perform).remote
+        self._running: dict[Any, int] = {}
+        self._done_here: list[Outcome] = []
 
-    def map(self, function: Function, tasks: Sequence[Task], rescue: Rescue | None = None) -> Iterator[dict[str, Any]]:
-        tasks = list(tasks)
-        running: dict[int, Any] = {}
-        results: dict[int, dict[str, Any]] = {}
-        following = 0
-        try:
-            for wanted in range(len(tasks)):
-                while following < min(len(tasks), wanted + _AHEAD * self.workers):
-                    before = finished(function, tasks[following])
-                    if before is None:
-                        running[following] = self._submit(function, tasks[following])
-                    else:
-                        results[following] = before
-                    following += 1
-                while wanted not in results:
-                    answer = self._answer(running.pop(wanted))
-                    if answer is None:
-                        other = rescue(tasks[wanted]) if rescue else None
-                        if other is None:
-                            raise given_up(tasks[wanted], "see Ray's log")
-                        tasks[wanted] = other
-                        if other.kept is None:
-                            running[wanted] = self._submit(function, other)
-                        else:  # what it notes before it dies lies on its own machine: so here, where `rescue` looks
-                            results[wanted] = self._here(function, other, rescue)
-                    else:
-                        results[wanted] = answer
-                yield results.pop(wanted)
-        finally:
-            for reference in running.values():
-                self._ray.cancel(reference, force=True)
+    def has_room(self) -> bool:
+        return True
 
-    def _here(self, function: Function, task: Task, rescue: Rescue | None) -> dict[str, Any]:
-        """Does a task that kills its workers in a process of this machine, with `rescue` as often as it takes."""
+    def start(self, number: int, function: Function, task: Task, rescue: bool) -> None:
+        if rescue and task.kept is not None:
+            # A careful task notes each document before it touches it, on the disk of its own machine: so it runs on this one.
+            self._done_here.append(self._here(number, function, task))
+        else:
+            self._running[self._submit(function, task)] = number
+
+    def ended(self) -> list[Outcome]:
+        here, self._done_here = self._done_here, []
+        done = self._ray.wait(list(self._running), num_returns=1)[0] if not here else []
+        return here + [self._outcome(reference, self._running.pop(reference)) for reference in done]
+
+    def give_up(self) -> None:
+        for reference in self._running:
+            self._ray.cancel(reference, force=True)
+        self._running.clear()
+        self._done_here.clear()
+
+    def _here(self, number: int, function: Function, task: Task) -> Outcome:
+        """Does a task in a process of this machine."""
         with Processes(workers=1).open() as pool:
-            (summary,) = pool.map(function, [task], rescue)
-            self.peak_memory_bytes = max(self.peak_memory_bytes or 0, pool.peak_memory_bytes or 0)
-        return summary
+            pool.start(number, function, task, rescue=True)
+            (outcome,) = pool.ended()
+            self.note_memory(pool.peak_memory_bytes)
+        return outcome
 
-    def _answer(self, reference: Any) -> dict[str, Any] | None:
-        """The summary that a task gave; None when its worker died. Raises what the task raised."""
+    def _outcome(self, reference: Any, number: int) -> Outcome:
+        failures = self._ray.exceptions
         try:
             summary, memory = self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except (
-            self._ray.exceptions.WorkerCrashedError,
-            self._ray.exceptions.OutOfMemoryError,
-            self._ray.exceptions.NodeDiedError,
-        ):
-            return None
-        self.peak_memory_bytes = max(self.peak_memory_bytes or 0, memory)
-        return summary
+        except failures.RayTaskError as error:
+            return Outcome(number, error=error.cause)
+        except (failures.WorkerCrashedError, failures.OutOfMemoryError, failures.NodeDiedError):
+            return Outcome(number, died="see Ray's log")
+        self.note_memory(memory)
+        return Outcome(number, summary)
 
 
 def _perform(function: Function, task: Task) -> tuple[dict[str, Any], int]:

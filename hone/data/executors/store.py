@@ -7,7 +7,6 @@ another content under the same name, so it does not matter who puts it, how ofte
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from hone.base.store import Store, at_once
 
 
 class Read(NamedTuple):
-    """A file of the stage that a task reads: where it lies, its `name` inside the stage's folder, its size and `file_hash`."""
+    """A file of the stage that a task reads: where it lies, its `name` inside the stage's folder, its size and SHA-256."""
 
     path: Path
     name: str
@@ -66,36 +65,11 @@ class Kept(NamedTuple):
         fix = "run it again with another --executor.store"
         at_once(lambda read: self._bring(read.path, read.bytes, read.hash, fix), self.reads)
 
-    def _bring(self, path: Path, size: int, wanted: str, fix: str) -> None:
-        if path.is_file() and path.stat().st_size == size and _known(path) == wanted:
-            return
-        try:
-            _store(self.url).get(f"files/{wanted}", path)
-        except ArtifactError as error:
-            raise ArtifactError(f"{error.what} ({path.name})", fix=fix) from None
-        if path.stat().st_size != size or file_hash(path) != wanted:
-            path.unlink()
-            raise ArtifactError(f"{self.url}/files/{wanted} ({path.name}) is not the file that was put there", fix=fix)
+    def _bring(self, path: Path, size: int, digest: str, fix: str) -> None:
+        _store(self.url).fetch(f"files/{digest}", path, size, digest, fix)
 
 
 @functools.lru_cache(maxsize=4)
 def _store(url: str) -> Store:
     """A file system's client takes longer to make than a small task."""
     return Store(url)
-
-
-def _known(path: Path) -> str:
-    """The hash of a file that is there, computed again only when the file has changed: many tasks read the same."""
-    there = path.stat()
-    return _once(path, there.st_size, there.st_mtime_ns, there.st_ino)
-
-
-@functools.lru_cache(maxsize=65536)
-def _once(path: Path, *version: int) -> str:
-    return file_hash(path)
-
-
-def file_hash(path: Path) -> str:
-    """Hash of a file's content, as manifests have it."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

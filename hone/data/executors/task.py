@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hone.base.durable import sync, write_atomic
+from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.spec import fingerprint
-from hone.data.executors.store import Kept, file_hash
+from hone.data.executors.store import Kept
 
 DONE = ".done"
 Function = Callable[..., dict[str, Any]]
@@ -71,7 +71,7 @@ def finished(function: Function, task: Task) -> dict[str, Any] | None:
         size = path.stat().st_size if path.exists() else -1
         if size != row["bytes"]:
             raise _damaged(f"{path} has {max(size, 0)} bytes, its manifest promises {row['bytes']}", task)
-        if file_hash(path) != row["hash"]:
+        if sha256(path) != row["hash"]:
             raise _damaged(f"{path} is not the file that its manifest describes", task)
     if kept and task.kept.find(kept) is None:  # done before there was a store, or killed before it was put there
         task.kept.put(kept, task.folder, manifest)
@@ -109,7 +109,7 @@ def perform(function: Function, task: Task) -> dict[str, Any]:
         files = {}
         for path in sorted(own.iterdir()):
             sync(path)
-            files[path.name] = {"bytes": path.stat().st_size, "hash": file_hash(path)}
+            files[path.name] = {"bytes": path.stat().st_size, "hash": sha256(path)}
             os.replace(path, task.folder / path.name)
         sync(task.folder)
         manifest = {"key": task.key(function), "rows": summary.get("rows"), "files": files, "summary": summary}

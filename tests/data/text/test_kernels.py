@@ -15,12 +15,10 @@ from hone.data.text.segment import BLOCK
 from hone.data.text.tables import spaces
 from tests.data.text import oracle
 
-# Made for kernels alone, they have no way in from Python: here they get one.
-diversity, empty_table, ngrams = (
-    njit(made.py_func) for made in (repeats.diversity, repeats.empty_table, repeats.ngrams)
-)
-find_words, next_within = njit(segment.find_words.py_func), njit(segment.next_within.py_func)
-word_key, empty_scratch = njit(segment.word_key.py_func), njit(scan.empty_scratch.py_func)
+# Only kernels call these; outside of kernels they are plain Python, so they are compiled here.
+diversity, empty_table, ngrams = njit(repeats.diversity), njit(repeats.empty_table), njit(repeats.ngrams)
+find_words, next_within = njit(segment.find_words), njit(segment.next_within)
+word_key, empty_scratch = njit(segment.word_key), njit(scan.empty_scratch)
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]
 
 
