@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -81,7 +81,21 @@ def annotate(
     max_bytes: int | None = None,
     care: Care | None = None,
 ) -> dict[str, Any]:
-    """Reads `files` into the Parquet shard `out` with all columns; returns what it holds and what was broken.
+    """Reads `files` into the Parquet shard `out` with all columns; returns what `annotate_items` says."""
+    items = _items(files, options, care)
+    return annotate_items(items, out, identifier=identifier, scorers=scorers, max_bytes=max_bytes, care=care)
+
+
+def annotate_items(
+    items: Iterable[Batch | Broken],
+    out: Path,
+    *,
+    identifier: Identifier,
+    scorers: Sequence[Opened] = (),
+    max_bytes: int | None = None,
+    care: Care | None = None,
+) -> dict[str, Any]:
+    """Writes what readers hand on into the Parquet shard `out` with all columns; returns what it holds and what was broken.
 
     Stops before the document that would bring the text above `max_bytes`. With `care` documents are gone through one by
     one. The summary: rows, bytes, full, broken {reason: {documents, bytes}}, samples of the broken.
@@ -109,7 +123,7 @@ def annotate(
                 )
             waiting.clear()
 
-        for item in _items(files, options, care):
+        for item in items:
             if isinstance(item, Broken):
                 set_aside(item)
                 continue
@@ -242,10 +256,10 @@ def _annotated(
         else:
             good.append(number)
     if good:
-        yield _arrays(_picked(batch, good), identifier, scorers)
+        yield _arrays(picked(batch, good), identifier, scorers)
 
 
-def _picked(batch: Batch, numbers: Sequence[int]) -> Batch:
+def picked(batch: Batch, numbers: Sequence[int]) -> Batch:
     """The documents `numbers`, copied."""
     texts = _joined([_part(batch, slice(number, number + 1)).texts for number in numbers])
     return Batch(texts, *([column[number] for number in numbers] for column in batch[1:]))
@@ -258,7 +272,7 @@ def _arrays(batch: Batch, identifier: Identifier, scorers: Sequence[Opened]) -> 
     codes = np.full(count, NO_LANGUAGE, object)
     sure = np.ones(count)
     if is_prose.any():
-        prose = texts if is_prose.all() else _picked(batch, np.flatnonzero(is_prose).tolist()).texts
+        prose = texts if is_prose.all() else picked(batch, np.flatnonzero(is_prose).tolist()).texts
         codes[is_prose], sure[is_prose] = identifier.identify_all(prose)
     columns: dict[str, np.ndarray] = dict(signals_of(texts))
     for scorer in scorers:

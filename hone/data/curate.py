@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
-import functools
 import json
-import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,49 +20,37 @@ from hone.base.run import Run
 from hone.data import EXECUTORS
 from hone.data.annotate import tasks
 from hone.data.chain import Chain
-from hone.data.corpus import Corpus, need_parquet
+from hone.data.corpus import Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.keeping import keep
-from hone.data.executors.task import Function, Task, need_known
-from hone.data.forecasting import forecast
-from hone.data.language import Identifier
+from hone.data.executors.task import Task, need_known
+from hone.data.forecasting.plan import DataPlan
+from hone.data.forecasting.plan import plan as make_plan
 from hone.data.load import PackedTokens
 from hone.data.readers.listing import SEEN, Listing, list_source
 from hone.data.results import by_group, count_by, scorer_rows, write_samples, write_stats
 from hone.data.settings import Settings
-from hone.data.tokens import tokenizer as tokenizers
-from hone.data.tokens.pack import pack
-from hone.data.work import (
-    Models,
-    careful,
-    column_tasks,
-    encode,
-    encode_tasks,
-    read,
-    read_task,
-    write,
-    write_columns,
-    write_tasks,
-)
+from hone.data.work import Models, careful, read, read_task, train_scorers
+from hone.data.write import take_or_train, tokenize, write_tables
 from hone.measure.window import Window
 
 
-def curate(spec: Settings, draft: Draft, run: Run) -> None:
+def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
     """Runs the whole stage into `draft`. Raises SpecError when nothing is left at any step, naming what took it away."""
-    need_parquet()
-    _check_encoding(spec.encoding)
     executor = EXECUTORS.read(run.executor)
     with Window("cpu") as window, executor.open() as pool:
         listing = _list(spec, draft, run)
         pool = keep(pool, executor.store, draft, listing, run)
         clock = Clock(draft)
-        identifier = Identifier(spec.languages)
-        models, scorers = _train(spec, draft.folder / "scorers", run)
-        train_s = clock.done("train")
-        estimates = _forecast(spec, listing, identifier, models, draft, window, pool.workers, train_s)
-        draft.predict(estimates)
-        _need_space(draft, listing, estimates)
-        clock.done("forecast")
+        models, scorers = train_scorers(spec, draft.folder / "scorers", run)
+        trained_s = clock.done("train")
+        if plan.left_out:
+            plan = make_plan(spec, models, trained_s)
+            draft.predict(plan.estimates)
+            clock.done("plan")
+        if plan.pace is not None:
+            draft.predict({"time_s": plan.pace.estimate(pool.workers)})
+        _need_space(draft, listing, plan.estimates)
         corpus, reading = _read(spec, listing, models, draft, run, pool)
         clock.done("read")
         chain = Chain(spec, corpus, run, pool)
@@ -77,42 +61,17 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
             step(draft)
             clock.done(step.__name__)
         splits = split(corpus, chain.alive, spec.validation_fraction)
-        encoder = _tokenizer(spec, corpus, splits["train"], draft)
+        encoder = take_or_train(spec.tokenizer, corpus, splits["train"], draft)
         corpus.columns.forget("family")
         if encoder.why_slow:
             run.say(f"tokenizing the slow way (about a fifth of tiktoken's speed): {encoder.why_slow}")
         clock.done("tokenizer")
-        rows = _tokenize(spec, corpus, splits, encoder, draft, run, pool)
+        rows = tokenize(spec.packing, corpus, splits, encoder, draft, run, pool)
         clock.done("tokenize")
-        _write("documents", write, functools.partial(write_tasks, corpus, splits), draft, run, pool)
-        _write(
-            "signals",
-            write_columns,
-            functools.partial(column_tasks, corpus, chain.gone_by, chain.causes),
-            draft,
-            run,
-            pool,
-        )
+        write_tables(corpus, splits, chain, draft, run, pool)
         others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
         write_samples(corpus, chain.dropped, chain.alive, others, spec.num_samples, draft.folder)
-        sizes = corpus.columns["bytes"]
-        labels = {name: corpus.labels(name) for name in ("language", "group")}
-        scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
-        write_stats(
-            draft.folder / "stats.json",
-            {
-                "steps": [reading, *chain.steps],
-                "languages": count_by(labels["language"], sizes, chain.alive),
-                "sources": count_by(labels["group"], sizes, chain.alive),
-                "packing": packing(draft.folder, spec.packing.lengths),
-                "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
-                "scorers": scorer_rows(scorers, corpus.columns),
-                "groups": {
-                    name: by_group(values, chain.causes, chain.gone_by, scores) for name, values in labels.items()
-                },
-                "warnings": chain.warnings,
-            },
-        )
+        _write_stats(spec, listing, reading, chain, scorers, draft)
         clock.done("write")
     _record(draft, corpus, chain, rows, reading["bytes_out"])
     draft.record_window(window)
@@ -123,6 +82,33 @@ def curate(spec: Settings, draft: Draft, run: Run) -> None:
             "B",
             note="the largest worker; peak_memory_bytes is this process",
         )
+
+
+def _write_stats(
+    spec: Settings,
+    listing: Listing,
+    reading: dict[str, Any],
+    chain: Chain,
+    scorers: list[dict[str, Any]],
+    draft: Draft,
+) -> None:
+    """stats.json: what every step took away, by language, source, reason and rule."""
+    corpus, sizes = chain.corpus, chain.corpus.columns["bytes"]
+    labels = {name: corpus.labels(name) for name in ("language", "group")}
+    scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
+    write_stats(
+        draft.folder / "stats.json",
+        {
+            "steps": [reading, *chain.steps],
+            "languages": count_by(labels["language"], sizes, chain.alive),
+            "sources": count_by(labels["group"], sizes, chain.alive),
+            "packing": packing(draft.folder, spec.packing.lengths),
+            "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
+            "scorers": scorer_rows(scorers, corpus.columns),
+            "groups": {name: by_group(values, chain.causes, chain.gone_by, scores) for name, values in labels.items()},
+            "warnings": chain.warnings,
+        },
+    )
 
 
 class Clock:
@@ -170,17 +156,6 @@ def packing(folder: Path, lengths: tuple[int, ...]) -> dict[str, dict[str, dict[
     return found
 
 
-def _check_encoding(name: str) -> None:
-    if name == "auto":
-        return
-    try:
-        codecs.lookup(name)
-    except LookupError:
-        raise SpecError(
-            f"encoding = '{name}': Python knows no such encoding", fix="for example utf-8, latin-1, or auto"
-        ) from None
-
-
 def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
     """The source's files. A resumed run whose input has changed meanwhile, or may have, starts again."""
     listing = list_source(spec.source)
@@ -208,42 +183,6 @@ def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) 
             f"{draft.folder} needs about {human_bytes(2 * text)} of disk, has {human_bytes(free)}",
             fix="free some space, choose another output folder, or set max_bytes",
         )
-
-
-def _forecast(
-    spec: Settings,
-    listing: Listing,
-    identifier: Identifier,
-    models: Models,
-    draft: Draft,
-    window: Window,
-    workers: int,
-    train_s: float,
-) -> dict[str, Estimate]:
-    """The forecast, made once: a resumed run is held to what the first one said. `train_s` the scorers' training took."""
-    note = draft.state / "forecast.json"
-    if not note.exists():
-        estimates = forecast(spec, listing, identifier, models, draft.state / "sample", window, workers)
-        if spec.scorers and "time_s" in estimates:
-            time_s = estimates["time_s"]
-            said = {
-                "value": train_s + time_s.value,
-                "formula": f"{train_s:.1f} s to train the scorers + {time_s.formula}",
-            }
-            estimates["time_s"] = time_s.model_copy(update=said)
-        write_atomic(note, json.dumps({name: row.model_dump() for name, row in estimates.items()}).encode())
-    return {name: Estimate.model_validate(row) for name, row in json.loads(note.read_text()).items()}
-
-
-def _train(spec: Settings, folder: Path, run: Run) -> tuple[Models, list[dict[str, Any]]]:
-    """Trains what the scorers need into `folder`; the models, and what is known of each scorer, for stats.json."""
-    rows = []
-    for technique in spec.scorers:
-        folder.mkdir(exist_ok=True)
-        with run.progress(f"train {technique.kind}", None):
-            figures = technique.train(folder)
-        rows.append({"name": technique.kind, "column": technique.column, **figures})
-    return Models.of(folder), rows
 
 
 def _read(
@@ -350,63 +289,6 @@ def _tell(
     if listing.skipped:
         endings = ", ".join(f"{count} {ending}" for ending, count in listing.skipped.most_common(5))
         run.say(f"skipped {listing.skipped.total()} files of other kinds: {endings}")
-
-
-def _tokenizer(spec: Settings, corpus: Corpus, train: np.ndarray, draft: Draft) -> tokenizers.Encoder:
-    """Trains or takes the tokenizer into the artifact, unless it is there already."""
-    done = draft.state / "tokenizer-done"
-    if not done.exists():
-        if spec.tokenizer.path is not None:
-            tokenizers.take(spec.tokenizer.path, draft.folder)
-        else:
-            total = int(corpus.columns["bytes"][train].sum())
-            # Families are hashes: the highest ones are a fixed random sample.
-            share = min(1.0, spec.tokenizer.max_train_bytes / max(total, 1))
-            chosen = train & (corpus.columns["family"] >= np.uint64(int((1 - share) * (2**64 - 1))))
-            texts = (text for _, shard, first, _ in corpus.spans() for _, text in corpus.texts(shard, first, chosen))
-            tokenizers.train(spec.tokenizer, texts, draft.folder)
-        write_atomic(done, b"")
-    return tokenizers.load(draft.folder)
-
-
-def _tokenize(
-    spec: Settings,
-    corpus: Corpus,
-    splits: dict[str, np.ndarray],
-    encoder: tokenizers.Encoder,
-    draft: Draft,
-    run: Run,
-    pool: Pool,
-) -> dict[str, dict[str, int]]:
-    """Every shard's tokens, then all of them end to end; what `pack` returns."""
-    state = draft.state / "tokens"
-    state.mkdir(exist_ok=True)
-    planned = encode_tasks(corpus, splits, draft.folder, state)
-    sizes = corpus.columns["bytes"] * np.logical_or.reduce(list(splits.values()))
-    with run.progress("tokenize", int(sizes.sum()), "B") as bar:
-        for (_, _, first, end), _ in zip(corpus.spans(), pool.map(encode, planned)):
-            bar.advance(int(sizes[first:end].sum()))
-            draft.keep_time()
-    need_known(state, planned)
-    return pack(corpus, splits, encoder, state, draft.folder / "tokens", spec.packing, durable=draft.keep_time)
-
-
-def _write(
-    name: str, function: Function, plan: Callable[[Path], list[Task]], draft: Draft, run: Run, pool: Pool
-) -> None:
-    """The Parquet file of each of the tasks that `plan` makes for a state folder, as folder `name` of the artifact."""
-    state, folder = draft.state / name, draft.folder / name
-    state.mkdir(exist_ok=True)
-    folder.mkdir(exist_ok=True)
-    planned = plan(state)
-    left = [task for task in planned if not (folder / f"{task.name}.parquet").exists()]  # moved before a kill
-    with run.progress(f"write {name}", len(planned)) as bar:
-        bar.advance(len(planned) - len(left))
-        for task, _ in zip(left, pool.map(function, left)):
-            os.replace(state / f"{task.name}.parquet", folder / f"{task.name}.parquet")
-            bar.advance()
-            draft.keep_time()
-    need_known(state, planned)
 
 
 def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]], input_bytes: int) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hone.base.artifact import LOG, Artifact, Draft
 from hone.base.errors import SpecError
+from hone.base.plan import Facts, Machine
 from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.readers.listing import PYTHON, SEEN, list_source
 from hone.data.settings import Settings
+
+if TYPE_CHECKING:
+    from hone.data.forecasting.plan import DataPlan
 
 
 class Data(Settings):
@@ -68,11 +72,17 @@ class Data(Settings):
             if member.is_file()
         }
 
-    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+    def plan(self, facts: Mapping[str, Facts], machine: Machine) -> DataPlan:
+        """Tries a sample of the source out. The time is that of one worker; `DataPlan.pace` says it for any number of them."""
+        from hone.data.forecasting.plan import plan
+
+        return plan(self)
+
+    def run(self, plan: DataPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Makes the artifact's files in `draft.folder`; every step resumes from `draft.state`."""
         from hone.data.curate import curate
 
-        curate(self, draft, run)
+        curate(self, plan, draft, run)
 
 
 def _within(place: str, technique: Technique) -> Iterator[tuple[str, Technique]]:

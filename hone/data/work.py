@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hone.base.durable import sha256
+from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.annotate import Care, Opened, annotate
 from hone.data.corpus import Corpus, Part
@@ -21,6 +22,7 @@ from hone.data.language import Identifier
 from hone.data.readers.documents import Options
 from hone.data.readers.listing import File
 from hone.data.results import write_kept, write_signals
+from hone.data.settings import Settings
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder, load
 
@@ -41,6 +43,17 @@ class Models(NamedTuple):
     def of(cls, folder: Path) -> Models:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         return cls(folder, tuple((path.relative_to(folder).as_posix(), sha256(path)) for path in paths))
+
+
+def train_scorers(spec: Settings, folder: Path, run: Run) -> tuple[Models, list[dict[str, Any]]]:
+    """Trains what the scorers need into `folder`; the models, and what is known of each scorer, for stats.json."""
+    rows = []
+    for technique in spec.scorers:
+        folder.mkdir(exist_ok=True)
+        with run.progress(f"train {technique.kind}", None):
+            figures = technique.train(folder)
+        rows.append({"name": technique.kind, "column": technique.column, **figures})
+    return Models.of(folder), rows
 
 
 def decide(folder: Path, part: Part, filters: Sequence[Filter], num_samples: int) -> dict[str, Any]:

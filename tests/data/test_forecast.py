@@ -13,12 +13,13 @@ import pyarrow.parquet as parquet
 import pytest
 
 from hone.base.run import Run
-from hone.data.forecasting import pieces, predict, trial
+from hone.data.forecasting import plan as plan_module
+from hone.data.forecasting import sample as sample_module
+from hone.data.forecasting import trial
 from hone.data.forecasting.duplicates import left
-from hone.data.forecasting.pieces import PIECE_BYTES, choose, extents_of, told
-from hone.data.readers.documents import Broken, Options
+from hone.data.forecasting.sample import RANGE_BYTES, Sample, units_of
+from hone.data.readers.documents import Options
 from hone.data.readers.listing import list_source
-from hone.data.readers.read import read_file
 from hone.data.stage import Data
 from tests.data.stories import story
 
@@ -52,7 +53,7 @@ def write_in(folder: Path, format_: str, texts: list[str]) -> Path:
     if format_ in ("jsonl", "jsonl.gz"):
         write_rows(folder / f"rows.{format_}", texts)
     elif format_ == "parquet":
-        parquet.write_table(pa.table({"text": texts}), folder / "rows.parquet", row_group_size=len(texts) // 7)
+        parquet.write_table(pa.table({"text": texts}), folder / "rows.parquet", row_group_size=len(texts) // 60)
     elif format_ == "txt":
         (folder / "rows.txt").write_text("<|endoftext|>".join(texts))
     elif format_ == "warc":
@@ -63,41 +64,75 @@ def write_in(folder: Path, format_: str, texts: list[str]) -> Path:
     return folder
 
 
+def sampled(source: Path, tmp_path: Path, num_bytes: float = 1_000_000, **options):
+    """(sample, its documents) of the files in `source`."""
+    folder = tmp_path / f"parts-{len(list(tmp_path.iterdir()))}"
+    folder.mkdir()
+    sample = Sample(units_of(list_source(str(source)).files), num_bytes, Options(**options), folder)
+    return sample, [document for batch in sample.batches() for document in batch.documents()]
+
+
 @pytest.mark.parametrize("format_", ["jsonl", "jsonl.gz", "parquet", "txt", "warc", "md"])
-def test_pieces_hold_whole_documents_from_all_parts_of_a_file(format_, tmp_path):
+@pytest.mark.parametrize("read_bytes", [64 << 20, 2 << 20])
+def test_a_sample_holds_whole_documents_from_all_parts_of_a_file(format_, read_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_module, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(sample_module, "_PART_BYTES", 64 << 10)
+    monkeypatch.setattr(sample_module, "RANGE_BYTES", RANGE_BYTES // 4)
     texts = stories(3000)
-    listing = list_source(str(write_in(tmp_path / "in", format_, texts)))
-    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
+    source = write_in(tmp_path / "in", format_, texts)
+    sample, read = sampled(source, tmp_path)
     assert not sample.whole
-    read = [item for piece in sample.pieces for item in read_file(piece.file, Options())]
-    assert not [item for item in read if isinstance(item, Broken)]
+    one_stream = format_ in ("jsonl.gz", "txt", "warc") and read_bytes < 4 << 20
     place = {text: number for number, text in enumerate(texts)}
-    found = [place[item.text] for item in read]
-    assert len(set(found)) == len(found)
-    assert len(found) / len(texts) == pytest.approx(sample.share, rel=0.15)
-    assert 0.5e6 < sum(len(item.text) for item in read) < 1.3e6
-    spread = np.histogram(found, bins=5, range=(0, len(texts)))[0]
+    cut = [item for item in read if item.text not in place]
+    assert len(cut) <= one_stream  # the last of a beginning
+    found = [place[item.text] for item in read if item not in cut]
+    assert len({item.id for item in read}) == len(read) == len(set(found)) + len(cut)
+    assert 0.4e6 < sum(len(item.text) for item in read) < 1.3e6
+    assert sample.beginnings == one_stream
+    spread = np.histogram(found, bins=5, range=(0, max(found) + 1 if one_stream else len(texts)))[0]
     assert spread.min() > 0.5 * spread.max()
-    again = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
-    assert again == sample
+    weights = sample.weights()[[sample.place[item.id] for item in read]]
+    total = sum(map(len, texts))
+    assert (weights * [len(item.text) for item in read]).sum() == pytest.approx(total, rel=0.1)
+    assert sample.share() == pytest.approx(sum(len(item.text) for item in read) / total, rel=0.15)
+    again, twice = sampled(source, tmp_path)
+    assert twice == read and (again.weights() == sample.weights()).all()
 
 
 def test_a_small_input_is_taken_whole(tmp_path):
-    listing = list_source(str(write_in(tmp_path / "in", "jsonl", stories(50))))
-    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
-    assert sample.whole and sample.share == 1 and sample.num_bytes == listing.num_bytes
+    source = write_in(tmp_path / "in", "jsonl", stories(50))
+    sample, read = sampled(source, tmp_path)
+    assert sample.whole and sample.share() == 1 and len(read) == 50 and (sample.weights() == 1).all()
+    assert sample.taken().sum() == pytest.approx(list_source(str(source)).num_bytes)
 
 
-def test_a_part_of_every_sort_of_file_and_the_largest_for_certain(tmp_path):
+def test_a_part_of_every_sort_of_file(tmp_path):
     write_in(tmp_path / "in", "jsonl", stories(3000))
     (tmp_path / "in" / "a.md").write_text(story(9000, 100))
     (tmp_path / "in" / "z.py").write_text("value = 1\n" * 15_000)
-    listing = list_source(str(tmp_path / "in"))
-    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
-    taken = {piece.stratum: piece.num_bytes for piece in sample.pieces}
-    assert taken["text", "", "whole"] and sample.weights["text", "", "whole"] == 1
-    assert taken["code", "", "certain"] == 150_000 and sample.weights["code", "", "certain"] == 1
-    assert sum(piece.num_bytes * sample.weights[piece.stratum] for piece in sample.pieces) == listing.num_bytes
+    sample, _ = sampled(tmp_path / "in", tmp_path)
+    by_sort = dict.fromkeys(sample.sorts, 0.0)
+    for one, taken, weight in zip(sample.ranges, sample.taken(), sample.weights()):
+        by_sort[one.sort] += taken * weight
+    sizes = {name: (tmp_path / "in" / name).stat().st_size for name in ("rows.jsonl", "a.md", "z.py")}
+    assert by_sort["text", ""] == pytest.approx(sizes["a.md"]) and by_sort["code", ""] == pytest.approx(sizes["z.py"])
+    assert by_sort["jsonl", ""] == pytest.approx(sizes["rows.jsonl"])
+
+
+def test_large_files_are_not_met_by_chance(tmp_path):
+    """Among thousands of small files one that holds a third of all bytes is always there, and stands for itself alone."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(2000):
+        (folder / f"{number:04d}.py").write_text(f"small = {number}\n" * 60)
+    (folder / "large.py").write_text("value = 1\n" * 90_000)
+    sample, read = sampled(folder, tmp_path)
+    weights = sample.weights()[[sample.place[item.id] for item in read]]
+    text = np.array([len(item.text) for item in read]) * weights
+    large = np.array([item.source == "large.py" for item in read])
+    assert 400 < len(read) < 2000 and text[large].sum() == pytest.approx(900_000, rel=0.1)
+    assert text.sum() == pytest.approx(list_source(str(folder)).num_bytes, rel=0.02)
 
 
 def test_broken_and_strange_files_are_no_reason_to_fail(tmp_path):
@@ -106,20 +141,9 @@ def test_broken_and_strange_files_are_no_reason_to_fail(tmp_path):
     (folder / "bad.parquet").write_bytes(b"PAR1" * 500_000)
     (folder / "wide.txt").write_text("word " * 400_000, encoding="utf-16")
     (folder / "letters.txt").write_text("ö" * 3_000_000, encoding="utf8")
-    listing = list_source(str(folder))
-    sample = choose(extents_of(listing.files), 1_000_000, Options(max_document_chars=1000), tmp_path / "pieces")
-    read = [item for piece in sample.pieces for item in read_file(piece.file, Options(max_document_chars=1000))]
-    texts = [item.text for item in read if not isinstance(item, Broken)]
+    _, read = sampled(folder, tmp_path, max_document_chars=1000)
+    texts = [item.text for item in read]
     assert {text.count("ö") for text in texts} >= {0, 1000} and any(text.startswith("word word") for text in texts)
-
-
-def test_names_of_pieces_are_told_again(tmp_path):
-    listing = list_source(str(write_in(tmp_path / "in", "jsonl", stories(3000))))
-    sample = choose(extents_of(listing.files), 1_000_000, Options(), tmp_path / "pieces")
-    names = [pieces.marked(piece).name for piece in sample.pieces]
-    assert len(set(names)) == len(names)
-    assert [told(name) for name in names] == [("rows.jsonl", piece.number) for piece in sample.pieces]
-    assert told("code.py") == ("code.py", None)
 
 
 @pytest.mark.parametrize("times", [2, 25])
@@ -189,23 +213,23 @@ def beginning(folder: Path) -> Path:
     ],
 )
 def test_a_run_ends_within_the_tolerance_of_its_forecast(fill, spec, tmp_path, monkeypatch):
-    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000, 1_000_000))
+    monkeypatch.setattr(plan_module, "SAMPLE_BYTES", (1_000_000, 1_000_000))
     monkeypatch.setattr(trial, "TOKEN_BYTES", 300_000)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE_BYTES // 4)
+    monkeypatch.setattr(sample_module, "RANGE_BYTES", RANGE_BYTES // 4)
     made = Data.read({"source": str(fill(tmp_path / "in")), **spec}).make(tmp_path / "out", run=Run(quiet=True))
     for name in ("kept_bytes", "train_tokens"):
         figure = made.figures[name]
         estimate = figure.estimate
         assert not estimate.bound and 0.01 <= estimate.tolerance < 0.5
         assert abs(figure.error) <= estimate.tolerance, f"{name}: {estimate}"
-        assert "pieces" in estimate.formula and "standard error" in estimate.formula
+        assert "ranges" in estimate.formula and "standard error" in estimate.formula
     memory = made.figures["peak_memory_bytes"]
     assert 0.5 < memory.estimate.value / memory.value < 1.5
     assert made.figures["time_s"].estimate.value > 0
 
 
 def test_what_is_not_foreseen_is_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr(predict, "SAMPLE_BYTES", (1_000_000, 1_000_000))
+    monkeypatch.setattr(plan_module, "SAMPLE_BYTES", (1_000_000, 1_000_000))
     spec = {**SOUND, "source": str(twice(tmp_path / "in")), "edits": ["lines"]}
     figure = Data.read(spec).make(tmp_path / "out", run=Run(quiet=True)).figures["kept_bytes"]
     assert figure.estimate.bound and figure.estimate.tolerance is None

@@ -244,6 +244,8 @@ KILLED = textwrap.dedent("""
 
     def counted(*arguments, **options):
         global count
+        if not str(arguments[1]).startswith(out):  # the plan's sample leaves nothing that is resumed from
+            return replace(*arguments, **options)
         count += 1
         if count == kill_at and where == "before":
             os.kill(os.getpid(), signal.SIGKILL)

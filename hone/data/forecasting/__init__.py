@@ -1,3 +1,1 @@
 """Forecasting: what the data stage will take and give, from a sample that goes through every step first."""
-
-from hone.data.forecasting.predict import forecast as forecast

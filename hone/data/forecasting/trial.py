@@ -1,256 +1,196 @@
-"""Trial: a sample goes through every step of the stage, each timed; what is kept of it stands for what will be kept of all."""
+"""Trial: a sample goes through the steps of the stage itself, each timed; what is kept of it stands for what is kept of all."""
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from hone.data.annotate import annotate
+from hone.base.durable import sha256
+from hone.base.errors import SpecError
+from hone.base.run import Run
+from hone.data.annotate import annotate_items
+from hone.data.chain import Chain
 from hone.data.corpus import Corpus
-from hone.data.edits.cuts import Cuts
+from hone.data.executors.base import Pool
+from hone.data.executors.serial import Serial
 from hone.data.forecasting.duplicates import Copies, left
-from hone.data.forecasting.pieces import Piece, Sample, marked, told
+from hone.data.forecasting.sample import Sample
 from hone.data.language import Identifier
-from hone.data.readers.listing import File
-from hone.data.results import write_kept
 from hone.data.settings import Settings
-from hone.data.tokens import tokenizer as tokenizers
-from hone.data.tokens.tokenizer import Encoder
 from hone.data.work import Models, opened
+from hone.data.write import take_or_train, tokenize, write_tables
 
-SHARD_BYTES = 4 << 20
-"""Text of the sample that is looked at at once."""
 TOKEN_BYTES = 2_000_000
-"""Text that is tokenized."""
-_PART_CHARS = 2000
-_FIRST = "première"
-"""Encoded before time is taken: what text beyond ASCII needs is made once."""
+"""Text that is tokenized, ..."""
+_LEAST_TEXTS = 64
+"""... of so many documents at least, if there are."""
 
 
-class Tools(NamedTuple):
-    """What reading needs beside the spec."""
+class Scratch:
+    """Folders that the stage's steps write into, in place of an artifact's."""
 
-    identifier: Identifier
-    models: Models
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.state = folder / "made", folder / "state"
+        for path in (folder, self.folder, self.state):
+            path.mkdir(exist_ok=True)
+
+    def keep_time(self) -> None:
+        """Nothing: a trial is not resumed."""
+
+
+class Tokens(NamedTuple):
+    """`rate` is the bytes a token stands for, `error` its relative standard error; `gap`: what a vocabulary gains on its own text.
+
+    Where a vocabulary was trained: the different `words` among the `num_bytes` of text, which grow with the text to the power
+    `more_words` (Heaps 1978).
+    """
+
+    rate: float
+    num_bytes: float
+    error: float
+    gap: float
+    vocab_size: int
+    eos_token_id: int
+    words: int = 0
+    more_words: float = 1.0
 
 
 class Trial(NamedTuple):
     """What a sample gave; arrays have an entry a document.
 
-    `weights` is how many documents of the input one stands for, `sizes` its bytes and `kept` its bytes after all steps, 0 of
-    those that went; `piece` its place in the sample's pieces. `copies` says what deduplication left, `cut` the bytes that edits
-    took. `seconds` of each step.
+    `weights` is how many documents of the input one stands for, `sizes` its bytes, `kept` the share of it that stays after all
+    steps and `kept_bytes` its bytes then; `range` its place in the sample's ranges. `seconds` of each step, `written` the bytes of
+    each kind of file.
     """
 
     sample: Sample
-    piece: np.ndarray
+    range: np.ndarray
     weights: np.ndarray
     sizes: np.ndarray
     kept: np.ndarray
-    left: np.ndarray
+    kept_bytes: np.ndarray
     copies: Copies | None
+    tokens: Tokens | None
     seconds: dict[str, float]
-    corpus: Corpus
+    written: dict[str, int]
 
-    @property
-    def text_bytes(self) -> float:
-        """Bytes of text in all of the input."""
-        return float((self.weights * self.sizes).sum())
-
-    @property
-    def kept_bytes(self) -> float:
-        return float((self.weights * self.kept).sum())
-
-    @property
-    def kept_documents(self) -> float:
-        return float((self.weights * self.left).sum())
+    def total(self, values: np.ndarray) -> float:
+        """The sum of `values` over the documents of the input."""
+        return float((self.weights * values).sum())
 
 
-def first(spec: Settings, tools: Tools, sample: Sample, folder: Path) -> float:
-    """Loads what is loaded and compiles what is compiled when first used, so that no time of it is counted once a byte.
-
-    Returns the seconds it took: every worker spends them too.
-    """
-    begun = time.perf_counter()
-    for name in ("pyarrow.parquet", "tokenizers"):
-        importlib.import_module(name)
-    smallest = {piece.file.format: piece for piece in sorted(sample.pieces, key=lambda piece: -piece.file.size)}
-    attempt(spec, tools, sample._replace(pieces=list(smallest.values())), folder)
-    return time.perf_counter() - begun
-
-
-def attempt(spec: Settings, tools: Tools, sample: Sample, folder: Path) -> Trial | None:
-    """`sample` through reading, filters, deduplication, edits, decontamination and writing; None where it holds no document."""
-    folder.mkdir(exist_ok=True)
+def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Sample, folder: Path) -> Trial | None:
+    """`sample` through all steps; None where it holds no document."""
+    place, quiet = Scratch(folder), Run(quiet=True)
     seconds: dict[str, float] = {}
-    with timed(seconds, "read"):
-        shards = _read(spec, tools, [marked(piece) for piece in sample.pieces], folder)
-    corpus = Corpus(shards)
+    shard = place.state / "documents-00000.parquet"
+    with _timed(seconds, "annotate"):
+        scorers = opened(spec.scorers, models)
+        annotate_items(sample.batches(), shard, identifier=identifier, scorers=scorers)
+    seconds["annotate"] -= sample.spent_s
+    corpus = Corpus([shard])
     if not len(corpus):
         return None
-    piece = _pieces(corpus, sample.pieces)
-    weights = np.array([sample.weights[sample.pieces[place].stratum] for place in piece])
+    where = np.array([sample.place[ident.decode()] for ident in corpus.columns["id"]])
+    weights = sample.weights()[where]
     sizes = corpus.columns["bytes"].astype(float)
-    alive = np.ones(len(corpus), bool)
-    copies = None
-    with timed(seconds, "decide"):
-        for technique in spec.filters:
-            alive &= technique.decide(corpus.columns)[0]
-        if spec.dedups and alive.any():
-            clusters = _clusters(spec, corpus, alive, folder)
-            there = np.flatnonzero(alive)
-            copies = left(clusters[there], piece[there], sample.share)
-            kept = np.zeros(len(corpus))
-            kept[there] = copies.weights
-        else:
-            kept = alive.astype(float)
-        alive = kept > 0
-        for number, technique in enumerate(spec.edits):
-            _cut(corpus, alive, technique.cuts(corpus, alive, _made(folder / f"edit-{number}")))
-        for number, technique in enumerate(spec.decontaminations):
-            found = technique.contaminated(corpus, alive, _made(folder / f"contamination-{number}"))
-            alive &= ~found.dropped
-            _cut(corpus, alive, found.cuts)
-    kept *= alive
-    part, size = corpus.parts()[0], corpus.sizes[0]
-    with timed(seconds, "write"):
-        write_kept(part, {"train": alive[part.first : part.first + size]}, folder / "kept.parquet")
-    seconds["write"] *= len(corpus) / max(size, 1)
-    return Trial(sample, piece, weights, sizes, kept * corpus.columns["bytes"], kept, copies, seconds, corpus)
+    copies = tokens = None
+    kept = np.zeros(len(corpus))
+    with Serial().open() as pool:
+        chain = Chain(spec, corpus, quiet, pool)
+        try:
+            with _timed(seconds, "decide"):
+                chain.filter(place)
+                kept = chain.alive.astype(float)
+                if spec.dedups:
+                    there = np.flatnonzero(chain.alive)
+                    clusters = _clusters(spec, corpus, chain.alive, place.state)
+                    copies = left(clusters[there], where[there], sample.share())
+                    kept[there] = copies.weights
+                    chain.alive = kept > 0
+                chain.edit(place)
+                chain.decontaminate(place)
+        except SpecError:  # a step left nothing of the sample; the stage will say so if it leaves nothing of all
+            chain.alive[:] = False
+        kept *= chain.alive
+        if chain.alive.any():
+            tokens = _tokens(spec, corpus, chain.alive, weights * kept, place, pool, seconds)
+        with _timed(seconds, "write"):
+            write_tables(corpus, {"train": chain.alive}, chain, place, quiet, pool)
+    files = {path.parent.name: path for path in place.folder.rglob("*.parquet")}  # documents, signals
+    with _timed(seconds, "hash"):
+        for path in (shard, *files.values()):
+            sha256(path)
+    written = {name: path.stat().st_size for name, path in files.items()}
+    kept_bytes = kept * corpus.columns["bytes"]
+    return Trial(sample, where, weights, sizes, kept, kept_bytes, copies, tokens, seconds, written)
 
 
-class Rate(NamedTuple):
-    """`bytes_a_token` over `encoded` bytes; `error` is its relative standard error, `gap` what a vocabulary gains on its own text.
-
-    Where a vocabulary was trained: the different `words` among `encoded` bytes, which grow with the text to the power
-    `more_words` (Heaps 1978).
-    """
-
-    bytes_a_token: float
-    encoded: int
-    error: float
-    gap: float = 0.0
-    words: int = 0
-    more_words: float = 1.0
-
-
-def token_rate(spec: tokenizers.Tokenizer, trial: Trial, folder: Path) -> Rate:
-    """The rate of the tokenizer that is taken, or of one trained on half of the kept text.
-
-    Adds the seconds of training and encoding to the trial's.
-    """
-    parts = _spread(trial, TOKEN_BYTES)
-    seconds = trial.seconds
-    if spec.path is not None:
-        tokenizers.take(spec.path, folder)
-        encoder = tokenizers.load(folder)
-        encoder.encode([_FIRST])
-        with timed(seconds, "encode"):
-            return _rate(encoder, parts)
-    seen, unseen = parts[::2], parts[1::2]
-    with timed(seconds, "train"):
-        tokenizers.train(spec, [part.text for part in seen], folder)
-    encoder = tokenizers.load(folder)
-    encoder.encode([_FIRST])
-    with timed(seconds, "encode"):
-        known = _rate(encoder, seen)
-        new = _rate(encoder, unseen) if unseen else known
-    # A vocabulary fits what it was trained on too well; that of the full corpus lies between the two.
-    both = (known.bytes_a_token * new.bytes_a_token) ** 0.5
-    gap = known.bytes_a_token / new.bytes_a_token - 1
-    error = (known.error**2 + new.error**2) ** 0.5 / 2
-    some = {word for part in seen for word in part.text.split()}
-    every = some.union(word for part in unseen for word in part.text.split())
-    power = float(np.log2(len(every) / len(some))) if unseen and some else 1.0
-    return Rate(both, known.encoded + (new.encoded if unseen else 0), error, gap, len(every), power)
-
-
-def _rate(encoder: Encoder, parts: Sequence[_Part]) -> Rate:
-    texts = [part.text for part in parts]
-    weights = np.array([part.weight for part in parts])
-    encoded = np.array([len(text.encode()) for text in texts], float)
-    sizes, tokens = weights * encoded, weights * np.array([len(ids) - 1 for ids in encoder.encode(texts)], float)
-    apart = np.diff(tokens - sizes * tokens.sum() / max(sizes.sum(), 1))
-    error = (len(texts) / max(2 * len(apart), 1) * (apart**2).sum()) ** 0.5 / max(tokens.sum(), 1)
-    return Rate(sizes.sum() / max(tokens.sum(), 1), int(encoded.sum()), float(error))
-
-
-def _read(spec: Settings, tools: Tools, files: Sequence[File], folder: Path) -> list[Path]:
-    """Shards of `files` that are small enough for little memory."""
-    shards: list[Path] = []
-    waiting: list[File] = []
-    scorers = opened(spec.scorers, tools.models)
-    for number, file in enumerate(files):
-        waiting.append(file)
-        if sum(one.size for one in waiting) >= SHARD_BYTES or number == len(files) - 1:
-            shards.append(folder / f"documents-{len(shards):05d}.parquet")
-            annotate(waiting, shards[-1], options=spec.options, scorers=scorers, identifier=tools.identifier)
-            waiting = []
-    return shards
-
-
-def _pieces(corpus: Corpus, pieces: Sequence[Piece]) -> np.ndarray:
-    """The place in `pieces` of what each document was read from; sources and groups get their own names again."""
-    place = {marked(piece).name: number for number, piece in enumerate(pieces)}
-    found = np.array([place[source] for source in corpus.columns["source"]], np.int64)
-    for name in ("source", "group"):
-        column = corpus.columns[name]
-        again = {label: told(label)[0] for label in set(column.tolist())}
-        corpus.columns.replace(name, np.array([again[label] for label in column.tolist()], column.dtype))
-    return found
-
-
-def _clusters(spec: Settings, corpus: Corpus, alive: np.ndarray, folder: Path) -> np.ndarray:
+def _clusters(spec: Settings, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
     """For each document the one that stands for it after all deduplications."""
     stands = np.arange(len(corpus))
     for number, technique in enumerate(spec.dedups):
         living = alive & (stands == np.arange(len(corpus)))
-        stands = technique.representatives(corpus, living, _made(folder / f"dedup-{number}"))[stands]
+        own = state / f"dedup-{number}"
+        own.mkdir(exist_ok=True)
+        stands = technique.representatives(corpus, living, own)[stands]
     return stands
 
 
-def _cut(corpus: Corpus, alive: np.ndarray, cuts: Sequence[Cuts]) -> None:
-    """Leaves `cuts` out; who has nothing left is not alive any more."""
-    corpus.cut(cuts)
-    alive &= corpus.columns["bytes"] > 0
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-class _Part(NamedTuple):
-    """A part of a text, and how many like it there are."""
-
-    text: str
-    weight: float
-
-
-def _spread(trial: Trial, num_bytes: int) -> list[_Part]:
-    """Parts of the kept texts, about `num_bytes` of them, evenly spread: those that begin in ranges at even distances."""
-    stands_for = trial.weights * (trial.left if trial.left.any() else 1.0)
-    total = float(trial.sizes[stands_for > 0].sum())
-    step = max(total * _PART_CHARS / num_bytes, _PART_CHARS)
-    found: list[_Part] = []
-    passed = 0
-    for _, shard, begin, _ in trial.corpus.spans():
-        for index, text in trial.corpus.texts(shard, begin, stands_for > 0):
-            for start in range(0, len(text), _PART_CHARS):
-                if passed % step < _PART_CHARS:
-                    found.append(_Part(text[start : start + _PART_CHARS], float(stands_for[index])))
-                passed += min(_PART_CHARS, len(text) - start)
-    return found
+def _tokens(
+    spec: Settings,
+    corpus: Corpus,
+    alive: np.ndarray,
+    stands_for: np.ndarray,
+    place: Scratch,
+    pool: Pool,
+    seconds: dict[str, float],
+) -> Tokens:
+    """The rate of the tokenizer that is taken, or of one trained on half of some documents that are evenly spread."""
+    sizes = corpus.columns["bytes"]
+    there = np.flatnonzero(alive)
+    few = there[:: max(min(round(sizes[there].sum() / TOKEN_BYTES), len(there) // _LEAST_TEXTS), 1)]
+    halves = {"train": few[::2], "val": few[1::2]}
+    splits = {name: np.isin(np.arange(len(corpus)), half) for name, half in halves.items()}
+    with _timed(seconds, "train"):
+        encoder = take_or_train(spec.tokenizer, corpus, splits["train"], place)
+    encoder.encode(["première"])  # what text beyond ASCII needs is made once
+    with _timed(seconds, "tokenize"):
+        tokenize(spec.packing, corpus, splits, encoder, place, Run(quiet=True), pool)
+    rates, errors, words = [], [], [set[str](), set[str]()]
+    for number, (name, half) in enumerate(halves.items()):
+        if not len(half):  # one document is all there is
+            continue
+        starts = np.load(place.folder / "tokens" / f"{name}.starts.npy")
+        count, text = stands_for[half] * (np.diff(starts) - 1), stands_for[half] * sizes[half]
+        apart = np.diff(count - text * count.sum() / max(text.sum(), 1))
+        rates.append(text.sum() / max(count.sum(), 1))
+        errors.append((len(half) / max(2 * len(apart), 1) * (apart**2).sum()) ** 0.5 / max(count.sum(), 1))
+        if spec.tokenizer.path is None:
+            for _, shard, first, _ in corpus.spans():
+                words[number].update(*(text.split() for _, text in corpus.texts(shard, first, splits[name])))
+    seen, unseen = rates[0], rates[-1]
+    every = words[0] | words[1]
+    return Tokens(
+        # A vocabulary fits what it was trained on too well; that of the full corpus lies between the two.
+        rate=(seen * unseen) ** 0.5,
+        num_bytes=float(sizes[few].sum()),
+        error=float(np.hypot(errors[0], errors[-1]) / 2),
+        gap=seen / unseen - 1 if spec.tokenizer.path is None else 0.0,
+        vocab_size=encoder.vocab_size,
+        eos_token_id=encoder.eos_token_id,
+        words=len(every),
+        more_words=float(np.log2(len(every) / len(words[0]))) if words[0] and len(rates) > 1 else 1.0,
+    )
 
 
 @contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begun

@@ -23,16 +23,17 @@ _PARQUET_SHRINKS = 8
 """Parquet files are opened to see how much they hold from PART_BYTES / _PARQUET_SHRINKS on."""
 
 
-def parts(file: File, options: Options) -> list[File]:
-    """`file` cut, in order; only itself when it is small, cannot be cut, or cannot be read at all."""
-    if file.format == "jsonl" and not file.compression and file.size > PART_BYTES:
-        return _by_bytes(file)
-    if file.format == "parquet" and file.size > PART_BYTES // _PARQUET_SHRINKS:
-        return _by_row_group(file, options)
+def parts(file: File, options: Options, part_bytes: int | None = None) -> list[File]:
+    """`file` cut into parts of about `part_bytes`, in order; only itself when it is small or cannot be cut or read."""
+    part_bytes = part_bytes or PART_BYTES
+    if file.format == "jsonl" and not file.compression and file.size > part_bytes:
+        return _by_bytes(file, part_bytes)
+    if file.format == "parquet" and file.size > part_bytes // _PARQUET_SHRINKS:
+        return _by_row_group(file, options, part_bytes)
     return [file]
 
 
-def _by_bytes(file: File) -> list[File]:
+def _by_bytes(file: File, part_bytes: int) -> list[File]:
     try:
         with open_raw(file) as raw:
             mark = marked(raw.read(4))
@@ -42,11 +43,11 @@ def _by_bytes(file: File) -> list[File]:
         return [file]
     if mark and mark != "utf-8-sig":
         return [file]
-    borders = [*range(0, file.size, PART_BYTES), file.size]
+    borders = [*range(0, file.size, part_bytes), file.size]
     return [replace(file, size=end - begin, part=(begin, end)) for begin, end in pairwise(borders)]
 
 
-def _by_row_group(file: File, options: Options) -> list[File]:
+def _by_row_group(file: File, options: Options, part_bytes: int) -> list[File]:
     try:
         sizes = row_group_bytes(file, options)
     except Unreadable:
@@ -60,7 +61,7 @@ def _by_row_group(file: File, options: Options) -> list[File]:
     begin = held = before = 0
     for number, size in enumerate(sizes):
         held += size
-        if held - before >= PART_BYTES or number == len(sizes) - 1:
+        if held - before >= part_bytes or number == len(sizes) - 1:
             share = file.size * held // total - file.size * before // total
             found.append(replace(file, size=share, part=(begin, number + 1)))
             begin, before = number + 1, held

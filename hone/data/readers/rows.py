@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -233,23 +232,6 @@ def row_group_bytes(file: File, options: Options) -> list[int]:
     """Bytes of each row group of a Parquet table before compression. Raises Unreadable as reading it would."""
     with _opened(file) as table:
         return _sizes(table, file, options)
-
-
-def first_rows(file: File, num_bytes: int, out: Path) -> int:
-    """Writes the first rows of a Parquet table to `out`, those that `num_bytes` of the file hold, about; how many bytes that is.
-
-    Raises Unreadable.
-    """
-    from pyarrow import parquet
-
-    with _opened(file) as table:
-        num_rows = table.metadata.num_rows
-        count = min(max(num_bytes * num_rows // max(file.size, 1), 1), num_rows)
-        rows = next(table.iter_batches(batch_size=count, use_threads=False), None)
-        if rows is None:
-            raise Unreadable("empty", "")
-        parquet.write_table(pa.Table.from_batches([rows]), out)
-        return file.size * len(rows) // num_rows
 
 
 @contextmanager
