@@ -290,6 +290,7 @@ def test_a_refused_command_leaves_nothing(model, tmp_path, capsys):
 
 def test_data_takes_several_sources(monkeypatch):
     asked = []
+    monkeypatch.setattr("hone.cli.stages.calibrated", lambda run: run)
     monkeypatch.setattr("hone.data.stage.Data.make", lambda spec, *_: asked.append(spec.source) or sys.exit(7))
     for words in (["a b.txt", "émile, *.md"], ["one"]):
         with pytest.raises(SystemExit):

@@ -25,9 +25,9 @@ from hone.data.work import decide, decide_tasks, decided_path, rounds
 
 
 class Chain:
-    """The steps in the order in which they are called: who is still alive, why the others are not.
+    """The steps in the order in which they are called: which documents are kept so far, and why the others were dropped.
 
-    `gone_by` (uint16 [num_documents]) is 1 + the place in `causes` of the (step, reason) that dropped a document, 0 of the living.
+    `gone_by` (uint16 [num_documents]) is 1 + the place in `causes` of the (step, reason) that dropped a document, 0 of the kept.
     `dropped` holds samples of what each step dropped, `pieces` of what was cut out, `steps` the rows of stats.json.
     """
 
@@ -90,7 +90,7 @@ class Chain:
                 self._warn(f"dedup '{technique.kind}' dropped nothing")
 
     def edit(self, draft: Draft) -> None:
-        """Cuts parts out of documents; whoever has nothing left goes."""
+        """Cuts parts out of documents; those with nothing left are dropped."""
         for number, technique in enumerate(self.spec.edits):
             state = self._prepared(technique, draft, f"edit-{number}")
             cuts = technique.cuts(self.corpus, self.alive, state)
@@ -156,7 +156,7 @@ class Chain:
         return rows
 
     def _settle(self, technique: Any, slot: str, before: np.ndarray, stands: np.ndarray | None = None) -> None:
-        """Notes samples of who was dropped; `stands` (int [n]): for whom. Raises SpecError when nobody is left."""
+        """Notes samples of the dropped; `stands` (int [n]) is the document that each is a copy of. Raises SpecError when none is left."""
         gone = np.flatnonzero(before & ~self.alive)
         self.causes.append((technique.kind, technique.reason))
         self.gone_by[gone] = len(self.causes)

@@ -67,7 +67,7 @@ class Columns(Mapping[str, np.ndarray]):
         return self._read[name]
 
     def read(self, names: Iterable[str]) -> None:
-        """Reads several columns at once, so that every shard is opened once; names of none are left to who asks for them."""
+        """Reads several columns at once, so that every shard is opened once; unknown names are passed over."""
         wanted = [name for name in self._names if name in set(names) and name not in self._read]
         tables = []
         for shard in self._shards:

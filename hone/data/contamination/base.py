@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
 from hone.data.edits.cuts import Cuts
@@ -39,7 +38,3 @@ class Decontamination(Technique):
         Raises SpecError when an evaluation set cannot be read.
         """
         raise NotImplementedError
-
-    def estimates(self, kept_bytes: float) -> dict[str, Estimate]:  # type: ignore[override]
-        """Bytes left: at most what comes in; what a corpus holds of a test cannot be seen in a sample."""
-        return {"kept_bytes": Estimate(value=kept_bytes, unit="B", formula="all that comes in", bound=True)}

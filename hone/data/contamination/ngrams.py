@@ -1,4 +1,4 @@
-"""Decontamination by n-grams: whoever shares thirteen words in a row with an evaluation example is found."""
+"""Decontamination by n-grams: finds documents that share thirteen words in a row with an evaluation example."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from hone.base.errors import MissingExtra
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
 from hone.data.executors.task import Function, Task, perform
@@ -30,13 +29,9 @@ class Dedup(Technique):
         """
         raise NotImplementedError
 
-    def estimates(self, kept_bytes: float) -> dict[str, Estimate]:  # type: ignore[override]
-        """Bytes left: at most what comes in; how much repeats cannot be seen in a sample."""
-        return {"kept_bytes": Estimate(value=kept_bytes, unit="B", formula="all that the filters keep", bound=True)}
-
 
 class Joined(Dedup):
-    """A deduplication by numbers in which documents meet; whoever meets is one group, and so is whoever meets that one.
+    """A deduplication by keys that documents share: documents that share one are a group, and so are those linked through others.
 
     The numbers are compared by tasks, in rounds. `prepare` is there when they have to be made from the texts first.
     """

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
 from hone.data.edits.cuts import Cuts
@@ -25,7 +24,3 @@ class Edit(Technique):
         folder for what a killed run need not do again.
         """
         raise NotImplementedError
-
-    def estimates(self, kept_bytes: float) -> dict[str, Estimate]:  # type: ignore[override]
-        """Bytes left: at most what comes in; how much repeats cannot be seen in a sample."""
-        return {"kept_bytes": Estimate(value=kept_bytes, unit="B", formula="all that comes in", bound=True)}

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from pydantic import Field
 
 from hone.base.errors import MachineError
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.executors.task import Function, Task, finished
 
@@ -96,7 +95,7 @@ class RunAhead:
                             tasks[outcome.number] = other
                         waiting.append(outcome.number)
                 result = results.pop(wanted)
-                if result.error is not None:  # only now: which error is raised must not depend on who was first
+                if result.error is not None:  # only now: the error that is raised must not depend on timing
                     raise result.error
                 yield result.summary
         finally:
@@ -122,15 +121,6 @@ class Executor(Technique):
     def open(self) -> AbstractContextManager[Pool]:
         """Starts what is needed; on leaving, all of it is gone."""
         raise NotImplementedError
-
-    def estimates(self, seconds: float, num_cores: int) -> dict[str, Estimate]:  # type: ignore[override]
-        """Time of work that takes `seconds` on one core, when nothing is lost."""
-        workers = min(self.workers or num_cores, num_cores)
-        return {
-            "time_s": Estimate(
-                value=seconds / workers, unit="s", formula=f"{seconds:.3g} s / {workers} workers", bound=True
-            )
-        }
 
 
 def _given_up(task: Task, how: str) -> MachineError:

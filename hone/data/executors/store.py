@@ -1,7 +1,7 @@
 """Store: what tasks wrote on an object store too, so that workers need no common disk and a lost machine loses little.
 
 `files/<hash>` are contents, `tasks/<name>-<key>` manifests, put after the files they promise. Nothing is ever put there with
-another content under the same name, so it does not matter who puts it, how often, or when he is killed.
+another content under the same name, so it does not matter which worker puts it, how often, or when that worker is killed.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
     """{name: bytes and hash} of every file in `folder` that a finished task wrote, by the manifests alone."""
     files: dict[str, dict[str, Any]] = {}
     for manifest in folder.glob(f"*{DONE}"):
-        with suppress(ValueError, KeyError):  # a corrupt one is an error for whoever asks for its task
+        with suppress(ValueError, KeyError):  # a corrupt one is an error when its task is asked for
             files |= json.loads(manifest.read_text(encoding="utf8"))["files"]
     return files
 

@@ -1,4 +1,4 @@
-"""The other side of the processes executor: reads tasks, does them, answers, and ends when nobody listens any more."""
+"""A worker process of the processes executor: reads tasks, does them, answers, and ends when its parent is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hone.data.executors.task import perform
 def work(given: int, answers: int) -> None:
     """Does the tasks that come through file descriptor `given`, answers (summary, error, peak memory) through `answers`."""
     tasks, replies = Connection(given, writable=False), Connection(answers, readable=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too and ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and ends its workers
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     while True:
         try:
@@ -60,7 +60,7 @@ def peak_memory_bytes() -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process soon after its parent was killed: nobody waits for the task, another run may do it."""
+    """Ends this process soon after its parent was killed: no one reads the result, and another run may do the task."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.load import PackedTokens, shuffled
 
@@ -31,10 +30,6 @@ class Curriculum(Technique):
     def sequence(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Sequence:
         """The order of `total` rows of `seq_len` tokens, a pure function of its arguments."""
         raise NotImplementedError
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """An order costs nothing; what it gains is measured against random order."""
-        return {}
 
 
 class ByDifficulty(Curriculum):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import keyword
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from pydantic import Field, field_validator
 
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.text.batch import Texts
 
@@ -44,10 +43,6 @@ class Scorer(Technique):
     def open(self, folder: Path) -> Opened:
         """The scorer as trained in `folder`. Raises ArtifactError when it is not there or damaged."""
         raise NotImplementedError
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """A column changes nothing by itself; the filters that look at it do."""
-        return {}
 
 
 def area_under_curve(targets: np.ndarray, scores: np.ndarray) -> float:
