@@ -173,7 +173,7 @@ class _Waiting:
         if room is not None:
             count = min(count, int(np.searchsorted(ends, room, "right")))
         if count:
-            self.parts.append(_part(batch, slice(first, first + count)))
+            self.parts.append(part_of(batch, slice(first, first + count)))
             self.num_texts += count
             self.num_bytes = int(ends[count - 1])
         return first + count
@@ -186,7 +186,7 @@ class _Waiting:
         return Batch(_joined([part.texts for part in self.parts]), *columns)
 
 
-def _part(batch: Batch, which: slice) -> Batch:
+def part_of(batch: Batch, which: slice) -> Batch:
     """The documents in `which` (without a step)."""
     texts = Texts(batch.texts.data, batch.texts.offsets[which.start : which.stop + 1])
     return Batch(texts, *(column[which] for column in batch[1:]))
@@ -240,7 +240,7 @@ def _annotated(
                 raise
     good = []
     for number in range(waiting.num_texts):
-        one = _part(batch, slice(number, number + 1))
+        one = part_of(batch, slice(number, number + 1))
         reason = ""
         if care is not None and care.deadly("annotate", one.ids[0]):
             reason = "killed_the_worker"
@@ -256,12 +256,12 @@ def _annotated(
         else:
             good.append(number)
     if good:
-        yield _arrays(picked(batch, good), identifier, scorers)
+        yield _arrays(_picked(batch, good), identifier, scorers)
 
 
-def picked(batch: Batch, numbers: Sequence[int]) -> Batch:
+def _picked(batch: Batch, numbers: Sequence[int]) -> Batch:
     """The documents `numbers`, copied."""
-    texts = _joined([_part(batch, slice(number, number + 1)).texts for number in numbers])
+    texts = _joined([part_of(batch, slice(number, number + 1)).texts for number in numbers])
     return Batch(texts, *([column[number] for number in numbers] for column in batch[1:]))
 
 
@@ -272,7 +272,7 @@ def _arrays(batch: Batch, identifier: Identifier, scorers: Sequence[Opened]) -> 
     codes = np.full(count, NO_LANGUAGE, object)
     sure = np.ones(count)
     if is_prose.any():
-        prose = texts if is_prose.all() else picked(batch, np.flatnonzero(is_prose).tolist()).texts
+        prose = texts if is_prose.all() else _picked(batch, np.flatnonzero(is_prose).tolist()).texts
         codes[is_prose], sure[is_prose] = identifier.identify_all(prose)
     columns: dict[str, np.ndarray] = dict(signals_of(texts))
     for scorer in scorers:

@@ -24,6 +24,10 @@ from hone.data.settings import Settings
 from hone.data.work import decide, decide_tasks, decided_path, rounds
 
 
+class NothingLeft(SpecError):
+    """A step dropped every document that reached it."""
+
+
 class Chain:
     """The steps in the order in which they are called: which documents are kept so far, and why the others were dropped.
 
@@ -169,7 +173,7 @@ class Chain:
             self._none_left(f"'{technique.kind}'", slot, int(before.sum()), technique.reason, len(gone))
 
     def _none_left(self, name: str, slot: str, num_before: int, reason: str, num_gone: int) -> None:
-        raise SpecError(
+        raise NothingLeft(
             f"{slot} {name} dropped all {num_before} documents that reached it, {num_gone} of them for '{reason}'",
             fix=f"loosen or remove {slot} {name}, or give it other text",
         )

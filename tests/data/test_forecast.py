@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from hone.base.errors import SpecError
+from hone.base.plan import facts_of
 from hone.base.run import Run
 from hone.data.forecasting import plan as plan_module
 from hone.data.forecasting import sample as sample_module
@@ -191,6 +193,11 @@ def rare(folder: Path) -> Path:
     return folder
 
 
+def rare_in(folder: Path) -> Path:
+    write_rows(folder / "in" / "rows.jsonl", stories(800))
+    return folder / "in"
+
+
 def twice(folder: Path) -> Path:
     texts = stories(2000, 240) * 2
     write_rows(folder / "rows.jsonl", random.Random(1).sample(texts, len(texts)))
@@ -234,3 +241,22 @@ def test_what_is_not_foreseen_is_a_bound(tmp_path, monkeypatch):
     figure = Data.read(spec).make(tmp_path / "out", run=Run(quiet=True)).figures["kept_bytes"]
     assert figure.estimate.bound and figure.estimate.tolerance is None
     assert figure.estimate.value > figure.value and "of edits only what the sample repeats" in figure.estimate.formula
+
+
+def test_a_filter_that_names_no_column_is_said_before_anything_is_read(tmp_path):
+    wrong = {"kind": "expression", "when": "True", "keep": "wrods > 200"}
+    with pytest.raises(SpecError, match="wrods"):
+        Data.read({"source": str(rare_in(tmp_path)), **SOUND, "filters": [wrong]}).plan({}, None)
+
+
+def test_facts_of_what_will_be_made(tmp_path):
+    spec = Data.read({"source": str(rare_in(tmp_path)), **SOUND})
+    planned, made = spec.plan({}, None), spec.make(tmp_path / "out", run=Run(quiet=True))
+    facts = facts_of(made)
+    assert planned.facts.splits["train"].tokens == pytest.approx(facts.splits["train"].tokens, rel=0.1)
+    assert planned.facts.vocab_size == 400 >= facts.vocab_size  # asked for; so little text fills fewer
+    assert planned.facts.eos_token_id == facts.eos_token_id
+    assert not planned.facts.exact and planned.facts.tokenizer != facts.tokenizer
+    assert planned.pace.estimate(4).value < planned.estimates["time_s"].value + planned.pace.started
+    disk = made.figures["disk_bytes"]
+    assert disk.error == pytest.approx(0, abs=0.25)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.base.errors import HoneError
-from hone.data.annotate import picked
+from hone.data.annotate import part_of
 from hone.data.readers.documents import Batch, Options, poisoned
 from hone.data.readers.listing import File
 from hone.data.readers.parts import parts
@@ -135,7 +135,7 @@ class Sample:
         chosen = there & (inside < RANGE_BYTES)
         for number in np.unique(numbers[chosen]):
             here = np.flatnonzero(chosen & (numbers == number))
-            taken = picked(batch, here.tolist()) if len(here) < len(sizes) else batch
+            taken = part_of(batch, slice(int(here[0]), int(here[-1]) + 1))
             self.place.update(dict.fromkeys(taken.ids, len(self.ranges)))
             self.ranges.append(Range(unit.sort, len(self.units) - 1, float(sizes[here].sum())))
             yield taken

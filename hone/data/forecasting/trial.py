@@ -11,10 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.base.durable import sha256
-from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data.annotate import annotate_items
-from hone.data.chain import Chain
+from hone.data.chain import Chain, NothingLeft
 from hone.data.corpus import Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.serial import Serial
@@ -115,7 +114,7 @@ def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Samp
                     chain.alive = kept > 0
                 chain.edit(place)
                 chain.decontaminate(place)
-        except SpecError:  # a step left nothing of the sample; the stage will say so if it leaves nothing of all
+        except NothingLeft:  # of the sample; the stage will say so if it leaves nothing of all
             chain.alive[:] = False
         kept *= chain.alive
         if chain.alive.any():
