@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
-from hone.base.identity import changed_file, drift, foreign_fingerprint, foreign_to_today, identify, same
+from hone.base.identity import by_earlier, changed_file, drift, foreign_fingerprint, identify, same
 from hone.base.lazy import resolve
 from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take
 from hone.base.provenance import provenance
@@ -425,15 +425,15 @@ def _finished(out: Path, identity: dict[str, Any], run: Run, kind: type[Spec] | 
         sweep(out)  # its maker may have been killed right after the rename
         there.need_unchanged()
         return there
-    differs = drift(there.manifest, identity, kind)
-    if foreign_to_today(there.manifest, kind):
-        raise DriftError(
-            f"{out} was made by an earlier hone, whose {identity['kind']} stage had other options: {differs}",
-            fix=f"go on with it as it is by naming {out} as an input, or make it again with --redo={out.name}",
-        )
+    earlier = by_earlier(there.manifest, kind)
+    keep = (
+        f"go on with it as it is by naming {out} as an input"
+        if earlier
+        else "keep it and give the new one another name"
+    )
     raise DriftError(
-        f"{out} was made from another spec: {differs}",
-        fix=f"keep it and give the new one another name, or make it again with --redo={out.name}",
+        f"{out} was made from another spec: {drift(there.manifest, identity, kind)}{earlier}",
+        fix=f"{keep}, or make it again with --redo={out.name}",
     )
 
 

@@ -59,9 +59,12 @@ def drift(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None =
     return difference(*(_made_from(one, spec) for one, spec in zip((before, now), specs, strict=True)))
 
 
-def foreign_to_today(before: dict[str, Any], kind: type[Spec] | None) -> bool:
-    """Whether the spec in a manifest cannot be read as a spec of today: an earlier hone had other options."""
-    return kind is not None and _today(before, kind) is None
+def by_earlier(before: dict[str, Any], kind: type[Spec] | None) -> str:
+    """What to say of a manifest that an earlier hone wrote, whose fields or defaults were others; '' for one of today."""
+    spec = _today(before, kind)
+    if kind is None or (spec is not None and fingerprint(_made_from(before, spec)) == before["fingerprint"]):
+        return ""
+    return f"; an earlier hone made it, whose {before['kind']} stage had other options or defaults"
 
 
 def _today(manifest: dict[str, Any], kind: type[Spec] | None) -> dict[str, Any] | None:
