@@ -9,6 +9,7 @@ from pydantic import Field
 from hone.base.figure import Estimate
 from hone.base.lazy import lazy
 from hone.compress.matrix import Matrix, Step
+from hone.cost.compress import Work
 
 torch = lazy("torch")
 
@@ -32,6 +33,10 @@ class Magnitude(Step):
             ties = (sizes == largest).nonzero().flatten()
             keep[ties[count - int((sizes < largest).sum()) :]] = True
         matrix.prune(keep.view(matrix.original.shape))
+
+    def work(self, rows: int, columns: int) -> Work:
+        """A selection and the mask, most of it in reading and writing fresh pages."""
+        return Work(num_bytes=440.0 * rows * columns, num_ops=30, temporaries=12)
 
     def figures(self) -> dict[str, Estimate]:
         return {"sparsity": Estimate(value=self.sparsity, unit="fraction", formula="the fraction asked for")}

@@ -185,6 +185,7 @@ class IntegerQuantizer(Quantizer):
         super().check(name, rows, columns)
 
     def work(self, rows: int, columns: int) -> Work:
-        """Rounding, and the search over scales where there is one."""
+        """Rounding, the search over scales where there is one, and packing: by bytes for 4 bits, code by code otherwise."""
         passes = 40 if getattr(self, "scale", "") == "search" else 1
-        return Work(num_bytes=passes * 32.0 * rows * columns, num_ops=passes * 12)
+        packing = 0 if self.stored_layout == "int-quantized" else 48 if self.bits in (4, 8) else 140
+        return Work(num_bytes=(passes * 22.0 + packing) * rows * columns, num_ops=passes * 12)

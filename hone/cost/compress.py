@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.facts import ModelFacts
-from hone.cost.memory import BYTES, FORWARD_TOUCHED, forward_bytes
+from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes
 from hone.cost.roofline import seconds, speed_of_light
 from hone.cost.steps import forward_seconds
 from hone.measure.machine import Machine
@@ -26,17 +26,17 @@ DISK_BYTES_PER_S = 1.1e9
 HOST_BYTES_PER_S = 1.5e9
 """Copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
 
-LAYER_OPS = 1500
+LAYER_OPS = 1000
 """Starts of operations that opening the checkpoint, building a layer and writing its shard equal, most of it Python."""
 
-MATRIX_OPS = 250
+MATRIX_OPS = 200
 """The same for each matrix: names, tensors, hooks, errors."""
 
 LOAD_BYTES = 60.0
 """Bytes a weight, at the rate of a large copy, to read it from the mapped file, widen, check and stack it. Most of the time
 the pages of new tensors are mapped for the first time (two-core AMD EPYC: 3 ns a weight)."""
 
-REPORT_BYTES = 110.0
+REPORT_BYTES = 60.0
 """Bytes a weight of both errors and the number of zeros, and of the numbers that the stored form stands for."""
 
 FP32_SHARE = 0.6
@@ -53,6 +53,8 @@ class Work:
     flops: float = 0.0
     num_bytes: float = 0.0
     num_ops: float = 0.0
+    temporaries: float = 6.0
+    """Float32 tensors of the matrix's size that are there at once."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,13 @@ def compress_bytes(machine: Machine, work: Compression) -> Estimate:
     hessians = 0
     if work.tokens:
         hessians = max(sum(4 * one.columns**2 for one in matrices) for matrices in work.layers)
-    batch = forward_bytes(work.facts, tokens=work.batch_size * work.seq_len, dtype=work.dtype)
+    batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     parts = {
         "hidden states": work.states_bytes * (1 if gpu else 2),
         "one layer": layer,
         "sums of x x^T": hessians,
-        "one batch or one solve": max(solve, batch),
+        # A CPU's heap keeps the holes that a batch left: what a solve asks for does not fit them.
+        "one batch, one solve": max(solve, batch) if gpu else solve + (1 + FORWARD_GAPS) * batch,
         "code": 0 if gpu else FORWARD_TOUCHED,
     }
     formula = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items() if value)
@@ -193,7 +196,8 @@ def _copy(machine: Machine, work: Compression, gpu: bool) -> float:
 
 
 def _solve_bytes(one: MatrixWork, work: Compression) -> float:
-    return 4.0 * (6 * one.size + (4 * one.columns**2 if work.tokens else 0))
+    held = max(step.temporaries for step in one.steps) * one.size
+    return 4.0 * (held + (4 * one.columns**2 if work.tokens else 0))
 
 
 def _passes(machine: Machine, num_bytes: float) -> float:
