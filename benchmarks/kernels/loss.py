@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import (
-    linear_cross_entropy,
-)
+from hone.ops import linear_cross_entropy
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 

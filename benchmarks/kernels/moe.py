@@ -10,16 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import (
-    grouped_linear,
-    permute,
-    unpermute,
-)
+from hone.ops import grouped_linear, permute, unpermute
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
-
-compiled = partial(torch.compile, dynamic=False)
-"""The peer at its best: each shape gets code of its own."""
 
 
 def rows(limit: Ceilings) -> list[dict[str, Any]]:

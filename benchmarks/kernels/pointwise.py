@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import (
-    rms_norm,
-    rope,
-    rope_write,
-    swiglu,
-)
+from hone.ops import rms_norm, rope, rope_write, swiglu
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 

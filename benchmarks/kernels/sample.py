@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import (
-    sample,
-)
+from hone.ops import sample
 from hone.ops.sample.noise import noise_keys
-
-BF16 = {"device": "cuda", "dtype": torch.bfloat16}
-
-compiled = partial(torch.compile, dynamic=False)
-"""The peer at its best: each shape gets code of its own."""
 
 
 def rows(limit: Ceilings) -> list[dict[str, Any]]:

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import (
-    dispatch,
-    linear,
-    rms_norm,
-    sample,
-)
+from hone.ops import dispatch, linear, rms_norm, sample
 from hone.ops.dispatch import BACKENDS, RULES, Where, backend_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "ops.md"

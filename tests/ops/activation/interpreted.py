@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hone.ops import (
-    rms_norm,
-    rope,
-    swiglu,
-)
+from hone.ops import rms_norm, rope, swiglu
 from tests.ops.agree import agree, graded
 
 

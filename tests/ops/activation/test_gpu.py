@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import (
-    swiglu,
-)
+from hone.ops import swiglu
 from tests.ops.gpu_case import DTYPES, as_good
 
 pytestmark = pytest.mark.gpu

@@ -15,13 +15,7 @@ from hone.ops.attention.gluon_passes import finish, prepare
 from hone.ops.attention.gluon_ranges import QUERIES
 from hone.ops.attention.masks import gluon_function
 from hone.ops.compat import INTERPRETED
-from tests.ops.compiled import (
-    SHARED_LIMIT,
-    Compiled,
-    compile_gluon,
-    compile_triton,
-    descriptor,
-)
+from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 

@@ -11,14 +11,7 @@ from hone.ops.attention import masks, reference
 from hone.ops.attention.masks import CAUSAL, FULL
 from hone.ops.dispatch import locate
 from tests.ops.attention import attend_case as case
-from tests.ops.attention.attend_case import (
-    LENGTHS,
-    check,
-    check_lengths,
-    far_from,
-    random_documents,
-    randoms,
-)
+from tests.ops.attention.attend_case import LENGTHS, check, check_lengths, far_from, random_documents, randoms
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,12 +10,7 @@ pytest.importorskip("triton")
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from hone.ops.linear.gluon_quantized import max_registers, w4_stream
-from hone.ops.linear.shapes import (
-    QuantizedShape,
-    fp8_shape,
-    quantized_shape,
-    skinny_shape,
-)
+from hone.ops.linear.shapes import QuantizedShape, fp8_shape, quantized_shape, skinny_shape
 from hone.ops.linear.triton_fp8 import fp8_product
 from hone.ops.linear.triton_skinny import skinny
 from tests.ops.compiled import compile_gluon, compile_triton, descriptor

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import (
-    linear_cross_entropy,
-)
+from hone.ops import linear_cross_entropy
 from hone.ops.loss.reference import Teacher
 from tests.ops.agree import agree, graded
 

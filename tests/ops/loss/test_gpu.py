@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import (
-    linear_cross_entropy,
-    rms_norm,
-)
+from hone.ops import linear_cross_entropy, rms_norm
 from hone.ops.loss.reference import Teacher
 from tests.ops.gpu_case import DTYPES, error, graded
 

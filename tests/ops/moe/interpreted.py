@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import (
-    grouped_linear,
-    permute,
-    unpermute,
-)
+from hone.ops import grouped_linear, permute, unpermute
 from tests.ops.agree import agree, graded
 
 

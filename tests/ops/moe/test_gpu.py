@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import (
-    grouped_linear,
-    permute,
-    unpermute,
-)
+from hone.ops import grouped_linear, permute, unpermute
 from tests.ops.gpu_case import as_good, error, graded, poison
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import (
-    rms_norm,
-)
+from hone.ops import rms_norm
 from tests.ops.agree import agree, graded
 
 

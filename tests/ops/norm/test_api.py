@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import (
-    rms_norm,
-)
+from hone.ops import rms_norm
 from hone.ops.norm import reference
 
 F64 = torch.float64

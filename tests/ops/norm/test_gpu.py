@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import (
-    rms_norm,
-)
+from hone.ops import rms_norm
 from tests.ops.gpu_case import DTYPES, as_good, error, poison
 
 pytestmark = pytest.mark.gpu

@@ -12,14 +12,7 @@ from hone.ops import rope_write
 from hone.ops.attention import masks
 from hone.ops.attention.reference import attend
 from hone.ops.paged import reference as paged_rows
-from hone.ops.paged.api import (
-    attend_latent,
-    attend_paged,
-    attend_planned,
-    plan_rows,
-    quantize_kv,
-    write_kv,
-)
+from hone.ops.paged.api import attend_latent, attend_paged, attend_planned, plan_rows, quantize_kv, write_kv
 from tests.ops.paged.paged_case import Case, distance
 
 HEAD_DIM = 6

@@ -12,13 +12,7 @@ from hone.ops.compat import INTERPRETED
 from hone.ops.paged.gluon_latent import decode_latents
 from hone.ops.paged.triton_decode import decode
 from hone.ops.paged.triton_prefill import prefill
-from tests.ops.compiled import (
-    SHARED_LIMIT,
-    Compiled,
-    compile_gluon,
-    compile_triton,
-    descriptor,
-)
+from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 

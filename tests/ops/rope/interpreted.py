@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import (
-    rope,
-    rope_write,
-)
+from hone.ops import rope, rope_write
 from tests.ops.agree import agree, graded
 
 

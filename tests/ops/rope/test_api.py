@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.ops import (
-    rope,
-    rope_write,
-    write_kv,
-)
+from hone.ops import rope, rope_write, write_kv
 from hone.ops.rope import reference
 from hone.ops.rope.api import angle_rows
 

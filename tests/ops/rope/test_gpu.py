@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from hone.ops import (
-    rope,
-    rope_write,
-)
-from tests.ops.gpu_case import DTYPES, as_good, error
+from hone.ops import rope, rope_write
+from tests.ops.gpu_case import DTYPES, as_good, error, graded
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +53,19 @@ def test_rope_write(pages_dtype: torch.dtype, heads: int, kv_heads: int, head_di
     assert torch.equal(found[0][0][:, heads:], qkv[:, heads:])
     for ours, plain in zip(*found):
         assert error(ours, plain.double()) < 5e-3
+
+
+def test_rope_in_a_compiled_graph_and_outside() -> None:
+    x = torch.randn(2, 65, 6, 64, device="cuda", dtype=torch.bfloat16)
+    turn = torch.randn(65, 1, 32, device="cuda")
+    cos, sin = turn.cos().bfloat16(), turn.sin().bfloat16()
+
+    def run(x: Tensor) -> Tensor:
+        return rope(x, cos, sin) * 2
+
+    exact = graded(lambda x: rope(x, cos.double(), sin.double(), backend="reference") * 2, x.double())
+    for found in (graded(run, x), graded(torch.compile(run, fullgraph=True), x)):
+        for one, truth in zip(found, exact):
+            assert error(one, truth) < 1e-2
+    with torch.no_grad():
+        assert torch.equal(run(x), graded(run, x)[0])

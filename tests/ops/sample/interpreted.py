@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.ops import (
-    linear_cross_entropy,
-    rms_norm,
-    rope_write,
-    sample,
-)
+from hone.ops import linear_cross_entropy, rms_norm, rope_write, sample
 from hone.ops.sample.noise import noise_keys
 from tests.ops.agree import agree
 

@@ -7,11 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.ops import (
-    rms_norm,
-    sample,
-    swiglu,
-)
+from hone.ops import rms_norm, sample, swiglu
 from hone.ops.sample.noise import noise_keys
 
 pytestmark = pytest.mark.gpu
