@@ -173,7 +173,7 @@ class Substrings(Edit):
             key, rank, shard, document, start, count = (doubts[name].copy() for name in _DOUBT.names)
             place = np.cumsum(count) - count
             hashes = np.empty(count.sum(), np.uint64)
-            order = compiled("sorting").by_number(shard)
+            order = np.argsort(shard, kind="stable")
             numbers, begins = np.unique(shard[order], return_index=True)
             for number, rows in zip(numbers.tolist(), np.split(order, begins[1:])):
                 values = np.load(state / f"windows-{number:05d}.npy", mmap_mode="r")

@@ -198,12 +198,12 @@ def epoch(
         margin = weights[size] + total * scale
         signed = margin if targets[text] > 0.5 else -margin
         loss += shares[text] * (np.log1p(np.exp(-signed)) if signed > -30 else -signed)
-        slope = shares[text] * (1 / (1 + np.exp(-margin)) - targets[text])
-        squares[size] += slope * slope
-        weights[size] -= rate * slope / (np.sqrt(squares[size]) + 1e-12)
+        grad = shares[text] * (1 / (1 + np.exp(-margin)) - targets[text])
+        squares[size] += grad * grad
+        weights[size] -= rate * grad / (np.sqrt(squares[size]) + 1e-12)
         for index in range(num):
             bucket = touched[index]
-            change = slope * _gain(counts[bucket]) * idf[bucket] * scale + shrink * weights[bucket]
+            change = grad * _gain(counts[bucket]) * idf[bucket] * scale + shrink * weights[bucket]
             squares[bucket] += change * change
             weights[bucket] -= rate * change / (np.sqrt(squares[bucket]) + 1e-12)
     return loss / max(len(order), 1)

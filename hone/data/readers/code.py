@@ -19,21 +19,10 @@ LANGUAGES: dict[str, str] = {
     ".lean": "lean", ".agda": "agda", ".sol": "solidity", ".glsl": "glsl", ".wgsl": "wgsl", ".metal": "metal",
 }  # fmt: skip
 """File name ending to programming language."""
-VENDORED = frozenset(
-    [
-        "node_modules",
-        "bower_components",
-        "vendor",
-        "vendored",
-        "_vendor",
-        "third_party",
-        "third-party",
-        "thirdparty",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-    ]
-)
+VENDORED = frozenset([
+    "node_modules", "bower_components", "vendor", "vendored", "_vendor", "third_party", "third-party", "thirdparty",
+    "site-packages", "dist-packages", "__pycache__",
+])  # fmt: skip
 """Folders of other people's packages."""
 LICENCE_FILES = re.compile(r"(licen[cs]e|copying|unlicense|notice)([-._].*)?$", re.IGNORECASE)
 _GENERATED_NAMES = re.compile(

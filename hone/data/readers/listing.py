@@ -40,20 +40,10 @@ FORMATS: dict[str, str] = {
 COMPRESSIONS = (".gz", ".zst")
 
 # Parts of a Python installation that are no library text: other people's packages, tests, byte tables, build settings.
-_NO_LIBRARY = frozenset(
-    [
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "test",
-        "tests",
-        "idle_test",
-        "lib2to3",
-        "lib-dynload",
-        "encodings",
-        "_bundled",
-    ]
-)
+_NO_LIBRARY = frozenset([
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "lib-dynload", "encodings",
+    "_bundled",
+])  # fmt: skip
 _LICENCE_BYTES = 200_000
 _HIDDEN = "(hidden)"
 _LIBRARY_TEXTS = (".txt", ".rst", ".md")
