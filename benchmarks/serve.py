@@ -304,7 +304,7 @@ class Bench:
             weights_bytes=self.config.num_params * self.dtype.itemsize,
             kv_bytes=self.engine.cache_bytes,
             max_tokens=args.max_num_batched_tokens,
-            max_rows=args.max_num_seqs,
+            max_num_seqs=args.max_num_seqs,
             context_tokens=args.max_num_seqs * 2048,
             dtype="float32" if self.dtype is torch.float32 else "bfloat16",
             device=args.device,
@@ -397,8 +397,8 @@ def main() -> None:
     parser.add_argument("--read-tb-per-s", type=float, default=0.0, help="GPU: measured read bandwidth, for the limit")
     parser.add_argument("--sections", action="store_true", help="run the GPU's sections on a CPU")
     parser.add_argument("--only", nargs="*", choices=("decode", "prefill", "throughput", "peer"), help="GPU: sections")
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64], help="rows that decode at once")
-    parser.add_argument("--context", type=int, default=512, help="prompt tokens of rows that decode")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64], help="sequences that decode at once")
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens of sequences that decode")
     parser.add_argument("--tokens", type=int, default=64, help="most decode steps of a batch")
     parser.add_argument("--no-ledger", action="store_true")
     args = parser.parse_args()

@@ -11,8 +11,8 @@ from hone.measure.machine import Machine
 
 STREAMED = 0.95
 """Part of the read rate at which the GPU's kernels stream weights (up to STREAM_ROWS rows) and pages. On an H200
-(benchmarks/ledger/ops.jsonl): weights 0.97 to 0.92 with 1 to 16 rows, 0.91 and 0.87 with 64; pages 0.78 with one row of
-32,768 tokens, 0.98 with 64 rows of 4,096."""
+(benchmarks/ledger/ops.jsonl): weights 0.97 to 0.92 with 1 to 16 rows, 0.91 and 0.87 with 64; pages 0.78 with one sequence of
+32,768 tokens, 0.98 with 64 sequences of 4,096."""
 
 QUANTIZED = 0.6
 """The same of weights in 4 or 8 bits, whose codes are turned into numbers on the way: 0.52 to 0.71 and 0.60 to 0.85 there."""
@@ -37,32 +37,32 @@ def decode_step_seconds(
     facts: ModelFacts,
     machine: Machine,
     *,
-    rows: int,
+    num_seqs: int,
     context: int,
     dtype: str = "float32",
     weights_bytes: float | None = None,
     in_place: bool = False,
     captured: bool = False,
 ) -> Estimate:
-    """One decoding step of `rows` sequences that each see `context` cached positions.
+    """One decoding step of `num_seqs` sequences that each see `context` cached positions.
 
     `weights_bytes` is what is read of the weights (default: all of them in `dtype`; less when they are quantized).
     `in_place`: a GPU's kernels read the pages where they lie; else they are gathered (read, written), then read.
     `captured`: the step is the replay of a CUDA graph, in which no kernel waits for its launch; implies `in_place`.
     """
     width = BYTES[dtype]
-    # Keys and values of what the rows see.
-    cached = width * rows * facts.state_values(context)
+    # Keys and values of what the sequences see.
+    cached = width * num_seqs * facts.state_values(context)
     if in_place or captured:
-        return _in_place(facts, machine, rows, cached, dtype, weights_bytes, captured)
-    products = _products(facts, rows)
+        return _in_place(facts, machine, num_seqs, cached, dtype, weights_bytes, captured)
+    products = _products(facts, num_seqs)
     gathered = 3.0 * cached
     weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
     parts = {
         f"{len(products)} matmuls": max(product_seconds(machine, products, dtype), weights_s),
         # Between two uses of a layer's pages those of all layers are touched: a cache holds them only if it holds all.
         "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered).value,
-        "element-wise": traffic_seconds(machine, facts, rows, dtype, backward=False),
+        "element-wise": traffic_seconds(machine, facts, num_seqs, dtype, backward=False),
     }
     return sum_up(machine, parts, decode_step_starts(facts), dtype)
 
@@ -75,7 +75,7 @@ def decode_step_starts(facts: ModelFacts) -> float:
 def _in_place(
     facts: ModelFacts,
     machine: Machine,
-    rows: int,
+    num_seqs: int,
     cached_bytes: float,
     dtype: str,
     weights_bytes: float | None,
@@ -85,14 +85,14 @@ def _in_place(
     calibration = machine.calibration
     bound = calibration is None or dtype not in calibration.dtypes
     rate = speed_of_light(machine, dtype)[1] if bound else STREAMED * calibration.read_bytes_per_s
-    products = _products(facts, rows)
+    products = _products(facts, num_seqs)
     weights_s = BYTES[dtype] * facts.matmul_params / rate
     if weights_bytes is not None:
         weights_s = weights_bytes / (rate if bound else QUANTIZED * calibration.read_bytes_per_s)
-    flops = 2.0 * rows * facts.matmul_params
+    flops = 2.0 * num_seqs * facts.matmul_params
     if bound:
         matmuls_s = max(weights_s, flops / speed_of_light(machine, dtype)[0])
-    elif rows <= STREAM_ROWS or weights_bytes is not None:
+    elif num_seqs <= STREAM_ROWS or weights_bytes is not None:
         matmuls_s = max(weights_s, flops / matmul_rate(calibration, dtype, None))
     else:
         matmuls_s = max(weights_s, product_seconds(machine, products, dtype))
@@ -100,13 +100,13 @@ def _in_place(
     parts = {
         f"{len(products)} matmuls": matmuls_s,
         "pages": cached_bytes / rate,
-        "element-wise": BYTES[dtype] * rows * moved_values(facts, backward=False) / rate,
+        "element-wise": BYTES[dtype] * num_seqs * moved_values(facts, backward=False) / rate,
     }
     if not bound:
         parts[f"{kernels:,} kernels"] = kernels * KERNEL_S
     return sum_up(machine, parts, 0 if captured else decode_step_starts(facts), dtype)
 
 
-def _products(facts: ModelFacts, rows: int) -> list[Product]:
-    products: list[Product] = [((rows, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
-    return [*products, ((rows, facts.vocab_size, facts.hidden_size), "forward")]
+def _products(facts: ModelFacts, num_seqs: int) -> list[Product]:
+    products: list[Product] = [((num_seqs, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
+    return [*products, ((num_seqs, facts.vocab_size, facts.hidden_size), "forward")]

@@ -101,20 +101,20 @@ def serve_bytes(
     weights_bytes: float = 0,
     kv_bytes: float = 0,
     max_tokens: int = 0,
-    max_rows: int = 0,
+    max_num_seqs: int = 0,
     context_tokens: int = 0,
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Estimate:
     """What serving adds at its peak: weights (0 when they were there before), the page pool, one step's work.
 
-    `max_tokens` is the most tokens of one step, `max_rows` the rows whose logits are computed in it,
-    `context_tokens` the cached positions, over all rows, that a step's attention gathers.
+    `max_tokens` is the most tokens of one step, `max_num_seqs` the sequences whose logits are computed in it,
+    `context_tokens` the cached positions, over all sequences, that a step's attention gathers.
     """
     width = BYTES[dtype]
     step = forward_bytes(facts, tokens=max_tokens, dtype=dtype, context_tokens=context_tokens)
     # Logits, their float32 copy, and what choosing makes of them (sorted or as probabilities).
-    logits = max_rows * facts.vocab_size * (width + 3 * 4)
+    logits = max_num_seqs * facts.vocab_size * (width + 3 * 4)
     fixed = {"weights": weights_bytes, "pages": kv_bytes}
     return _sum_up(
         fixed, {"a step's activations": step, "logits": logits}, FORWARD_GAPS * step, FORWARD_TOUCHED, device

@@ -35,7 +35,7 @@ LAUNCHED_PER_LAYER = 200
 """Starts that a layer equals when its kernels are launched one by one, out of Python: 31 to 34 ms a step were measured."""
 
 MOST_CAPTURED = 512
-"""Sequences up to which decode steps are replayed as CUDA graphs (hone.serve.runner.MOST_SEQS)."""
+"""Sequences up to which decode steps are captured as CUDA graphs: with more, kernels run longer than launching them takes."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Serving:
             part = decode_step_seconds(
                 self.facts,
                 self.machine,
-                rows=step.decoding,
+                num_seqs=step.decoding,
                 context=int(step.context),
                 dtype=self.dtype,
                 weights_bytes=self.read_bytes,

@@ -17,11 +17,9 @@ from hone.model.facts import CheckpointFacts
 from hone.ops.dispatch import Where, choose, triton_version
 from hone.serve.sizing import Memory, cache_pages, cache_tensors, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
+from hone.serve.workload import NUM_SAMPLES, SAMPLE_TOKENS
 
 _LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usually in the page cache
-SAMPLE_TOKENS = 64
-"""Tokens of each sample that a run writes after it was measured."""
-NUM_SAMPLES = 4
 
 
 def estimates(
@@ -122,7 +120,7 @@ def _growth(
         weights_bytes=weights,
         kv_bytes=pages * one,
         max_tokens=min(batching.max_num_batched_tokens, traffic.concurrency * most),
-        max_rows=seqs,
+        max_num_seqs=seqs,
         context_tokens=seqs * most,
         dtype=dtype,
         device=machine.device,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.cost.serving import MOST_CAPTURED
 from hone.model.decoder import Decoder
 from hone.ops.dispatch import say_once
 from hone.serve.paging.cache import KVCache
@@ -144,10 +145,6 @@ def _with_guesses(step: StepInput, guesses: Sequence[Guess]) -> Batch:
     return replace(step.batch, tokens=tokens)
 
 
-MOST_SEQS = 512
-"""Sequences up to which decode steps are captured: with more, kernels run longer than launching them takes."""
-
-
 def padded(num_seqs: int) -> int:
     """The sequences of the graph that serves `num_seqs`: a power of 2 up to 8, then a multiple of 8 or of a sixteenth."""
     above = 1 << (num_seqs - 1).bit_length()
@@ -180,7 +177,7 @@ class DecodeGraphs:
     def hidden(self, batch: Batch) -> Tensor | None:
         """Hidden states [S, D], valid until the next call; None for a step that must run without a graph."""
         count = padded(batch.num_seqs)
-        if self._broken or count > MOST_SEQS or batch.ends.max() > self._longest:
+        if self._broken or count > MOST_CAPTURED or batch.ends.max() > self._longest:
             return None
         if count not in self._captured and not self._capture(count):
             return None

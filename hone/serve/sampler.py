@@ -61,7 +61,7 @@ class Sampler:
         if len(asking):
             counts = sampling.logprobs[asking].tolist()
             found = logprobs(
-                raw if len(asking) == len(tokens) else raw[asking], [tokens[place] for place in asking], counts
+                raw if len(asking) == len(tokens) else raw[asking.tolist()], [tokens[place] for place in asking], counts
             )
             for place, logprob in zip(asking, found):
                 choices[place].logprob = logprob

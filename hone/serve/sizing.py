@@ -139,7 +139,7 @@ def work_bytes(facts: ModelFacts, spec: EngineSpec, dtype: str, device: str) -> 
     """The most that one step of a `sized` engine holds beside weights and cache."""
     assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sized() fills both in"
     tokens, seqs = spec.max_num_batched_tokens, spec.max_num_seqs
-    return serve_bytes(facts, max_tokens=tokens, max_rows=seqs, dtype=dtype, device=device).value
+    return serve_bytes(facts, max_tokens=tokens, max_num_seqs=seqs, dtype=dtype, device=device).value
 
 
 def check_weights(folder: str, needed: int, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 from hone.serve.spec import EngineSpec
-from hone.serve.workload import Workload, draw_requests, make_workload, too_short
+from hone.serve.workload import SAMPLE_TOKENS, Workload, draw_requests, make_workload, too_short
 
 if TYPE_CHECKING:
     from hone.model.tokenizer import Tokenizer
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 np = lazy("numpy")
 
-_SAMPLE_TOKENS = 64
 _WAYS = {
     MEMORY: (
         "lower engine.max_num_seqs or engine.kv_cache_memory_bytes",
@@ -236,7 +235,7 @@ def _samples(engine: Engine, workload: Workload) -> list[dict[str, Any]]:
     tokenizer: Tokenizer | None = engine.tokenizer
     rows = []
     for prompt in workload.sample_prompts:
-        params = workload.params(0, min(_SAMPLE_TOKENS, engine.max_model_len - len(prompt)))
+        params = workload.params(0, min(SAMPLE_TOKENS, engine.max_model_len - len(prompt)))
         done = engine.generate([prompt], params)[0]
         shown = tokenizer.decode(prompt) if tokenizer else " ".join(map(str, prompt))
         rows.append({"prompt": shown, "text": done.text if tokenizer else " ".join(map(str, done.tokens))})

@@ -12,7 +12,10 @@ from hone.base.lazy import lazy
 
 np = lazy("numpy")
 
-_SAMPLE_PROMPTS, _SAMPLE_PROMPT_TOKENS = 4, 24
+NUM_SAMPLES, SAMPLE_TOKENS = 4, 64
+"""Texts that a run writes after it was measured, and tokens of each."""
+
+_SAMPLE_PROMPT_TOKENS = 24
 
 
 @dataclass
@@ -57,7 +60,7 @@ def make_workload(
     shared = text[:shared_prefix].tolist()
     prompts = [shared + text[place : place + own].tolist() for own, _, place in drawn]
     lengths = [length for _, length, _ in drawn]
-    samples = [text[start : start + _SAMPLE_PROMPT_TOKENS].tolist() for start in starts[:-1][:_SAMPLE_PROMPTS]]
+    samples = [text[start : start + _SAMPLE_PROMPT_TOKENS].tolist() for start in starts[:-1][:NUM_SAMPLES]]
     return Workload(prompts, lengths, shared_prefix, samples)
 
 

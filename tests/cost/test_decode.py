@@ -13,11 +13,11 @@ from tests.cost.h200 import GPU, LLAMA_8B, h200, row
 CAPTURED = {"dtype": "bfloat16", "in_place": True, "captured": True}
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
-def test_a_replayed_step_takes_what_the_ledger_measured(rows):
+@pytest.mark.parametrize("num_seqs", [1, 16, 64])
+def test_a_replayed_step_takes_what_the_ledger_measured(num_seqs):
     """benchmarks/serve.py: prompts of 512 and up to 64 + 4 tokens more; the engine's Python is in the measured step."""
-    measured_s = 1e-3 * row("serve", f"llama3-8b: decode, batch {rows}")["ms"]
-    predicted = decode_step_seconds(LLAMA_8B, h200(), rows=rows, context=548, **CAPTURED)
+    measured_s = 1e-3 * row("serve", f"llama3-8b: decode, batch {num_seqs}")["ms"]
+    predicted = decode_step_seconds(LLAMA_8B, h200(), num_seqs=num_seqs, context=548, **CAPTURED)
     assert 0.75 * measured_s < predicted.value < measured_s
     assert not predicted.bound and "starts" not in predicted.formula
 
@@ -26,23 +26,25 @@ def test_weights_and_pages_are_read_once():
     machine = h200()
     read = machine.calibration.read_bytes_per_s
     short, long = (
-        decode_step_seconds(LLAMA_8B, machine, rows=64, context=context, **CAPTURED).value for context in (1000, 2000)
+        decode_step_seconds(LLAMA_8B, machine, num_seqs=64, context=context, **CAPTURED).value
+        for context in (1000, 2000)
     )
     pages = 64 * 1000 * 2 * LLAMA_8B.kv_values_per_token
     assert 0.77 < pages / (long - short) / read < 1.0  # as `paged decode` in ops.jsonl
     gathered = [
-        decode_step_seconds(LLAMA_8B, machine, rows=64, context=context, dtype="bfloat16").value
+        decode_step_seconds(LLAMA_8B, machine, num_seqs=64, context=context, dtype="bfloat16").value
         for context in (20_000, 40_000)
     ]
     assert gathered[1] - gathered[0] > 2.5 * 20 * pages / read
-    none = decode_step_seconds(LLAMA_8B, machine, rows=1, context=0, **CAPTURED).value
+    none = decode_step_seconds(LLAMA_8B, machine, num_seqs=1, context=0, **CAPTURED).value
     assert none > 2 * LLAMA_8B.matmul_params / read
 
 
 def test_more_rows_than_the_streaming_kernel_takes_are_the_librarys():
     machine = h200()
     times = [
-        decode_step_seconds(LLAMA_8B, machine, rows=rows, context=0, **CAPTURED).value for rows in (64, 65, 256, 1024)
+        decode_step_seconds(LLAMA_8B, machine, num_seqs=num_seqs, context=0, **CAPTURED).value
+        for num_seqs in (64, 65, 256, 1024)
     ]
     assert times == sorted(times) and times[1] < 1.2 * times[0]
     assert times[3] > 2 * 1024 * LLAMA_8B.matmul_params / machine.calibration.peak_flops_per_s("bfloat16")
@@ -50,20 +52,20 @@ def test_more_rows_than_the_streaming_kernel_takes_are_the_librarys():
 
 def test_quantized_weights_are_fewer_bytes_read_less_well():
     machine, dense = h200(), 2 * LLAMA_8B.matmul_params
-    plain = decode_step_seconds(LLAMA_8B, machine, rows=1, context=0, **CAPTURED).value
-    quarter = decode_step_seconds(LLAMA_8B, machine, rows=1, context=0, weights_bytes=dense / 4, **CAPTURED).value
+    plain = decode_step_seconds(LLAMA_8B, machine, num_seqs=1, context=0, **CAPTURED).value
+    quarter = decode_step_seconds(LLAMA_8B, machine, num_seqs=1, context=0, weights_bytes=dense / 4, **CAPTURED).value
     assert plain / 4 < quarter < plain / 1.5
 
 
 def test_a_step_that_is_not_captured_waits_for_its_launches():
     machine = h200()
-    launched = decode_step_seconds(LLAMA_8B, machine, rows=1, context=0, dtype="bfloat16", in_place=True).value
+    launched = decode_step_seconds(LLAMA_8B, machine, num_seqs=1, context=0, dtype="bfloat16", in_place=True).value
     assert launched == pytest.approx(decode_step_starts(LLAMA_8B) * machine.calibration.op_s)
 
 
 def test_without_a_calibration_it_is_the_data_sheets_bound():
     bare = h200().model_copy(update={"calibration": None})
-    bound = decode_step_seconds(LLAMA_8B, bare, rows=1, context=0, **CAPTURED)
+    bound = decode_step_seconds(LLAMA_8B, bare, num_seqs=1, context=0, **CAPTURED)
     assert bound.bound and bound.value == pytest.approx(2 * LLAMA_8B.matmul_params / 4.8e12, rel=0.01)
     assert "H200" in GPU.name
 
@@ -83,8 +85,8 @@ def test_a_cpu_gathers_pages_and_starts_every_operation():
         cpu="c", num_cores=1, num_threads=1, ram_bytes=1, os="x", python="3", torch="2", calibration=calibration
     )
     weights = sum(n * k + 3 * n + 3 * k for layer in facts.layers for n, k in layer.matmuls) + 100 * 64 + 300 + 192
-    pages = 3 * 3 * 10 * 2 * (2 * 64)  # gathered (read, written) and read; rows, context, layers, keys and values
+    pages = 3 * 3 * 10 * 2 * (2 * 64)  # gathered (read, written) and read; sequences, context, layers, keys and values
     moved = 3 * 2 * (16 * 64 + 6 * 128 + 6 * 128)
     starts = 9 + 2 * 60 + 60
     expected = 4 * (weights + pages + moved) / 1e9 + starts * 1e-6
-    assert decode_step_seconds(facts, cpu, rows=3, context=10).value == pytest.approx(expected, rel=1e-9)
+    assert decode_step_seconds(facts, cpu, num_seqs=3, context=10).value == pytest.approx(expected, rel=1e-9)

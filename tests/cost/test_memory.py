@@ -65,7 +65,7 @@ def test_serving_adds_up():
     estimate = serve_bytes(facts, weights_bytes=16e9, kv_bytes=20e9, device="cuda")
     assert estimate.value == 36e9
     assert facts.kv_values_per_token == 32 * 2 * 8 * 128
-    more = serve_bytes(facts, weights_bytes=16e9, max_tokens=8192, max_rows=64, dtype="bfloat16", device="cuda")
+    more = serve_bytes(facts, weights_bytes=16e9, max_tokens=8192, max_num_seqs=64, dtype="bfloat16", device="cuda")
     # 8,192 tokens x 2 bytes x (2 x 4,096 + 3 x 14,336) and 64 rows x 128,256 logits x 14 bytes.
     assert more.value - 16e9 == pytest.approx(8192 * 2 * (2 * 4096 + 3 * 14336) + 64 * 128256 * 14)
 

@@ -79,6 +79,6 @@ def test_steps_grow_with_their_work():
     again = train_step_seconds(facts, here, batch_tokens=2048, seq_len=256, recomputed=range(4)).value
     assert train < again < 1.5 * train
     assert train_step_seconds(facts, here, batch_tokens=1024, seq_len=256, micro_batches=2).value > 0.9 * train
-    one = decode_step_seconds(facts, here, rows=1, context=100).value
-    assert one < decode_step_seconds(facts, here, rows=64, context=100).value
-    assert decode_step_seconds(facts, machine(), rows=1, context=100).bound
+    one = decode_step_seconds(facts, here, num_seqs=1, context=100).value
+    assert one < decode_step_seconds(facts, here, num_seqs=64, context=100).value
+    assert decode_step_seconds(facts, machine(), num_seqs=1, context=100).bound

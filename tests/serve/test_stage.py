@@ -12,7 +12,11 @@ import pytest
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import FitError, SpecError
+from hone.base.plan import facts_of
 from hone.base.run import Run
+from hone.measure.machine import describe
+from hone.model.facts import CheckpointFacts
+from hone.model.mixers import MIXERS
 from hone.serve.stage import Serve
 from hone.serve.workload import make_workload
 
@@ -105,6 +109,42 @@ def test_a_draft_model_without_a_drafter_is_a_mistake(tmp_path, tiny_llama, data
             {"model": Artifact.read(tiny_llama), "data": data, "draft": Artifact.read(tiny_llama)},
             Run(quiet=True),
         )
+
+
+def test_formats_are_the_engines_as_in_serving(tmp_path, tiny_llama, data):
+    """What `hone bench` measures is what `hone serve` runs: one EngineSpec."""
+    plain, half = (
+        serve(
+            tmp_path,
+            tiny_llama,
+            data,
+            f"serve-{dtype}",
+            num_requests=2,
+            engine={"num_pages": 40, "kv_cache_dtype": dtype},
+        )
+        for dtype in ("auto", "bfloat16")
+    )
+    sizes = [made.figures["kv_cache_bytes"] for made in (plain, half)]
+    assert sizes[1].value == sizes[0].value / 2
+    assert all(figure.value == figure.estimate.value for figure in sizes)
+    assert "in bfloat16" in sizes[1].note and half.figures["max_num_seqs"].value > 0
+    with pytest.raises(SpecError, match=r"engine\.draft"):
+        serve(tmp_path, tiny_llama, data, engine={"draft": str(tiny_llama)})
+
+
+def test_a_plan_needs_no_parent_to_exist(tiny_llama, data):
+    """From facts alone, those of a model and of data that are yet to be made too; what cannot be served is said then."""
+    facts = {"model": CheckpointFacts.of(tiny_llama), "data": facts_of(data)}
+    later = {role: one.model_copy(update={"where": "a stage"}) for role, one in facts.items()}
+    spec, machine = Serve.read(SMALL), describe("cpu")
+    planned = spec.plan(later, machine)
+    assert planned.facts is None and planned.estimates == spec.plan(facts, machine).estimates
+    assert {"time_s", "tokens_per_s", "memory_growth_bytes", "kv_cache_bytes"} == set(planned.estimates)
+    layer = later["model"].config.layers[0]
+    sees_later = layer.model_copy(update={"mixer": MIXERS.read({"kind": "retnet", "num_heads": 4, "head_dim": 8})})
+    config = later["model"].config.model_copy(update={"layers": (sees_later,)})
+    with pytest.raises(SpecError, match="layer 0: mixer 'retnet'"):
+        spec.plan({**later, "model": later["model"].model_copy(update={"config": config})}, machine)
 
 
 def test_reading_the_spec_does_not_import_torch():

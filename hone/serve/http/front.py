@@ -26,7 +26,7 @@ from hone.serve.request import Output, Request
 log = logging.getLogger("hone.serve")
 _PING_S = 15.0
 _THREAD_BYTES = 2**18
-_THREAD_ROWS = 2000
+_THREAD_LOGPROBS = 2000
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -180,7 +180,7 @@ class Job:
             await self._wake.wait()
             for _ in self._take():
                 pass
-        if self._reply.num_rows > _THREAD_ROWS:
+        if self._reply.num_logprobs > _THREAD_LOGPROBS:
             return await asyncio.to_thread(lambda: dump(self._reply.whole()))
         return dump(self._reply.whole())
 

@@ -114,10 +114,10 @@ class CompletionLogprobs:
         first = next((raw for token in prompt.ids if (raw := self._bytes(token))), b"")
         self._drop_space = first.startswith(b" ") and not prompt.text.startswith(" ")
 
-    def lists(self, tokens: list[int], rows: list[TokenLogprob | None]) -> dict[str, list[Any]]:
-        """JSON for `tokens` with their `rows` (None: the first token of a prompt, which nothing predicts)."""
+    def lists(self, tokens: list[int], scored: list[TokenLogprob | None]) -> dict[str, list[Any]]:
+        """JSON for `tokens` with their `scored` (None: the first token of a prompt, which nothing predicts)."""
         out: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token, row in zip(tokens, rows, strict=True):
+        for token, one in zip(tokens, scored, strict=True):
             raw = self._bytes(token)
             if self._drop_space and raw:
                 raw, self._drop_space = raw[1:], False
@@ -126,13 +126,13 @@ class CompletionLogprobs:
             out["text_offset"].append(self._chars)
             self._chars += len(self._decoder.decode(raw))
             out["tokens"].append(self._labels.text(token))
-            out["token_logprobs"].append(None if row is None else floor(row.logprob))
-            out["top_logprobs"].append(None if row is None else self._top(row))
+            out["token_logprobs"].append(None if one is None else floor(one.logprob))
+            out["top_logprobs"].append(None if one is None else self._top(one))
         return out
 
-    def _top(self, row: TokenLogprob) -> dict[str, float]:
+    def _top(self, one: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, logprob in [*row.top, (row.token, row.logprob)]:
+        for token, logprob in [*one.top, (one.token, one.logprob)]:
             top.setdefault(self._labels.text(token), floor(logprob))  # best first: a namesake keeps the higher one
         return top
 
@@ -140,7 +140,7 @@ class CompletionLogprobs:
         return b"" if token in self._special else self._labels.bytes(token)
 
 
-def chat_logprobs(labels: Labels, rows: list[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(labels: Labels, scored: list[TokenLogprob]) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def chat_logprobs(labels: Labels, rows: list[TokenLogprob]) -> dict[str, Any]:
 
     return {
         "content": [
-            {**entry(row.token, row.logprob), "top_logprobs": [entry(*pair) for pair in row.top]} for row in rows
+            {**entry(one.token, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]} for one in scored
         ]
     }
 
@@ -165,7 +165,7 @@ class Reply:
         self._body = body
         self._head = {"id": reply_id, "created": created, "model": model}
         self._begin = b"data: " + dump({"object": self.stream_object, **self._head})[:-1] + b',"choices":['
-        self.choices = [Choice(row * n + copy, prompt) for row, prompt in enumerate(prompts) for copy in range(n)]
+        self.choices = [Choice(place * n + copy, prompt) for place, prompt in enumerate(prompts) for copy in range(n)]
         self._prompts = prompts
         self._n = n
         options = body.stream_options
@@ -185,8 +185,8 @@ class Reply:
         }
 
     @property
-    def num_rows(self) -> int:
-        """Logprob rows in the reply, which is what makes it long."""
+    def num_logprobs(self) -> int:
+        """Log-probabilities in the reply, which are what makes it long."""
         return sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class CompletionReply(Reply):
         return [self._json(choice, output.text, output.tokens, output.logprobs, with_prompt=first)]
 
     def _json(
-        self, choice: Choice, text: str, tokens: list[int], rows: list[TokenLogprob], *, with_prompt: bool
+        self, choice: Choice, text: str, tokens: list[int], scored: list[TokenLogprob], *, with_prompt: bool
     ) -> dict[str, Any]:
         echo = self._echo and with_prompt
         value: dict[str, Any] = {
@@ -258,9 +258,9 @@ class CompletionReply(Reply):
             if echo:
                 assert choice.prompt_logprobs is not None, "the engine gave no prompt logprobs for an echo"
                 writer.start(choice.prompt)
-                value["logprobs"] = writer.lists(choice.prompt.ids + tokens, [*choice.prompt_logprobs, *rows])
+                value["logprobs"] = writer.lists(choice.prompt.ids + tokens, [*choice.prompt_logprobs, *scored])
             else:
-                value["logprobs"] = writer.lists(tokens, list(rows))
+                value["logprobs"] = writer.lists(tokens, list(scored))
         if self._wants_ids:
             value["token_ids"] = tokens
             if with_prompt:
@@ -298,11 +298,11 @@ class ChatReply(Reply):
         return parts
 
     def _json(
-        self, choice: Choice, what: dict[str, Any], tokens: list[int], rows: list[TokenLogprob], finish: str | None
+        self, choice: Choice, what: dict[str, Any], tokens: list[int], scored: list[TokenLogprob], finish: str | None
     ) -> dict[str, Any]:
         value: dict[str, Any] = {"index": choice.index, **what, "logprobs": None, "finish_reason": finish}
-        if self._labels is not None and rows:
-            value["logprobs"] = chat_logprobs(self._labels, rows)
+        if self._labels is not None and scored:
+            value["logprobs"] = chat_logprobs(self._labels, scored)
         if finish is not None:
             value["stop_reason"] = choice.stop_reason
         if self._wants_ids:

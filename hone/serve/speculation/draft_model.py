@@ -141,8 +141,8 @@ class DraftRunner:
         sampler, sampling = self._sampler, step.sampling.take([one.place for one in active], ahead)
         logits = sampler.process(self._draft.head(x).float(), sampling)
         tokens = logits.argmax(-1).tolist()
-        drawing = np.flatnonzero(~sampling.greedy)
-        if len(drawing):
+        drawing = np.flatnonzero(~sampling.greedy).tolist()
+        if drawing:
             drawn = sampling.take(drawing)
             filtered = sampler.filter(logits[drawing], drawn)
             ends = (filtered + sampler.noise(drawn)).argmax(-1).tolist()
