@@ -11,6 +11,9 @@ import numpy as np
 from hone.serve.request import SamplingParams
 from hone.serve.step import Sampling
 
+_MOST = 2**31 - 1
+"""What larger counts are taken as: no vocabulary and no sequence is longer, and clients may send any integer."""
+
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -28,7 +31,8 @@ class Chooser:
         self.seed = params.seed if params.seed is not None else secrets.randbits(63)
         self.penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
         self._floats = tuple(float(getattr(params, name)) for name in _FLOATS)
-        self._whole = (params.top_k, -1 if params.logprobs is None else params.logprobs, _signed(self.seed))
+        self._min_tokens = min(params.min_tokens, _MOST)
+        self._whole = (min(params.top_k, _MOST), -1 if params.logprobs is None else params.logprobs, _signed(self.seed))
         self._listed = self.penalized or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.ends))
 
 
@@ -68,7 +72,7 @@ def sampling_of(entries: Sequence[Entry]) -> Sampling:
         logprobs=whole[:, 1],
         seed=whole[:, 2],
         position=np.array([len(entry.tokens) for entry in entries], dtype=np.int64),
-        banned_below=np.array([e.num_prompt + e.chooser.params.min_tokens for e in entries], dtype=np.int64),
+        banned_below=np.array([e.num_prompt + e.chooser._min_tokens for e in entries], dtype=np.int64),
         spans=spans,
         banned=np.array(banned, dtype=np.int64),
         bias_tokens=np.array([token for token, _ in biases], dtype=np.int64),

@@ -93,6 +93,13 @@ def test_a_seed_may_be_negative_or_huge_and_none_is_random():
     assert entry().chooser.seed != entry().chooser.seed
 
 
+def test_counts_beyond_any_vocabulary_mean_all_of_it():
+    """Clients may send any integer; the step's arrays hold 64 bits."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
+    huge, plain = entry(top_k=10**30, min_tokens=10**30, ends=(7,), seed=1), entry(min_tokens=9, ends=(7,), seed=1)
+    assert SAMPLER.choose(logits, sampling_of([huge])) == SAMPLER.choose(logits, sampling_of([plain]))
+
+
 @settings(max_examples=50)
 @given(tokens=st.lists(st.integers(0, 9), min_size=3, max_size=12), num_prompt=st.integers(1, 3))
 def test_penalties_by_their_definitions(tokens, num_prompt):
