@@ -85,18 +85,18 @@ class Runner:
         guesses = self._guesses(step)
         x = self.forward(step.batch if guesses is None else _with_guesses(step, guesses))
         self._score_prompts(step, x, results)
-        sampling = np.flatnonzero(step.samples)
-        if not len(sampling):
+        sampling = np.flatnonzero(step.samples).tolist()
+        if not sampling:
             return results
         wishes = step.sampling if len(sampling) == step.num_seqs else step.sampling.take(sampling)
-        last = step.batch.last_places()
         if guesses is None:
             if len(sampling) < len(x):
-                x = x[torch.from_numpy(last[sampling]).to(x.device)]
+                x = x[torch.from_numpy(step.batch.last_places()[sampling]).to(x.device)]
             for place, chosen in zip(sampling, self.sampler.choose(self.model.head(x), wishes)):
                 results[place].chosen = [chosen]
             return results
         # Logits are needed after each sampling sequence's last token and after each of its guesses.
+        last = step.batch.last_places()
         places = [np.arange(last[place] - step.num_guesses[place], last[place] + 1) for place in sampling]
         logits = self.model.head(x[torch.from_numpy(np.concatenate(places)).to(x.device)])
         checked = verify(self.sampler, logits, wishes, [guesses[place] for place in sampling])
@@ -126,8 +126,11 @@ class Runner:
 
     def _score_prompts(self, step: StepInput, x: Tensor, results: Sequence[SeqResult]) -> None:
         """Log-probabilities of the prompt tokens that follow the ones just computed, where they are asked for."""
+        asked = np.flatnonzero(step.score_counts >= 0)
+        if not len(asked):
+            return
         begins = step.batch.last_places() + 1 - step.batch.lengths
-        for place in np.flatnonzero(step.score_counts >= 0):
+        for place in asked:
             begin, count = int(begins[place]), int(step.score_counts[place])
             own = step.batch.tokens[begin : begin + int(step.batch.lengths[place])].tolist()
             targets = own[1:] + [token for token in (int(step.next_tokens[place]),) if token >= 0]

@@ -48,12 +48,12 @@ class Sampler:
 
     def choose(self, logits: Tensor, sampling: Sampling) -> list[Chosen]:
         """One choice per entry. `logits` [E, V] in any floating dtype."""
-        asking = np.flatnonzero(sampling.logprobs >= 0)
-        if sampling.greedy.all() and not len(asking) and not _touched(sampling).any():
+        if sampling.plain:
             best = logits.max(-1)
             return [
                 Chosen(token, math.isfinite(value)) for token, value in zip(best.indices.tolist(), best.values.tolist())
             ]
+        asking = np.flatnonzero(sampling.logprobs >= 0)
         raw = logits.float()
         peaks = raw.max(-1).values.tolist()
         tokens = self.draw(self.process(raw, sampling), sampling).tolist()
@@ -69,7 +69,7 @@ class Sampler:
 
     def process(self, raw: Tensor, sampling: Sampling) -> Tensor:
         """Logits [E, V] float32 with penalties, biases and bans applied; `raw` itself when no entry has any."""
-        touched = np.flatnonzero(_touched(sampling))
+        touched = np.flatnonzero(sampling.touched)
         if not len(touched):
             return raw
         out = raw.clone()
@@ -147,11 +147,6 @@ class Sampler:
 
     def _keys(self, sampling: Sampling, streams: Sequence[int] | None = None) -> Tensor:
         return noise_keys(sampling.seed.tolist(), sampling.position.tolist(), streams or GUMBEL, self.device)
-
-
-def _touched(sampling: Sampling) -> np.ndarray:
-    """bool [E]: penalties, biases or bans change the logits."""
-    return sampling.penalized | sampling.biased | sampling.banning
 
 
 def _indices(values: np.ndarray, like: Tensor) -> Tensor:

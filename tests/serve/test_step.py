@@ -16,6 +16,7 @@ from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.engine import Engine
 from hone.serve.request import SamplingParams
 from hone.serve.step import Batch, StepInput
+from hone.serve.step_builder import StepBuilder
 from tests.serve.small import VOCAB, decoder, drain, engine, greedy, request
 
 MODEL, DRAFT = decoder(), decoder(5, num_layers=1)
@@ -27,6 +28,15 @@ PARAMS = {
     "biased": SamplingParams(max_tokens=12, logit_bias={4: 3.0, 9: -2.0}, min_tokens=9, stop_token_ids=(4,), seed=2**64 - 1),
     "long": greedy(5),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The engine chooses threads by the size of a step, a bare runner does not; other threads round sums otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def add_all(one: Engine) -> None:
@@ -64,6 +74,30 @@ def test_recorded_steps_replay_on_a_fresh_runner(speculation):
     assert [fresh.run(StepInput.unpack(step)) for step in steps] == expected
     if draft is not None:
         assert sum(result.num_guessed for results in expected for result in results) > 0
+
+
+@pytest.mark.parametrize("names", [("greedy", "long"), ("drawn", "long"), tuple(PARAMS)])
+def test_what_a_builder_reuses_is_what_a_fresh_one_builds(names):
+    """Decoding goes on from the last step's arrays: across page borders, arrivals, ends and preemption they are the same."""
+    one = engine(MODEL, num_pages=24, max_num_seqs=4, max_num_batched_tokens=24)
+    build, reused = one._builder.build, []
+
+    def checked(work, fresh):
+        last = one._builder._last
+        step = build(work, fresh)
+        plain = StepBuilder(one.spec.block_size).build(work, fresh)
+        for (name, found), (_, wanted) in zip(step.arrays(), plain.arrays(), strict=True):
+            assert found.dtype == wanted.dtype and np.array_equal(found, wanted), name
+        assert (step.sampling.touched == plain.sampling.touched).all() and step.sampling.plain == plain.sampling.plain
+        reused.append(last is not None and step.samples is last[2].samples)
+        return step
+
+    one._builder.build = checked
+    for number, name in enumerate(names * 2):
+        prompt = [(5 * number + 3 * place) % VOCAB for place in range(1, 40 if name == "long" else 9)]
+        one.add(request(f"{name}-{number}", prompt, PARAMS[name]))
+    assert not any(output.error for each in drain(one).values() for output in each)
+    assert not all(reused) and any(reused)
 
 
 def test_one_step_replays_over_a_copy_of_the_cache():

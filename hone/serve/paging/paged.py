@@ -116,6 +116,7 @@ class PagedBuffers(Paged):
         self._table = torch.zeros(num_seqs, -(-longest // cache.block_size), dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event()
         self._known = np.zeros(self._table.shape, dtype=np.int32)  # what the device's table holds
+        self._last: np.ndarray | None = None  # the table that came last: steps that change none share it
 
     def forget(self) -> None:
         """Drops what a pass has derived from the buffers, so that the next one derives it again."""
@@ -131,10 +132,11 @@ class PagedBuffers(Paged):
             flat[place, :count] = values
         self._device.copy_(self._host, non_blocking=True)
         known = self._known[:count, :width]
-        if not np.array_equal(known, batch.table):
+        if batch.table is not self._last and not np.array_equal(known, batch.table):
             known[:] = batch.table
             table = torch.from_numpy(batch.table).pin_memory()
             self._table[:count, :width].copy_(table.to(self._table.device, non_blocking=True))
+        self._last = batch.table
         self._copied.record()
 
 
