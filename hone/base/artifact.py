@@ -243,6 +243,7 @@ class Draft:
         """Opens `window` over the work and records what it saw; what killed runs spent is added to its time and energy."""
         self._window = window
         with window:
+            self._started = time.monotonic()  # imports and warming up before are no part of the work
             yield window
         self.record_window(window)
 

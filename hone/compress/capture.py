@@ -50,6 +50,7 @@ class Flow:
                 f"{path} is corrupt: {error}", fix="delete the unfinished folder and start again"
             ) from None
 
+    @torch.no_grad()
     def statistics(
         self, layer: DecoderLayer, readers: dict[str, list[str]], wanted: Collection[str]
     ) -> dict[str, dict[str, Tensor]]:
@@ -74,6 +75,7 @@ class Flow:
         values = {source: gather.values() for source, gather in gathered.items()}
         return {name: values[source] for source, names in readers.items() for name in names}
 
+    @torch.no_grad()
     def through(self, layer: DecoderLayer) -> None:
         """Replaces the states by the outputs of `layer`."""
         for piece, context, _ in self._batches():

@@ -38,8 +38,8 @@ class Errors(NamedTuple):
 class Matrix:
     """A weight matrix and what the steps have made of it.
 
-    `original` [N, K] is float32 or float64. A step replaces `current`, the float weight (never in place); a pruner also says in `keep` (bool
-    [N, K]) which weights must stay zero; a quantizer sets `stored`, whose numbers are the weight from then on.
+    `original` [N, K] is float32 or float64. A step replaces `current`, the float weight (never in place); a pruner also
+    says in `keep` (bool [N, K]) which weights must stay zero; a quantizer sets `stored`, whose numbers are the weight from then on.
     `statistics` holds what the steps asked for of the calibration inputs (see `hone.compress.statistics`).
     """
 

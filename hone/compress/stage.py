@@ -143,6 +143,8 @@ class Compress(Stage):
             for linear in linears:
                 for step in self.steps:
                     step.check(f"layers.{index}.{linear.path}", linear.rows, linear.columns)
+                if self._quantizer is not None:
+                    targets_of.check_blocks(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         made = sizes.shard_sizes(sizes.entries(model), targets, self._quantizer, self._rest_dtype, dtype)
         compute = self.compute_dtype

@@ -11,6 +11,7 @@ from hone.base.errors import SpecError
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
+    from hone.model.quantized.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,19 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
             f"targets {list(targets)} without {list(ignore)} name no linear", fix=f"names look like {names[0]}"
         )
     return tuple(chosen)
+
+
+def check_blocks(linear: Linear, scheme: Scheme) -> None:
+    """Raises SpecError when a block of rows that share a scale would reach from one checkpoint module into the next."""
+    if scheme.block is None:
+        return
+    for name, rows in linear.modules[:-1]:
+        if rows % scheme.block[0]:
+            raise SpecError(
+                f"blocks of {scheme.block[0]} rows do not divide the {rows} rows of {name}, which runs as one matrix with "
+                f"{linear.modules[-1][0]}",
+                fix="use a block height that divides them, groups, or one scale a row",
+            )
 
 
 def _found(patterns: Sequence[str], name: str) -> bool:

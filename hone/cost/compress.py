@@ -121,6 +121,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         kept = work.shard_bytes[index + 1] + (0 if last else work.states_bytes)
         now = max(now + sum(spent.values()), written)
         written = now + kept / DISK_BYTES_PER_S + DURABLE_S * (4 if work.tokens and not last else 3)
+    written += 4 * DURABLE_S  # index, config, generation config and the rows of the report
     parts["embedding and head"] = ends
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS, STEPS
 from hone.model.hf import load, save
 from hone.model.quantized.dequantizing import Dequantizing
@@ -89,3 +91,27 @@ def test_an_8_bit_float_quantizer_is_one_file_and_one_table_line(
     assert before.keys() == after.keys()
     assert all(tensor.dtype == after[name].dtype for name, tensor in before.items())
     assert all(torch.equal(tensor.double(), after[name].double()) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(("block", "fits"), [((32, 32), True), ((24, 32), False)])
+def test_blocks_of_rows_stay_within_a_module(
+    block: tuple[int, int], fits: bool, tiny_llama: Path, compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = FP8.replace('number="e4m3"', f'number="e4m3", block={block}').replace(
+        "matrix.weight.abs().amax(1, keepdim=True) / 448",
+        "torch.ones(scheme.grid(*matrix.weight.shape)) / 448",
+    )
+    code = code.replace("def apply(self, matrix):", "def apply(self, matrix):\n            scheme = self.scheme(0)")
+    (tmp_path / "someones_block.py").write_text("import torch\n" + textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "someones_block", raising=False)
+    monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "block": "someones_block:FP8"})
+    if not fits:
+        with pytest.raises(SpecError, match=r"blocks of 24 rows do not divide the 64 rows of .*q_proj"):
+            compress(tiny_llama, {"kind": "block"})
+        return
+    made = compress(tiny_llama, {"kind": "block"})
+    tokens = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = load(made.folder)(tokens)
+    assert (ours - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
