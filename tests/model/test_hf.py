@@ -194,8 +194,11 @@ def test_truncated_weights_are_corrupt(keep: int, folder: Path) -> None:
 
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"config\.json"):
+    with pytest.raises(ArtifactError, match="no folder .*nowhere"):
         hf.load(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArtifactError, match=r"config\.json"):
+        hf.load(tmp_path / "empty")
     (folder / SINGLE).unlink()
     with pytest.raises(ArtifactError, match="neither"):
         hf.load(folder)
