@@ -273,8 +273,6 @@ def plan_stage(stage: Stage, out: Path, parents: Mapping[str, Artifact], run: Ru
 
 def _plan(stage: Stage, out: Path, facts: Mapping[str, Facts], machine: Machine, taken: float) -> Planned:
     """A stage's plan, with what does not fit when earlier stages have `taken` so many bytes of disk."""
-    if type(stage).plan is Stage.plan:  # TEMPORARY: goes when every stage has `plan`
-        return Planned(out.name, "to make")
     plan = stage.plan(facts, machine)
     has = capacity(machine, out)
     try:

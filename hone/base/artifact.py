@@ -245,7 +245,7 @@ class Draft:
         with window:
             self._started = time.monotonic()  # imports and warming up before are no part of the work
             yield window
-        self.record_window(window)
+        self._record_window(window)
 
     def predict(self, estimates: dict[str, Estimate]) -> None:
         """Says before the work what its figures should come to; joined to the figure of the same name."""
@@ -258,7 +258,7 @@ class Draft:
             value, more["note"] = None, f"{value}, which is no figure" + (f"; {note}" if note else "")
         self._figures[name] = Figure(name=name, value=value, unit=unit, **more)
 
-    def record_window(self, window: _Window) -> None:
+    def _record_window(self, window: _Window) -> None:
         """Adds time, peak memory and energy as a `measure.Window` saw them; time includes killed runs.
 
         What was in use when the window opened joins the estimate of what the work adds: the estimate of the peak.

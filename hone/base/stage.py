@@ -59,6 +59,7 @@ class Stage(Spec):
         return Artifact.read(folder)
 
     def _make(self, out: Path, parents: dict[str, Artifact], run: Run) -> Artifact:
+        """What `make` says, by one rank."""
         self.check_roles(parents)
         inputs: dict[str, Any] = {
             "kind": self.stage,
@@ -77,11 +78,8 @@ class Stage(Spec):
         if run.command:
             opened.command(run.command)
         with opened:
-            if planned is None:
-                self.execute(opened, parents, run)
-            else:
-                opened.predict(planned.estimates)
-                self.run(planned, opened, parents, run)
+            opened.predict(planned.estimates)
+            self.run(planned, opened, parents, run)
             return opened.commit()
 
     def check_roles(self, given: Mapping[str, Any]) -> None:
@@ -96,10 +94,8 @@ class Stage(Spec):
                     fix=f"{did_you_mean(role, self.roles)}its inputs are: {', '.join(self.roles) or 'none'}",
                 )
 
-    def _planned(self, out: Path, parents: dict[str, Artifact], run: Run) -> Plan | None:
-        """The plan of making `out`, checked to fit. None for a stage that still plans inside `execute`."""
-        if type(self).plan is Stage.plan:  # TEMPORARY: goes, with `execute`, when every stage has `plan` and `run`
-            return None
+    def _planned(self, out: Path, parents: dict[str, Artifact], run: Run) -> Plan:
+        """The plan of making `out`, checked to fit."""
         machine = resolve(MACHINE)(run)
         planned = self.plan({role: facts_of(parent) for role, parent in parents.items()}, machine)
         planned.must_fit(capacity(machine, out), out.name)
@@ -113,7 +109,3 @@ class Stage(Spec):
     def files(self) -> dict[str, Path]:
         """Field name to a file whose content is part of the identity, beside the spec that names its path."""
         return {}
-
-    def execute(self, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """TEMPORARY, for stages that have no `plan` yet: predict, work (resumably), record."""
-        raise NotImplementedError

@@ -38,7 +38,7 @@ from hone.measure.window import Window
 def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
     """Runs the whole stage into `draft`. Raises SpecError when nothing is left at any step, naming what took it away."""
     executor = EXECUTORS.read(run.executor)
-    with Window("cpu") as window, executor.open() as pool:
+    with draft.measuring(Window("cpu")), executor.open() as pool:
         listing = _list(spec, draft, run)
         pool = keep(pool, executor.store, draft, listing, run)
         clock = Clock(draft)
@@ -74,7 +74,6 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         _write_stats(spec, listing, reading, chain, scorers, draft)
         clock.done("write")
     _record(draft, corpus, chain, rows, reading["bytes_out"])
-    draft.record_window(window)
     if pool.peak_memory_bytes is not None:
         draft.record(
             "worker_memory_bytes",

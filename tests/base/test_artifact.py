@@ -14,6 +14,7 @@ from hone.base.durable import sha256, write_jsonl
 from hone.base.errors import ArtifactError, DriftError, HoneError
 from hone.base.figure import Estimate
 from hone.base.identity import difference
+from hone.base.plan import Facts, Plan
 from hone.base.run import Run
 from hone.base.spec import Spec
 from hone.base.stage import Stage
@@ -172,11 +173,27 @@ class Half(Stage):
     stage = "train"
     roles = {"data": True, "teacher": False}  # noqa: RUF012
 
-    def execute(self, draft, parents, run):
+    def plan(self, facts, machine):
+        return Plan(estimates={"letters": Estimate(value=facts["data"].letters if facts else 0, unit="")})
+
+    def run(self, plan, draft, parents, run):
         write_jsonl(draft.folder / "rows.jsonl", [{"a": 1}])
+        draft.record("letters", 1, "")
 
 
-def test_stage_checks_roles(tmp_path):
+class Letters(Facts):
+    """How long a text is."""
+
+    mark = "x.txt"
+    letters: int
+
+    @classmethod
+    def of(cls, folder):
+        return cls(where=str(folder), letters=len((folder / cls.mark).read_text()))
+
+
+def test_stage_checks_roles(tmp_path, monkeypatch):
+    monkeypatch.setattr("hone.base.plan.FACTS", {"text": "tests.base.test_artifact:Letters"})
     with pytest.raises(HoneError, match="needs a 'data'"):
         Half().make(tmp_path / "t", {}, QUIET)
     parent = finish(tmp_path / "data-a")
@@ -185,13 +202,14 @@ def test_stage_checks_roles(tmp_path):
     made = Half().make(tmp_path / "t", {"data": parent}, QUIET)
     manifest = json.loads((made.folder / "hone.json").read_text())
     assert manifest["parents"][0]["fingerprint"] == parent.fingerprint and os.path.exists(made.folder / "rows.jsonl")
+    assert made.figures["letters"].estimate.value == 1, "the plan read the parent's facts"
 
 
 def test_a_failed_stage_can_be_tried_again_at_once(tmp_path):
     class Fails(Half):
         roles = {}  # noqa: RUF012
 
-        def execute(self, draft, parents, run):
+        def run(self, plan, draft, parents, run):
             raise HoneError("no", fix="yes")
 
     for _ in range(2):
