@@ -62,10 +62,12 @@ def unreachable(url: str, error: BaseException) -> MachineError:
 
 
 class Store:
-    """The objects below a URL or a folder, by name. Every operation raises MachineError when the store refuses or does not answer."""
+    """The objects below a URL or an absolute folder, by name. Every operation raises MachineError when the store refuses or does not answer."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/") if "://" in url else f"{Path(url).expanduser().absolute()}"
+        if "://" not in url and not Path(url).expanduser().is_absolute():
+            raise SpecError(f"'{url}' is no URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
+        self.url = url.rstrip("/") if "://" in url else f"{Path(url).expanduser()}"
         self._system, root = file_system(self.url, f"using {self.url}")
         self._root = root.rstrip("/")
         protocol = self._system.protocol

@@ -114,7 +114,7 @@ class Executor(Technique):
     workers: int = Field(0, ge=0, description="Tasks at a time; 0: as many as cores.")
     store: str = Field(
         "",
-        description="URL (s3://bucket/runs) or folder where what tasks wrote is kept too: then machines need no common disk, "
+        description="URL (s3://bucket/runs) or absolute folder where what tasks wrote is kept too: then machines need no common disk, "
         "and a stage whose machine was lost goes on elsewhere; none: off.",
     )
 

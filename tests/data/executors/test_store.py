@@ -102,6 +102,12 @@ def test_workers_with_other_code_are_said(tmp_path, apart, monkeypatch):
             list(keeping.map(square, tasks(Path("state"), 1)))
 
 
+def test_a_store_may_be_a_folder(tmp_path, apart):
+    with EXECUTORS.read({"kind": "processes", "workers": 1}).open() as pool:
+        assert list(Keeping(pool, f"{tmp_path}/shared", Path("state")).map(square, tasks(Path("state"), 2)))
+    assert len(list((tmp_path / "shared" / "files").iterdir())) == 2 and Path("state/1.txt").read_text() == "1"
+
+
 @pytest.mark.parametrize("moment", range(3))
 def test_a_task_is_done_where_its_manifest_is_and_not_before(tmp_path, monkeypatch, moment):
     """Killed before anything that it puts, it is done again on the next machine; afterwards it is not."""
