@@ -194,7 +194,7 @@ def test_truncated_weights_are_corrupt(keep: int, folder: Path) -> None:
 
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="no folder .*nowhere"):
+    with pytest.raises(ArtifactError, match=r"no folder .*nowhere"):
         hf.load(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match=r"config\.json"):
