@@ -10,7 +10,6 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Validati
 from pydantic_core import core_schema
 
 from hone.base.errors import SpecError, did_you_mean
-from hone.base.figure import Estimate
 from hone.base.lazy import resolve
 from hone.base.spec import Spec, describe_fields
 
@@ -62,10 +61,6 @@ class Technique(Spec):
     gives: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[frozenset[str]] = frozenset()
     paper: ClassVar[str] = ""
-
-    def estimates(self, **facts: Any) -> dict[str, Estimate]:
-        """What this technique should do to the figures named by the keys. Slots say which `facts` they pass."""
-        raise NotImplementedError(f"{type(self).__name__} predicts nothing: write estimates()")
 
 
 class Table:

@@ -26,7 +26,7 @@ class ActivationCheckpointing(Technique):
         """Cuts `num_layers` layers into segments that follow each other and cover all."""
         raise NotImplementedError
 
-    def estimates(self, num_layers: int) -> dict[str, Estimate]:  # type: ignore[override]
+    def estimates(self, num_layers: int) -> dict[str, Estimate]:
         """For `num_layers` layers: the share of forward work done twice, and the layers whose activations live at once."""
         segments = self.segments(num_layers)
         repeated = sum(part.stop - part.start for part in segments if part.recompute)

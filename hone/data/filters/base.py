@@ -65,7 +65,7 @@ class Filter(Technique):
             reasons[fails] = rule.reason
         return reasons == "", reasons
 
-    def estimates(self, columns: Mapping[str, np.ndarray]) -> dict[str, Estimate]:  # type: ignore[override]
+    def estimates(self, columns: Mapping[str, np.ndarray]) -> dict[str, Estimate]:
         """Fraction of bytes it will keep, from the columns of a sample."""
         keep, _ = self.decide(columns)
         total = columns["bytes"].sum()

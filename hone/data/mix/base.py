@@ -118,7 +118,7 @@ class Mixture(Technique):
         """Field name to a file whose content the weights depend on: part of the identity of what is trained."""
         return {}
 
-    def estimates(self, shares: Sequence[Share] = (), **facts: Any) -> dict[str, Estimate]:
+    def estimates(self, shares: Sequence[Share] = ()) -> dict[str, Estimate]:
         """How often each source will be seen: its weight x the budget / its tokens."""
         return {
             f"epochs_{share.source}": Estimate(

@@ -62,7 +62,7 @@ class Drafter(Technique):
         """The two halves for one engine; None for a drafter that needs no computation beside the model."""
         raise NotImplementedError
 
-    def estimates(self, *, acceptance: float = 0.7, cost: float = 0.1, **facts: Any) -> dict[str, Estimate]:
+    def estimates(self, *, acceptance: float = 0.7, cost: float = 0.1) -> dict[str, Estimate]:
         """Factor on tokens/s when each guess is kept with probability `acceptance` and costs `cost` of a model step.
 
         Theorem 3.8 of the paper: (1 - a^(n + 1)) / ((1 - a) (n c + 1)).
