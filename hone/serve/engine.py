@@ -232,12 +232,13 @@ class Engine:
 
     def _advance(self, item: Work, result: SeqResult) -> Output | None:
         seq, computed = item.seq, item.start + item.count
-        num_kept = max(0, len(result.chosen) - 1)
         if self.proposer is not None:
+            num_kept = max(0, len(result.chosen) - 1)
             self.proposer.settle(item, num_kept)
-        self._num_drafted += result.num_guessed
-        self._num_accepted += num_kept
-        self._num_prompt_tokens += max(0, min(computed, seq.num_prompt) - seq.num_computed)
+            self._num_drafted += result.num_guessed
+            self._num_accepted += num_kept
+        if seq.num_computed < seq.num_prompt:
+            self._num_prompt_tokens += max(0, min(computed, seq.num_prompt) - seq.num_computed)
         if seq.prompt_logprobs is not None and result.prompt_logprobs:
             first = item.start + 1
             seq.prompt_logprobs[first : first + len(result.prompt_logprobs)] = result.prompt_logprobs

@@ -85,7 +85,7 @@ class Runner:
         guesses = self._guesses(step)
         x = self.forward(step.batch if guesses is None else _with_guesses(step, guesses))
         self._score_prompts(step, x, results)
-        sampling = np.flatnonzero(step.samples).tolist()
+        sampling = step.sampled
         if not sampling:
             return results
         wishes = step.sampling if len(sampling) == step.num_seqs else step.sampling.take(sampling)
@@ -107,7 +107,7 @@ class Runner:
     def _guesses(self, step: StepInput) -> list[Guess] | None:
         """What stands after each sequence's last token; None when nothing does. The draft model reads in any case."""
         guesses = self.guesser.guess(step) if self.guesser is not None and len(step.draft_tokens) else None
-        if not step.num_guesses.any():
+        if not step.any_guesses:
             return None
         if guesses is None:
             ends = step.batch.last_places() + 1
@@ -126,11 +126,10 @@ class Runner:
 
     def _score_prompts(self, step: StepInput, x: Tensor, results: Sequence[SeqResult]) -> None:
         """Log-probabilities of the prompt tokens that follow the ones just computed, where they are asked for."""
-        asked = np.flatnonzero(step.score_counts >= 0)
-        if not len(asked):
+        if not step.scored:
             return
         begins = step.batch.last_places() + 1 - step.batch.lengths
-        for place in asked:
+        for place in step.scored:
             begin, count = int(begins[place]), int(step.score_counts[place])
             own = step.batch.tokens[begin : begin + int(step.batch.lengths[place])].tolist()
             targets = own[1:] + [token for token in (int(step.next_tokens[place]),) if token >= 0]

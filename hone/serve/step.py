@@ -195,7 +195,7 @@ class Sampling(Arrays):
 
     def later(self) -> Sampling:
         """The same wishes for the token one place later; only where none depends on the tokens before."""
-        assert not self.touched.any(), "lists of tokens change with every token"
+        assert not self.any_touched, "lists of tokens change with every token"
         found = object.__new__(Sampling)  # `replace` takes several microseconds, and this runs in every step
         found.__dict__.update(self.__dict__)  # with what was derived: greedy, plain, touched
         found.__dict__["position"] = self.position + 1
@@ -209,7 +209,11 @@ class Sampling(Arrays):
     @cached_property
     def plain(self) -> bool:
         """Whether every sequence takes the most likely token of untouched logits and asks for no log-probability."""
-        return bool(self.greedy.all() and (self.logprobs < 0).all() and not self.touched.any())
+        return bool(self.greedy.all() and (self.logprobs < 0).all() and not self.any_touched)
+
+    @cached_property
+    def any_touched(self) -> bool:
+        return bool(self.touched.any())
 
     @cached_property
     def touched(self) -> np.ndarray:
@@ -262,6 +266,20 @@ class StepInput(Arrays):
     @property
     def num_seqs(self) -> int:
         return self.batch.num_seqs
+
+    @cached_property
+    def sampled(self) -> list[int]:
+        """Places of the sequences whose next token the step brings."""
+        return np.flatnonzero(self.samples).tolist()
+
+    @cached_property
+    def scored(self) -> list[int]:
+        """Places of the sequences whose prompts are scored."""
+        return np.flatnonzero(self.score_counts >= 0).tolist()
+
+    @cached_property
+    def any_guesses(self) -> bool:
+        return bool(self.num_guesses.any())
 
     def part(self, first: int, last: int) -> StepInput:
         """The step of the sequences `first` ... `last` - 1 alone, without pages to wipe."""

@@ -34,7 +34,7 @@ class StepBuilder:
             step = self._decoded(work, fresh, self._last[2])
         else:
             step = self._built(work, fresh)
-        plain = decoding and not step.sampling.touched.any()
+        plain = decoding and not step.sampling.any_touched
         self._last = (seqs, pages, step) if plain else None
         return step
 
