@@ -197,6 +197,8 @@ class Draft:
         self._window: _Window | None = None
         self.state.mkdir(exist_ok=True)
         (self.folder / LOG).mkdir(exist_ok=True)
+        # Once: the stage may clear its state under way.
+        self._spent_before = self._noted("elapsed_s") or 0.0
         self._joules_before = self._noted("energy_j")
 
     @property
@@ -216,7 +218,7 @@ class Draft:
     @property
     def elapsed_s(self) -> float:
         """Seconds spent on this artifact by this process and, as far as `keep_time` was called, by killed ones before it."""
-        return (self._noted("elapsed_s") or 0.0) + time.monotonic() - self._started
+        return self._spent_before + time.monotonic() - self._started
 
     def _noted(self, name: str) -> float | None:
         """What `keep_time` noted; None when it noted nothing."""
@@ -227,11 +229,10 @@ class Draft:
 
     def keep_time(self) -> None:
         """Notes the seconds and joules spent so far; call it at every durable step."""
-        spent, joules = self.elapsed_s, self._joules()
-        write_atomic(self.state / "elapsed_s", repr(spent).encode())
+        write_atomic(self.state / "elapsed_s", repr(self.elapsed_s).encode())
+        joules = self._joules()
         if joules is not None:
             write_atomic(self.state / "energy_j", repr(joules).encode())
-        self._started = time.monotonic()
 
     def _joules(self) -> float | None:
         """Joules of the window that is open and, as far as `keep_time` was called, of killed runs before it."""

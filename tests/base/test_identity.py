@@ -176,3 +176,13 @@ def test_a_stage_that_fails_before_it_made_anything_leaves_no_folder(tmp_path):
         (draft.state / "half").write_text("half")
         raise SpecError("no", fix="yes")
     assert (tmp_path / "job-a.partial" / "state" / "half").exists()
+
+
+def test_the_seconds_of_a_stage_that_clears_its_state_are_all_counted(tmp_path):
+    draft = start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET)
+    draft._started -= 10
+    draft.keep_time()
+    (draft.state / "elapsed_s").unlink()
+    assert draft.elapsed_s >= 10
+    draft.keep_time()
+    assert float((draft.state / "elapsed_s").read_text()) >= 10
