@@ -21,6 +21,14 @@ FLOORS = {
 """Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus."""
 TOP = {"recipe", "cli"}
 """They know each other."""
+REGISTRIES = {
+    "hone.base.artifact": {"HUB_FOLDER", "NO_FOLDER"},  # what a parent's path may be besides a folder of hone's
+    "hone.base.plan": {"FACTS"},  # who says what a finished artifact is
+    "hone.base.stage": {"STAGES", "MACHINE"},  # who makes an artifact, and who describes the machine
+    "hone.base.table": {"TABLES"},  # where the slots are
+}
+"""Names of base that name modules of higher floors: base holds the lists in which rooms meet, and resolves a row on use."""
+NAMED = re.compile(r"hone(\.\w+)+(:\w+)?")
 FORBIDDEN = {"utils", "common", "helpers", "misc", "core"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
@@ -32,14 +40,29 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def imports(path: Path) -> set[str]:
-    """Every hone module that a file imports anywhere: at the top, in functions, for types."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+def imports(source: str, module: str) -> set[str]:
+    """Every hone module that a file imports anywhere: at the top, in functions, for types, and by name on use.
+
+    By name: the string of a `lazy("hone.x")`, a table's row, or any other that is the name of a module. A package that
+    names itself to find its files imports nothing.
+    """
+    tree, found = ast.parse(source), set()
+    listed = {
+        id(node)
+        for statement in tree.body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        and {one.id for one in ast.walk(statement) if isinstance(one, ast.Name)} & REGISTRIES.get(module, set())
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in listed:
+            name = node.value.partition(":")[0]
+            if NAMED.fullmatch(node.value) and name in MODULES and not module.startswith(f"{name}."):
+                found.add(name)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "hone"}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{module}: relative import"
             if node.module and node.module.split(".")[0] == "hone":
                 for alias in node.names:
                     full = f"{node.module}.{alias.name}"
@@ -47,7 +70,10 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-GRAPH = {module: {target for target in imports(path) if target in MODULES} for module, path in MODULES.items()}
+GRAPH = {
+    module: {target for target in imports(path.read_text(encoding="utf8"), module) if target in MODULES}
+    for module, path in MODULES.items()
+}
 
 
 def broken_floors(graph: dict[str, set[str]]) -> list[str]:
@@ -105,6 +131,12 @@ def test_the_checks_can_fail():
     assert broken_floors(up) == ["hone.base.spec -> hone.train.loop"]
     assert broken_floors({"hone.model.decoder": {"hone.data.load"}}) == ["hone.model.decoder -> hone.data.load"]
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    late = (
+        'grid = lazy("hone.compress.grid")\nROWS = Table("x", {"a": "hone.train.loop:Trainer"})\nSTAGES = ["hone.cli"]'
+    )
+    assert imports(late, "hone.model.decoder") == {"hone.compress.grid", "hone.train.loop", "hone.cli"}
+    assert imports(late, "hone.base.stage") == {"hone.compress.grid", "hone.train.loop"}
+    assert imports('files("hone.report")', "hone.report.page") == set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -44,7 +44,7 @@ def generate(words: list[str], options: dict[str, str]) -> int:
     run = circumstances(options)
     from hone.model.hf import Checkpoint
     from hone.serve.engine import Engine
-    from hone.serve.sizing import first_unserved
+    from hone.serve.paging.cache import first_unserved
 
     unserved = first_unserved(Checkpoint(words[1]).config)
     if unserved is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,12 @@ def publish(temporary: Path, final: Path) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, final)
+
+
+def digest(*arrays: np.ndarray) -> str:
+    """Hash of the arrays' bytes."""
+    together = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    return hashlib.blake2b(together, digest_size=8).hexdigest()
 
 
 def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
@@ -150,6 +157,10 @@ class Part(NamedTuple):
     shard: Path
     first: int
     cuts: Cuts
+
+    def identity(self) -> list[Any]:
+        """What a task that reads the texts of this part depends on."""
+        return [self.shard.name, self.shard.stat().st_size, self.first, digest(*self.cuts)]
 
 
 class Corpus:

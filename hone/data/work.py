@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +13,7 @@ from hone.base.durable import sha256
 from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.annotate import Care, Opened, annotate
-from hone.data.corpus import Corpus, Part
+from hone.data.corpus import Corpus, Part, digest
 from hone.data.executors.task import Function, Task
 from hone.data.filters import decide as deciding
 from hone.data.filters.base import Filter
@@ -72,7 +71,12 @@ def decide_tasks(corpus: Corpus, filters: Sequence[Filter], num_samples: int, st
     """The tasks of filtering each shard."""
     said = [technique.model_dump(mode="json") for technique in filters]
     return [
-        Task(f"filter-{part.number:05d}", state, (part, tuple(filters), num_samples), [said, num_samples, seen(part)])
+        Task(
+            f"filter-{part.number:05d}",
+            state,
+            (part, tuple(filters), num_samples),
+            [said, num_samples, part.identity()],
+        )
         for part in corpus.parts()
     ]
 
@@ -193,7 +197,7 @@ def prepare_tasks(technique: Technique, corpus: Corpus, alive: np.ndarray, state
             f"shard-{part.number:05d}",
             state,
             (technique, part, chosen[part.first : part.first + size]),
-            [technique.model_dump(mode="json"), seen(part), digest(chosen[part.first : part.first + size])],
+            [technique.model_dump(mode="json"), part.identity(), digest(chosen[part.first : part.first + size])],
         )
         for part, size in zip(corpus.parts(), corpus.sizes)
     ]
@@ -228,7 +232,7 @@ def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path,
     reads = tuple(tokenizer / name for name in (*FILES, *OPTIONAL_FILES))
     for part, size in zip(corpus.parts(), corpus.sizes):
         chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
-        identity = [which, seen(part), [[split, digest(here)] for split, here in chosen.items()]]
+        identity = [which, part.identity(), [[split, digest(here)] for split, here in chosen.items()]]
         made.append(Task(f"tokens-{part.number:05d}", state, (part, chosen, tokenizer, which), identity, reads))
     return made
 
@@ -244,7 +248,7 @@ def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], state: Path) -> l
     for part, size in zip(corpus.parts(), corpus.sizes):
         chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
         if any(here.any() for here in chosen.values()):
-            identity = [seen(part), [[split, digest(here)] for split, here in chosen.items()]]
+            identity = [part.identity(), [[split, digest(here)] for split, here in chosen.items()]]
             made.append(Task(f"{part.number:05d}", state, (part, chosen), identity))
     return made
 
@@ -260,18 +264,6 @@ def column_tasks(corpus: Corpus, gone_by: np.ndarray, causes: Sequence[tuple[str
     for part, size in zip(corpus.parts(), corpus.sizes):
         if size:
             here = gone_by[part.first : part.first + size]
-            identity = [seen(part), digest(here), causes]
+            identity = [part.identity(), digest(here), causes]
             made.append(Task(f"{part.number:05d}", state, (part, here, tuple(causes)), identity))
     return made
-
-
-def seen(part: Part) -> list[Any]:
-    """What a task that reads the texts of `part` depends on."""
-    return [part.shard.name, part.shard.stat().st_size, part.first, digest(*part.cuts)]
-
-
-def digest(*arrays: np.ndarray) -> str:
-    """Hash of the arrays' bytes."""
-    return hashlib.blake2b(
-        b"".join(np.ascontiguousarray(array).tobytes() for array in arrays), digest_size=8
-    ).hexdigest()

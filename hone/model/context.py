@@ -6,13 +6,20 @@ values in pages) by subclassing `Context`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hone.base.errors import SpecError
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of what the next token may see, oldest first: k [B, m, KV, Dh], v [B, m, KV, Dv]."""
+
+    k: Tensor
+    v: Tensor
 
 
 class Context:

@@ -14,17 +14,10 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.model.context import Context, fused, has_fused, may_see, sdpa
+from hone.model.context import Context, KeyValues, fused, has_fused, may_see, sdpa
 from hone.model.decoder import Decoder
 from hone.ops import sample
 from hone.ops.sample.noise import noise_keys
-
-
-class KeyValues(NamedTuple):
-    """Keys and values of what the next token may see, oldest first: k [B, m, KV, Dh], v [B, m, KV, Dv]."""
-
-    k: Tensor
-    v: Tensor
 
 
 class Latents(NamedTuple):

@@ -15,11 +15,11 @@ from hone.model.decoder import Decoder
 from hone.model.folder import model_folder, weights_bytes
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 from hone.serve import DRAFTERS
-from hone.serve.paging.cache import KVCache
+from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.paging.pages import PagePool
 from hone.serve.runner import Runner
 from hone.serve.sampler import Sampler
-from hone.serve.sizing import Memory, cache_pages, cache_tensors, check_weights, sized, work_bytes
+from hone.serve.sizing import Memory, cache_pages, check_weights, sized, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.speculation.drafter import Drafter, DraftSetting, Guesser, Proposer
 

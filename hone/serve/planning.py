@@ -15,7 +15,8 @@ from hone.cost.serving import Batching, Serving, StepKind, Traffic, serving_seco
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
 from hone.ops.dispatch import Where, choose, triton_version
-from hone.serve.sizing import Memory, cache_pages, cache_tensors, sized, step_threads, work_bytes
+from hone.serve.paging.cache import cache_tensors
+from hone.serve.sizing import Memory, cache_pages, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import NUM_SAMPLES, SAMPLE_TOKENS
 

@@ -7,13 +7,11 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from hone.base.errors import FitError, SpecError
+from hone.base.errors import FitError
 from hone.base.figure import human_bytes
-from hone.cost.cache import LayerCache
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import serve_bytes
 from hone.measure.machine import Machine
-from hone.model.config import ModelConfig
 from hone.serve.spec import EngineSpec
 
 _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
@@ -42,27 +40,6 @@ def sized(spec: EngineSpec, machine: Machine) -> EngineSpec:
     tokens = spec.max_num_batched_tokens or max(tokens, spec.max_num_seqs or 0)
     seqs = spec.max_num_seqs or min(seqs, tokens)
     return spec.model_copy(update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens})
-
-
-def cache_tensors(config: ModelConfig) -> list[LayerCache]:
-    """What every layer keeps in pages. Raises SpecError naming the first whose mixer the engine cannot serve."""
-    unserved = first_unserved(config)
-    if unserved is not None:
-        index, kind = unserved
-        raise SpecError(
-            f"layer {index}: mixer '{kind}' keeps no keys and values in pages, which the engine serves from",
-            fix="write with `hone generate` or hone.model.incremental.generate, or serve a model of attention layers",
-        )
-    return [layer.mixer.cache() for layer in config.layers]
-
-
-def first_unserved(config: ModelConfig) -> tuple[int, str] | None:
-    """(index, mixer) of the first layer that the engine cannot serve: its state is not, or not all, in pages."""
-    for index, layer in enumerate(config.layers):
-        declared = layer.mixer.cache()
-        if not all(one.paged for one in declared) or not (declared or layer.mixer.borrows):
-            return index, layer.mixer.kind
-    return None
 
 
 class Memory(NamedTuple):

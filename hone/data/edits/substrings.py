@@ -89,11 +89,9 @@ class Substrings(Edit):
 
     def _tasks(self, name: str, corpus: Corpus, spans: tuple[Path, ...], state: Path) -> list[Task]:
         """A task for each shard of which the files `spans` name spans."""
-        from hone.data.work import seen
-
         told = [self.model_dump(mode="json"), contents(spans)]
         return [
-            Task(f"{name}-{part.number:05d}", state, (self, part, spans), [*told, seen(part)])
+            Task(f"{name}-{part.number:05d}", state, (self, part, spans), [*told, part.identity()])
             for part in corpus.parts()
         ]
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.cost.facts import mean_positions
 from hone.model.block import Placement
-from hone.model.context import Context, sdpa
-from hone.model.incremental import KeyValues
+from hone.model.context import Context, KeyValues, sdpa
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
 from hone.ops import attend
 from hone.ops.attention.masks import Mask, bigbird, documents

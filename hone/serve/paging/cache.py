@@ -8,10 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.base.errors import FitError
+from hone.base.errors import FitError, SpecError
 from hone.base.figure import human_bytes
 from hone.cost.cache import CacheTensor, LayerCache, page_bytes
+from hone.model.config import ModelConfig
 from hone.serve.step import NULL_PAGE
+
+
+def cache_tensors(config: ModelConfig) -> list[LayerCache]:
+    """What every layer keeps in pages. Raises SpecError naming the first whose mixer the engine cannot serve."""
+    unserved = first_unserved(config)
+    if unserved is not None:
+        index, kind = unserved
+        raise SpecError(
+            f"layer {index}: mixer '{kind}' keeps no keys and values in pages, which the engine serves from",
+            fix="write with `hone generate` or hone.model.incremental.generate, or serve a model of attention layers",
+        )
+    return [layer.mixer.cache() for layer in config.layers]
+
+
+def first_unserved(config: ModelConfig) -> tuple[int, str] | None:
+    """(index, mixer) of the first layer that the engine cannot serve: its state is not, or not all, in pages."""
+    for index, layer in enumerate(config.layers):
+        declared = layer.mixer.cache()
+        if not all(one.paged for one in declared) or not (declared or layer.mixer.borrows):
+            return index, layer.mixer.kind
+    return None
 
 
 class KVCache:

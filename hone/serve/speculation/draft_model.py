@@ -86,8 +86,7 @@ class DraftRunner:
     """The draft model with its cache: reads what a step says, then guesses in rounds."""
 
     def __init__(self, setting: DraftSetting) -> None:
-        from hone.serve.paging.cache import KVCache
-        from hone.serve.sizing import cache_tensors
+        from hone.serve.paging.cache import KVCache, cache_tensors
 
         draft = setting.draft
         assert draft is not None, "a draft model is needed"
