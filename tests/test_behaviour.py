@@ -1,0 +1,124 @@
+"""Every technique of every slot has a test of what it does, in the default tier: a new row of a table fails here until it has one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from hone.base.table import all_tables
+
+FOLDER = Path(__file__).resolve().parent
+MIXER_TESTS = (
+    "bigbird", "compressive", "incremental", "linear_family", "linformer", "longformer", "longnet", "mla", "reformer",
+    "shared_kv", "sliding_window", "transformer_xl",
+)  # fmt: skip
+TESTS: dict[str, tuple[str, ...]] = {
+    "linear": ("model/test_linear.py", "model/test_quantized.py", "model/test_dequantizing.py"),
+    "mixer": tuple(f"model/mixers/test_{name}.py" for name in MIXER_TESTS),
+    "feed-forward": ("model/test_feed_forwards.py",),
+    "adapter": (),
+    "extractor": ("data/readers/test_extractors.py",),
+    "filter": ("data/test_filters.py",),
+    "scorer": ("data/quality/test_scorers.py", "data/quality/test_neural.py", "data/test_groups.py"),
+    "dedup": ("data/dedup/test_exact.py", "data/dedup/test_minhash.py", "data/dedup/test_simhash.py"),
+    "edit": ("data/edits/test_lines.py", "data/edits/test_substrings.py"),
+    "decontamination": ("data/contamination/test_ngrams.py",),
+    "mixture": tuple(f"data/mix/test_{name}.py" for name in ("weights", "utilimax", "regmix", "medu")),
+    "curriculum": ("data/order/test_curricula.py",),
+    "executor": ("data/executors/test_same_bytes.py", "data/executors/test_deaths.py"),
+    "schedule": ("train/test_schedule.py",),
+    "objective": ("train/test_objectives.py",),
+    "optimizer": ("train/test_optimizers.py",),
+    "activation_checkpointing": ("train/test_activation_checkpointing.py",),
+    "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
+    "pruner": ("compress/test_stage.py",),
+    "drafter": ("serve/test_speculate.py",),
+}
+"""Slot to the files that test what its techniques do. Tests that go through a whole table without naming a row do not count."""
+
+
+def is_slow(node: ast.AST) -> bool:
+    """Whether `pytest.mark.slow` stands in `node`."""
+    return any(isinstance(part, ast.Attribute) and part.attr == "slow" for part in ast.walk(node))
+
+
+def words(node: ast.AST) -> set[str]:
+    """Identifiers and strings in `node`, less docstrings and parameters of the slow tier."""
+    found, left = set(), [node]
+    while left:
+        part = left.pop()
+        if isinstance(part, ast.Call) and any(word.arg == "marks" and is_slow(word.value) for word in part.keywords):
+            continue
+        if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
+            continue
+        if isinstance(part, ast.Name):
+            found.add(part.id)
+        elif isinstance(part, ast.Attribute):
+            found.add(part.attr)
+        elif isinstance(part, ast.arg):
+            found.add(part.arg)
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            found.add(part.value)
+        left.extend(ast.iter_child_nodes(part))
+    return found
+
+
+def named_by_tests(source: str) -> set[str]:
+    """What the default tier's tests of a file name: themselves, in their parameters, and in the file's functions, classes
+    and constants that they use."""
+    tree = ast.parse(source)
+    defined: dict[str, set[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined[node.name] = set() if any(map(is_slow, node.decorator_list)) else words(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}:
+                if name == "pytestmark" and is_slow(node):
+                    return set()
+                defined[name] = words(node)
+    found, left = set(), [name for name in defined if name.lower().startswith("test")]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left.extend(defined.get(name, ()))
+    return found
+
+
+@pytest.mark.parametrize("slot", [*all_tables()])
+def test_every_technique_is_tested(slot: str) -> None:
+    named = set().union(*(named_by_tests((FOLDER / name).read_text(encoding="utf8")) for name in TESTS[slot]))
+    table = all_tables()[slot]
+    missing = [name for name in table if not {name, table[name].__name__} & named]
+    assert not missing, (
+        f"no test in {TESTS[slot]} names {missing}: test what they do, and list the file above if it is new"
+    )
+
+
+def test_the_check_can_fail() -> None:
+    source = '''
+"""About gptq."""
+import pytest
+from x import AWQ, GPTQ, RTN
+CASES = [("rtn", 4), pytest.param("awq", 3, marks=pytest.mark.slow)]
+UNUSED = ["hqq"]
+
+@pytest.fixture
+def made(kind):
+    return GPTQ(kind)
+
+@pytest.mark.parametrize("case", CASES)
+def test_rounding(case, made):
+    """Not of spqr."""
+
+@pytest.mark.slow
+def test_slow():
+    assert Slow("quip")
+'''
+    found = named_by_tests(source)
+    assert {"rtn", "GPTQ"} <= found
+    assert not {"awq", "hqq", "spqr", "gptq", "quip", "Slow", "AWQ", "RTN"} & found
+    assert named_by_tests("import pytest\npytestmark = pytest.mark.slow\ndef test_a():\n    GPTQ\n") == set()
