@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import ledger
@@ -59,16 +60,23 @@ def of_compression(line: dict[str, Artifact], base: Artifact) -> Rows:
     return rows
 
 
-def of_serving(line: dict[str, Artifact], plain: Artifact) -> Rows:
-    """Acceptance and tokens/s of every drafter, beside the run without one."""
-    rows = []
+def of_serving(line: dict[str, Artifact], plain: list[Artifact]) -> Rows:
+    """Acceptance and tokens/s of every drafter, means of its runs, beside those of the runs without one."""
+    runs: dict[str, list[Artifact]] = {}
     for artifact in line.values():
         drafter = artifact.manifest["spec"].get("engine", {}).get("drafter") if artifact.kind == "serve" else None
         if drafter:
-            name, figures = f"drafter/{drafter['kind']}", artifact.figures
-            rows.append(row(name, "guesses accepted, tiny, 16 at once", figures["acceptance_rate"].value, "fraction"))
-            rows.append(row(name, "tokens/s, tiny, 16 at once", figures["tokens_per_s"].value, "tokens/s", "no drafter",
-                            plain.figures["tokens_per_s"].value))  # fmt: skip
+            runs.setdefault(f"drafter/{drafter['kind']}", []).append(artifact)
+
+    def mean(artifacts: list[Artifact], name: str) -> float:
+        return fmean(artifact.figures[name].value for artifact in artifacts)
+
+    rows = []
+    for name, artifacts in runs.items():
+        accepted = mean(artifacts, "acceptance_rate")
+        rows.append(row(name, "draft tokens accepted, tiny, 16 at once", accepted, "fraction"))
+        rows.append(row(name, "tokens/s, tiny, 16 at once", mean(artifacts, "tokens_per_s"), "tokens/s", "no drafter",
+                        mean(plain, "tokens_per_s")))  # fmt: skip
     return rows
 
 
@@ -119,7 +127,7 @@ def main() -> None:
         for found in of_filters(artifact)
     ]
     rows += of_compression(tiny, tiny["train-base"]) + of_training({**tiny, **extra})
-    rows += of_serving({**tiny, **extra}, tiny["serve-plain"])
+    rows += of_serving({**tiny, **extra}, [made for name, made in tiny.items() if name.startswith("serve-plain-")])
     for found in rows:
         print(found["technique"], end="  ")
         print(ledger.table([found]).splitlines()[1])

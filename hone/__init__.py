@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from hone.recipe import Recipe, make
     from hone.serve.engine import Engine
     from hone.serve.request import SamplingParams
+    from hone.serve.spec import EngineSpec
 
 # Name to home. Everything loads on first use, so that `import hone` and the CLI stay fast.
 _HOMES = {
     "Artifact": "hone.base.artifact",
     "Engine": "hone.serve.engine",
+    "EngineSpec": "hone.serve.spec",
     "HoneError": "hone.base.errors",
     "Recipe": "hone.recipe",
     "Run": "hone.base.run",
@@ -35,6 +37,7 @@ _HOMES = {
 __all__ = [
     "Artifact",
     "Engine",
+    "EngineSpec",
     "HoneError",
     "Recipe",
     "Run",

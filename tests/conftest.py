@@ -69,15 +69,20 @@ MINI = {
     "data.tokenizer.vocab_size": "512",
     "data.validation_fraction": "0.2",
     "train-base.steps": "12",
+    "train-base.time_budget_s": "null",
     "train-base.batch_size": "4",
     "train-base.seq_len": "128",
-    "train-base.checkpoint_every": "5",
+    "train-base.checkpoint.interval": "5",
     "train-base.model": "{hidden_size: 64, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 128}",
     "train-draft.steps": "6",
+    "train-draft.time_budget_s": "null",
     "train-draft.batch_size": "4",
     "train-draft.seq_len": "128",
-    "compress-gptq4.num_sequences": "8",
-    "compress-gptq4.seq_len": "128",
+    **{
+        f"compress-{name}.{field}": value
+        for name in ("int8", "rtn4", "gptq4", "pruned")
+        for field, value in (("num_sequences", "8"), ("seq_len", "128"))
+    },
     "eval.max_tokens": "2000",
 }
 SERVE = {"num_requests": "6", "prompt_tokens": "[4, 12]", "output_tokens": "[4, 12]", "shared_prefix": "16"}
@@ -86,10 +91,12 @@ SERVE = {"num_requests": "6", "prompt_tokens": "[4, 12]", "output_tokens": "[4, 
 def mini_recipe(source: Path) -> Recipe:
     """recipes/tiny.yaml, shrunk to seconds and fed from `source`."""
     recipe = Recipe.load(ROOT / "recipes" / "tiny.yaml")
+    stages = [{**entry, "repeats": 2} if "repeats" in entry else entry for entry in recipe.stages]
+    recipe = recipe.model_copy(update={"stages": stages})
     serving = {
-        f"{node.folder}.{key}": value
-        for node in recipe.nodes()
-        if node.stage == "serve"
+        f"serve-{entry['name']}.{key}": value
+        for entry in stages
+        if entry["stage"] == "serve"
         for key, value in SERVE.items()
     }
     return recipe.override({"data.source": str(source), **MINI, **serving})

@@ -59,6 +59,24 @@ def test_help_loads_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
+def test_printed_commands_are_called_as_this_one_was(tmp_path, monkeypatch):
+    """Where the shell does not find `hone`, the next command names the program's path."""
+    from hone.cli.line import invoked
+
+    program = tmp_path / "env" / "bin" / "hone"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert invoked() == "env/bin/hone"
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin")
+    assert invoked() == "hone"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/hone/__main__.py"])
+    assert invoked().endswith(" -m hone")
+
+
 def test_help_lists_every_verb():
     done = hone("--help")
     assert done.returncode == 0

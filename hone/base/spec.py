@@ -33,7 +33,7 @@ class Circumstance:
 class Spec(BaseModel):
     """Says what to compute. Frozen; unknown fields are errors; every field has a description, which is its help text.
 
-    `renamed` maps what a field was called before to its name today (None: it is gone), so that what an earlier hone
+    `renamed` maps what a field was called before to its name today (dotted inside a nested spec; None: it is gone), so that what an earlier hone
     wrote is understood, and whoever writes the earlier name is told today's.
     """
 
@@ -46,7 +46,15 @@ class Spec(BaseModel):
         """With the context EARLIER, fields of an earlier hone under the names they have today."""
         if not isinstance(values, dict) or info.context != EARLIER:
             return values
-        return {name: value for old, value in values.items() if (name := cls.renamed.get(old, old)) is not None}
+        found: dict[str, Any] = {}
+        for old, value in values.items():
+            name = cls.renamed.get(old, old)
+            outer, _, inner = (name or "").partition(".")
+            if inner:
+                found.setdefault(outer, {})[inner] = value
+            elif name is not None:
+                found[name] = value
+        return found
 
     @model_validator(mode="before")
     @classmethod

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -73,16 +76,25 @@ def run(words: list[str], options: dict[str, str]) -> int:
     from hone.report import build
 
     page = build(line)
-    models = [node.folder for kind in ("compress", "train") for node in recipe.nodes() if node.stage == kind]
-    served = f"  hone serve {line / models[0]}\n" if models else ""
-    one = sum(node.stage == "data" for node in recipe.nodes()) == 1
-    yours = f"\n  hone run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours" if one else ""
-    print(
-        f"\ndone in {time.monotonic() - started:.0f} s; the report: {page}\n\ntry next:\n"
-        f"{served}"
-        f"  hone compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine{yours}"
-    )
+    hone, made = invoked(), {node.stage: node.folder for node in reversed(recipe.nodes())}
+    commands = [f"serve {line / made['train']}"] if "train" in made else []
+    commands += ["compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine"]
+    if sum(node.stage == "data" for node in recipe.nodes()) == 1:
+        commands += [f"run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours"]
+    took = f"done in {time.monotonic() - started:.0f} s; the report: {page}"
+    print("\n".join([f"\n{took}", "", "try next:", *(f"  {hone} {command}" for command in commands)]))
     return 0
+
+
+def invoked() -> str:
+    """How this program was called, so that a printed command works as it stands: `hone` where the shell finds it."""
+    program = Path(sys.argv[0])
+    if program.stem != "hone":
+        return f"{os.path.relpath(sys.executable)} -m hone"
+    found = shutil.which("hone")
+    if found and Path(found).absolute() == program.absolute():
+        return "hone"
+    return min(os.path.relpath(program), str(program.absolute()), key=len)
 
 
 def _redo(options: dict[str, str]) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ def _context(line: Line) -> dict[str, Any]:
         "datas": datas,
         "mixtures": curation.mixtures(line),
         "sayings": texts.sayings(line),
+        "sampling": texts.sampling_words(line),
         "machines": origin.machines(line),
         "errors": {(check.row.id, check.figure.name): compare.error_words(check) for check in compare.checks(line)},
         "facts": facts,

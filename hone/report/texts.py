@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.report import bars, units
+from hone.report import arms, bars, units
 from hone.report.collect import Line, Row, finite, mappings, sound
 from hone.report.sections import both
 
@@ -136,10 +136,10 @@ def _sample(entry: dict[str, Any]) -> dict[str, str]:
 def sayings(line: Line, most: int = 6) -> list[dict[str, Any]]:
     """For each prompt the distinct texts, with the runs that wrote them and where they leave the first one."""
     texts: dict[str, dict[str, list[str]]] = {}
-    for row in line.of("serve"):
-        for entry in row.content.get("samples.jsonl") or []:
+    for arm in arms.serving(line):
+        for entry in arm.rows[0].content.get("samples.jsonl") or []:
             texts.setdefault(str(entry.get("prompt", "")), {}).setdefault(str(entry.get("text", "")), []).append(
-                row.name
+                arm.name
             )
     found = []
     for prompt, by_text in list(texts.items())[:most]:
@@ -150,6 +150,16 @@ def sayings(line: Line, most: int = 6) -> list[dict[str, Any]]:
             groups.append({"runs": ", ".join(by_text[text]), "same": text[:same], "other": text[same:]})
         found.append({"prompt": prompt, "groups": groups})
     return found
+
+
+def sampling_words(line: Line) -> str:
+    """How the texts were drawn: 'temperature 0.7, top p 0.9'; '' when the runs do not say."""
+    drawn = next(
+        (entry.get("sampling") for row in line.of("serve") for entry in row.content.get("samples.jsonl") or []), None
+    )
+    names = ("temperature", "top_p", "repetition_penalty")
+    known = drawn if isinstance(drawn, dict) else {}
+    return ", ".join(f"{name.replace('_', ' ')} {known[name]}" for name in names if name in known)
 
 
 def _agreeing(one: str, other: str) -> int:

@@ -43,6 +43,10 @@ _WAYS = {
 }
 
 
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0, "ignore_eos": True}
+"""How the texts are drawn that show what a model writes; the measured requests are greedy."""
+
+
 class Serve(Stage):
     """Serves prompts from the validation text, `concurrency` at a time, greedily, and measures."""
 
@@ -230,13 +234,20 @@ def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> lis
 
 
 def _samples(engine: Engine, workload: Workload) -> list[dict[str, Any]]:
-    """Greedy continuations of the first documents, one at a time: the same whatever ran before."""
+    """Continuations of the first documents, one at a time and seeded: the same whatever ran before.
+
+    Drawn, since the most likely token of a small model is soon the same again and again. A penalty turns speculation
+    off, so that a draft model changes nothing here either.
+    """
+    from hone.serve.request import SamplingParams
+
     engine.pool.clear()
     tokenizer: Tokenizer | None = engine.tokenizer
     rows = []
     for prompt in workload.sample_prompts:
-        params = workload.params(0, min(SAMPLE_TOKENS, engine.max_model_len - len(prompt)))
+        params = SamplingParams(max_tokens=min(SAMPLE_TOKENS, engine.max_model_len - len(prompt)), **SAMPLING)
         done = engine.generate([prompt], params)[0]
         shown = tokenizer.decode(prompt) if tokenizer else " ".join(map(str, prompt))
-        rows.append({"prompt": shown, "text": done.text if tokenizer else " ".join(map(str, done.tokens))})
+        text = done.text if tokenizer else " ".join(map(str, done.tokens))
+        rows.append({"prompt": shown, "text": text, "sampling": SAMPLING})
     return rows

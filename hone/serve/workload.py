@@ -27,11 +27,11 @@ class Workload:
     shared_prefix: int
     sample_prompts: list[list[int]]
 
-    def params(self, place: int, max_tokens: int | None = None) -> Any:
+    def params(self, place: int) -> Any:
         """Greedy, of exactly the planned length."""
         from hone.serve.request import SamplingParams
 
-        return SamplingParams(max_tokens=max_tokens or self.output_tokens[place], temperature=0, ignore_eos=True)
+        return SamplingParams(max_tokens=self.output_tokens[place], temperature=0, ignore_eos=True)
 
 
 def make_workload(

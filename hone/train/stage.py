@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
-from hone.base.durable import read_jsonl
+from hone.base.durable import read_jsonl, write_atomic
 from hone.base.errors import SpecError
-from hone.base.plan import Facts, need
+from hone.base.plan import Facts, facts_of, need
 from hone.base.run import Run
-from hone.base.spec import Circumstance
+from hone.base.spec import Circumstance, Spec
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.cost.energy import with_energy
@@ -36,7 +36,7 @@ from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory
+from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, affordable_steps, estimate, out_of_memory
 
 if TYPE_CHECKING:
     from hone.data.load import PackedTokens
@@ -47,6 +47,13 @@ if TYPE_CHECKING:
     from hone.train.watch import Watch
 
 
+class Checkpointing(Spec):
+    """When checkpoints are written, and how many are kept while the stage runs."""
+
+    interval: int = Field(100, ge=0, description="Steps between checkpoints; 0: none, a kill starts over.")
+    keep_latest_k: int = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
+
+
 class Train(Stage):
     """Trains a decoder on packed tokens, from random weights, from another model, or as a student of a teacher."""
 
@@ -55,6 +62,8 @@ class Train(Stage):
     several: ClassVar[frozenset[str]] = frozenset({"data"})
     renamed: ClassVar[dict[str, str | None]] = {
         "accumulation": "gradient_accumulation_steps",
+        "checkpoint_every": "checkpoint.interval",
+        "checkpoint_keep": "checkpoint.keep_latest_k",
         "clip": "max_grad_norm",
         "eval_rows": "eval_sequences",
         "remat": "activation_checkpointing",
@@ -97,15 +106,17 @@ class Train(Stage):
         None, gt=0, description="Optimizer steps; empty: from tokens, else one pass over the data."
     )
     tokens: int | None = Field(None, gt=0, description="Training tokens, as another way to give the steps.")
+    time_budget_s: float | None = Field(
+        None,
+        gt=0,
+        description="Take fewer steps where this machine would need more seconds for them; the plan says how many.",
+    )
     max_grad_norm: float = Field(1.0, ge=0, description="The gradient is scaled down to this norm; 0: never.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations on the val split; 0: only at the end.")
     eval_sequences: int = Field(64, ge=0, description="Sequences of the val split that an evaluation takes; 0: all.")
-    checkpoint_every: Annotated[int, Circumstance()] = Field(
-        100, ge=0, description="Steps between checkpoints; 0: none, a kill starts over."
-    )
-    checkpoint_keep: Annotated[int, Circumstance()] = Field(
-        2, gt=0, description="Checkpoints kept while the stage runs."
+    checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
+        Checkpointing(), description="What a killed training resumes from."
     )
     compile: Annotated[bool, Circumstance()] = Field(False, description="Run every layer through torch.compile.")
 
@@ -137,9 +148,12 @@ class Train(Stage):
         data = _data(facts)
         given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model") if role in facts}
         config = self._config(given, data[0])
-        steps = self.num_steps(sum(one.split("train").tokens for one in data))
+        wanted = self.num_steps(sum(one.split("train").tokens for one in data))
+        work = self._work(config, data, given.get("teacher"), wanted, machine.device)
+        steps = affordable_steps(work, self.time_budget_s, machine)
+        if steps < wanted:
+            work = self._work(config, data, given.get("teacher"), steps, machine.device)
         self.schedule.share(0, steps)  # a warm-up that is too long is said before any work
-        work = self._work(config, data, given.get("teacher"), steps, machine.device)
         made = CheckpointFacts(
             where=self.stage,
             config=config,
@@ -147,7 +161,8 @@ class Train(Stage):
             weights_bytes=BYTES[work.dtype] * config.num_params,
             tokenizer=data[0].tokenizer,
         )
-        return TrainPlan(estimates=with_energy(estimate(work, machine), machine), facts=made, ways=WAYS, steps=steps)
+        estimates = with_energy(estimate(work, machine), machine)
+        return TrainPlan(estimates=estimates, facts=made, ways=WAYS, steps=steps, wanted_steps=wanted)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Trains (from the newest checkpoint if there is one), writes the folder, records.
@@ -157,6 +172,7 @@ class Train(Stage):
         from hone.data.mix.reading import Reading, data_parents
         from hone.model.hf import save
 
+        plan = self._begun(plan, draft, parents, run)
         first = next(iter(data_parents(parents).values()))
         reading = Reading(parents, self.mixture, self.curriculum)
         reading.prepare(plan.steps * self.batch_size, self.seq_len, self.seed, draft, run)
@@ -165,14 +181,31 @@ class Train(Stage):
         with draft.measuring(Window(run.device)) as window:
             model, teacher = self._models(parents, reading.sources.train, run)
             trainer = self._trainer(model, teacher, plan.steps)
-            checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint_keep)
+            checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint.keep_latest_k)
             watch = self._train(draft, trainer, reading, checkpoints, run)
             reading.evaluate(partial(self._loss, trainer.model), self.eval_sequences, draft)
             save(model, draft.folder, tokenizer_from=first.folder)
         self._record(draft, watch, model.config, reading.sources.num_tokens, window)
+        said = f"of {plan.wanted_steps}: what {self.time_budget_s:g} s allow" if plan.steps < plan.wanted_steps else ""
+        draft.record("num_steps", plan.steps, "steps", note=said)
         if CHECKPOINTS in plan.estimates:
             draft.record(CHECKPOINTS, checkpoints.largest_bytes, "B", note="on disk at once; gone at the end")
         reading.record(draft)
+
+    def _begun(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> TrainPlan:
+        """The plan with the steps that the run began with: a machine calibrated anew must not change them half-way."""
+        if self.time_budget_s is None:
+            return plan
+        path = draft.state / "steps"
+        if not path.exists():
+            write_atomic(path, str(plan.steps).encode())
+        elif (steps := int(path.read_text())) != plan.steps:
+            fixed = self.model_copy(update={"steps": steps, "tokens": None, "time_budget_s": None})
+            facts = {role: facts_of(parent) for role, parent in parents.items()}
+            again = fixed.plan(facts, machine_of(run))
+            draft.predict(again.estimates)
+            return again.model_copy(update={"wanted_steps": plan.wanted_steps})
+        return plan
 
     def _config(self, given: Mapping[str, CheckpointFacts], data: DataFacts) -> ModelConfig:
         """The model that is trained, checked against the data and the parents in their roles."""
@@ -223,7 +256,7 @@ class Train(Stage):
             by_source = sum(min(rows, self.eval_sequences or rows) for rows in val)
         else:
             by_source = 0 if self.mixture is None else evaluated
-        saved = (steps - 1) // self.checkpoint_every if self.checkpoint_every else 0
+        saved = (steps - 1) // self.checkpoint.interval if self.checkpoint.interval else 0
         return Work(
             model=facts,
             steps=steps,
@@ -235,7 +268,7 @@ class Train(Stage):
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             eval_sequences=evaluations * evaluated + by_source,
             teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
-            num_checkpoints=min(saved, self.checkpoint_keep + 1),
+            num_checkpoints=min(saved, self.checkpoint.keep_latest_k + 1),
         )
 
     def _models(self, parents: dict[str, Artifact], data: PackedTokens, run: Run) -> tuple[Decoder, Decoder | None]:
@@ -310,7 +343,7 @@ class Train(Stage):
                     eval_sequences=self.eval_sequences,
                     watch=watch,
                     checkpoints=checkpoints,
-                    checkpoint_every=self.checkpoint_every,
+                    checkpoint_every=self.checkpoint.interval,
                 )
             except (RuntimeError, MemoryError) as error:
                 said = out_of_memory(error, run.device, trainer.done + 1)

@@ -66,6 +66,8 @@ class TrainPlan(Plan):
     """A plan with the steps that are taken; checkpoints need disk beside the finished folder."""
 
     steps: int
+    wanted_steps: int
+    """Steps without a time budget."""
 
     def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
         """As `Plan.shortages`, the checkpoints counted."""
@@ -75,8 +77,8 @@ class TrainPlan(Plan):
             if kept.value + folder.value > capacity[DISK]:
                 formula = f"checkpoints {kept.formula} + the finished folder {human_bytes(folder.value)}"
                 ways = (
-                    "lower checkpoint_keep",
-                    "raise checkpoint_every above steps",
+                    "lower checkpoint.keep_latest_k",
+                    "raise checkpoint.interval above steps",
                     "write to another disk: --out or --work",
                 )
                 found.append(Shortage(DISK, kept.value + folder.value, capacity[DISK], formula, ways))
@@ -86,9 +88,7 @@ class TrainPlan(Plan):
 def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
     """Every figure of the training that can be said before it."""
     step = step_seconds(work, machine)
-    evaluation = 0.0
-    if work.eval_sequences:
-        evaluation = _forward_s(work.model, work, machine) * work.eval_sequences / work.batch_size
+    evaluation = _evaluation_s(work, machine)
     num_params, width = work.model.num_params, BYTES[work.dtype]
     tokens = work.steps * work.step_tokens
     weights = f"{num_params:,} parameters x {width} bytes"
@@ -127,6 +127,14 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
             tolerance=0.05,
         )
     return found
+
+
+def affordable_steps(work: Work, time_budget_s: float | None, machine: Machine) -> int:
+    """The steps of `work`, or fewer, one at least, so that they and their evaluations take `time_budget_s` on `machine`."""
+    if time_budget_s is None:
+        return work.steps
+    step_s, evaluation_s = step_seconds(work, machine).value, _evaluation_s(work, machine)
+    return max(1, min(work.steps, int((time_budget_s - evaluation_s) / step_s)))
 
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
@@ -184,6 +192,13 @@ def out_of_memory(error: BaseException, device: str, step: int) -> FitError | No
     return FitError(
         f"{device} is out of memory at step {step}: {str(error).splitlines()[0]}", fix="; or ".join(WAYS[MEMORY])
     )
+
+
+def _evaluation_s(work: Work, machine: Machine) -> float:
+    """Seconds of all evaluations."""
+    if not work.eval_sequences:
+        return 0.0
+    return _forward_s(work.model, work, machine) * work.eval_sequences / work.batch_size
 
 
 def _forward_s(model: ModelFacts, work: Work, machine: Machine) -> float:

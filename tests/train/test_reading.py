@@ -27,7 +27,7 @@ SPEC = {
     "seq_len": 32,
     "steps": 10,
     "eval_sequences": 8,
-    "checkpoint_every": 3,
+    "checkpoint": {"interval": 3},
     "optimizer": {"lr": 3e-3},
 }
 QUIET = Run(quiet=True)

@@ -17,6 +17,7 @@ from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data.facts import DataFacts
 from hone.measure.machine import describe
+from hone.train import loop
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE, content_after_kills, write_data
 
@@ -27,7 +28,7 @@ SPEC = {
     "steps": 12,
     "eval_every": 5,
     "eval_sequences": 8,
-    "checkpoint_every": 3,
+    "checkpoint": {"interval": 3},
     "optimizer": {"lr": 3e-3},
 }
 QUIET = Run(quiet=True)
@@ -97,7 +98,7 @@ def test_another_run_gives_the_same_bytes(trained, data_folder, tmp_path):
 
 
 def test_checkpoints_do_not_change_the_result(trained, data_folder, tmp_path):
-    spec = Train.read({**SPEC, "checkpoint_every": 0})
+    spec = Train.read({**SPEC, "checkpoint": {"interval": 0}})
     again = spec.make(tmp_path / "train-base", {"data": Artifact.read(data_folder)}, QUIET)
     assert again.content == trained.content
 
@@ -112,6 +113,38 @@ def test_kills_at_random_moments_change_no_byte(precision, spans, data_folder, t
     content = content_after_kills(spec, data_folder, out, targets, pause=lambda: draw.random() * 0.02)
     assert content == expected.content
     Artifact.read(out).verify()
+
+
+def test_a_time_budget_gives_the_steps_and_a_resumed_run_keeps_them(trained, data_folder, tmp_path, monkeypatch):
+    """The steps come from the machine's rate when the run begins; another rate later changes nothing."""
+    data, out = {"data": Artifact.read(data_folder)}, tmp_path / "train-base"
+    spec = Train.read({**SPEC, "steps": 1000, "time_budget_s": 60.0})
+    monkeypatch.setattr("hone.train.stage.affordable_steps", lambda work, budget, machine: min(work.steps, 12))
+    fit = loop.fit
+
+    def killed(trainer, *args, **more):
+        step = trainer.step
+
+        def some(batch):
+            if trainer.done == 7:
+                raise KeyboardInterrupt
+            return step(batch)
+
+        trainer.step = some
+        fit(trainer, *args, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "fit", killed)
+        spec.make(out, data, QUIET)
+    monkeypatch.setattr(
+        "hone.train.stage.affordable_steps", lambda work, budget, machine: min(work.steps, 900 if budget else 1000)
+    )
+    made = spec.make(out, data, QUIET)
+    assert made.figures["num_steps"].value == 12 and made.figures["num_steps"].note == "of 1000: what 60 s allow"
+    assert made.figures["train_tokens"].value == made.figures["train_tokens"].estimate.value == 12 * 128
+    weights = "model.safetensors"
+    assert made.manifest["files"][weights]["sha256"] == trained.manifest["files"][weights]["sha256"]
+    assert trained.figures["num_steps"].value == 12 and trained.figures["num_steps"].note == ""
 
 
 def test_a_half_written_line_is_dropped(tmp_path):
@@ -245,7 +278,7 @@ def test_it_plans_what_does_not_exist_yet():
 
 
 def test_circumstances_are_no_part_of_what_is_made(trained, data_folder):
-    spec = Train.read({**SPEC, "checkpoint_every": 7, "checkpoint_keep": 1, "compile": True})
+    spec = Train.read({**SPEC, "checkpoint": {"interval": 7, "keep_latest_k": 1}, "compile": True})
     assert spec.identity() == Train.read(SPEC).identity()
     there = spec.make(trained.folder, {"data": Artifact.read(data_folder)}, QUIET)
     assert there.fingerprint == trained.fingerprint
@@ -267,6 +300,9 @@ def test_a_training_of_an_earlier_hone_is_not_made_again(trained, data_folder, t
     former = {now: old for old, now in Train.renamed.items()}
     spec = {former.get(name, name): value for name, value in manifest["spec"].items()}
     spec["optimizer"] = {name: value for name, value in spec["optimizer"].items() if name != "kind"}
+    checkpoint = spec.pop("checkpoint")
+    spec |= {"checkpoint_every": checkpoint["interval"], "checkpoint_keep": checkpoint["keep_latest_k"]}
+    del spec["time_budget_s"]
     path.write_text(json.dumps({**manifest, "spec": spec, "fingerprint": "0123456789abcdef"}))
     before = path.read_bytes()
     made = Train.read(SPEC).make(path.parent, {"data": Artifact.read(data_folder)}, QUIET)
