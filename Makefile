@@ -1,15 +1,22 @@
-# Two commands: `make demo` and `make test`. Each sets up .venv when needed; a second run installs nothing.
+# `make demo`, `make test` (minutes), `make test-all`. Each sets up .venv when needed; a second run installs nothing.
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow test-all lint clean
 
 demo: .venv/.all
 	$(BIN)/hone run recipes/tiny.yaml
 
+# The default tier. `make test-all` is everything that a CPU can run: the default tier, then the slow rest.
 test: .venv/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-slow: .venv/.dev
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 lint: .venv/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

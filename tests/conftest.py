@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from hone.base.run import Run
 from hone.recipe import Recipe
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: more threads than cores wait for each other
+    _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -23,6 +28,25 @@ else:  # how long an example takes says something of the machine, nothing of hon
     settings.load_profile("hone")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name` that `make(folder)` fills: by the first worker that asks; the others wait, then share it.
+
+    It is what a session fixture returns when making it takes seconds. Tests do not write into it.
+    """
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, whole = base / "shared" / name, base / "shared" / f"{name}.whole"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -107,11 +131,12 @@ def mini_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of text that every machine has: a few modules of the standard library."""
     import json as json_module
 
-    folder = tmp_path_factory.mktemp("source")
-    package = Path(json_module.__file__).parent
-    for path in sorted([*package.glob("*.py"), *(package.parent / "email").glob("*.py")]):
-        shutil.copy(path, folder / path.name)
-    return folder
+    def make(folder: Path) -> None:
+        package = Path(json_module.__file__).parent
+        for path in sorted([*package.glob("*.py"), *(package.parent / "email").glob("*.py")]):
+            shutil.copy2(path, folder / path.name)
+
+    return made_once(tmp_path_factory, "source", make)
 
 
 @pytest.fixture(scope="session")
@@ -119,9 +144,10 @@ def mini_line(mini_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A folder whose work/tiny holds every artifact of the tiny recipe, made small, and its report."""
     from hone.report import build
 
-    home = tmp_path_factory.mktemp("home")
-    build(mini_recipe(mini_source).run(home / "work", Run(quiet=True)))
-    return home
+    def make(home: Path) -> None:
+        build(mini_recipe(mini_source).run(home / "work", Run(quiet=True)))
+
+    return made_once(tmp_path_factory, "home", make)
 
 
 def byte_tokenizer():

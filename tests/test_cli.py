@@ -196,7 +196,7 @@ def test_corrupt_safetensors(model, tmp_path):
 
 
 def test_wrong_dtype(model):
-    mistake(hone("serve", model, "--dtype=float17"), "float17", "float16")
+    mistake(hone("serve", model, "--engine.dtype=float17"), "float17", "float16")
 
 
 def test_drifted_artifact(mini_line, mini_source, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 
 import pytest
 
@@ -16,8 +17,9 @@ COMMANDS = [line.split("#")[0].strip() for kind, block in BLOCKS if kind == "bas
 
 
 @pytest.fixture
-def home(mini_line, monkeypatch):
-    monkeypatch.chdir(mini_line)
+def home(mini_line, tmp_path, monkeypatch):
+    """A copy, because the commands write beside what they read."""
+    monkeypatch.chdir(shutil.copytree(mini_line, tmp_path / "home"))
 
 
 def test_make_targets_exist():
