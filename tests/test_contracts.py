@@ -174,7 +174,7 @@ def tiny_model(name: str):
     entry = {"kind": name, **{field: value for field, value in TINY.items() if field in cls.model_fields}}
     if "window" in cls.model_fields and cls.model_fields["window"].is_required():
         entry["window"] = 6
-    mixers = ["attention", entry] if cls.borrows else [entry]
+    mixers = ["attention", entry] if cls.reuses_kv else [entry]
     sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48, "max_seq_len": 96}
     return build(Shape.read({**sizes, "num_layers": 2, "mixers": mixers}).config(20), seed=1)
 

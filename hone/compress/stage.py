@@ -206,7 +206,7 @@ class Compress(Stage):
             raise SpecError("both the role data and calibration_text are given", fix="give one of them")
         if data is None and self.calibration_text is None:
             return None
-        borrowing = [index for index, layer in enumerate(model.config.layers) if layer.mixer.borrows]
+        borrowing = [index for index, layer in enumerate(model.config.layers) if layer.mixer.reuses_kv]
         if borrowing:
             raise SpecError(
                 f"layer {borrowing[0]} uses the keys of another layer, and calibration runs one layer at a time",
@@ -262,8 +262,8 @@ class Compress(Stage):
         return found
 
     def _quantization(self, config: Any, targets: tuple[tuple[Any, ...], ...]) -> dict[str, Any] | None:
-        """config.json's quantization_config: the scheme of most modules by their class, any other by module names, which
-        readers prefer. None without a quantizer."""
+        """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
+        which readers prefer. None without a quantizer."""
         if self._quantizer is None:
             return None
         ignored = ["lm_head"]

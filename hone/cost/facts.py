@@ -35,7 +35,7 @@ class Attending:
         return 4.0 * self.num_heads * self.head_dim * mean_positions(seq_len, self.window)
 
     def state_values(self, seq_len: int) -> float:
-        """Keys and values of what the next token may see."""
+        """Keys and values that the next token attends to."""
         return 2.0 * self.num_kv_heads * self.head_dim * min(seq_len, self.window or seq_len)
 
 

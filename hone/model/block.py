@@ -15,11 +15,11 @@ from hone.model.norm import RMSNorm
 
 
 class Placement(NamedTuple):
-    """Where in a decoder a mixer or feed-forward is built, and who makes its linears."""
+    """The place of a mixer or feed-forward in its decoder, and the function that makes its linears."""
 
     hidden_size: int
     layer: int
-    """Its place in the stack; a cache files its state under this number."""
+    """Index of its layer, under which a cache stores its state."""
     name: str
     """Its dotted path in the decoder: 'layers.3.mixer'."""
     norm_eps: float
@@ -30,14 +30,14 @@ class BlockSpec(Technique):
     """Base of the specs of mixers and feed-forwards."""
 
     splits: ClassVar[tuple[str, ...]] = ()
-    """Fields that tensor-parallel ranks divide among each other ('num_heads'); none: it cannot be split."""
+    """Fields that are divided by the number of tensor-parallel ranks ('num_heads'); empty: it cannot be split."""
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         """Its linears in the order in which they are built and stored; names and pieces are unique within the block."""
         raise NotImplementedError
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Its norms and other parameters in no linear."""
+        """Its norms, and other parameters outside its linears."""
         return ()
 
     def build(self, place: Placement) -> Block:
@@ -45,14 +45,15 @@ class BlockSpec(Technique):
         raise NotImplementedError
 
     def num_params(self, hidden_size: int) -> int:
-        """Every stored number of the module."""
+        """Number of parameters of the module."""
         return sum(part.num_params for part in (*self.linears(hidden_size), *self.parameters(hidden_size)))
 
     def local(self, num_ranks: int) -> Self:
         """The spec of one of `num_ranks` tensor-parallel ranks: of its heads, or of its part of the inner width.
 
-        Its linears are the `LinearSpec.local` of this one's; the outputs of all ranks add up to this one's. Key heads fewer
-        than ranks are replicated. Raises SpecError when it cannot be split so.
+        Its linears are those of this spec after `LinearSpec.local`; the sum of all ranks' outputs is this block's
+        output. Key heads are replicated where there are fewer than ranks. Raises SpecError when the sizes do not
+        divide.
         """
         if num_ranks == 1:
             return self
@@ -77,7 +78,7 @@ class BlockSpec(Technique):
 
 
 class Block(nn.Module):
-    """Base of their modules: has every linear and parameter that the spec declares as an attribute of that name."""
+    """Base of their modules: every linear and parameter of the spec is an attribute of that name."""
 
     def __init__(self, spec: Any, place: Placement) -> None:
         super().__init__()

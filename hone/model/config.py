@@ -1,4 +1,4 @@
-"""What a model is: sizes, and one (mixer, feed-forward) pair a layer; its weights as data, its parameters, FLOPs and cache bytes."""
+"""The config of a decoder: sizes, a mixer and a feed-forward for each layer, and the parameters, FLOPs and bytes that follow."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FamilyName = Literal[tuple(FAMILIES)]
 class LayerSpec(Spec):
     """One decoder layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
-    mixer: Annotated[Technique, Choice(MIXERS)] = Field(description="How tokens see each other.")
-    feed_forward: Annotated[Technique, Choice(FEED_FORWARDS)] = Field(description="What each token does alone.")
+    mixer: Annotated[Technique, Choice(MIXERS)] = Field(description="How tokens attend to each other.")
+    feed_forward: Annotated[Technique, Choice(FEED_FORWARDS)] = Field(description="Computed for each token alone.")
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """Its linears by their path in the layer ('mixer.qkv'), the mixer's first."""
@@ -32,7 +32,7 @@ class LayerSpec(Spec):
         return {f"{name}.{one.name}": one for name, block in blocks.items() for one in block.linears(hidden_size)}
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
-        """Its norms and other parameters in no linear, by the path of their tensor in the layer ('mixer_norm.weight')."""
+        """Its norms and other parameters outside the linears, by the path of their tensor in the layer ('mixer_norm.weight')."""
         norms = (NormSpec("mixer_norm", hidden_size), NormSpec("feed_forward_norm", hidden_size))
         found: dict[str, Parameter] = {norm.path: norm for norm in norms}
         for name, block in {"mixer": self.mixer, "feed_forward": self.feed_forward}.items():
@@ -48,18 +48,18 @@ class LayerSpec(Spec):
 class ModelConfig(Spec):
     """A decoder as data. Layers may differ from each other: a hybrid stack is a list like any other."""
 
-    family: FamilyName = Field("llama", description="Whose checkpoint format it is saved in.")
-    vocab_size: int = Field(gt=0, description="Rows of the embedding.")
+    family: FamilyName = Field("llama", description="Family of checkpoints in whose format it is saved.")
+    vocab_size: int = Field(gt=0, description="Tokens of the vocabulary: rows of the embedding.")
     hidden_size: int = Field(gt=0, description="Width of the residual stream.")
     layers: tuple[LayerSpec, ...] = Field(min_length=1, description="The layers, first to last.")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in every RMS norm.")
-    tie_embeddings: bool = Field(False, description="Whether the head is the embedding.")
-    max_seq_len: int = Field(2048, gt=0, description="Longest sequence it was made for, in tokens.")
+    tie_embeddings: bool = Field(False, description="Whether the output head shares the embedding's weights.")
+    max_seq_len: int = Field(2048, gt=0, description="Longest sequence it was trained for, in tokens.")
     bos_token_id: int | None = Field(None, description="Token a sequence begins with, if any.")
     eos_token_ids: tuple[int, ...] = Field((), description="Tokens that end a sequence.")
 
     adapters: tuple[Annotated[Technique, Choice(ADAPTERS)], ...] = Field(
-        (), description="What is added to the layers' linears, the first innermost."
+        (), description="Adapters of the layers' linears, the first innermost."
     )
 
     @model_validator(mode="after")
@@ -70,11 +70,11 @@ class ModelConfig(Spec):
         return self
 
     @model_validator(mode="after")
-    def _borrowers_have_a_source(self) -> ModelConfig:
+    def _shared_kv_has_a_source(self) -> ModelConfig:
         for index, layer in enumerate(self.layers):
-            if not layer.mixer.borrows:
+            if not layer.mixer.reuses_kv:
                 continue
-            source = self.source_of(index)
+            source = self.kv_source(index)
             if source is None:
                 raise ValueError(f"layer {index} ('{layer.mixer.kind}') has no layer before it whose keys it could use")
             layer.mixer.check_source(self.layers[source].mixer)
@@ -94,24 +94,24 @@ class ModelConfig(Spec):
                 )
         return self
 
-    def source_of(self, index: int) -> int | None:
-        """The layer whose keys and values layer `index` borrows: the nearest before it that lends; None for its own."""
-        if not self.layers[index].mixer.borrows:
+    def kv_source(self, index: int) -> int | None:
+        """The layer whose keys and values layer `index` attends to: the nearest before it that can share its own. None: its own."""
+        if not self.layers[index].mixer.reuses_kv:
             return None
-        return next((place for place in reversed(range(index)) if self.layers[place].mixer.lends), None)
+        return next((place for place in reversed(range(index)) if self.layers[place].mixer.can_share_kv), None)
 
     def must_be_causal(self, otherwise: str) -> None:
-        """Raises SpecError naming the first layer whose mixer sees later tokens; `otherwise` says what follows from that."""
+        """Raises SpecError naming the first layer whose mixer attends to later tokens; `otherwise` ends the message."""
         for index, layer in enumerate(self.layers):
             if not layer.mixer.causal:
                 raise SpecError(
-                    f"layer {index} mixes with '{layer.mixer.kind}', which sees later tokens: {otherwise}",
+                    f"layer {index} mixes with '{layer.mixer.kind}', which attends to later tokens: {otherwise}",
                     fix="take a causal mixer for every layer; `hone techniques mixer` lists them",
                 )
 
-    def lends(self, index: int) -> bool:
-        """Whether a later layer borrows the keys and values of layer `index`."""
-        return any(self.source_of(later) == index for later in range(index + 1, self.num_layers))
+    def shares_kv(self, index: int) -> bool:
+        """Whether a later layer attends to the keys and values of layer `index`."""
+        return any(self.kv_source(later) == index for later in range(index + 1, self.num_layers))
 
     @property
     def num_layers(self) -> int:
@@ -122,7 +122,7 @@ class ModelConfig(Spec):
         return self.layers[index].linears(self.hidden_size)
 
     def parameters(self, index: int) -> dict[str, Parameter]:
-        """The parameters of layer `index` that are in no linear, by the path of their tensor; those of adapters, too."""
+        """The parameters of layer `index` outside its linears, those of adapters included, by the path of their tensor."""
         found = self.layers[index].parameters(self.hidden_size)
         for path, linear in self.linears(index).items():
             around = self.wrappers(index, path, linear)
@@ -132,7 +132,7 @@ class ModelConfig(Spec):
         return found
 
     def ends(self) -> dict[str, LinearSpec]:
-        """The embedding and, unless it is tied to it, the head."""
+        """The linears outside the layers: the embedding and, unless tied to it, the head."""
         vocab, hidden = self.vocab_size, self.hidden_size
         found = {
             "embed_tokens": LinearSpec("embed_tokens", hidden, (Piece("embed_tokens", vocab),), "tokens", "vocab"),
@@ -143,7 +143,7 @@ class ModelConfig(Spec):
         return found
 
     def modules(self, index: int, path: str) -> dict[str, int]:
-        """The checkpoint modules of the linear at `path` of layer `index` in order of its rows, with their counts."""
+        """The checkpoint modules of the linear at `path` of layer `index`, in order of its rows, each with its number of rows."""
         return FAMILIES[self.family].modules(index, path, self.linears(index)[path])
 
     def wrappers(self, index: int, path: str, linear: LinearSpec) -> Wrappers:
@@ -153,7 +153,7 @@ class ModelConfig(Spec):
         return wrappers(self.adapters, linear, FAMILIES[self.family].modules(index, path, linear))
 
     def local(self, num_ranks: int) -> Self:
-        """The same model with the layers of one of `num_ranks` tensor-parallel ranks; `ends` are cut by who builds them."""
+        """The same model with the layers of one of `num_ranks` tensor-parallel ranks; the `ends` stay whole."""
         return self.model_copy(update={"layers": tuple(layer.local(num_ranks) for layer in self.layers)})
 
     @property
@@ -168,12 +168,12 @@ class ModelConfig(Spec):
 
     @property
     def active_params(self) -> int:
-        """Parameters that a token meets: of experts only those it visits."""
+        """Parameters used for one token: of the experts, those it is routed to."""
         linears = (one for index in range(self.num_layers) for one in self.linears(index).values())
         return self.num_params - sum(one.num_params - one.active_params for one in linears)
 
     def facts(self) -> ModelFacts:
-        """The plain numbers that the cost room works with."""
+        """The sizes from which `hone.cost` computes estimates."""
         return ModelFacts(
             num_params=self.num_params,
             active_params=self.active_params,
@@ -198,14 +198,14 @@ class ModelConfig(Spec):
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of one token's forward pass, averaged over a causal sequence of `seq_len` tokens.
 
-        Convention: a multiply-add is 2 FLOPs; every matrix product including the head counts, the embedding lookup
-        and elementwise work do not; mixing counts what each mixer says (attention: what a token may see, (seq_len + 1) / 2
+        Convention: a multiply-add is 2 FLOPs; every matrix product including the head counts, the embedding lookup and
+        elementwise work do not; mixing counts `Mixer.mixing_flops` (attention: the keys of a token, (seq_len + 1) / 2
         tokens on average, fewer with a window). A training step costs 3 times this.
         """
         return self.facts().flops_per_token(seq_len)
 
     def state_bytes(self, seq_len: int, bytes_per_value: float = 2) -> float:
-        """Bytes that all layers keep of a sequence of `seq_len` tokens to decode on from it."""
+        """Bytes of state that decoding keeps after `seq_len` tokens of a sequence, all layers."""
         return self.facts().state_values(seq_len) * bytes_per_value
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> float:

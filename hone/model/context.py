@@ -1,7 +1,7 @@
-"""What a mixer is told about the tokens it sees: their positions and who may see whom. Passed as an argument, never global.
+"""The context of a forward pass: the tokens' positions and which keys each query attends to. An argument, never global.
 
-A context lives for one forward pass. Training and scoring use `Causal` and `Packed`; serving brings its own (keys and
-values in pages) by subclassing `Context`.
+A context lives for one forward pass. Training and scoring use `Causal` and `Packed`; serving has a subclass of its own,
+`hone.serve.paging.paged.Paged`, with keys and values in pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hone.base.errors import SpecError
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of what the next token may see, oldest first: k [B, m, KV, Dh], v [B, m, KV, Dv]."""
+    """Keys and values that the next token attends to, oldest first: k [B, m, KV, Dh], v [B, m, KV, Dv]."""
 
     k: Tensor
     v: Tensor
@@ -29,89 +29,87 @@ class Context:
     """int64, the leading shape of the tokens: each token's distance from the start of its document."""
 
     start: int = 0
-    """Tokens of each row that earlier passes took in (only `carry` knows of them)."""
+    """Tokens of each sequence that earlier passes processed; their state is in `carry`."""
 
     document_ids: Tensor | None = None
-    """int64 [B, S] where rows hold several documents: a number that is the same for the tokens of one, rising along a row."""
+    """int64 [B, S] where a sequence packs several documents: the number of each token's document, rising along the sequence."""
 
     carry: dict[int, Any] | None = None
-    """None: sequences come whole. A dict: they come bit by bit, and a mixer finds there under its layer index what it left
-    at the last pass (nothing at the start) and leaves what it will need, of bounded size where its mathematics allow."""
+    """None: a pass holds whole sequences. A dict: sequences come in chunks, and each mixer stores its state between
+    chunks here, under its layer index. The state has a bounded size where the mixer's mathematics allow."""
 
     cached: bool = False
-    """Whether later passes go on from this one: `attend` and `attend_latent` then keep what they are given."""
+    """Whether later passes continue this one: `attend` and `attend_latent` then store their keys and values."""
 
     def __init__(self) -> None:
         self.memo: dict[Any, Any] = {}
-        """What layers alike share in this pass, made by the first of them (a mixer's masks, say)."""
+        """Tensors that several layers share in this pass (masks), computed by the first of them."""
         self._rotary: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
+        self._shared_kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._loss: Tensor | None = None
 
     @property
     def seq_len(self) -> int:
-        """Tokens a row brings in this pass."""
+        """New tokens of each sequence in this pass."""
         return self.positions.shape[-1]
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
     ) -> Tensor:
-        """Attention of the queries to every key this context lets them see.
+        """Attention of the queries to every key that is visible to them in this context.
 
         q [..., H, Dh], k and v [..., KV, Dh], rotated already; leading shape that of the tokens. Returns [..., H, Dh].
-        With `window` w a token sees itself and the w - 1 tokens before it. `layer` is where a cache files k and v.
-        k and v None: those that `layer` itself attended to in this pass, after it has lent them.
+        With `window` w a token attends to itself and the w - 1 tokens before it. A cache stores k and v under `layer`.
+        k and v None: those that `layer` gave to `share_kv` or `rotate_and_cache` in this pass.
         """
         raise NotImplementedError
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:
-        """Causal attention of all heads to one latent a token, which is all that the cache keeps; only where `cached`.
+        """Causal attention of all heads to one latent per token; the cache stores the latent only. For contexts that are `cached`.
 
-        q [..., H, D], latent [..., D] of the new tokens; a value is the first `value_dim` numbers of a latent.
+        q [..., H, D], latent [..., D] of the new tokens; the first `value_dim` numbers of a latent are its value.
         Returns [..., H, value_dim].
         """
         raise NotImplementedError
 
     def expect(self, x: Tensor, head_dim: int, window: int | None) -> None:
-        """Says before the first layer that some will `attend` with heads of `head_dim` and that `window`, to x's device and dtype.
+        """Prepares masks for layers that will `attend` with heads of `head_dim` and `window`, for x's device and dtype.
 
-        What they share is made then: a layer may be compiled, or run a second time for its gradients, and must find the
-        same each time.
+        Called before the first layer: a layer may be compiled, or run again for activation checkpointing, and must read
+        the same tensors each time.
         """
 
     def attend_joined(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
         """Causal attention of n queries q [B, n, H, Dh] that are the last n of the m keys k, v [B, m, KV, Dh].
 
-        Only for a context with `carry`, to mixers that keep their keys in a form of their own.
+        Only for a context with `carry`, and for mixers that store their keys in a form of their own.
         """
         raise NotImplementedError
 
     def must_be_whole(self, mixer: str) -> None:
-        """Raises SpecError when sequences come bit by bit, for a `mixer` that sees later tokens."""
+        """Raises SpecError when sequences come in chunks, for a `mixer` that attends to later tokens."""
         if self.carry is not None:
-            raise SpecError(f"mixer '{mixer}' sees later tokens: it cannot generate", fix="take a causal mixer")
+            raise SpecError(f"mixer '{mixer}' attends to later tokens: it cannot generate", fix="take a causal mixer")
 
-    def turn_and_file(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """True if it has turned q where it lies and filed turned k, and v, for `attend(layer, q, None, None)`.
+    def rotate_and_cache(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Rotates q in place, writes rotated k and v to the cache, and returns True; call `attend(layer, q, None, None)` then.
 
-        A cache on a GPU does so in one kernel; by default the mixer turns them.
+        Returns False, with nothing done, where no kernel does this at once: the mixer then rotates q and k itself.
         """
         return False
 
-    def lend(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Says that a later layer will attend to the keys and values of `layer`, before `layer` itself does."""
-        self._lent[layer] = (k, v)
+    def share_kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores the keys and values of `layer` for later layers that attend to them; called before `layer` attends itself."""
+        self._shared_kv[layer] = (k, v)
 
     def add_loss(self, loss: Tensor) -> None:
-        """Adds a mean a token (a scalar) to what training minimises beside its objective; see `extra_loss`."""
-        if (
-            torch.is_grad_enabled()
-        ):  # one sum, not a list: what a compiled layer sees of it must not change from layer to layer
+        """Adds an auxiliary loss (a scalar, the mean over tokens) to the training objective; see `extra_loss`."""
+        if torch.is_grad_enabled():  # one sum, not a list: a compiled layer is traced again when a list grows
             self._loss = loss if self._loss is None else self._loss + loss
 
     @property
     def extra_loss(self) -> Tensor | None:
-        """The sum of what `add_loss` got in this pass, None when it got nothing."""
+        """The sum of the losses given to `add_loss` in this pass; None without any."""
         return self._loss
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -131,15 +129,15 @@ class Context:
         return self.positions
 
     def _keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        """k and v, or what `layer` has lent."""
+        """k and v, or those that `layer` has shared."""
         if k is not None and v is not None:
             return k, v
-        assert layer in self._lent, f"layer {layer} has lent no keys in this pass"
-        return self._lent[layer]
+        assert layer in self._shared_kv, f"layer {layer} has shared no keys in this pass"
+        return self._shared_kv[layer]
 
 
 class Causal(Context):
-    """Each row of `tokens` [..., S] is one document; a token sees itself and what came before."""
+    """Each sequence of `tokens` [..., S] is one document; a token attends to itself and the tokens before it."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -163,7 +161,7 @@ class Causal(Context):
 
     def _mask(self, window: int) -> Tensor:
         if window not in self._masks:
-            self._masks[window] = may_see(self._line[:, None], self._line, window)
+            self._masks[window] = is_visible(self._line[:, None], self._line, window)
         return self._masks[window]
 
     def _distinct_positions(self) -> Tensor:
@@ -171,7 +169,7 @@ class Causal(Context):
 
 
 class Packed(Context):
-    """Rows of several documents, one after another; a document sees only itself and its positions start at 0.
+    """Sequences that pack several documents; attention stays within a document, and its positions start at 0.
 
     `document_ids` is an integer tensor [B, S]; a new document begins wherever the id changes.
     """
@@ -183,10 +181,10 @@ class Packed(Context):
         places = torch.arange(document_ids.shape[-1], device=document_ids.device).expand(document_ids.shape)
         begins = torch.where(changes, places, 0).cummax(-1).values
         self.positions = places - begins
-        self.document_ids = begins  # an id that comes back in a row is a new document
+        self.document_ids = begins  # an id that returns later in a sequence is a new document
         self._places = places
         self._masks: dict[tuple[str, int | None], Any] = {}
-        # One document a row is plain causal attention. Asking costs a device synchronisation, so only a CPU asks.
+        # One document per sequence is plain causal attention. The test synchronises a GPU, so only a CPU makes it.
         self._whole = document_ids.device.type == "cpu" and not bool(changes.any())
 
     def attend(
@@ -206,7 +204,7 @@ class Packed(Context):
             self._documents(window) if runs_fused(x, head_dim) else self._pairs(window)
 
     def _documents(self, window: int | None) -> Any:
-        """The kernels' mask, one for all layers: its block lists are made once."""
+        """The kernels' mask, shared by all layers: its block lists are computed once."""
         from hone.ops.attention.masks import documents
 
         key = ("documents", window)
@@ -218,14 +216,14 @@ class Packed(Context):
         """bool [B, 1, S, S]: torch's mask."""
         key = ("pairs", window)
         if key not in self._masks:
-            mask = may_see(self._places[..., :, None], self._places[..., None, :], window)
+            mask = is_visible(self._places[..., :, None], self._places[..., None, :], window)
             mask &= self.document_ids[..., :, None] == self.document_ids[..., None, :]
             self._masks[key] = mask.unsqueeze(-3)
         return self._masks[key]
 
 
 def has_fused(q: Tensor, v: Tensor) -> bool:
-    """Whether `hone.ops.attend` runs a kernel of its own on these heads; elsewhere torch's attention is the better one."""
+    """Whether `hone.ops.attend` has a kernel for these heads; elsewhere torch's attention is faster."""
     return runs_fused(q, max(q.shape[-1], v.shape[-1]))
 
 
@@ -240,7 +238,7 @@ def runs_fused(x: Tensor, head_dim: int) -> bool:
 def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, mask: Any = None) -> Tensor:
     """`hone.ops.attend` on [..., S, heads, Dh] with leading axes or without; causal unless a `mask` is given.
 
-    Queries that are fewer than the keys stand at their end.
+    Fewer queries than keys are aligned with the last keys.
     """
     from hone.ops import attend
     from hone.ops.attention import masks
@@ -252,21 +250,21 @@ def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = No
     return attend(q, k, v, mask, scale=scale)
 
 
-def may_see(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+def is_visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     """True where the key's place is not after the query's and, with a window, not too far before."""
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = True) -> Tensor:
-    """Torch's attention on [..., S, heads, Dh]; where there is no mask it is `causal`, or every key is seen."""
+    """Torch's attention on [..., S, heads, Dh]; without a mask it is `causal` or attends to every key."""
     flat = q.dim() == 3
     if flat:
         q, k, v = q[None], k[None], v[None]
     grouped = q.shape[-2] != k.shape[-2]
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # Of CUDA's fused kernels only FlashAttention shares keys between heads, and it takes neither masks nor float32:
-        # torch would fall back to keeping every score. Repeated keys are far smaller than scores.
+        # torch would fall back to materialising every score, which takes far more memory than repeated keys.
         share = q.shape[-2] // k.shape[-2]
         k, v, grouped = k.repeat_interleave(share, -2), v.repeat_interleave(share, -2), False
     mixed = F.scaled_dot_product_attention(

@@ -32,11 +32,11 @@ class DecoderLayer(nn.Module):
             make = adapted(make, lambda path, linear: config.wrappers(index, path.removeprefix(f"{name}."), linear))
         self.mixer_norm = RMSNorm(width, eps)
         self.mixer = spec.mixer.build(Placement(width, index, f"{name}.mixer", eps, make))
-        source = config.source_of(index)
+        source = config.kv_source(index)
         if source is not None:
             self.mixer.source = source
-        elif config.lends(index):
-            self.mixer.lends = True
+        elif config.shares_kv(index):
+            self.mixer.shares_kv = True
         self.feed_forward_norm = RMSNorm(width, eps)
         self.feed_forward = spec.feed_forward.build(Placement(width, index, f"{name}.feed_forward", eps, make))
 
@@ -47,12 +47,12 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model. Leading shapes are free: [B, S] in training, [T] flat tokens in serving; the context says which."""
+    """A language model. Leading shapes are free: [B, S] in training, [T] flat tokens in serving, as the context defines."""
 
     def __init__(self, config: ModelConfig, make: MakeLinear = make_dense) -> None:
         super().__init__()
         self.config = config
-        self.quantization: dict[str, Any] | None = None  # config.json's block of that name, for who saves it again
+        self.quantization: dict[str, Any] | None = None  # config.json's quantization_config, kept for saving
         ends = config.ends()
         self.embed_tokens = make("embed_tokens", ends["embed_tokens"])
         self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The [V, D] matrix behind the logits (the embedding itself when tied), for losses that never keep logits."""
+        """The [V, D] weight of the head (the embedding when tied), for losses that never materialise the logits."""
         return self.embedding if self.lm_head is None else self.lm_head.weight
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         return self.embed_tokens(tokens)
 
     def prepare(self, x: Tensor, context: Context) -> None:
-        """What layers share in a pass over x [..., D], made before the first of them runs."""
+        """Computes what the layers share in a pass over x [..., D], before the first of them runs."""
         for layer in self.config.layers:
             layer.mixer.prepare(context, x)
         for layer in self.layers:
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         return F.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
-        """Logits [..., V] of tokens [...]; without a context each row is one causal document."""
+        """Logits [..., V] of tokens [...]; without a context each sequence is one causal document."""
         return self.head(self.hidden(tokens, Causal(tokens) if context is None else context))
 
 
@@ -119,9 +119,9 @@ def build(
 
 
 def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, Initial]]:
-    """Every tensor that is drawn, as it stands in a checkpoint: a view of it, its name with the seed, and how it begins.
+    """Every randomly initialised tensor in its checkpoint form: a view, the name to seed it by, and its initial distribution.
 
-    Norms and the biases of linears are set on the way.
+    Sets norms to 1 and biases of linears to 0.
     """
     config, plain = decoder.config, (0.0, INIT_STD)
     residual = (0.0, INIT_STD / math.sqrt(2 * config.num_layers))
@@ -145,7 +145,7 @@ def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, Initial]
 
 
 def _draw(target: Tensor, name: str, initial: Initial) -> None:
-    """Fills `target` with what depends on `name` and the shape alone, drawn in float32 on the CPU as `initial` says."""
+    """Fills `target` from the distribution `initial`, drawn in float32 on the CPU; depends on `name` and the shape alone."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     generator = torch.Generator().manual_seed(seed)
     if callable(initial):
@@ -156,6 +156,6 @@ def _draw(target: Tensor, name: str, initial: Initial) -> None:
 
 
 def _old_names(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Takes the embedding of a state dict that was made when it was a parameter of the decoder itself."""
+    """Reads the embedding of older state dicts, in which it was a parameter of the decoder itself."""
     if f"{prefix}embedding" in tensors:
         tensors[f"{prefix}embed_tokens.weight"] = tensors.pop(f"{prefix}embedding")

@@ -1,4 +1,4 @@
-"""Facts of a model folder: its config, the format of its weights and its tokenizer's identity, without opening a tensor."""
+"""Facts of a model folder: its config, the format of its weights and its tokenizer's identity, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 
 
 class CheckpointFacts(Facts):
-    """What a model folder is, of hone's or from elsewhere."""
+    """Facts of a model folder, written by hone or by another library."""
 
     noun: ClassVar[str] = "model"
     mark: ClassVar[str] = "config.json"
@@ -30,7 +30,9 @@ class CheckpointFacts(Facts):
     dtype: str = Field(description="Number format of the weights that are not quantized: 'float32', 'bfloat16'.")
     quantization: dict[str, Any] | None = Field(None, description="config.json's quantization_config, if it has one.")
     weights_bytes: int = Field(description="Bytes of the *.safetensors files.")
-    tokenizer: str | None = Field(description="Identity of its tokenizer (`Tokenizer.identity`); None: it has none.")
+    tokenizer: str | None = Field(
+        description="Identity of its tokenizer (`Tokenizer.identity`); None without a tokenizer."
+    )
 
     @classmethod
     def of(cls, folder: Path) -> Self:

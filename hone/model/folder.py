@@ -1,4 +1,4 @@
-"""Model folders: where one lies, what is said of what is none, what it weighs and says of itself, without importing torch."""
+"""Model folders: finding one, refusing what is not one, and its size and config, without importing torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.base.durable import kind_of
 from hone.base.errors import ArtifactError, MachineError, SpecError
 
 HUB = "hf:"
-"""What a name on the Hugging Face Hub begins with where a folder is asked for: hf:OWNER/NAME, hf:OWNER/NAME@REVISION."""
+"""Prefix of models on the Hugging Face Hub where a folder is expected: hf:OWNER/NAME, hf:OWNER/NAME@REVISION."""
 
 CONFIG = "config.json"
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -21,7 +21,7 @@ _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 def model_folder(where: Path | str) -> Path:
     """The model folder that `where` names: a folder, or hf:OWNER/NAME, which is fetched into the Hub's own cache.
 
-    Raises ArtifactError that says what stands there instead, MachineError when the Hub cannot be reached.
+    Raises ArtifactError for anything that is no model folder, MachineError when the Hub cannot be reached.
     """
     if str(where).startswith(HUB):
         return fetched(str(where))
@@ -30,12 +30,12 @@ def model_folder(where: Path | str) -> Path:
 
 
 def refuse_others(path: Path) -> None:
-    """Raises ArtifactError, with a sentence of its own for each case, when `path` is no model folder that hone opens."""
+    """Raises ArtifactError when `path` is no model folder that hone opens: an adapter, a GGUF file, an empty folder ..."""
     if not path.is_dir():
         raise no_folder(path)
     if not (path / CONFIG).exists():
         raise no_whole_model(path) or ArtifactError(
-            f"{path} has no {CONFIG}: it is no model folder",
+            f"{path} has no {CONFIG}: it is not a model folder",
             fix="point at a folder that `hone train` or transformers wrote",
         )
 
@@ -53,7 +53,7 @@ def no_whole_model(folder: Path) -> ArtifactError | None:
 
 
 def no_folder(path: Path, near: str = "") -> ArtifactError:
-    """The error of a path that is no folder: a file, a GGUF file, a name on the Hub. `near` says what lies near it."""
+    """The error of a path that is no folder: a file, a GGUF file, a name on the Hub. `near` names similar paths that exist."""
     if path.suffix == ".gguf":
         return _gguf(path)
     if path.exists():
@@ -70,10 +70,10 @@ def no_folder(path: Path, near: str = "") -> ArtifactError:
 
 
 def _gguf(path: Path) -> ArtifactError:
-    there = "is a GGUF file" if path.exists() else "would be a GGUF file, and is not there"
+    there = "is a GGUF file" if path.exists() else "names a GGUF file and does not exist"
     return ArtifactError(
         f"{path} {there}: hone opens folders of safetensors",
-        fix="take the model that it was converted from (a folder with config.json, or hf:OWNER/NAME)",
+        fix="use the model that it was converted from (a folder with config.json, or hf:OWNER/NAME)",
     )
 
 
@@ -85,10 +85,10 @@ def _base_of(path: Path) -> str:
 
 
 def fetched(where: str) -> Path:
-    """The folder of hf:OWNER/NAME in the Hub's cache, downloaded when it is not there. Never called for any other path.
+    """The folder of hf:OWNER/NAME in the Hub's cache, downloaded when missing. Called for such names only.
 
-    Raises SpecError for a name that cannot be one, MachineError without huggingface_hub or network, ArtifactError when
-    the Hub has no such model or does not give it.
+    Raises SpecError for a malformed name, MachineError without huggingface_hub or network, ArtifactError when the Hub
+    has no such model or refuses access.
     """
     found = _NAME.fullmatch(where.removeprefix(HUB))
     if found is None:
@@ -110,7 +110,7 @@ def fetched(where: str) -> Path:
         ) from None
     except HfHubHTTPError as error:
         raise ArtifactError(
-            f"the Hub does not give {where}: {_line(error)}",
+            f"the Hub refused {where}: {_line(error)}",
             fix="check the name and the revision; for a gated or private model run `hf auth login` first",
         ) from None
     except OSError as error:
@@ -118,7 +118,7 @@ def fetched(where: str) -> Path:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of a message that may be many."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ArtifactError when it is missing or broken."""
     try:
         kind = kind_of(path)
-        if kind:  # a pipe would be waited for, for ever
+        if kind:  # opening a pipe would block for ever
             raise ArtifactError(f"{path} is {kind}, not a file", fix="download or write the folder again")
         values = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
@@ -139,5 +139,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is corrupt: {error}", fix="download or write the folder again") from None
     if not isinstance(values, dict):
-        raise ArtifactError(f"{path} is no JSON object", fix="download or write the folder again")
+        raise ArtifactError(f"{path} is not a JSON object", fix="download or write the folder again")
     return values

@@ -1,7 +1,8 @@
-"""Decoding with the state each mixer keeps: every mixer that does not see the future, B rows in step, without an engine.
+"""Decoding with each mixer's own state, for every causal mixer: B sequences at once, without an engine.
 
-Serving many requests of softmax attention is `hone.serve.engine`, which keeps keys in pages. Here each layer keeps what its
-mathematics need (keys, a window of them, a running sum), so that any stack that can be trained can also write.
+Serving many requests of softmax attention is `hone.serve.engine`, which keeps keys in pages. Here each layer keeps the
+state its mathematics need (keys, a window of them, a running sum), so that every causal stack that can be trained can
+also generate.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.model.context import Context, KeyValues, fused, has_fused, may_see, sdpa
+from hone.model.context import Context, KeyValues, fused, has_fused, is_visible, sdpa
 from hone.model.decoder import Decoder
 from hone.ops import sample
 from hone.ops.sample.noise import noise_keys
 
 
 class Latents(NamedTuple):
-    """Latents of what the next token may see, oldest first: [B, m, D]."""
+    """Latents that the next token attends to, oldest first: [B, m, D]."""
 
     latent: Tensor
 
 
 class Incremental(Context):
-    """One pass over the next n >= 1 tokens of B rows, `tokens` [B, n], `start` tokens of each having gone before.
+    """One pass over the next n >= 1 tokens of B sequences: `tokens` [B, n], after `start` earlier tokens of each.
 
-    `carry` is the dict that the passes before left, the same object from pass to pass; a layer whose attention has a
-    window keeps no more than the window.
+    `carry` is one dict for all passes, empty at first. A layer with a window keeps no more than the window.
     """
 
     cached = True
@@ -70,11 +70,11 @@ class Incremental(Context):
         key = (known, window)
         if key not in self._masks:
             line = torch.arange(known, device=q.device)
-            self._masks[key] = may_see(line[-new:, None], line, window)
+            self._masks[key] = is_visible(line[-new:, None], line, window)
         return sdpa(q, k, v, self._masks[key], scale)
 
     def _join(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Every key and value that this pass may see; files what the next pass needs."""
+        """Every key and value that this pass attends to; stores those that the next pass needs."""
         known = self.carry.get(layer)
         if known is not None:
             k, v = torch.cat((known.k, k), 1), torch.cat((known.v, v), 1)
@@ -82,8 +82,8 @@ class Incremental(Context):
             k, v = (part[:, -(window - 1 + self.seq_len) :] for part in (k, v))
         kept = window if window is not None else k.shape[1]
         self.carry[layer] = KeyValues(k[:, -kept:], v[:, -kept:])
-        if layer in self._lent:
-            self._lent[layer] = (k, v)
+        if layer in self._shared_kv:
+            self._shared_kv[layer] = (k, v)
         return k, v
 
     def _distinct_positions(self) -> Tensor:
@@ -104,17 +104,17 @@ def generate(
     chunk: int | None = None,
     stop_tokens: Collection[int] = (),
 ) -> Tensor:
-    """Continues every row of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens].
+    """Continues every sequence of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens].
 
-    Fewer when every row has drawn one of `stop_tokens` before, which stay in it with what followed.
+    Ends early once every sequence holds one of `stop_tokens`; that token and those after it stay in the result.
 
-    Temperature 0 takes the most likely token; above it draws by the engine's rules (`hone.ops.sample`), row r from the seed
-    `seed` + r, each draw depending on (seed, position, token) alone. The prompt is read `chunk` tokens at a time (default: at
-    once). Raises SpecError when a layer's mixer is not causal.
+    Temperature 0 takes the most likely token; above it draws by the engine's rules (`hone.ops.sample`), sequence r with
+    seed `seed` + r, each draw depending on (seed, position, token) alone. The prompt is read `chunk` tokens at a time
+    (default: at once). Raises SpecError when a layer's mixer is not causal.
     """
-    model.config.must_be_causal("it encodes a text and cannot write one")
+    model.config.must_be_causal("it is an encoder and cannot generate")
     if tokens.dim() != 2 or not tokens.numel():
-        raise SpecError(f"prompts have shape {tuple(tokens.shape)}", fix="give token ids [rows, 1 or more tokens]")
+        raise SpecError(f"prompts have shape {tuple(tokens.shape)}", fix="give token ids [sequences, 1 or more tokens]")
     carry: dict[int, Any] = {}
     done, step = 0, chunk or tokens.shape[1]
     seeds = [seed + row for row in range(len(tokens))]
@@ -150,9 +150,10 @@ def write(
     ignore_eos: bool = False,
     **how: Any,
 ) -> str:
-    """What `generate` continues a text with, by the model and tokenizer of a folder.
+    """Continues the text `prompt` by `generate`, with the model and tokenizer of a folder; returns the new text.
 
-    It ends before one of `stop_tokens` and, unless `ignore_eos`, of the end-of-text tokens. `how`: options of `generate`.
+    The text ends before the first of `stop_tokens` or, unless `ignore_eos`, end-of-text tokens. `how`: options of
+    `generate`.
     """
     from hone.model.hf import load
     from hone.model.tokenizer import load_tokenizer

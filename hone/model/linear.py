@@ -1,16 +1,16 @@
-"""Linear layers as a slot: mixers and feed-forwards ask a maker for theirs and never know how the weights are stored.
+"""Linear layers as a slot: a maker builds the linears of mixers and feed-forwards, dense or quantized.
 
-What a linear must offer, beside `forward(x [..., in]) -> [..., out]`:
+The interface of a linear, beside `forward(x [..., in]) -> [..., out]`:
 - a constructor `(in_features, out_features, bias, **options)` that works on the meta device;
 - `load(parts)`: takes the tensors of one or more checkpoint modules, each `{suffix: tensor}` with the module's own
   prefix removed, and stacks them on output rows (q, k, v; gate, up; with experts one expert after another);
-- `parts(rows)`: gives them back, split at `rows` output rows each. `load(parts(rows))` changes nothing;
+- `parts(rows)`: returns them, split at `rows` output rows each. `load(parts(rows))` changes nothing;
 - `part_shapes(rows)`: the shapes of what `load` expects;
 - `integers`: the suffixes that hold integers; the others hold floats;
-- `dequantize(dtype)`: the whole weight as it is multiplied.
-Loading replaces the tensors, so it decides their device and dtype; `load` on the meta device materialises the layer.
+- `dequantize(dtype)`: the whole weight as the forward pass multiplies it.
+Loading replaces the tensors, with their device and dtype; `load` on the meta device materialises the layer.
 
-A maker can wrap another: `hone.model.adapters.wrap.adapted` does, and tensor parallelism may.
+A maker can wrap another, as `hone.model.adapters.wrap.adapted` does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINEARS = Table(
 
 
 class MakeLinear(Protocol):
-    """Gives a block its linear; `name` is the dotted path in the decoder ('layers.3.mixer.qkv', 'embed_tokens', 'lm_head')."""
+    """Builds the linear that `spec` describes; `name` is the dotted path in the decoder ('layers.3.mixer.qkv', 'embed_tokens', 'lm_head')."""
 
     def __call__(self, name: str, spec: LinearSpec) -> nn.Module: ...
 
@@ -52,7 +52,7 @@ def make_dense(name: str, spec: LinearSpec) -> nn.Module:
 
 
 class Dense(nn.Module):
-    """y = x W^T + b with the weights as they are."""
+    """y = x W^T + b with unquantized weights."""
 
     paper: ClassVar[str] = ""
     integers: ClassVar[frozenset[str]] = frozenset()
@@ -66,7 +66,7 @@ class Dense(nn.Module):
 
     @property
     def _leading(self) -> tuple[int, ...]:
-        """Axes of the weight before its rows."""
+        """Shape of the weight's axes before its rows."""
         return ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Dense(nn.Module):
 
 
 class Experts(Dense):
-    """One weight an expert, [E, out_features, in_features]: every token is multiplied with those of its experts."""
+    """One weight per expert, [E, out_features, in_features]: a token is multiplied with the weights of its experts."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, *, experts: int) -> None:
         self._experts = experts

@@ -1,7 +1,8 @@
-"""A layer's weights as data: its linears, their pieces and what they read, and its other parameters. Without torch.
+"""A layer's weights as data: its linears, their pieces and inputs, and its other parameters. Never imports torch.
 
-A mixer or feed-forward declares these once. Parameter counts, FLOPs, module construction, checkpoint names, fused loading,
-initialisation, calibration points, quantization and adapter targets and tensor-parallel shards all follow from them.
+A mixer or feed-forward declares these once. Parameter counts, FLOPs, module construction, checkpoint names, fused
+loading, initialisation, calibration points, quantization and adapter targets and tensor-parallel shards all follow from
+them.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ INIT_STD = 0.02
 Shard = Literal["column", "row", "vocab", "none"]
 
 Initial = tuple[float, float] | Callable[..., Any]
-"""How a parameter begins: (mean, std) of a normal, or a function (shape, torch.Generator) -> float32 tensor on the CPU."""
+"""Initial distribution of a parameter: (mean, std) of a normal, or a function (shape, torch.Generator) -> float32 tensor on the CPU."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive output rows of a linear that are one module in checkpoints: the queries of a fused qkv."""
+    """Consecutive output rows of a linear that are one module in checkpoints, such as the queries of a fused qkv."""
 
     name: str
     out_features: int
     heads: int | None = None
-    """Heads the rows belong to, as many rows a head; a tensor-parallel rank takes whole heads. None: rows stand alone."""
+    """Number of heads that the rows are divided into; a tensor-parallel rank takes whole heads. None: it may take any rows."""
     replicate: bool = False
-    """Whether ranks may hold the same rows: with more ranks than heads several share a head; without heads all hold all."""
+    """Whether ranks may hold the same rows: with more ranks than heads several ranks hold one head; without heads each holds all."""
 
     def rows(self, rank: int, num_ranks: int, linear: str = "") -> slice:
         """The rows of this piece that `rank` of `num_ranks` holds. Raises SpecError when they cannot be divided."""
@@ -53,20 +54,20 @@ class LinearSpec:
     in_features: int
     pieces: tuple[Piece, ...]
     reads: str
-    """What feeds it: a norm ('mixer_norm'), a piece of another linear that its input is a linear function of ('v'), or a
-    product of two of these ('gate*up'). A channel's scale can be moved between W's columns and the last factor named. Any
-    other word names an input that no scale can be moved to. Linears of one layer with the same `reads` have the same input."""
+    """Its input: a norm ('mixer_norm'), a piece of another linear ('v': the input is a linear function of it), or a
+    product of two of these ('gate*up'). A per-channel scale can be moved from W's columns to the last factor named. Any
+    other word is an input that takes no scale. Linears of one layer with equal `reads` have the same input."""
     shard: Shard = "none"
-    """How tensor parallelism cuts it: output rows (column, as Megatron-LM calls it), input columns (row), rows of the vocabulary."""
+    """How tensor parallelism shards it: output rows (column, as Megatron-LM calls it), input columns (row), rows of the vocabulary."""
     bias: bool = False
     experts: int | None = None
     """With E experts the weight is [E, out_features, in_features] and the bias [E, out_features]."""
     in_heads: int | None = None
-    """Heads that the input features belong to; a rank takes whole heads. None: features stand alone."""
+    """Number of heads that the input features are divided into; a rank takes whole heads. None: it may take any features."""
     residual: bool = False
     """Whether it writes to the residual stream: its initial weights are divided by sqrt(2 * num_layers)."""
     share: float = 1.0
-    """Part of a sequence's tokens that are multiplied with it; with experts the part of them that a token visits."""
+    """Fraction of a sequence's tokens that are multiplied with it; with experts, the fraction of experts used for a token."""
 
     @property
     def out_features(self) -> int:
@@ -85,12 +86,12 @@ class LinearSpec:
 
     @property
     def num_params(self) -> int:
-        """Stored numbers."""
+        """Number of parameters."""
         return (self.experts or 1) * self.out_features * (self.in_features + self.bias)
 
     @property
     def active_params(self) -> int:
-        """Of these, numbers that a token is multiplied with; fewer than all with experts only."""
+        """Parameters used for one token; with experts fewer than all."""
         return self.num_params if self.experts is None else round(self.num_params * self.share)
 
     @property
@@ -121,8 +122,8 @@ class LinearSpec:
     def local(self, rank: int, num_ranks: int) -> LinearSpec:
         """The linear of one tensor-parallel rank.
 
-        The bias of a row-parallel linear stays with rank 0: the ranks' outputs are summed. Raises SpecError when heads or
-        features do not divide.
+        The bias of a row-parallel linear stays with rank 0: the ranks' outputs are summed. Raises SpecError when heads
+        or features do not divide.
         """
         rows, columns = self.rows(rank, num_ranks), self.columns(rank, num_ranks)
         pieces = []
@@ -142,7 +143,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMS norm's weight [size], ones at first."""
+    """An RMS norm's weight [size], initially 1."""
 
     name: str
     size: int
@@ -167,13 +168,13 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter that is in no linear: decays, biases of heads, mixtures of positions."""
+    """A parameter outside the linears: decays, per-head biases, position mixtures."""
 
     name: str
     shape: tuple[int, ...]
     initial: Initial = (0.0, INIT_STD)
     heads: int | None = None
-    """Heads that the first axis belongs to; a tensor-parallel rank takes its own. None: every rank holds all."""
+    """Number of heads that the first axis is divided into; a tensor-parallel rank holds its heads. None: every rank holds all."""
     multiplied: bool = False
     """Whether every token is multiplied with it as with a linear [out, in]."""
 
@@ -209,7 +210,7 @@ def projection_in(name: str, hidden_size: int, *pieces: Piece, **options: Any) -
 
 
 def projection_out(hidden_size: int, num_heads: int, head_dim: int, reads: str = "v", bias: bool = False) -> LinearSpec:
-    """A mixer's projection of all heads' results to the residual stream. `reads` 'v': they are linear in the values."""
+    """A mixer's projection of all heads' outputs to the residual stream. `reads` 'v': the outputs are linear in the values."""
     return LinearSpec(
         "out", num_heads * head_dim, (Piece("out", hidden_size),),
         reads=reads, shard="row", bias=bias, in_heads=num_heads, residual=True,
@@ -227,7 +228,7 @@ def grouped_pieces(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Pi
 
 
 def _vocabulary(size: int, rank: int, num_ranks: int) -> slice:
-    """As many rows for every rank but the last, which takes what is left."""
+    """Equal rows for every rank but the last, which holds the rest."""
     width = -(-size // num_ranks)
     return slice(min(rank * width, size), min((rank + 1) * width, size))
 

@@ -20,5 +20,5 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of x + residual, x + residual): one pass over memory on a GPU."""
+        """(norm of x + residual, x + residual), in one pass over memory on a GPU."""
         return rms_norm(x, self.weight, self.eps, residual)

@@ -1,4 +1,4 @@
-"""A model by its sizes: what training starts from, and how a pattern of mixers becomes a list of layers."""
+"""A model by its sizes, from which training starts; a pattern of mixers expands to a list of layers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Shape(Spec):
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary wavelengths.")
     window: int | None = Field(None, gt=0, description="Sliding window, in tokens; empty for full attention.")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in every norm.")
-    tie_embeddings: bool = Field(True, description="Whether the head is the embedding.")
+    tie_embeddings: bool = Field(True, description="Whether the output head shares the embedding's weights.")
     mixers: tuple[str | dict[str, Any], ...] = Field(
         (),
-        description="How layers mix tokens: names or {kind: NAME, options}, repeated over the layers; empty: attention. "
-        "Sizes a mixer leaves out are those above.",
+        description="The layers' mixers: names or {kind: NAME, options}, repeated over the layers; empty: attention. "
+        "A size that a mixer leaves out is the model's.",
     )
 
     @field_validator("mixers")
@@ -47,9 +47,9 @@ class Shape(Spec):
 
     @model_validator(mode="after")
     def _layers_fit(self) -> Shape:
-        """Here and not only in `config`: a recipe's last stage is read before its first one runs.
+        """Checked here and not only in `config`, so that a recipe's last stage fails before its first one runs.
 
-        A pattern of mixers only: theirs are the options that may not fit, and to read them takes torch, a second.
+        Only for a pattern of mixers, whose options may not fit: reading them imports torch, which takes a second.
         """
         if self.mixers:
             self.config(vocab_size=1)
@@ -58,8 +58,8 @@ class Shape(Spec):
     def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
         """The model of this shape over `vocab_size` tokens.
 
-        Raises SpecError when the sizes do not fit together or, without `mixers`, the family has no such model: better now
-        than when a trained one is saved.
+        Raises SpecError when the sizes do not fit together or, without `mixers`, the family cannot store such a model.
+        A trained model can then always be saved.
         """
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise SpecError(
@@ -91,7 +91,7 @@ class Shape(Spec):
         return config
 
     def _layer_mixers(self) -> list[Technique]:
-        """One mixer a layer: those of `mixers` in turn, with this shape's sizes where they have such fields."""
+        """One mixer for each layer: those of `mixers` in turn, with this shape's sizes for fields they leave out."""
         family = FAMILIES[self.family]
         sizes = {
             "num_heads": self.num_heads,
@@ -112,14 +112,14 @@ class Shape(Spec):
             options = {"kind": entry} if isinstance(entry, str) else entry
             kind = options["kind"]
             known = dict(sizes)
-            if self.window is not None and kind != "attention":  # in a pattern that is the layer which sees everything
+            if self.window is not None and kind != "attention":  # in a pattern, `attention` is full attention
                 known["window"] = self.window
-            if MIXERS[kind].borrows and (lender := next((one for one in reversed(chosen) if one.lends), None)):
-                known |= {name: getattr(lender, name) for name in ("head_dim", "rope", "window", "qk_norm")}
+            if MIXERS[kind].reuses_kv and (source := next((one for one in reversed(chosen) if one.can_share_kv), None)):
+                known |= {name: getattr(source, name) for name in ("head_dim", "rope", "window", "qk_norm")}
             chosen.append(MIXERS.read({**sizes_of(kind, known), **options}))
         return chosen
 
 
 def sizes_of(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Those of `sizes` that mixer `kind` has fields for."""
+    """The `sizes` that are fields of mixer `kind`."""
     return {name: value for name, value in sizes.items() if name in MIXERS[kind].model_fields}

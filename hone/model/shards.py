@@ -1,4 +1,4 @@
-"""Named tensors in the safetensors files of a folder, one file or many with an index: read lazily, written by the shard."""
+"""Named tensors in the safetensors files of a folder, one file or many with an index: read lazily, written shard by shard."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SINGLE = "model.safetensors"
 
 
 class Shards:
-    """The tensors of a folder; nothing is read before it is asked for.
+    """The tensors of a folder, read on request.
 
-    Raises ArtifactError, naming file and tensor, for whatever is missing or corrupt.
+    Raises ArtifactError, naming file and tensor, for a missing or corrupt one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,22 +60,22 @@ class Shards:
         """Raises ArtifactError unless there is a tensor called `name`."""
         if name not in self._where:
             raise ArtifactError(
-                f"{self.folder} has no tensor {name}, which its config.json asks for",
+                f"{self.folder} has no tensor {name}, which the model of its config.json needs",
                 fix="download or write the checkpoint again",
             )
 
     def close(self) -> None:
-        """Gives the mapped pages back; files are opened again when they are needed."""
+        """Unmaps the files; they are opened again on the next read."""
         self._files.clear()
 
     def _tensor_files(self) -> dict[str, str]:
-        """Tensor name to the file that holds it."""
+        """The file of each tensor name."""
         if (self.folder / INDEX).exists():
             files = read_json(self.folder / INDEX).get("weight_map")
             if not isinstance(files, dict):
                 raise _corrupt(self.folder / INDEX, ValueError("no weight_map"))
             for name, file in files.items():
-                # A path out of the folder would read files that nobody meant to give.
+                # A path out of the folder could read private files.
                 if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                     raise _corrupt(
                         self.folder / INDEX, ValueError(f"{name} is in {file!r}, which names no file beside it")
@@ -105,7 +105,7 @@ class Shards:
 def write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> None:
     """Writes named tensors as model.safetensors, or as numbered shards with an index when they are larger.
 
-    Only one shard is in memory at a time (beside what the tensors are views of). A tensor larger than
+    Only one shard is in memory at a time, beside the tensors' own storage. A tensor larger than
     `max_shard_bytes` gets a shard of its own.
     """
     shards: list[list[str]] = []
@@ -122,7 +122,7 @@ def write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard
     shards.append(_write_shard(held, folder / f"{len(shards)}.shard"))
     if len(shards) == 1:
         (folder / "0.shard").rename(folder / SINGLE)
-        (folder / INDEX).unlink(missing_ok=True)  # of what was here before
+        (folder / INDEX).unlink(missing_ok=True)  # left over from an earlier save
         return
     weight_map = {}
     for number, names in enumerate(shards):
@@ -139,9 +139,9 @@ def _write_shard(tensors: dict[str, Tensor], path: Path) -> list[str]:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes contiguous tensors as one safetensors file, readable for whom the umask says.
+    """Writes contiguous tensors as one safetensors file with the permissions of the umask.
 
-    The library makes its files private (mode 0600) and has an error of its own for a full disk; here that is an OSError.
+    The library creates files of mode 0600 and raises its own error for a full disk; here that is an OSError.
     """
     path.touch()
     mode = path.stat().st_mode

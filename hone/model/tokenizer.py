@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """What `load_tokenizer` returns. Safe to share between threads that only read."""
+    """The tokenizer that `load_tokenizer` returns. Threads may share it."""
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Tokenizer:
         return max(self.core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (often a leading BOS)."""
+        """Token ids of `text`; with `add_special_tokens` with those of its post-processor (often a leading BOS)."""
         try:
             return self.core.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:  # half a surrogate pair: what Python makes of bytes on the command line that are no UTF-8
-            raise SpecError(f"{text!r:.80} is no Unicode text", fix="give text in UTF-8") from None
+        except TypeError:  # half a surrogate pair: Python decodes invalid UTF-8 on the command line to these
+            raise SpecError(f"{text!r:.80} is not valid Unicode text", fix="give text in UTF-8") from None
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of every text, on all cores."""
         return [one.ids for one in self.core.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return self.core.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
@@ -65,7 +65,7 @@ class Tokenizer:
         return self.core.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for inside a text; added tokens give their spelling, unknown ids b''.
+        """The bytes of a token inside a text; for an added token its spelling, for an unknown id b''.
 
         A leading space is kept, so joining the bytes of a text's tokens gives the text (and, with sentencepiece
         vocabularies, the one space they put in front of it).
@@ -108,17 +108,17 @@ class Tokenizer:
 
     @cached_property
     def identity(self) -> str:
-        """A digest that two tokenizers share exactly when the same rules give every text the same ids.
+        """A digest of the rules that map texts to ids; equal for two tokenizers exactly when these rules are equal.
 
-        Vocabulary, merges, normalizer, pre-tokenizer and added tokens count. What surrounds a text (post-processor,
-        padding, truncation), what turns ids back into text and the chat template do not: transformers rewrites them.
+        Vocabulary, merges, normalizer, pre-tokenizer and added tokens count. The post-processor, padding, truncation,
+        the decoder and the chat template do not: transformers rewrites them when it saves a tokenizer.
         """
         rules = json.loads(self.core.to_str())
         counted = {
             "model": _model_rules(rules["model"]),
             "normalizer": _steps(rules["normalizer"], "normalizers"),
             "pre_tokenizer": _steps(rules["pre_tokenizer"], "pretokenizers"),
-            # Whether an added token is special decides what `decode` leaves out, not where a text is cut.
+            # `special` of an added token affects `decode`, not the ids of a text.
             "added_tokens": sorted(
                 (
                     {name: value for name, value in token.items() if name != "special"}
@@ -152,17 +152,19 @@ class Tokenizer:
     def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt for `messages` ({"role", "content"}) by the model's own template, run in a sandbox.
 
-        `variables` (tools, enable_thinking, ...) reach the template. Special tokens are in the text already: encode
+        `variables` (tools, enable_thinking, ...) are passed to the template. The text holds its special tokens: encode
         it with add_special_tokens=False. Raises SpecError when there is no template or the template refuses.
         """
         if self._template is None:
-            raise SpecError("this model has no chat template", fix="use plain completions, or a chat model")
+            raise SpecError(
+                "this model has no chat template", fix="use completions instead of chat, or choose a chat model"
+            )
         template = self._compiled
         try:
             return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **{**self._template_tokens, **variables}
             )
-        except Exception as error:  # whatever a template does wrong, it does it to its own messages
+        except Exception as error:  # any error of a template is one of the model's or the messages'
             raise SpecError(
                 f"the chat template refuses these messages: {error}",
                 fix="send the roles, fields and order that the model's template expects",
@@ -183,13 +185,13 @@ class Tokenizer:
             return environment.from_string(self._template)
         except jinja2.TemplateSyntaxError as error:
             raise ArtifactError(
-                f"the chat template is no Jinja: line {error.lineno}: {error.message}",
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}",
                 fix="correct chat_template in tokenizer_config.json",
             ) from None
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json, with the BOS, EOS and chat template its configs name.
+    """The tokenizer of a Hugging Face folder: tokenizer.json, with BOS, EOS and chat template from its config files.
 
     EOS ids come from generation_config.json, config.json and tokenizer_config.json together.
     Raises ArtifactError when there is no tokenizer.json or a file is corrupt.
@@ -198,7 +200,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists() and (folder / "tokenizer.model").exists():
         raise ArtifactError(
-            f"{folder} has a SentencePiece tokenizer.model and no tokenizer.json, which hone reads",
+            f"{folder} has a SentencePiece tokenizer.model and no tokenizer.json, the file that hone reads",
             fix=f"transformers writes one: AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')",
         )
     if not path.exists():
@@ -251,12 +253,12 @@ def _read(path: Path) -> tokenizers.Tokenizer:
         if kind := kind_of(path):
             raise OSError(f"it is {kind}, not a file")
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for whatever is wrong
+    except Exception as error:  # the library raises plain Exception for every error
         raise ArtifactError(f"{path} is corrupt: {error}", fix="copy it again from its source") from None
 
 
 def _model_rules(model: dict[str, Any]) -> dict[str, Any]:
-    """The options of a tokenizer's model that are set, its merges as pairs: 'a b' and ['a', 'b'] are the same."""
+    """The options of a tokenizer's model that are set, with merges as pairs: 'a b' equals ['a', 'b']."""
     options = {name: value for name, value in model.items() if value not in (None, "") and value is not False}
     if "merges" in model:
         options["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
@@ -264,7 +266,7 @@ def _model_rules(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(part: dict[str, Any] | None, nested: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as a flat list of steps, without what moves offsets only."""
+    """A normalizer or pre-tokenizer as a flat list of steps, without options that affect offsets only."""
     if part is None:
         return []
     if part["type"] == "Sequence":
@@ -328,7 +330,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _generation_tag() -> type:
-    """{% generation %}...{% endgeneration %}: marks what an assistant wrote, for training; here it is just its body."""
+    """{% generation %}...{% endgeneration %}: marks the assistant's text for training; rendered as its body."""
     from jinja2.ext import Extension
 
     class Generation(Extension):

@@ -18,8 +18,8 @@ _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
 """Model and step up to which one CPU thread is faster than several; measured on two cores, idle and busy."""
 
 GPU_SEQS, GPU_TOKENS = 512, 8192
-"""A server's defaults: a step of that many sequences keeps a GPU's products busy, and a prompt of that many tokens takes
-a few hundred milliseconds at most. (vLLM: 256 to 1,024 sequences, 2,048 to 16,384 tokens.)"""
+"""A server's defaults: a step of that many sequences keeps a GPU's products busy, and a prompt of that many tokens
+takes a few hundred milliseconds at most. (vLLM: 256 to 1,024 sequences, 2,048 to 16,384 tokens.)"""
 
 SMALL_GPU_BYTES, SMALL_GPU_SEQS = 40 << 30, 256
 """GPUs with less memory hold the caches of fewer sequences."""
@@ -79,8 +79,8 @@ def cache_pages(
     """Pages for an engine whose page takes `one` bytes (that of a draft model, which shares page numbers, included).
 
     `spec` is `sized`. Without a count or bytes: what `max_num_seqs` longest sequences fill, at most
-    `gpu_memory_utilization` of the memory. `weights` bytes are still to be loaded, a step's `work` takes that many more.
-    Raises FitError when not even one page fits.
+    `gpu_memory_utilization` of the memory. `weights` bytes are still to be loaded, a step's `work` takes that many
+    more. Raises FitError when not even one page fits.
     """
     device, free = memory.device, max(0.0, memory.free - weights)
     if spec.num_pages is not None:

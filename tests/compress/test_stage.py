@@ -198,7 +198,7 @@ def test_tensors_that_are_only_copied_must_be_finite_floats(name: str, tiny_llam
         compress(folder, INT4)
     tensors[name] = whole.to(torch.int32)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ArtifactError, match=f"{name} holds int32, a weight is a float"):
+    with pytest.raises(ArtifactError, match=f"{name} is int32, but a weight must be a float"):
         compress(folder, INT4)
 
 

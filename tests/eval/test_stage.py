@@ -135,7 +135,7 @@ def test_a_model_that_sees_later_tokens_is_refused(tiny_llama, data, tmp_path):
         hone.save(encoder, tmp_path / "encoder")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_llama / name, tmp_path / "encoder" / name)
-    with pytest.raises(SpecError, match="layer 0 mixes with 'longformer', which sees later tokens"):
+    with pytest.raises(SpecError, match="layer 0 mixes with 'longformer', which attends to later tokens"):
         evaluate(tmp_path / "eval-encoder", tmp_path / "encoder", data)
     with pytest.raises(SpecError, match="'longformer'"):
         evaluate(tmp_path / "eval-against", tiny_llama, data, reference=tmp_path / "encoder")

@@ -309,7 +309,7 @@ def test_weights_that_are_no_floats_are_refused_not_cast(folder, dtype):
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = tensors[name].to(dtype)
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"q_proj\.weight holds .* a weight is a float"):
+    with pytest.raises(ArtifactError, match=r"q_proj\.weight is .* a weight must be a float"):
         hf.load(folder)
 
 
@@ -323,7 +323,9 @@ def test_weights_that_are_not_finite_are_named(folder, name, value, dtype):
     tensors = load_file(path)
     tensors[name].view(-1)[-1] = value
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=rf"{name} has values that are not finite .*\nfix: start from a sound"):
+    with pytest.raises(
+        ArtifactError, match=rf"{name} has values that are not finite .*\nfix: use a checkpoint without"
+    ):
         hf.load(folder, dtype=dtype)
 
 
@@ -355,14 +357,14 @@ def test_a_quantized_folder_holds_integers_where_codes_are_and_floats_elsewhere(
     codes = f"{layer}.mlp.down_proj.{'weight' if scheme.bits == 8 else 'weight_packed'}"
     wrong = {
         codes: (torch.float32, "codes of a quantized weight are integers"),
-        f"{layer}.mlp.down_proj.weight_scale": (torch.int8, "a weight is a float"),
-        f"{layer}.input_layernorm.weight": (torch.int32, "a weight is a float"),
-        "model.embed_tokens.weight": (torch.int8, "a weight is a float"),
+        f"{layer}.mlp.down_proj.weight_scale": (torch.int8, "a weight must be a float"),
+        f"{layer}.input_layernorm.weight": (torch.int32, "a weight must be a float"),
+        "model.embed_tokens.weight": (torch.int8, "a weight must be a float"),
     }
     for name, (dtype, words) in wrong.items():
         save_file({**tensors, name: tensors[name].to(dtype)}, folder / SINGLE)
         kind = str(dtype).removeprefix("torch.")
-        with pytest.raises(ArtifactError, match=rf"{name} holds {kind}, {words}"):
+        with pytest.raises(ArtifactError, match=rf"{name} is {kind}, but {words}"):
             hf.load(folder)
     scales = f"{layer}.self_attn.q_proj.weight_scale"
     save_file({**tensors, scales: tensors[scales] * float("inf")}, folder / SINGLE)

@@ -31,14 +31,14 @@ VARIANTS = [
 
 
 def model_of(mixer: str | dict, **sizes: int) -> Decoder:
-    """One layer of a mixer (two where it borrows keys) in float64, every weight of a size that matters."""
+    """One layer of a mixer (two where it reuses keys) in float64, every weight of a size that matters."""
     entry = {"kind": mixer} if isinstance(mixer, str) else mixer
     cls = MIXERS[entry["kind"]]
     entry = {**{name: value for name, value in TINY.items() if name in cls.model_fields}, **entry}
     if "window" in cls.model_fields and cls.model_fields["window"].is_required():
         entry["window"] = 6
     shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48, "max_seq_len": 96, **sizes}
-    mixers = ["attention", entry] if cls.borrows else [entry]
+    mixers = ["attention", entry] if cls.reuses_kv else [entry]
     model = build(Shape.read({**shape, "num_layers": len(mixers), "mixers": mixers}).config(40), seed=1).double()
     widen(model)
     return model
@@ -133,7 +133,7 @@ def test_ranks_with_some_of_the_heads_add_up_to_the_whole(mixer, num_ranks: int)
             layer.mixer.prepare(seen, x)
         for at, part in enumerate(parts[:-1]):
             before = model.embed(prompt(2, 40)) if at == 0 else None
-            part.mixer(part.mixer_norm(before), seen)  # lends its heads
+            part.mixer(part.mixer_norm(before), seen)  # shares its heads
         mixed += parts[-1].mixer(whole.mixer_norm(x), seen)
         fed += parts[-1].feed_forward(x, seen)
     torch.testing.assert_close(mixed, whole.mixer(whole.mixer_norm(x), context))

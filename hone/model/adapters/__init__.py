@@ -1,4 +1,4 @@
-"""Adapters: what is added to a model's linears, which keep their own weights. One file a technique."""
+"""Adapters: small weights added to a model's linears, whose own weights stay as they are. One file a technique."""
 
 from hone.base.table import Table
 

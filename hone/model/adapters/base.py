@@ -1,4 +1,4 @@
-"""What an adapter is: a wrapper around linears, chosen by target_modules, as a spec that declares its own weights."""
+"""A spec that wraps the linears chosen by `target_modules` and declares the weights it adds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Wrappers = list[tuple["Adapter", tuple[Piece, ...]]]
 
 
 class Adapter(Technique):
-    """Base of every adapter's spec: which linears of the layers it wraps, its parameters beside them, and the wrapper."""
+    """Base of every adapter's spec: the linears it wraps, the parameters it adds, and the wrapper module."""
 
     target_modules: tuple[str, ...] = Field(
         ("all-linear",),
-        description="Checkpoint modules it wraps, by the end of their names ('q_proj', 'mlp.down_proj'), or all-linear.",
+        description="Checkpoint modules to wrap, by the end of their names ('q_proj', 'mlp.down_proj'), or all-linear.",
     )
 
     wraps_experts: ClassVar[bool] = False
@@ -34,18 +34,18 @@ class Adapter(Technique):
         return any(module == end or module.endswith(f".{end}") for end in self.target_modules)
 
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
-        """What it adds to `linear`, of which it wraps `pieces`."""
+        """The parameters it adds to `linear`, whose `pieces` it wraps."""
         raise NotImplementedError
 
     def wrap(self, inner: nn.Module, linear: LinearSpec, pieces: tuple[Piece, ...]) -> nn.Module:
-        """The module that takes the place of `inner`, an `hone.model.adapters.wrap.Adapted`."""
+        """The module that replaces `inner`: an `hone.model.adapters.wrap.Adapted`."""
         raise NotImplementedError
 
 
 def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[str]) -> Wrappers:
-    """Those of `adapters` that wrap `linear`, whose rows are in the checkpoint modules `modules`.
+    """The `adapters` that wrap `linear`; `modules` are the checkpoint modules that hold its rows.
 
-    Raises SpecError when one names the modules of experts and cannot wrap them.
+    Raises SpecError when an adapter names modules of experts and cannot wrap them.
     """
     modules, parts = list(modules), list(linear.parts)
     found: Wrappers = []
@@ -59,7 +59,9 @@ def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[
                 )
             continue
         if "all-linear" in adapter.target_modules or (len(modules) < len(parts) and any(named)):
-            found.append((adapter, linear.pieces))  # one module may hold all pieces: there is no wrapping some
+            found.append(
+                (adapter, linear.pieces)
+            )  # one module may hold all pieces, so a part of them cannot be wrapped
         elif any(named):
             hit = {part.rpartition(".")[2] for part, taken in zip(parts, named, strict=True) if taken}
             found.append((adapter, tuple(piece for piece in linear.pieces if piece.name in hit)))

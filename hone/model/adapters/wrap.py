@@ -1,4 +1,4 @@
-"""Wrappers around linears as modules, and the maker that puts them there."""
+"""Modules that wrap linears, and the maker that builds them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Adapted(nn.Module):
             setattr(self, part.name, nn.Parameter(torch.empty(part.shape)))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight as it is multiplied, the adapter's part included."""
+        """The whole weight in `dtype` as the forward pass multiplies it, the adapter's part included."""
         raise NotImplementedError
 
     @property
@@ -64,7 +64,7 @@ class Adapted(nn.Module):
 
 
 def adapted(make: MakeLinear, choose: Callable[[str, LinearSpec], Wrappers]) -> MakeLinear:
-    """`make`, with what it makes wrapped as `choose(name, spec)` says."""
+    """A maker that wraps every linear of `make` in the adapters of `choose(name, spec)`."""
 
     def wrapping(name: str, spec: LinearSpec) -> nn.Module:
         linear = make(name, spec)

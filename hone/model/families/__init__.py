@@ -1,4 +1,4 @@
-"""Families of checkpoints whose layers hone can express: a row each. `config_json` reads and writes their config.json."""
+"""Families of checkpoints that hone reads and writes: a row each. `config_json` translates their config.json."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ FAMILIES: dict[str, Family] = {
         window="by_layer",
     ),
 }
-"""model_type in config.json to its row."""
+"""The family of each model_type in config.json."""

@@ -1,4 +1,4 @@
-"""What a family of checkpoints is: what transformers' class of that name assumes, and what it calls its tensors."""
+"""A family of checkpoints: the defaults of its class in transformers, and its tensors' names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NAMES: Mapping[str, str] = {
     "mixer.q_norm": "self_attn.q_norm",
     "mixer.k_norm": "self_attn.k_norm",
 }
-"""Llama's names of a layer's modules by ours: pieces of linears ('mixer.q'), norms ('mixer_norm')."""
+"""hone's names of a layer's modules (pieces of linears: 'mixer.q', norms: 'mixer_norm') and Llama's."""
 
 _BLOCKS = {"mixer": "self_attn", "feed_forward": "mlp"}
-"""Where pieces without a name of the family's stand."""
+"""The checkpoint module below which pieces without a name in the family are stored."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Family:
     """One row: how a checkpoint of this family is read and written."""
 
     architecture: str
-    """transformers' class."""
+    """Name of its class in transformers."""
     defaults: Mapping[str, Any]
-    """What that class assumes when config.json leaves a field out."""
+    """That class's defaults for fields that config.json leaves out."""
     qkv_bias: bool = False
     """Whether queries, keys and values always have biases."""
     attention_bias: bool = False
@@ -42,11 +42,11 @@ class Family:
     mlp_bias: bool = False
     """Whether config.json's mlp_bias gives the feed-forward biases."""
     qk_norm: bool = False
-    """Whether each query and key head is normed."""
+    """Whether an RMS norm is applied to each query and key head."""
     window: Literal["none", "all", "by_layer"] = "none"
     """Which layers config.json's sliding_window holds for; by_layer: as layer_types says."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Its names where they differ from `NAMES`. A fused linear's own path ('mixer.qkv') names the module that holds it whole."""
+    """Its names where they differ from `NAMES`. The path of a fused linear ('mixer.qkv') maps to the module that stores it whole."""
 
     def modules(self, layer: int, path: str, linear: LinearSpec) -> dict[str, int]:
         """The checkpoint modules of the linear at `path` below layer `layer`, in order of its rows, with their counts.

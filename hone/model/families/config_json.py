@@ -1,4 +1,4 @@
-"""config.json in and out: the translation between Hugging Face's fields and a `ModelConfig`."""
+"""Translation between config.json with Hugging Face's fields and a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def own_format(config: ModelConfig, dtype: str, reason: str) -> dict[str, Any]:
-    """The config.json of a stack that no transformers class can express: the `ModelConfig` as data, under hone's name."""
+    """The config.json of a stack that no transformers class can express: the `ModelConfig` as data, with hone's model_type."""
     return {
         "architectures": ["HoneDecoder"],
         "model_type": OWN,
@@ -152,7 +152,7 @@ def own_format(config: ModelConfig, dtype: str, reason: str) -> dict[str, Any]:
 
 
 def _as_attention(layer: LayerSpec) -> LayerSpec:
-    """The layer with a sliding window written as the option of attention that it is."""
+    """The layer, with mixer `sliding_window` replaced by `attention` with its option `window`."""
     if layer.mixer.kind != "sliding_window":
         return layer
     return layer.model_copy(update={"mixer": layer.mixer.as_attention()})
@@ -163,7 +163,7 @@ def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:
     lost = difference(config.model_dump(mode="json"), from_hf(values).model_dump(mode="json"))
     if lost:
         raise SpecError(
-            f"a {config.family} config.json cannot say this model: {lost}",
+            f"a {config.family} config.json cannot express this model: {lost}",
             fix="give every layer the same sizes; windows need family mistral, alternating ones qwen2 or qwen3",
         )
 
@@ -257,7 +257,7 @@ def _windows(values: dict[str, Any], family: Family, where: str) -> list[int | N
     ]
     if not isinstance(types, list) or len(types) != count:
         raise SpecError(
-            f"{where}: layer_types does not say what each of the {count} layers is", fix="give one entry a layer"
+            f"{where}: layer_types must have {count} entries, one for each layer", fix="give one entry a layer"
         )
     for name in types:
         if name not in ("full_attention", "sliding_attention"):

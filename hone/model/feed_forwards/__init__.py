@@ -1,4 +1,4 @@
-"""Feed-forwards: what each token does alone. One file a technique."""
+"""Feed-forwards, computed for each token alone. One file per technique."""
 
 from hone.base.table import Table
 

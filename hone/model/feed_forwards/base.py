@@ -1,4 +1,4 @@
-"""What a feed-forward is: the part of a layer that works on each token alone, as a spec that declares its weights."""
+"""The base of feed-forwards, the part of a layer that works on each token alone: a spec that declares its weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hone.model.block import BlockSpec
 class FeedForward(BlockSpec):
     """Base of every feed-forward's spec. Its module's `forward(x [..., D], context) -> [..., D]`.
 
-    The context is there for a router: `context.add_loss` takes what balances its experts.
+    A router passes its load-balancing loss to `context.add_loss`.
     """
 
     def inner_size(self, hidden_size: int) -> int:
-        """Numbers a token has in front of the projections to the residual stream, over all experts it visits."""
+        """Width of the input of the projections to the residual stream, summed over the experts a token is routed to."""
         ends = [linear for linear in self.linears(hidden_size) if linear.residual]
         return sum(columns for linear in ends for _, columns in linear.matmuls)

@@ -1,4 +1,4 @@
-"""Mixers: how the tokens of a sequence see each other. One file a technique."""
+"""Mixers: how the tokens of a sequence attend to each other. One file per technique."""
 
 from hone.base.table import Table
 

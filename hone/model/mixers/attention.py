@@ -20,14 +20,20 @@ from hone.ops import rope
 
 
 class Rope(Spec):
-    """Rotary positions and how they were stretched for longer contexts."""
+    """Rotary positions and their scaling for longer contexts."""
 
     theta: float = Field(10000.0, gt=0, description="Base of the wavelengths.")
-    scaling: Literal["none", "linear", "llama3"] = Field("none", description="How positions were stretched.")
-    factor: float = Field(1.0, ge=1, description="By how much the context was stretched.")
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: waves longer than old context / this are stretched.")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: waves shorter than old context / this are kept.")
-    original_max_seq_len: int = Field(8192, gt=0, description="llama3: context length before the stretching.")
+    scaling: Literal["none", "linear", "llama3"] = Field(
+        "none", description="Scaling of the positions for longer contexts."
+    )
+    factor: float = Field(1.0, ge=1, description="Factor by which the context was extended.")
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: wavelengths longer than old context / this are scaled."
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="llama3: wavelengths shorter than old context / this are kept."
+    )
+    original_max_seq_len: int = Field(8192, gt=0, description="llama3: context length before the extension.")
 
     @property
     def key(self) -> tuple[float | str, ...]:
@@ -45,7 +51,7 @@ class Rope(Spec):
         """Radians per position of each of the head_dim / 2 pairs, float32.
 
         RoPE: arXiv:2104.09864. linear: position interpolation, arXiv:2306.15595. llama3: the by-parts rule of the
-        Llama 3.1 release (long waves divided by `factor`, short ones kept, a ramp between).
+        Llama 3.1 release (long wavelengths divided by `factor`, short ones kept, a ramp between).
         """
         steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
         plain = 1.0 / self.theta**steps
@@ -53,14 +59,14 @@ class Rope(Spec):
             return plain
         if self.scaling == "linear":
             return plain / self.factor
-        turns = self.original_max_seq_len * plain / (2 * torch.pi)  # full turns within the old context
+        turns = self.original_max_seq_len * plain / (2 * torch.pi)  # rotations within the old context
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = keep.clamp(0, 1)
         return (1 - keep) * plain / self.factor + keep * plain
 
 
 class GroupedHeads(Mixer):
-    """Base of the specs whose query heads, in groups, share key/value heads, and whose positions turn pairs."""
+    """Base of the specs whose query heads, in groups, share key/value heads, with rotary positions."""
 
     num_heads: int = Field(gt=0, description="Query heads.")
     num_kv_heads: int = Field(gt=0, description="Key/value heads; each serves num_heads / num_kv_heads query heads.")
@@ -71,7 +77,7 @@ class GroupedHeads(Mixer):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs of channels")
         return self
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
@@ -86,14 +92,14 @@ class GroupedHeads(Mixer):
 
 
 class GroupedHeadsLayer(Block):
-    """Base of their modules: a fused projection in, one out."""
+    """Base of their modules: a fused projection to queries, keys and values, and an output projection."""
 
     def __init__(self, spec: Any, place: Placement) -> None:
         super().__init__(spec, place)
         self.scale = spec.head_dim**-0.5
 
-    def turned(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, S, H, Dh] and k [B, S, KV, Dh], rotated, and v [B, S, KV, Dh] of x [B, S, D]."""
+    def rotated_qkv(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [B, S, H, Dh], k [B, S, KV, Dh], v [B, S, KV, Dh]) of x [B, S, D], q and k rotated."""
         spec = self.spec
         heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))
         cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
@@ -107,11 +113,15 @@ class Attention(GroupedHeads):
 
     paper: ClassVar[str] = "arXiv:2305.13245"
     complexity: ClassVar[str] = "O(S^2)"
-    lends: ClassVar[bool] = True
+    can_share_kv: ClassVar[bool] = True
     splits: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
 
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
-    window: int | None = Field(None, gt=0, description="A token sees itself and the window - 1 tokens before it.")
+    window: int | None = Field(
+        None,
+        gt=0,
+        description="A token attends to itself and the window - 1 tokens before it; empty for all before it.",
+    )
     qkv_bias: bool = Field(False, description="Biases on queries, keys and values.")
     out_bias: bool = Field(False, description="A bias on the output projection.")
     qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
@@ -148,7 +158,7 @@ class AttentionLayer(GroupedHeadsLayer):
 
     def __init__(self, spec: Attention, place: Placement) -> None:
         super().__init__(spec, place)
-        self.lends = False  # the decoder says so when a later layer borrows these keys
+        self.shares_kv = False  # set by the decoder when a later layer attends to these keys
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
@@ -158,14 +168,14 @@ class AttentionLayer(GroupedHeadsLayer):
         q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
         if spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.turn_and_file(self.layer, q, k, v, cos, sin):
+        if context.rotate_and_cache(self.layer, q, k, v, cos, sin):
             mixed = context.attend(self.layer, q, None, None, scale=self.scale, window=spec.window)
             return self.out(mixed.flatten(-2))
         if spec.qk_norm:
             q, k = rope(q, cos, sin), rope(k, cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
-        if self.lends:
-            context.lend(self.layer, k, v)
+        if self.shares_kv:
+            context.share_kv(self.layer, k, v)
         mixed = context.attend(self.layer, q, k, v, scale=self.scale, window=spec.window)
         return self.out(mixed.flatten(-2))

@@ -1,4 +1,4 @@
-"""BigBird: blocks of tokens see the blocks around them, a few blocks that all see, and a few drawn by chance."""
+"""BigBird: blocks of tokens attend to the blocks around them, to a few global blocks, and to a few drawn at random."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from hone.ops.attention.masks import Mask, bigbird, documents
 class BigBird(GroupedHeads):
     """Window, global and random blocks, the random ones drawn once a layer and head. Zaheer et al. 2020, arXiv:2007.14062.
 
-    The paper's is an encoder (encoder: true): half the global blocks at each end, which see all, the window to both sides.
-    The causal one reaches back only, and its draw is that of `max_seq_len` tokens, so a prefix is seen as it will be in the
-    longer text. Decoding keeps every key: any block may be drawn later.
+    The paper's is an encoder (encoder: true): the window reaches to both sides, and half the global blocks stand at
+    each end and attend to all. The causal form attends to earlier tokens only. Its random blocks are drawn for
+    `max_seq_len` tokens, so that a prefix gets the same blocks as the longer text. Decoding keeps every key: any block
+    may be drawn later.
     """
 
     paper: ClassVar[str] = "arXiv:2007.14062"
     complexity: ClassVar[str] = "O(S block (window + global + random))"
 
     max_seq_len: int = Field(gt=0, description="Longest input of the causal form, in tokens.")
-    block: int = Field(64, ge=16, description="Tokens of a block, a power of two.")
+    block: int = Field(64, ge=16, description="Tokens per block, a power of two.")
     num_window: int = Field(3, gt=0, description="Blocks around (causal: up to) a token's own, itself among them.")
     num_global: int = Field(2, ge=0, description="Blocks that all see.")
     num_random: int = Field(3, ge=0, description="Further blocks drawn for each block of each head.")
-    seed: int = Field(0, ge=0, description="What they are drawn from, with the layer's number.")
-    encoder: bool = Field(False, description="Whether later tokens are seen too, as in the paper.")
+    seed: int = Field(0, ge=0, description="Seed of the random blocks, with the layer's index.")
+    encoder: bool = Field(False, description="Whether tokens attend to later tokens too, as in the paper.")
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
 
     @model_validator(mode="after")
@@ -43,7 +44,9 @@ class BigBird(GroupedHeads):
         if self.block & (self.block - 1):
             raise ValueError(f"block {self.block} is no power of two")
         if self.encoder and self.num_window % 2 == 0:
-            raise ValueError(f"num_window {self.num_window} is even: an encoder sees as many blocks to each side")
+            raise ValueError(
+                f"num_window {self.num_window} is even: an encoder's window has equally many blocks on each side"
+            )
         return self
 
     @property
@@ -51,7 +54,7 @@ class BigBird(GroupedHeads):
         return not self.encoder
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Of the blocks kept; of a token's own block half when causal. An encoder's global blocks see all."""
+        """Of the blocks kept; half of a token's own block when causal. An encoder's global blocks attend to all."""
         blocks = self.num_window + self.num_global + self.num_random
         if self.encoder:
             share = min(1.0, self.num_global * self.block / seq_len)  # of the rows
@@ -79,7 +82,7 @@ class BigBirdLayer(GroupedHeadsLayer):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
-        q, k, v = self.turned(x, context)
+        q, k, v = self.rotated_qkv(x, context)
         if context.carry is not None:
             return self.out(self._decode(q, k, v, context).flatten(-2))
         mask = self.mask(x.shape[1], x.device)
@@ -92,13 +95,13 @@ class BigBirdLayer(GroupedHeadsLayer):
         self.mask(x.shape[1] if context.carry is None else self.spec.max_seq_len, x.device)
 
     def mask(self, seq_len: int, device: torch.device) -> Mask:
-        """The mask of rows of `seq_len` tokens, kept for the next pass of that length."""
+        """The mask for sequences of `seq_len` tokens, kept for the next pass of that length."""
         spec = self.spec
         self._check(seq_len)
         key = (seq_len, device)
         if key not in self._masks:
             whole = seq_len if spec.encoder else spec.max_seq_len
-            with torch.inference_mode(False):  # scored first, a model may be trained later
+            with torch.inference_mode(False):  # no inference tensors: a model that is scored first may be trained later
                 made = self._masks.get((whole, device)) or self._drawn(whole, device)
                 count = -(-seq_len // spec.block)
                 self._masks = {(whole, device): made, key: made if whole == seq_len else _first(made, count)}
@@ -126,7 +129,7 @@ class BigBirdLayer(GroupedHeadsLayer):
             )
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """New tokens after those in the carry: [B, n, H, Dh]."""
+        """Attention of new tokens after those in `carry`: [B, n, H, Dh]."""
         spec = self.spec
         if spec.encoder:
             context.must_be_whole("bigbird with encoder: true")

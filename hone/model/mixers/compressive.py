@@ -1,9 +1,9 @@
-"""Compressive Transformer: what leaves Transformer-XL's memory is compressed by a convolution and kept a while longer.
+"""Compressive Transformer: tokens that leave Transformer-XL's memory are compressed by a convolution into a second memory.
 
-A segment sees itself, the `memory` tokens before it, and before those `compressed` slots of `ratio` tokens each. The
-convolution learns from a loss of its own, how well attention to the slots gives what attention to their tokens gave; the
-language model's loss does not reach it, nor does this loss reach anything else.
-Legend: as in transformer_xl; N compressed slots of a row, c the ratio.
+A segment attends to itself, to the `memory` tokens before it, and to `compressed` slots of `ratio` tokens each before
+those. The convolution has a loss of its own, the difference between attention to the slots and attention to their
+tokens. The language model's loss has no gradient for the convolution, and this loss has none for other weights. Legend:
+as in transformer_xl; N compressed slots of a sequence, c the ratio.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hone.model.mixers.transformer_xl import (
 class Compressive(TransformerXL):
     """Transformer-XL with a second memory of compressed tokens, trained to keep attention. Rae et al. 2019, arXiv:1911.05507.
 
-    Reach: segment + memory + ratio x compressed tokens, at segment + memory + compressed keys. A slot across two documents
-    is seen by neither.
+    Reach: segment + memory + ratio x compressed tokens, at segment + memory + compressed keys. No token attends
+    to a slot that spans two documents.
     """
 
     paper: ClassVar[str] = "arXiv:1911.05507"
@@ -54,9 +54,9 @@ class Compressive(TransformerXL):
         return self
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
-        """A convolution whose stride is its width is a product with `ratio` tokens laid side by side.
+        """A convolution whose stride is its width: one product with `ratio` concatenated tokens.
 
-        Queries, keys and values are made of tokens and of slots, so no scale can be moved in front of them.
+        Queries, keys and values are projected from tokens and from slots, so no scale can be folded into their input.
         """
         qkv, *others = super().linears(hidden_size)
         compress = LinearSpec(
@@ -71,7 +71,7 @@ class Compressive(TransformerXL):
         return super().mixing_flops(seq_len) + 6.0 * self.num_heads * self.head_dim * slots
 
     def state_values(self, seq_len: int) -> float:
-        """Keys and values of memory, segment so far and slots (those to come, too), and tokens not compressed yet."""
+        """Keys and values of memory, current segment and slots (future ones included), and tokens not compressed yet."""
         at_segment = seq_len - seq_len % self.segment
         first = max(0, (at_segment - self.memory) // self.ratio - self.compressed)
         slots = seq_len // self.ratio - first
@@ -87,8 +87,8 @@ class Compressive(TransformerXL):
 
 
 class Memories(NamedTuple):
-    """What decoding keeps: keys and values [B, m, H, Dh] of tokens and of slots, the tokens [B, < ratio, D] of the next
-    slot, and which slot is the first of those kept."""
+    """Decoding state: keys and values [B, m, H, Dh] of tokens and of slots, the tokens [B, < ratio, D] of the next
+    slot, and the index of the first slot kept."""
 
     k: Tensor
     v: Tensor
@@ -132,13 +132,13 @@ class CompressiveLayer(TransformerXLLayer):
         return self.compress(x[:, :whole].unflatten(1, (-1, self.spec.ratio)).flatten(2))
 
     def _past(self, slots: Tensor, count: int) -> Tensor:
-        """The slots that each segment sees, those before its memory: [B, N, ...] -> [B, G, compressed, ...]."""
+        """The slots that each segment attends to, those before its memory: [B, N, ...] -> [B, G, compressed, ...]."""
         spec = self.spec
         late = F.pad(slots, (0, 0) * (slots.dim() - 2) + (spec.memory // spec.ratio, 0))
         return before(late, spec.segment // spec.ratio, spec.compressed, count)
 
     def _past_seen(self, count: int, ids: Tensor | None, device: torch.device) -> Tensor:
-        """Which of them a token sees: bool [B or 1, G, 1, L or 1, compressed]."""
+        """Which of them a token attends to: bool [B or 1, G, 1, L or 1, compressed]."""
         spec = self.spec
         there = (torch.arange(count, device=device) * spec.segment - spec.memory) // spec.ratio
         line = torch.arange(spec.compressed, device=device)
@@ -157,7 +157,7 @@ class CompressiveLayer(TransformerXLLayer):
             return None
         spec = self.spec
         begin, end = -(-spec.memory // spec.segment), x.shape[1] // spec.segment
-        if end <= begin:  # nothing leaves; a parameter that is trained must have a gradient all the same
+        if end <= begin:  # no token leaves the memory, but a trained parameter must have a gradient
             return context.add_loss(0.0 * sum(part.sum() for part in self.compress.parameters()))
         qkv = self.qkv.weight.detach()
         q, k, v = self._heads(F.linear(x, qkv))
@@ -170,17 +170,17 @@ class CompressiveLayer(TransformerXLLayer):
         return context.add_loss(spec.loss_weight * F.mse_loss(brief.float(), exact.detach().float()))
 
     def _leaving(self, part: Tensor, width: int, count: int) -> Tensor:
-        """What leaves the memory at the end of each segment, `width` rows of it: [B, .., H, Dh] -> [B, count, width, H, Dh]."""
+        """The `width` tokens that leave the memory at the end of each segment: [B, .., H, Dh] -> [B, count, width, H, Dh]."""
         late = (self.spec.memory - self.spec.segment) * width // self.spec.segment
         return before(F.pad(part, (0, 0, 0, 0, late, 0)), width, width, count)
 
     def _content(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention by content alone, every key seen; axes [B, G, n, H, Dh]."""
+        """Attention by content alone, to every key; axes [B, G, n, H, Dh]."""
         weights = (torch.einsum("bgnhd,bgkhd->bghnk", q, k) * self.spec.head_dim**-0.5).softmax(-1)
         return torch.einsum("bghnk,bgkhd->bgnhd", weights, v)
 
     def _decode(self, x: Tensor, context: Context) -> Tensor:
-        """New tokens after those in the carry: [B, n, H, Dh]. A piece ends where its segment does."""
+        """Attention of new tokens after those in `carry`: [B, n, H, Dh], computed segment by segment."""
         spec = self.spec
         q, k, v = self._heads(self.qkv(x))
         known = context.carry.get(self.layer) or Memories(k[:, :0], v[:, :0], k[:, :0], v[:, :0], x[:, :0], 0)
@@ -200,7 +200,7 @@ class CompressiveLayer(TransformerXLLayer):
         return torch.cat(mixed, 1)
 
     def _forget(self, known: Memories, at: int) -> Memories:
-        """Without what a token at place `at` and those after it cannot see."""
+        """The memories without entries that tokens from position `at` on no longer attend to."""
         spec = self.spec
         begin = at - at % spec.segment
         first = max(0, (begin - spec.memory) // spec.ratio - spec.compressed)
@@ -210,7 +210,7 @@ class CompressiveLayer(TransformerXLLayer):
         )
 
     def _compressed(self, known: Memories, x: Tensor) -> Memories:
-        """With the new tokens x [B, n, D] compressed as far as they make whole slots."""
+        """The memories with the new tokens x [B, n, D] compressed as far as they fill whole slots."""
         rest = torch.cat((known.rest, x), 1)
         whole = rest.shape[1] // self.spec.ratio * self.spec.ratio
         if not whole:

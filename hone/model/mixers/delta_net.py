@@ -1,4 +1,4 @@
-"""DeltaNet: a linear-attention state that is corrected, key by key, instead of only added to."""
+"""DeltaNet: linear attention whose state is corrected key by key (the delta rule) instead of only added to."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from hone.ops import scan_delta
 class DeltaNet(Recurrent):
     """The delta rule in parallel: S_t = a_t (1 - b_t k_t^T k_t) S_(t-1) + b_t k_t^T v_t. Yang et al. 2024, arXiv:2406.06484.
 
-    Keys of length 1, b_t = sigmoid of the token: 1 replaces what the state said of a key, 0 leaves it. With `gated` the state
-    also fades by Mamba-2's scalar a_t (Gated DeltaNet, arXiv:2412.06464). Runs in plain torch, also on a GPU.
+    Keys of length 1, b_t = sigmoid of the token: 1 replaces the value stored for a key, 0 keeps it. With `gated` the
+    state also decays by Mamba-2's scalar a_t (Gated DeltaNet, arXiv:2412.06464). Runs in plain torch, also on a GPU.
     """
 
     paper: ClassVar[str] = "arXiv:2406.06484"
     splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     value_head_dim: int | None = Field(None, gt=0, le=256, description="Width of a head's values. Default: head_dim.")
-    gated: bool = Field(True, description="Whether the state also fades, by a number a head that each token decides.")
+    gated: bool = Field(True, description="Whether the state also decays, by a rate per head computed from each token.")
 
     @property
     def state_shape(self) -> tuple[int, int]:
         return self.head_dim, self.value_head_dim or self.head_dim
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
-        """q, k, v, output gate, b and what the fading is made of, fused; out."""
+        """q, k, v, output gate, b and the decay's inputs, fused; out."""
         heads, (keys, values) = self.num_heads, self.state_shape
         widths = {"q": keys, "k": keys, "v": values, "gate": values, "beta": 1, **({"decay": 1} if self.gated else {})}
         pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
@@ -45,7 +45,7 @@ class DeltaNet(Recurrent):
         return (norm, *rates_and_steps(self.num_heads)) if self.gated else (norm,)
 
     def mixing_flops(self, seq_len: int) -> float:
-        """The recurrence, and what the state says of a key before it is corrected."""
+        """The recurrence, and the read of a key's stored value before its correction."""
         rows, columns = self.state_shape
         return super().mixing_flops(seq_len) + 2.0 * self.num_heads * rows * columns
 

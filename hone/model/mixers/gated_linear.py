@@ -1,4 +1,4 @@
-"""Gated linear attention: what a token says decides how much of the state is forgotten."""
+"""Gated linear attention: linear attention whose state decays by a rate computed from each token."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hone.ops import scan
 
 
 class GatedLinear(Recurrent):
-    """Linear attention with learned forgetting: S_t = diag(a_t) S_(t-1) + k_t^T v_t. Yang et al. 2023, arXiv:2312.06635.
+    """Linear attention with a learned decay: S_t = diag(a_t) S_(t-1) + k_t^T v_t. Yang et al. 2023, arXiv:2312.06635.
 
-    gate `channel`: a_t = sigmoid(x W1 W2 + b)^(1/16), a number a key channel, W1 of low rank. gate `head`: the scalar of
-    Mamba-2 (arXiv:2405.21060), a_t = exp(-dt_t A) with keys scaled by dt_t = softplus(x w + b), a number a head; cheaper
-    on a GPU. Heads are normalised and gated before the output projection.
+    gate `channel`: a_t = sigmoid(x W1 W2 + b)^(1/16), a number a key channel, W1 of low rank. gate `head`: the scalar
+    of Mamba-2 (arXiv:2405.21060), a_t = exp(-dt_t A) with keys scaled by dt_t = softplus(x w + b), a number a head;
+    cheaper on a GPU. Heads are normalised and gated before the output projection.
     """
 
     paper: ClassVar[str] = "arXiv:2312.06635"
@@ -31,9 +31,9 @@ class GatedLinear(Recurrent):
     value_head_dim: int | None = Field(
         None, gt=0, le=256, description="Width of a head's values. Default: twice head_dim."
     )
-    gate: Literal["channel", "head"] = Field("channel", description="Forgetting a key channel, or a head (Mamba-2).")
+    gate: Literal["channel", "head"] = Field("channel", description="Decay per key channel, or per head (Mamba-2).")
     gate_rank: int = Field(16, gt=0, description="Rank of the channel gate's projection.")
-    gate_root: float = Field(16.0, ge=1, description="The channel gate is this root of a sigmoid: 16 forgets slowly.")
+    gate_root: float = Field(16.0, ge=1, description="The channel gate is this root of a sigmoid: 16 decays slowly.")
 
     @model_validator(mode="after")
     def _fits(self) -> GatedLinear:
@@ -46,7 +46,7 @@ class GatedLinear(Recurrent):
         return self.head_dim, self.value_head_dim or 2 * self.head_dim
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
-        """q, k, v, output gate and what the decay is made of, fused; out."""
+        """q, k, v, output gate and the decay's inputs, fused; out."""
         heads, (keys, values) = self.num_heads, self.state_shape
         widths = {"q": keys, "k": keys, "v": values, "gate": values}
         low = Piece("decay", self.gate_rank, replicate=True) if self.gate == "channel" else Piece("decay", heads, heads)
@@ -57,7 +57,7 @@ class GatedLinear(Recurrent):
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """The gate's own are outside the linears: they are too small to quantize."""
+        """The gate's parameters, outside the linears because they are too small to quantize."""
         heads, (keys, values) = self.num_heads, self.state_shape
         norm = NormSpec("head_norm", values)
         if self.gate == "head":
@@ -105,7 +105,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def rates_and_steps(heads: int) -> tuple[ParameterSpec, ParameterSpec]:
-    """What Mamba-2's scalar decay is made of, a number a head each."""
+    """Parameters of Mamba-2's scalar decay, one number per head each."""
     return (
         ParameterSpec("log_rate", (heads,), initial_rates, heads=heads),
         ParameterSpec("step_bias", (heads,), initial_steps, heads=heads),
@@ -113,11 +113,11 @@ def rates_and_steps(heads: int) -> tuple[ParameterSpec, ParameterSpec]:
 
 
 def initial_rates(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """log A, A uniform in [1, 16], as Mamba-2 begins."""
+    """log A, A uniform in [1, 16]: Mamba-2's initialisation."""
     return torch.empty(shape).uniform_(1, 16, generator=generator).log()
 
 
 def initial_steps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Inverse softplus of steps dt log-uniform in [0.001, 0.1], as Mamba-2 begins."""
+    """Inverse softplus of steps dt log-uniform in [0.001, 0.1]: Mamba-2's initialisation."""
     steps = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
     return steps + torch.log(-torch.expm1(-steps))

@@ -1,7 +1,7 @@
-"""Linear attention: softmax replaced by a feature map, so that a running sum stands for all tokens before.
+"""Linear attention: softmax replaced by a feature map, so that a running sum replaces the keys and values of all earlier tokens.
 
-Here too what every mixer over `hone.ops.scan` shares: a state a head instead of keys, documents kept apart, a state
-handed on from pass to pass.
+Also the base of every mixer over `hone.ops.scan`: a state per head instead of keys, separate documents, and a state
+carried from pass to pass.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hone.ops import scan
 
 
 class Recurrent(Mixer):
-    """Base of mixers whose memory is one matrix a head: any length in the same memory, work linear in the length."""
+    """Base of mixers whose state is one matrix per head: constant memory for any length, work linear in the length."""
 
     complexity: ClassVar[str] = "O(S)"
 
-    num_heads: int = Field(gt=0, description="Heads, each with a state of its own.")
+    num_heads: int = Field(gt=0, description="Heads, each with its own state.")
     head_dim: int = Field(gt=0, le=256, description="Width of a head's queries and keys.")
 
     @property
@@ -39,7 +39,7 @@ class Recurrent(Mixer):
         return 4.0 * self.num_heads * rows * columns
 
     def state_values(self, seq_len: int) -> float:
-        """One state a head whatever the length."""
+        """One state per head for any length."""
         rows, columns = self.state_shape
         return float(self.num_heads * rows * columns)
 
@@ -70,7 +70,7 @@ class RecurrentLayer(Block):
     def mix(
         self, x: Tensor, context: Context, positions: Tensor, begins: Tensor | None, known: Any
     ) -> tuple[Tensor, Any]:
-        """(output, what the next pass must know). `begins` bool [B, S]: a document starts here; `known`: from the last pass."""
+        """(output, state for the next pass). `begins` bool [B, S]: a document starts here; `known`: the state of the last pass."""
         raise NotImplementedError
 
 
@@ -79,7 +79,7 @@ def weighted_mean(
 ) -> tuple[Tensor, Tensor]:
     """sum_t (q_s . k_t) v_t / sum_t (q_s . k_t) over a document's tokens t <= s, for features q, k > 0; and the state.
 
-    The denominator is one more column of values, all ones: state [B, H, Dk, Dv + 1].
+    The denominator is an extra value column of ones: state [B, H, Dk, Dv + 1].
     """
     q = q / (positions[..., None, None] + 1)  # cancels out; keeps both sums in the range of 16-bit floats
     sums, state = scan(q, k, F.pad(v, (0, 1), value=1.0), decay, state=state, reset=begins, return_state=True)
@@ -90,7 +90,7 @@ def weighted_mean(
 class LinearAttention(Recurrent):
     """Attention with weights f(q) . f(k), f = elu + 1, as a running sum. Katharopoulos et al. 2020, arXiv:2006.16236.
 
-    No positions but the order that causality gives: mix with layers that have them, or train long enough.
+    It has no positional encoding, only causal order: combine it with layers that have one, or train long enough.
     """
 
     paper: ClassVar[str] = "arXiv:2006.16236"

@@ -21,8 +21,9 @@ from hone.ops.attention.masks import FULL
 class Linformer(GroupedHeads):
     """An encoder's attention to `rank` mixtures of all keys and values, learned per position. Wang et al. 2020, arXiv:2006.04768.
 
-    E and F [max_seq_len, rank] are shared by the heads; a shorter input uses their first rows, a longer one is an error.
-    Every token sees every other, so it cannot predict the next one: for encoding texts, not for writing or scoring them.
+    E and F [max_seq_len, rank] are shared by the heads; a shorter input uses their first rows, a longer one is an
+    error. Every token attends to every other, so it cannot predict the next one: for encoders, not for generation or
+    scoring.
     """
 
     paper: ClassVar[str] = "arXiv:2006.04768"
@@ -39,11 +40,11 @@ class Linformer(GroupedHeads):
         return tuple(ParameterSpec(name, shape, _between_roots) for name in ("mix_keys", "mix_values"))
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Keys and values through E and F, then attention to `rank` rows."""
+        """Keys and values times E and F, then attention to `rank` rows."""
         return 4.0 * self.rank * self.head_dim * (self.num_kv_heads + self.num_heads)
 
     def state_values(self, seq_len: int) -> float:
-        """The projected keys and values: an encoder does not go on from them."""
+        """The projected keys and values; an encoder does not decode from them."""
         return 2.0 * self.num_kv_heads * self.head_dim * self.rank
 
     def build(self, place: Placement) -> LinformerLayer:
@@ -62,7 +63,7 @@ class LinformerLayer(GroupedHeadsLayer):
                 f"linformer mixes up to {spec.max_seq_len} tokens, the input has {seq_len}",
                 fix=f"cut it to {spec.max_seq_len}, or train with a longer max_seq_len",
             )
-        q, k, v = self.turned(x, context)
+        q, k, v = self.rotated_qkv(x, context)
         k = torch.einsum("bshd,sr->brhd", k, self.mix_keys[:seq_len])
         v = torch.einsum("bshd,sr->brhd", v, self.mix_values[:seq_len])
         return self.out(attend(q, k, v, FULL, scale=self.scale).flatten(-2))

@@ -1,4 +1,4 @@
-"""Longformer: a window for every token, and a few global tokens, with projections of their own, that see and are seen by all."""
+"""Longformer: a window for every token, and a few global tokens, with their own projections, that attend to all and to which all attend."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from hone.ops.attention.masks import FULL, Mask
 class Longformer(GroupedHeads):
     """Sliding window plus global tokens with their own projections, in one softmax. Beltagy et al. 2020, arXiv:2004.05150.
 
-    The first `num_global` tokens of a document are global. Every token sees the window around it (causal: before it) and the
-    global tokens; a global token's own row is made of the global projections and sees the whole document (causal: what is
-    before it). The paper's encoder is encoder: true, its language model the default. No dilated windows.
+    The first `num_global` tokens of a document are global. Every token attends to the window around it (causal: before
+    it) and to the global tokens. A global token's output uses the global projections and attends to the whole document
+    (causal: to earlier tokens). The paper's encoder is encoder: true, its language model the default. No dilated
+    windows.
     """
 
     paper: ClassVar[str] = "arXiv:2004.05150"
     complexity: ClassVar[str] = "O(S (w + global))"
     splits: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
 
-    window: int = Field(gt=0, description="Tokens seen to one side, the token itself among them.")
-    num_global: int = Field(1, gt=0, description="Tokens at a document's beginning that are global.")
-    encoder: bool = Field(False, description="Whether later tokens are seen too, as in the paper's encoder.")
+    window: int = Field(gt=0, description="Tokens of the window to one side, the token itself included.")
+    num_global: int = Field(1, gt=0, description="First tokens of a document that are global.")
+    encoder: bool = Field(False, description="Whether tokens attend to later tokens too, as in the paper's encoder.")
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
 
     @property
@@ -40,7 +41,7 @@ class Longformer(GroupedHeads):
         return not self.encoder
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
-        """Of the global projections only an encoder's keys and values take every token."""
+        """Of the global projections, only an encoder's keys and values are computed for every token."""
         qkv, out = super().linears(hidden_size)
         q, *keys = (replace(piece, name=f"global_{piece.name}") for piece in qkv.pieces)
         return (
@@ -56,7 +57,7 @@ class Longformer(GroupedHeads):
         return 4.0 * self.num_heads * self.head_dim * min(seq_len, seen + whole)
 
     def state_values(self, seq_len: int) -> float:
-        """Keys and values of the global tokens and of the window, and the global ones while such tokens come."""
+        """Keys and values of the global tokens and of the window, and global keys and values while global tokens are decoded."""
         early = seq_len if seq_len < self.num_global else 0
         return 2.0 * self.num_kv_heads * self.head_dim * (min(seq_len, self.num_global + self.window - 1) + early)
 
@@ -86,7 +87,7 @@ class Longformer(GroupedHeads):
 
 
 class Seen(NamedTuple):
-    """What decoding keeps: keys and values of the first tokens and of the last window - 1; the global ones of the first."""
+    """Decoding state: keys and values of the first tokens and of the last window - 1; global keys and values of the first."""
 
     k: Tensor
     v: Tensor
@@ -115,35 +116,35 @@ class LongformerLayer(GroupedHeadsLayer):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.spec.head_dim))
 
-    def _global(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _global(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of the global projections."""
         k, v = self._heads(self.global_kv(x)).chunk(2, -2)
-        return rope(k, *turns), v
+        return rope(k, *rotary), v
 
-    def _global_rows(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Rows of the first tokens of each row that is one document: [B, min(num_global, S), H, Dh]."""
-        first = [part[..., : self.spec.num_global, :, :] for part in turns]
+    def _global_rows(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Outputs of the first tokens where each sequence is one document: [B, min(num_global, S), H, Dh]."""
+        first = [part[..., : self.spec.num_global, :, :] for part in rotary]
         q = rope(self._heads(self.global_q(x[:, : self.spec.num_global])), *first)
         if self.spec.causal:  # they see each other
             k, v = self._global(x[:, : self.spec.num_global], (first[0], first[1]))
             return attend(q, k, v, scale=self.scale)
-        k, v = self._global(x, turns)
+        k, v = self._global(x, rotary)
         return attend(q, k, v, FULL, scale=self.scale)
 
-    def _packed_rows(self, x: Tensor, mixed: Tensor, turns: tuple[Tensor, Tensor], context: Context) -> Tensor:
-        """`mixed` with the rows of every document's first tokens replaced: those of others see nothing and are not taken."""
+    def _packed_rows(self, x: Tensor, mixed: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
+        """`mixed` with the outputs of every document's first tokens replaced by those of the global projections."""
         rows = context.positions < self.spec.num_global
         ids = context.document_ids
         asked = _data(torch.where(rows, ids, -1))
         mask = Mask(_document_causal if self.spec.causal else _document, (), asked, _data(ids))
-        k, v = self._global(x, turns)
-        far = attend(rope(self._heads(self.global_q(x)), *turns), k, v, mask, scale=self.scale)
+        k, v = self._global(x, rotary)
+        far = attend(rope(self._heads(self.global_q(x)), *rotary), k, v, mask, scale=self.scale)
         return torch.where(rows[..., None, None], far, mixed)
 
     def _decode(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], context: Context
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], context: Context
     ) -> Tensor:
-        """New tokens after those in the carry: [B, n, H, Dh]."""
+        """Attention of new tokens after those in `carry`: [B, n, H, Dh]."""
         spec, start, new = self.spec, context.start, x.shape[1]
         if not spec.causal:
             context.must_be_whole("longformer with encoder: true")
@@ -159,7 +160,7 @@ class LongformerLayer(GroupedHeadsLayer):
         far_k, far_v = known.far_k[:, :0], known.far_v[:, :0]
         if start < spec.num_global:
             rows = min(spec.num_global, end) - start
-            first = (turns[0][..., :rows, :, :], turns[1][..., :rows, :, :])
+            first = (rotary[0][..., :rows, :, :], rotary[1][..., :rows, :, :])
             fresh = self._global(x[:, :rows], first)
             far_k, far_v = (torch.cat(pair, 1) for pair in zip((known.far_k, known.far_v), fresh))
             far_q = rope(self._heads(self.global_q(x[:, :rows])), *first)
@@ -177,7 +178,7 @@ def _data(numbers: Tensor) -> Tensor:
     return numbers.to(torch.int32)[:, None]
 
 
-# Masks' rules. A query has its document's number; a key that, or twice that and 1 where it is global.
+# Mask rules. A query's data is its document's number n; a key's is n (params[2] = 1), or 2 n and for a global key 2 n + 1.
 
 
 def _two_sided(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
-"""LongNet: dilated attention, segments of growing length seen at growing strides, joined by their softmax's denominators.
+"""LongNet: dilated attention, segments of growing length at growing strides, joined by their softmax denominators.
 
-Legend: B batch, G segments of a branch, w a branch's segment length, r its stride, T = w / r tokens of it that a head takes,
-H heads, KV key/value heads, Dh head width.
+Legend: B batch, G segments of a branch, w a branch's segment length, r its stride, T = w / r tokens of it that a head
+takes, H heads, KV key/value heads, Dh head width.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hone.ops.attention.masks import CAUSAL, FULL, Mask
 class LongNet(GroupedHeads):
     """Dilated attention in segments, branches joined by softmax denominators. Ding et al. 2023, arXiv:2307.02486.
 
-    A branch cuts the row into segments and lets each head attend, within a segment, among every r-th token, beginning at its
-    key head's number mod r; a token that a head skips in a branch gets nothing from it. A pair that two branches keep counts
-    twice, as in the paper. The weights of the branches have their gradient.
+    A branch cuts the sequence into segments. Within a segment a head attends among every r-th token, from its key
+    head's index mod r on; a token that a head skips in a branch gets no output from it. A pair in two branches counts
+    twice, as in the paper. Gradients flow through the weights of the branches.
     """
 
     paper: ClassVar[str] = "arXiv:2307.02486"
@@ -36,18 +36,20 @@ class LongNet(GroupedHeads):
         (2048, 4096, 8192, 16384, 32768), description="Each branch's segment length, in tokens."
     )
     dilations: tuple[int, ...] = Field((1, 2, 4, 8, 16), description="Each branch's stride; one of them is 1.")
-    encoder: bool = Field(False, description="Whether later tokens of a segment are seen too.")
+    encoder: bool = Field(False, description="Whether tokens attend to later tokens of a segment too.")
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
 
     @model_validator(mode="after")
     def _branches_fit(self) -> LongNet:
         if len(self.segments) != len(self.dilations):
-            raise ValueError(f"{len(self.segments)} segments and {len(self.dilations)} dilations: give as many of each")
+            raise ValueError(
+                f"{len(self.segments)} segments and {len(self.dilations)} dilations: give equally many of each"
+            )
         for length, stride in self.branches:
             if stride < 1 or length < 1 or length % stride:
                 raise ValueError(f"dilation {stride} does not divide segment {length}")
         if 1 not in self.dilations:
-            raise ValueError("no dilation is 1: some tokens would see nothing")
+            raise ValueError("no dilation is 1: some tokens would attend to nothing")
         return self
 
     @property
@@ -60,7 +62,7 @@ class LongNet(GroupedHeads):
         return list(zip(self.segments, self.dilations))
 
     def mixing_flops(self, seq_len: int) -> float:
-        """One token in r asks, and sees one in r of its segment."""
+        """One query in r, which attends to one key in r of its segment."""
         seen = 0.0
         for length, stride in self.branches:
             taken = min(length, seq_len) / stride
@@ -68,7 +70,7 @@ class LongNet(GroupedHeads):
         return 4.0 * self.num_heads * self.head_dim * seen
 
     def state_values(self, seq_len: int) -> float:
-        """Keys and values that the heads take of each branch's segment so far."""
+        """Keys and values that the heads select from each branch's current segment."""
         kept = sum(seq_len % length // stride + seq_len % length % stride for length, stride in self.branches)
         return 2.0 * self.num_kv_heads * self.head_dim * kept
 
@@ -81,8 +83,8 @@ class LongNet(GroupedHeads):
 
 
 class Branch(NamedTuple):
-    """What decoding keeps of a branch's segment so far: what the heads took of every whole stride [B, t, KV, Dh], and the
-    tokens after the last whole stride [B, < r, KV, Dh]."""
+    """Decoding state of a branch's current segment: what the heads selected from every whole stride [B, t, KV, Dh], and
+    the tokens after the last whole stride [B, < r, KV, Dh]."""
 
     k: Tensor
     v: Tensor
@@ -95,7 +97,7 @@ class LongNetLayer(GroupedHeadsLayer):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
-        q, k, v = self.turned(x, context)
+        q, k, v = self.rotated_qkv(x, context)
         if context.carry is None:
             parts = [self._branch(q, k, v, *branch, context.document_ids) for branch in spec.branches]
         else:
@@ -108,19 +110,19 @@ class LongNetLayer(GroupedHeadsLayer):
         return self.out(merge(parts)[0].flatten(-2))
 
     def _offsets(self, num_heads: int, stride: int, device: torch.device) -> Tensor:
-        """Where each of `num_heads` heads begins: its key head's number mod r."""
+        """First token of each of `num_heads` heads: its key head's index mod r."""
         share = num_heads // self.spec.num_kv_heads
         return torch.arange(num_heads, device=device) // share % stride
 
     def _take(self, x: Tensor, stride: int) -> Tensor:
-        """What each head takes of x [N, w, heads, ...]: [N, w / r, heads, ...]."""
+        """The tokens of x [N, w, heads, ...] that each head selects: [N, w / r, heads, ...]."""
         heads = torch.arange(x.shape[2], device=x.device)
         return x.unflatten(1, (-1, stride))[:, :, self._offsets(x.shape[2], stride, x.device), heads]
 
     def _branch(
         self, q: Tensor, k: Tensor, v: Tensor, length: int, stride: int, ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """One branch of whole rows: out [B, S, H, Dh], lse [B, H, S], which is -inf where a head skips a token."""
+        """One branch of whole sequences: out [B, S, H, Dh], lse [B, H, S], which is -inf where a head skips a token."""
         batch, seq_len, num_heads, head_dim = q.shape
         length = min(length, -(-seq_len // stride) * stride)
         rest = -seq_len % length
@@ -142,7 +144,7 @@ class LongNetLayer(GroupedHeadsLayer):
         self, ids: Tensor | None, batch: int, seq_len: int, rest: int, length: int, stride: int, num_heads: int,
         device: torch.device,
     ) -> Mask:  # fmt: skip
-        """The mask that keeps documents, and padding, apart among what each head takes of each segment."""
+        """The mask between documents, and for padding, among the tokens that each head selects from each segment."""
         if ids is None:
             ids = torch.zeros(batch, seq_len, dtype=torch.int64, device=device)
         ids = F.pad(ids + 1, (0, rest)).reshape(-1, length, 1).expand(-1, -1, num_heads)
@@ -170,7 +172,7 @@ class LongNetLayer(GroupedHeadsLayer):
     def _piece(
         self, q: Tensor, k: Tensor, v: Tensor, stride: int, kept: Branch, at: int
     ) -> tuple[tuple[Tensor, Tensor], Branch]:
-        """New tokens within one segment, the first at its place `at`: ((out, lse), what is kept now)."""
+        """New tokens within one segment, the first at position `at` of it: ((out, lse), new state)."""
         rest_k, rest_v = torch.cat((kept.rest_k, k), 1), torch.cat((kept.rest_v, v), 1)
         whole, short = rest_k.shape[1] // stride, -rest_k.shape[1] % stride
         taken = [self._take(F.pad(rest, (0, 0, 0, 0, 0, short)), stride) for rest in (rest_k, rest_v)]
@@ -188,7 +190,7 @@ class LongNetLayer(GroupedHeadsLayer):
         return parts, kept
 
 
-# Masks' rules: of document numbers, and of places in a segment.
+# Mask rules: by document numbers, and by positions in a segment.
 
 
 def _same(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values come from one small latent a token, and only the latent is kept for decoding."""
+"""Multi-head latent attention: keys and values are projected from one small latent per token, and decoding keeps only the latent."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hone.ops import rope
 class MLA(Mixer):
     """Multi-head latent attention, decoded from the latents with absorbed matrices. DeepSeek-AI 2024, arXiv:2405.04434.
 
-    A token's latent (`latent_dim` numbers, normed) gives every head its key's content part and its value; one rotated key
-    part of `rope_dim` is shared by all heads. Decoding keeps latent_dim + rope_dim numbers a token, not 2 a head value:
-    the matrix from latent to keys is multiplied into the query, the one to values into the result.
+    Every head's value and the content part of its key are projected from the token's normed latent (`latent_dim`
+    numbers); all heads share one rotated key part of `rope_dim`. Decoding keeps latent_dim + rope_dim numbers per
+    token: the projection to keys is applied to the query instead, and the projection to values to the result.
     """
 
     paper: ClassVar[str] = "arXiv:2405.04434"
@@ -33,15 +33,17 @@ class MLA(Mixer):
     num_heads: int = Field(gt=0, description="Heads.")
     head_dim: int = Field(128, gt=0, description="Width of a head's content part.")
     value_dim: int | None = Field(None, gt=0, description="Width of a head's value; head_dim when empty.")
-    rope_dim: int = Field(64, gt=0, description="Width of the rotated part, one key of it for all heads.")
-    latent_dim: int = Field(512, gt=0, description="Width of the latent that keys and values are made from.")
-    q_latent_dim: int | None = Field(None, gt=0, description="Width of the queries' latent; empty: made directly.")
+    rope_dim: int = Field(64, gt=0, description="Width of the rotated part; all heads share its key.")
+    latent_dim: int = Field(512, gt=0, description="Width of the latent that keys and values are projected from.")
+    q_latent_dim: int | None = Field(
+        None, gt=0, description="Width of the queries' latent; empty: queries are projected directly."
+    )
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
 
     @model_validator(mode="after")
     def _pairs(self) -> MLA:
         if self.rope_dim % 2:
-            raise ValueError(f"rope_dim {self.rope_dim} is odd; rotary positions turn pairs")
+            raise ValueError(f"rope_dim {self.rope_dim} is odd; rotary positions rotate pairs of channels")
         return self
 
     @property
@@ -75,7 +77,7 @@ class MLA(Mixer):
         return (*norms, NormSpec("latent_norm", self.latent_dim))
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Of the expanded form, in which training runs."""
+        """FLOPs of the expanded form, which training uses."""
         return 2.0 * self.num_heads * (self.head_dim + self.rope_dim + self.values) * mean_positions(seq_len)
 
     def state_values(self, seq_len: int) -> float:
@@ -109,27 +111,27 @@ class MLALayer(Block):
         spec = self.spec
         cos, sin = context.rotary(spec.rope, spec.rope_dim, x.dtype)
         q = self.q(x) if spec.q_latent_dim is None else self.q_up(self.q_latent_norm(self.q_down(x)))
-        q_plain, q_turned = q.unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.rope_dim], -1)
-        q_turned = rope(q_turned, cos, sin)
-        latent, turned = self.kv_down(x).split([spec.latent_dim, spec.rope_dim], -1)
-        latent, turned = self.latent_norm(latent), rope(turned.unsqueeze(-2), cos, sin)
+        q_plain, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.rope_dim], -1)
+        q_rope = rope(q_rope, cos, sin)
+        latent, k_rope = self.kv_down(x).split([spec.latent_dim, spec.rope_dim], -1)
+        latent, k_rope = self.latent_norm(latent), rope(k_rope.unsqueeze(-2), cos, sin)
         mix = self._absorbed if context.cached else self._expanded
-        return self.out(mix(q_plain, q_turned, latent, turned, context))
+        return self.out(mix(q_plain, q_rope, latent, k_rope, context))
 
-    def _expanded(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, turned: Tensor, context: Context) -> Tensor:
-        """Keys and values of every head written out: [..., H * value_dim]."""
+    def _expanded(self, q_plain: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: Context) -> Tensor:
+        """Attention with every head's keys and values materialised: [..., H * value_dim]."""
         spec = self.spec
         k_plain, v = self.kv_up(latent).unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.values], -1)
-        q = torch.cat((q_plain, q_turned), -1)
-        k = torch.cat((k_plain, turned.expand(*k_plain.shape[:-1], -1)), -1)
+        q = torch.cat((q_plain, q_rope), -1)
+        k = torch.cat((k_plain, k_rope.expand(*k_plain.shape[:-1], -1)), -1)
         return context.attend(self.layer, q, k, v, scale=self.scale, window=None).flatten(-2)
 
-    def _absorbed(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, turned: Tensor, context: Context) -> Tensor:
-        """The same through the latents, which the cache keeps: [..., H * value_dim]."""
+    def _absorbed(self, q_plain: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: Context) -> Tensor:
+        """The same by attention to the cached latents: [..., H * value_dim]."""
         spec = self.spec
         up = self.kv_up.dequantize(q_plain.dtype).unflatten(0, (spec.num_heads, -1))
         to_key, to_value = up.split([spec.head_dim, spec.values], 1)  # [H, width, latent_dim] each
-        q = torch.cat((torch.einsum("...hd,hdl->...hl", q_plain, to_key), q_turned), -1)
-        kept = torch.cat((latent, turned.squeeze(-2)), -1)
+        q = torch.cat((torch.einsum("...hd,hdl->...hl", q_plain, to_key), q_rope), -1)
+        kept = torch.cat((latent, k_rope.squeeze(-2)), -1)
         mixed = context.attend_latent(self.layer, q, kept, value_dim=spec.latent_dim, scale=self.scale)
         return torch.einsum("...hl,hvl->...hv", mixed, to_value).flatten(-2)

@@ -1,4 +1,4 @@
-"""Performer: softmax attention estimated by random features (FAVOR+), as a running sum that never sees the future."""
+"""Performer: softmax attention estimated by random features (FAVOR+), as a causal running sum."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ from hone.ops import rope
 class Performer(Recurrent):
     """Softmax attention in linear time: exp(q . k) as the mean of m positive random features. Choromanski et al. 2020, arXiv:2009.14794.
 
-    The features are orthogonal in blocks of head_dim, drawn from `seed` and the layer's number. Their exponentials are kept in
-    range by a maximum over the keys so far, whose rises the state is scaled down by: nothing depends on later tokens.
+    The features are orthogonal in blocks of head_dim, drawn from `seed` and the layer's index. A running maximum over
+    the keys keeps their exponentials in range: when it rises, the state is scaled down. Nothing depends on later
+    tokens.
     """
 
     paper: ClassVar[str] = "arXiv:2009.14794"
     splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_features: int | None = Field(
-        None, gt=0, le=256, description="Random features m; more estimate better. Default: twice head_dim, at most 256."
+        None,
+        gt=0,
+        le=256,
+        description="Random features m; more give a better estimate. Default: twice head_dim, at most 256.",
     )
-    seed: int = Field(0, ge=0, description="What the features are drawn from.")
+    seed: int = Field(0, ge=0, description="Seed of the random features.")
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
 
     @model_validator(mode="after")
     def _pairs(self) -> Performer:
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs of channels")
         return self
 
     @property
@@ -70,9 +74,9 @@ class PerformerLayer(RecurrentLayer):
     def draw(self, context: Context, x: Tensor) -> Tensor:
         """The features' directions [m, Dh] on x's device, kept for the next pass."""
         spec, kept = self.spec, self._directions
-        wide = torch.promote_types(x.dtype, torch.float32)  # exponents need more digits than 16-bit floats have
+        wide = torch.promote_types(x.dtype, torch.float32)  # exponents need more precision than 16-bit floats have
         if kept is None or kept.device != x.device or kept.dtype != wide:
-            with torch.inference_mode(False):  # scored first, a model may be trained later
+            with torch.inference_mode(False):  # no inference tensors: a model that is scored first may be trained later
                 made = orthogonal_features(spec.features, spec.head_dim, spec.seed + 1_000_003 * self.layer)
                 kept = self._directions = made.to(x.device, wide)
         return kept
@@ -101,12 +105,12 @@ class PerformerLayer(RecurrentLayer):
 
 
 def orthogonal_features(num_features: int, head_dim: int, seed: int) -> Tensor:
-    """Directions [m, Dh] float64: orthogonal in blocks of Dh, as long as rows of normals are, from `seed` alone."""
+    """Directions [m, Dh] float64: orthogonal in blocks of Dh, with the lengths of normal vectors, from `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for _ in range(-(-num_features // head_dim)):
-        turned, corner = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64))
-        blocks.append((turned * corner.diagonal().sign()).T)
+        basis, corner = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64))
+        blocks.append((basis * corner.diagonal().sign()).T)
     lengths = torch.randn(num_features, head_dim, generator=generator, dtype=torch.float64).norm(dim=1)
     return torch.cat(blocks)[:num_features] * lengths[:, None]
 
@@ -120,7 +124,7 @@ def running_max(x: Tensor, begins: Tensor | None, before: Tensor | None) -> Tens
         x = torch.cat((first[:, None], x[:, 1:]), 1)
     if begins is None:
         return x.cummax(1).values
-    closed = begins[..., None]  # what lies further back than the reach so far is another document's
+    closed = begins[..., None]  # a maximum from further back than the document's start belongs to another document
     reach = 1
     while reach < x.shape[1]:
         longer = torch.maximum(x[:, reach:], x[:, :-reach])

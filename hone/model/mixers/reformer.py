@@ -1,4 +1,4 @@
-"""Reformer: each token attends to those that random rotations hash into its bucket, in a few rounds of hashing.
+"""Reformer: a token attends to the tokens that random rotations hash into its bucket, in a few rounds of hashing.
 
 Legend: B batch, R rounds of hashing, S sequence, H heads, Dh head width, N buckets, C tokens of a chunk.
 """
@@ -25,11 +25,11 @@ from hone.ops.attention.masks import Mask
 class Reformer(Mixer):
     """Attention within buckets of a locality-sensitive hash, shared queries and keys. Kitaev et al. 2020, arXiv:2001.04451.
 
-    Tokens are sorted by bucket; a bucket is cut into chunks, and a token sees those before it in its own chunk and in the one
-    before. Rounds are joined by their softmax's denominators: a pair found by two rounds counts twice. Keys have length 1,
-    queries keep theirs, and a token attends to itself only when it sees nothing else. Chunks are counted from where a bucket
-    begins, not from where the row does: what a token sees then never depends on later tokens, and decoding keeps the last
-    two chunks of every bucket.
+    Tokens are sorted by bucket; a bucket is cut into chunks, and a token attends to earlier tokens of its chunk and of
+    the chunk before. Rounds are joined by their softmax denominators: a pair found by two rounds counts twice. Keys are
+    normalised to length 1, queries are not, and a token attends to itself only where there is no other. Chunks are
+    counted from the start of a bucket, not of the sequence: a token's keys then never depend on later tokens, and
+    decoding keeps the last two chunks of every bucket.
     """
 
     paper: ClassVar[str] = "arXiv:2001.04451"
@@ -38,21 +38,21 @@ class Reformer(Mixer):
     num_heads: int = Field(gt=0, description="Heads.")
     head_dim: int = Field(gt=0, description="Width of a head.")
     num_buckets: int = Field(32, ge=2, description="Buckets of a hash, an even number.")
-    chunk: int = Field(64, gt=0, description="Tokens of a bucket's chunk.")
+    chunk: int = Field(64, gt=0, description="Tokens per chunk of a bucket.")
     num_rounds: int = Field(2, gt=0, description="Rounds of hashing, each with rotations of its own.")
-    seed: int = Field(0, ge=0, description="What rotations are drawn from, with the layer's number.")
-    rope: Rope = Field(default_factory=Rope, description="Rotary positions; the hash is of what is not rotated yet.")
+    seed: int = Field(0, ge=0, description="Seed of the rotations, with the layer's index.")
+    rope: Rope = Field(default_factory=Rope, description="Rotary positions; the hash is computed before them.")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Reformer:
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs of channels")
         if self.num_buckets % 2:
             raise ValueError(f"num_buckets {self.num_buckets} is odd; a direction and its opposite are two buckets")
         return self
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
-        """Queries and keys are one: shared with values, out."""
+        """One projection for queries and keys, fused with the values'; out."""
         inner = self.num_heads * self.head_dim
         return (
             projection_in("qk_v", hidden_size, *(Piece(name, inner, self.num_heads) for name in ("qk", "v"))),
@@ -65,7 +65,7 @@ class Reformer(Mixer):
         return self.num_heads * self.head_dim * self.num_rounds * (self.num_buckets + 4.0 * seen)
 
     def state_values(self, seq_len: int) -> float:
-        """Two chunks of keys and values of every bucket in every round, in a table that is there from the start."""
+        """Two chunks of keys and values of every bucket in every round, in a table allocated at the start."""
         return 2.0 * self.num_heads * self.num_rounds * self.num_buckets * 2 * self.chunk * self.head_dim
 
     def widths(self, hidden_size: int) -> Widths:
@@ -78,8 +78,8 @@ class Reformer(Mixer):
 
 
 class Buckets(NamedTuple):
-    """What decoding keeps: the last 2 C tokens of every bucket, k and v [B, R, H, N, 2 C, Dh], where the token that was the
-    r-th of its bucket stands at r mod 2 C, and how many each bucket has had, int64 [B, R, H, N]."""
+    """Decoding state: the last 2 C tokens of every bucket, k and v [B, R, H, N, 2 C, Dh], the r-th token of a bucket in
+    slot r mod 2 C; and the tokens of each bucket so far, int64 [B, R, H, N]."""
 
     k: Tensor
     v: Tensor
@@ -124,14 +124,14 @@ class ReformerLayer(Block):
     def _hash(self, x: Tensor) -> Tensor:
         """The bucket of every token in every round and head: x [B, S, H, Dh] -> int64 [B, R, H, S]. No gradient."""
         with torch.no_grad():
-            turns = self.draw(None, x)
-            turned = torch.einsum("bshd,rhdn->brhsn", x.to(turns.dtype), turns)
-            return torch.cat((turned, -turned), -1).argmax(-1)
+            directions = self.draw(None, x)
+            projected = torch.einsum("bshd,rhdn->brhsn", x.to(directions.dtype), directions)
+            return torch.cat((projected, -projected), -1).argmax(-1)
 
     def _whole(
         self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, ids: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Whole rows: mixed [B, S, H, Dh]; and (order, rank): how each round sorts, and each token's rank in its bucket."""
+        """Whole sequences: mixed [B, S, H, Dh]; and (order, rank): each round's sorting order, and each token's rank in its bucket."""
         spec = self.spec
         groups = buckets if ids is None else buckets + spec.num_buckets * ids[:, None, None, :]
         order = groups.argsort(dim=-1, stable=True)
@@ -151,8 +151,8 @@ class ReformerLayer(Block):
         return torch.where(alone, v, mixed), (order, rank)
 
     def _chunks(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Of sorted bucket numbers [..., S]: a code that grows by 1 from chunk to chunk of a bucket and by 2 or more from
-        bucket to bucket, and each token's rank in its bucket."""
+        """For sorted bucket numbers [..., S]: a code that rises by 1 between chunks of a bucket and by 2 or more
+        between buckets, and each token's rank in its bucket."""
         line = torch.arange(groups.shape[-1], device=groups.device).expand(groups.shape)
         new = F.pad(groups[..., 1:] != groups[..., :-1], (1, 0), value=False)
         rank = line - torch.where(new, line, 0).cummax(-1).values
@@ -160,7 +160,7 @@ class ReformerLayer(Block):
         return steps.cumsum(-1), rank
 
     def _filed(self, k: Tensor, v: Tensor, buckets: Tensor, places: tuple[Tensor, Tensor]) -> Buckets:
-        """The table after a first pass over whole rows."""
+        """The table after a first pass over whole sequences."""
         spec, (order, rank) = self.spec, places
         batch, _, heads, head_dim = k.shape
         shape = (batch, spec.num_rounds, heads, spec.num_buckets)
@@ -169,7 +169,7 @@ class ReformerLayer(Block):
         chosen = buckets.gather(-1, order)
         slots = 2 * spec.chunk
         late = rank >= count.gather(-1, chosen) - slots
-        # What is too old goes to a place behind the table, which is cut off.
+        # Tokens that are too old are written to an extra slot, which is cut off.
         slot = torch.where(late, chosen * slots + rank % slots, spec.num_buckets * slots)
         tables = []
         for part in (k, v):
@@ -181,7 +181,7 @@ class ReformerLayer(Block):
         return Buckets(tables[0], tables[1], count)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, buckets: Tensor, known: Buckets) -> Tensor:
-        """New tokens after those that are known, one by one, in place: [B, n, H, Dh]."""
+        """Attention of new tokens, one by one; updates the table in place: [B, n, H, Dh]."""
         spec = self.spec
         slots, rows = 2 * spec.chunk, []
         line = torch.arange(slots, device=q.device)
@@ -214,5 +214,5 @@ def rotations(num_rounds: int, num_heads: int, head_dim: int, num_buckets: int, 
 
 
 def _before(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
-    """A mask's rule among sorted tokens: strictly before, in the same chunk of a bucket or the one before it."""
+    """Mask rule among sorted tokens: strictly before, in the same chunk of a bucket or the one before it."""
     return (q > k) & (q_data - k_data <= 1)

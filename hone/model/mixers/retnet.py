@@ -1,4 +1,4 @@
-"""Retention: linear attention whose state fades at a rate of its own in every head."""
+"""Retention: linear attention whose state decays at a fixed rate for each head."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hone.ops import rope, scan
 class RetNet(Recurrent):
     """Multi-scale retention: S_t = (1 - 2^(-5-h)) S_(t-1) + k_t^T v_t in head h. Sun et al. 2023, arXiv:2307.08621.
 
-    Rotated queries and keys, each head's result normalised on its own (which makes the paper's normalisation of the weights
-    void), then a swish gate.
+    Rotated queries and keys, each head's result normalised separately (so that the paper's normalisation of the
+    weights has no effect), then a swish gate.
     """
 
     paper: ClassVar[str] = "arXiv:2307.08621"
@@ -35,7 +35,7 @@ class RetNet(Recurrent):
     @model_validator(mode="after")
     def _fits(self) -> RetNet:
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs of channels")
         if self.value_head_dim is None and self.head_dim > 128:
             raise ValueError(f"values twice as wide as head_dim {self.head_dim} exceed 256: give value_head_dim")
         return self

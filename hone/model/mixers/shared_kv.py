@@ -1,4 +1,4 @@
-"""Cross-layer sharing of keys and values: a layer brings queries only and attends to what an earlier layer attended to."""
+"""Cross-layer sharing of keys and values: a layer has queries only and attends to an earlier layer's keys and values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hone.ops import rope
 class SharedKV(Mixer):
     """Attention to the keys and values of the nearest layer before it that has its own. Brandon et al. 2024, arXiv:2405.12981.
 
-    `mixers: [attention, shared_kv]` keeps half the keys, `[attention, shared_kv, shared_kv]` a third. The lender may be
-    `attention` or `sliding_window`; rope, window, head_dim and qk_norm must be the lender's.
+    `mixers: [attention, shared_kv]` keeps half the keys, `[attention, shared_kv, shared_kv]` a third. The source layer
+    may be `attention` or `sliding_window`; rope, window, head_dim and qk_norm must be equal to the source layer's.
     """
 
     paper: ClassVar[str] = "arXiv:2405.12981"
     complexity: ClassVar[str] = "O(S^2)"
-    borrows: ClassVar[bool] = True
+    reuses_kv: ClassVar[bool] = True
     splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_heads: int = Field(gt=0, description="Query heads.")
@@ -37,14 +37,14 @@ class SharedKV(Mixer):
     @model_validator(mode="after")
     def _pairs(self) -> SharedKV:
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs of channels")
         return self
 
     def check_source(self, source: Mixer) -> None:
         for name in ("head_dim", "rope", "window", "qk_norm"):
             mine, theirs = getattr(self, name), getattr(source, name)
             if mine != theirs:
-                raise ValueError(f"shared_kv.{name} is {mine}, that of the layer whose keys it uses is {theirs}")
+                raise ValueError(f"shared_kv.{name} is {mine}, but the layer whose keys it uses has {theirs}")
         if self.num_heads % source.num_kv_heads:
             raise ValueError(
                 f"shared_kv.num_heads {self.num_heads} is no multiple of the {source.num_kv_heads} key heads it uses"
@@ -64,7 +64,7 @@ class SharedKV(Mixer):
         return 4.0 * self.num_heads * self.head_dim * mean_positions(seq_len, self.window)
 
     def state_values(self, seq_len: int) -> float:
-        """None of its own."""
+        """0: it keeps no keys of its own."""
         return 0.0
 
     def prepare(self, context: Context, x: Tensor) -> None:
@@ -80,7 +80,7 @@ class SharedKVLayer(Block):
 
     def __init__(self, spec: SharedKV, place: Placement) -> None:
         super().__init__(spec, place)
-        self.source = -1  # the decoder says which layer lends
+        self.source = -1  # set by the decoder: the layer whose keys it attends to
         self.scale = spec.head_dim**-0.5
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -1,8 +1,9 @@
-"""Transformer-XL: attention within a segment and to a memory of the segment before, with positions relative by construction.
+"""Transformer-XL: attention within a segment and to a memory of earlier tokens, with relative positions.
 
-The row is cut into segments of `segment` tokens. A token sees its own segment up to itself and the `memory` tokens before
-the segment, whose layer inputs are constants to it: gradients reach the weights through them, but not the layers below.
-Legend: B batch, G segments, L segment, M memory, K = M + L keys of a segment, H heads, Dh head width, D hidden width.
+The sequence is cut into segments of `segment` tokens. A token attends to its segment up to itself and to the `memory`
+tokens before the segment. The memory's layer inputs are detached: gradients reach this layer's weights through them,
+but not the layers below. Legend: B batch, G segments, L segment, M memory, K = M + L keys of a segment, H heads, Dh
+head width, D hidden width.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from hone.model.mixer import Mixer
 class TransformerXL(Mixer):
     """Segments with a detached memory and exact relative positions. Dai et al. 2019, arXiv:1901.02860.
 
-    Scores are (q + u) k + (q + v) r(i - j) with r a projection of sinusoids of the distance. Plain torch on every device:
-    the second product has no fused kernel. Decoding keeps between `memory` and `memory + segment` tokens.
+    Scores are (q + u) k + (q + v) r(i - j) with r a projection of sinusoids of the distance. Plain torch on every
+    device: the second product has no fused kernel. Decoding keeps between `memory` and `memory + segment` tokens.
     """
 
     paper: ClassVar[str] = "arXiv:1901.02860"
@@ -43,10 +44,10 @@ class TransformerXL(Mixer):
     num_heads: int = Field(gt=0, description="Heads.")
     head_dim: int = Field(gt=0, description="Width of a head.")
     segment: int = Field(128, gt=0, description="Tokens of a segment.")
-    memory: int = Field(128, gt=0, description="Tokens before a segment that it sees.")
+    memory: int = Field(128, gt=0, description="Tokens before a segment that it attends to.")
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
-        """Distances are projected once a pass, not once a token."""
+        """The encodings of distances are projected once per pass, not per token."""
         heads = self.num_heads
         distance = Piece("distance", heads * self.head_dim, heads)
         return (
@@ -61,7 +62,7 @@ class TransformerXL(Mixer):
         return tuple(ParameterSpec(name, shape, heads=self.num_heads) for name in ("content_bias", "distance_bias"))
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Content and position scores and the weighted sum over what a segment's rectangle holds."""
+        """Content scores, position scores and the weighted sum over all K keys of each segment."""
         return 6.0 * self.num_heads * self.head_dim * min(self.segment + self.memory, seq_len)
 
     def state_values(self, seq_len: int) -> float:
@@ -80,7 +81,7 @@ class TransformerXL(Mixer):
 
 
 class Memory(NamedTuple):
-    """What decoding keeps: keys and values [B, m, H, Dh] of the memory and of the segment so far."""
+    """Decoding state: keys and values [B, m, H, Dh] of the memory and of the current segment."""
 
     k: Tensor
     v: Tensor
@@ -98,7 +99,7 @@ class TransformerXLLayer(Block):
         known_k, known_v = k, v
         if torch.is_grad_enabled():
             _, known_k, known_v = self._heads(self.qkv(x.detach()))
-        segment = min(spec.segment, seq_len)  # a row shorter than a segment needs no padding
+        segment = min(spec.segment, seq_len)  # a sequence shorter than a segment needs no padding
         reach = spec.memory if seq_len > segment else 0
         own_q, own_k, own_v = (segments(part, segment) for part in (q, k, v))
         count = own_q.shape[1]
@@ -114,7 +115,7 @@ class TransformerXLLayer(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Relative attention. q [B, G, n, H, Dh]; k, v [B, G, K, H, Dh]; seen bool [.., n, K] -> [B, G, n, H, Dh].
 
-        The last query stands at the last key; a key's distance is how many places it stands before the query.
+        The last query has the position of the last key; a key's distance is its number of positions before the query.
         """
         r = self.distance(sinusoids(k.shape[2], self.distance.in_features, q)).unflatten(-1, (-1, self.spec.head_dim))
         content = torch.einsum("bgnhd,bgkhd->bghnk", q + self.content_bias, k)
@@ -125,14 +126,14 @@ class TransformerXLLayer(Block):
         return torch.einsum("bghnk,bgkhd->bgnhd", weights, v)
 
     def _decode(self, x: Tensor, context: Context) -> Tensor:
-        """New tokens after those in the carry: [B, n, H, Dh]. A piece ends where its segment does."""
+        """Attention of new tokens after those in `carry`: [B, n, H, Dh], computed segment by segment."""
         spec = self.spec
         q, k, v = self._heads(self.qkv(x))
         known = context.carry.get(self.layer) or Memory(k[:, :0], v[:, :0])
         mixed, at = [], context.start
         for part_q, part_k, part_v in zip(*(cut(part, at, spec.segment) for part in (q, k, v))):
             new = part_q.shape[1]
-            # At the start of a segment what lies before the memory is forgotten.
+            # At the start of a segment, keys before the memory are dropped.
             kept = spec.memory + at % spec.segment
             known = Memory(*(torch.cat((old[:, -kept:], part), 1) for old, part in zip(known, (part_k, part_v))))
             count = known.k.shape[1]
@@ -145,7 +146,7 @@ class TransformerXLLayer(Block):
 
 
 def cut(x: Tensor, start: int, segment: int) -> tuple[Tensor, ...]:
-    """x [B, n, ...], whose first token stands at place `start`, cut where segments end."""
+    """x [B, n, ...], whose first token has position `start`, cut where segments end."""
     first = min(segment - start % segment, x.shape[1])
     return x[:, :first], *(x[:, first:].split(segment, 1) if x.shape[1] > first else ())
 
@@ -166,9 +167,9 @@ def before(x: Tensor, segment: int, reach: int, count: int) -> Tensor:
 
 
 def visible(seq_len: int, segment: int, reach: int, ids: Tensor | None, device: torch.device) -> Tensor:
-    """Which of a segment's `reach` + L keys its queries see: bool [B or 1, G, 1, L, reach + L].
+    """Which of a segment's `reach` + L keys its queries attend to: bool [B or 1, G, 1, L, reach + L].
 
-    Padded queries see something too, so that no row of scores is empty. `ids` [B, S] keeps documents apart.
+    Padded queries have a key too, so that no row of scores is empty. `ids` [B, S] are document numbers.
     """
     count = -(-seq_len // segment)
     place = torch.arange(segment, device=device)[:, None] + reach
@@ -193,7 +194,7 @@ def sinusoids(count: int, width: int, like: Tensor) -> Tensor:
 def shifted(by_distance: Tensor) -> Tensor:
     """Scores by distance [..., n, K] (column d: distance d) as scores by key: column j holds distance i + K - n - j.
 
-    Keys after the query, which have no distance, get what happens to lie there: they are masked.
+    Keys after the query, which have no distance, get arbitrary scores: they are masked.
     """
     new, known = by_distance.shape[-2:]
     padded = F.pad(

@@ -1,1 +1,1 @@
-"""Quantized weights: how they are stored, the config that describes them, and linears that keep them packed in memory."""
+"""Quantized weights: their storage schemes, the quantization config, and linears that keep weights packed in memory."""

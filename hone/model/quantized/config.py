@@ -55,7 +55,7 @@ class QuantizationConfig:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """The block that transformers and vLLM read. `format` stands in every group: without it readers guess it."""
+        """The block that transformers and vLLM read. `format` stands in every group: without it, readers infer it."""
         groups = {
             f"group_{position}": {
                 "targets": list(targets),
@@ -80,7 +80,7 @@ class QuantizationConfig:
 def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]] | None:
     """The LINEARS row and options for checkpoint module `module` under config.json's `quantization_config`.
 
-    None when it stays dense. Raises ArtifactError for a config hone does not compute exactly.
+    None for a dense module. Raises ArtifactError for a config hone does not compute exactly.
     """
     found = QuantizationConfig.read(values).scheme(module)
     if found is None:
@@ -90,10 +90,11 @@ def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]]
 
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
-    """The `weights` of a group. Raises SpecError for a number format that compressed-tensors has no name for."""
+    """The `weights` of a group. Raises SpecError for a number format that compressed-tensors does not have."""
     if scheme.number not in ("int", *_FLOATS.values()):
         raise SpecError(
-            f"compressed-tensors cannot store {scheme.number} weights", fix="quantize to e4m3, which every reader loads"
+            f"compressed-tensors cannot store {scheme.number} weights",
+            fix="quantize to e4m3, which every library reads",
         )
     weights = {
         "num_bits": scheme.bits,
@@ -107,7 +108,7 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
 
 
 def _activations(activations: Activations | None) -> dict[str, Any] | None:
-    """The `input_activations` of a group."""
+    """The `input_activations` block of a group."""
     if activations is None:
         return None
     return {
@@ -135,7 +136,7 @@ def _read_scheme(group: dict[str, Any], values: dict[str, Any], where: str) -> S
         "symmetric": (True,) if layout == "float-quantized" else (True, False),
         "strategy": ("group", "channel") if layout == "pack-quantized" else ("group", "channel", "block", "tensor"),
         "num_bits": tuple(range(2, 9)) if layout == "pack-quantized" else (8,),
-        "actorder": (None, "static", "weight"),  # these two leave the columns where they were
+        "actorder": (None, "static", "weight"),  # these two do not permute the columns
     }
     for key, allowed in wanted.items():
         if weights.get(key) not in allowed:

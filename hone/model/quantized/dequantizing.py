@@ -1,4 +1,4 @@
-"""A linear whose codes stay as stored and are turned into weights tile by tile: fp8, zero points, blocks, one scale for all.
+"""A linear that keeps its codes as stored and dequantizes them tile by tile: fp8, zero points, blocks, one scale for all.
 
 Shapes: N output features, K input features, G groups of columns that share a scale.
 """
@@ -16,14 +16,14 @@ from hone.model.quantized.scheme import Scheme, dequantize
 from hone.ops import formats
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Weights that exist as floats at a time."""
+"""Weights that are dequantized at a time."""
 
 
 class Dequantizing(nn.Module):
     """y = x W^T + b with W kept as codes and scales of any scheme, dequantized tile by tile. Format: compressed-tensors.
 
-    In memory a code takes a byte, or its share of a word where the checkpoint packs it; each row has its own G scales (and
-    zero points), also where several rows share them in the checkpoint.
+    In memory a code takes a byte, or 1 / n of a word where the checkpoint packs n codes. Scales (and zero points) are
+    expanded to G per row, also where several rows share them in the checkpoint.
     """
 
     paper: ClassVar[str] = ""
@@ -58,7 +58,7 @@ class Dequantizing(nn.Module):
                     f"codes of a quantized weight are {one.dtype}, config.json's {self.scheme.number} needs {wanted}",
                     fix="pair the weights with the config.json they were saved with",
                 )
-        # Bytes, not floats: a change of the module's dtype must leave codes alone.
+        # Stored as bytes, so that `.to(dtype)` of the module does not convert codes.
         self.codes = _stack([one if self.packed else one.view(torch.int8) for one in codes])
         assert len(self.codes) == self.out_features, f"stacked to {tuple(self.codes.shape)}"
         rows = [len(one) for one in codes]
@@ -127,7 +127,7 @@ class Dequantizing(nn.Module):
         return codes.view(self.scheme.code_dtype)
 
     def _by_row(self, values: list[Tensor], rows: list[int]) -> list[Tensor]:
-        """Scales or zero points of each part, one set a row."""
+        """Scales or zero points of each part, one set per row."""
         pairs = zip(values, rows, strict=True)
         return [self.scheme.by_row(one, count, self.in_features) for one, count in pairs]
 

@@ -17,7 +17,7 @@ from hone.ops import formats, quantized_linear
 from hone.ops.dispatch import runs_kernel
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Weights that are unpacked at a time: few enough for a cache on a CPU, enough to fill a GPU."""
+"""Weights that are unpacked at a time: they fit a CPU's cache and occupy a GPU."""
 
 
 class PackedInt(nn.Module):
@@ -25,8 +25,8 @@ class PackedInt(nn.Module):
 
     In memory the codes take their packed size: int8 [N, K] for 8 bits, two rows to a byte for 4 bits (row n in the low
     nibble, row n + N/2 in the high one, so that unpacking is two contiguous shifts), the checkpoint's words otherwise.
-    On a GPU whose kernel can multiply them, codes of 4 and 8 bits and their scales lie in its order (`formats.tile_codes`);
-    a move between devices arranges them anew.
+    On a GPU with a kernel for them, codes of 4 and 8 bits and their scales are stored in the kernel's order
+    (`formats.tile_codes`); a move between devices rearranges them.
     """
 
     paper: ClassVar[str] = ""
@@ -88,8 +88,8 @@ class PackedInt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype.
 
-        With one scale a row the outputs are scaled, not the weights: N products in place of N x K, and no rounding of
-        weights in 16-bit formats.
+        With one scale per row the outputs are scaled instead of the weights: N products instead of N x K, and no
+        rounding of weights in 16-bit formats.
         """
         if self.tiled:
             options = {"bits": self.scheme.bits, "out_features": self.out_features}
@@ -117,7 +117,7 @@ class PackedInt(nn.Module):
         return f"{self.in_features}, {self.out_features}, bits={scheme.bits}, group_size={scheme.group_size}"
 
     def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
-        """Weights of rows `piece`, then (with halves) of the rows N/2 further on; mere codes where a row has one scale."""
+        """Weights of rows `piece`, then (with halves) of rows `piece` + N/2; unscaled codes where a row has one scale."""
         groups = self.scales.shape[1]
         if not self.halves:
             codes = self._codes(piece)
@@ -146,7 +146,7 @@ class PackedInt(nn.Module):
         return formats.untile_scales(self.scales, self.out_features) if self.tiled else self.scales
 
     def _keep(self, codes: Tensor, scales: Tensor) -> None:
-        """Arranges codes int8 [N, K] and scales [N, G] for the device they are on."""
+        """Stores codes int8 [N, K] and scales [N, G] in the layout of their device."""
         self.tiled = tiles_on(codes.device, self.scheme, self.in_features)
         if self.tiled:
             codes, scales = formats.tile_codes(codes, self.scheme.bits), formats.tile_scales(scales)
@@ -158,7 +158,7 @@ class PackedInt(nn.Module):
         self.codes, self.scales = codes, scales
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedInt:
-        """What `.to(...)` does; after a move to or from a GPU the codes are arranged anew."""
+        """Implements `.to(...)`; a move to or from a GPU rearranges the codes."""
         super()._apply(fn, recurse)
         if self.codes.device.type != "meta" and self.tiled != tiles_on(
             self.codes.device, self.scheme, self.in_features
@@ -168,7 +168,7 @@ class PackedInt(nn.Module):
 
 
 def tiles_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
-    """Whether `device` multiplies weights of `scheme` in tiles, if x is of 16 bits and takes no gradient."""
+    """Whether a kernel of `device` multiplies weights of `scheme` in tiles, for 16-bit x without gradient."""
     facts = {"bits": scheme.bits, "group_size": scheme.group_size or in_features, "in_features": in_features}
     tiled = scheme.bits in (4, 8) and in_features % 64 == 0
     return runs_kernel("quantized_linear", device, **facts, dtype=torch.bfloat16, rows=1, tiled=tiled, plain=True)

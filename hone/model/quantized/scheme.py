@@ -1,7 +1,7 @@
-"""How a weight matrix is stored as codes and scales: number format, what shares a scale, layout of the checkpoint's tensors.
+"""The storage of a weight matrix as codes and scales: number format, groups that share a scale, tensors of the checkpoint.
 
-Shapes: N output features (rows), K input features (columns), [R, G] the scales of one checkpoint module: R of its blocks of
-rows by G of its blocks of columns.
+Shapes: N output features (rows), K input features (columns), [R, G] the scales of one checkpoint module: R of its
+blocks of rows by G of its blocks of columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Entry = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Activations:
-    """How a linear's inputs are rounded before the product: one scale a token or for all, found as it runs or beforehand."""
+    """The rounding of a linear's inputs: one scale per token or for all, computed at run time or by calibration."""
 
     bits: int = 8
     number: Number = "int"
@@ -42,8 +42,9 @@ class Activations:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one linear is stored. One scale is shared by `group_size` columns of a row, or by a `block` of (rows, columns), or
-    by the whole tensor (`per_tensor`), or else by a row (channel). Asymmetric codes have a zero point beside each scale.
+    """The storage format of one linear. One scale is shared by `group_size` columns of a row, or by a `block` of (rows,
+    columns), or by the whole tensor (`per_tensor`), or else by a row (channel). Asymmetric codes have a zero point
+    beside each scale.
     """
 
     bits: int
@@ -57,13 +58,13 @@ class Scheme:
 
     @property
     def strategy(self) -> Strategy:
-        """What shares a scale, as compressed-tensors calls it."""
+        """The compressed-tensors name of the group that shares a scale."""
         if self.block is not None:
             return "block"
         return "tensor" if self.per_tensor else "group" if self.group_size else "channel"
 
     def problem(self) -> str | None:
-        """Why no checkpoint can hold this combination, or hone cannot compute with it yet; None when it can."""
+        """Why no checkpoint can store this combination, or hone cannot compute with it yet; None when both can."""
         if self.activations is not None:
             return "quantized activations: hone computes with quantized weights alone"
         if self.layout not in _STRATEGIES:
@@ -78,7 +79,7 @@ class Scheme:
         return None if fits else f"{sign} {self.number} weights of {self.bits} bits in {self.layout}"
 
     def num_groups(self, in_features: int) -> int:
-        """Scales beside each other in a row."""
+        """Scales of one row."""
         return self.grid(1, in_features)[1]
 
     def num_scales(self, rows: int, in_features: int) -> int:
@@ -128,7 +129,7 @@ class Scheme:
             return part if zero_points is None else part | {"weight_zero_point": zero_points.reshape(scales.shape)}
         shape = torch.tensor(codes.shape, dtype=torch.int64)
         part = {"weight_packed": formats.pack(codes, self.bits), "weight_scale": scales, "weight_shape": shape}
-        if zero_points is not None:  # packed along the rows, one word for the codes of 32 / bits of them
+        if zero_points is not None:  # packed along the rows: one word for the codes of 32 / bits rows
             part["weight_zero_point"] = formats.pack(zero_points.T.contiguous(), self.bits).T.contiguous()
         return part
 
@@ -148,13 +149,13 @@ class Scheme:
         return stored.reshape(1, 1) if self.per_tensor else stored
 
     def by_row(self, values: Tensor, rows: int, in_features: int) -> Tensor:
-        """Scales or zero points of one checkpoint module, [R, G] or [1], as [N, G]: each row with its own."""
+        """Scales or zero points of one checkpoint module, [R, G] or [1], expanded to one set per row, [N, G]."""
         high = self.extent(rows, in_features)[0]
         values = values.reshape(self.grid(rows, in_features))
         return values if high == 1 else values.repeat_interleave(high, 0)[:rows]
 
     def by_block(self, values: Tensor, in_features: int) -> Tensor:
-        """What `by_row` was given [R, G], from what it made [N, G]."""
+        """The inverse of `by_row`: [R, G] from [N, G]."""
         return values[:: self.extent(len(values), in_features)[0]]
 
     def quantize(self, weights: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> Stored:
@@ -178,14 +179,14 @@ class Scheme:
 
 
 def spread(values: Tensor, columns: int, width: int) -> Tensor:
-    """Values [N, G] of `width` columns each, one for every column: [N, K], or [N, 1] as they are."""
+    """Values [N, G], each repeated for its `width` columns: [N, K]; [N, 1] is returned unchanged."""
     return values if values.shape[1] == 1 else values.repeat_interleave(width, 1)[:, :columns]
 
 
 def dequantize(codes: Tensor, scales: Tensor, zero_points: Tensor | None, width: int, dtype: torch.dtype) -> Tensor:
-    """Weights [N, K] in `dtype` from codes [N, K], scales and zero points [N, G] that `width` columns share each.
+    """Weights [N, K] in `dtype` from codes [N, K] and scales and zero points [N, G], one for every `width` columns.
 
-    The product is taken in `dtype`, as compressed-tensors does with scales of the model's dtype.
+    The product is computed in `dtype`, as in compressed-tensors with scales of the model's dtype.
     """
     columns = codes.shape[1]
     if zero_points is None and columns == scales.shape[1] * width:
@@ -201,7 +202,7 @@ def dequantize(codes: Tensor, scales: Tensor, zero_points: Tensor | None, width:
 class Stored:
     """A weight [N, K] in its stored form: codes [N, K], scales [R, G] in the dtype they are stored in, zero points or None.
 
-    `N` may be the rows of several checkpoint modules stacked, where blocks of rows do not cross from one to the next.
+    The N rows may belong to several stacked checkpoint modules; no block of rows then spans two modules.
     """
 
     scheme: Scheme
@@ -210,7 +211,7 @@ class Stored:
     zero_points: Tensor | None = None
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that it stands for, [N, K] in `dtype`."""
+        """The dequantized weight [N, K] in `dtype`."""
         rows, columns = self.codes.shape
         zero_points = self.zero_points
         if zero_points is not None:
@@ -219,7 +220,7 @@ class Stored:
         return dequantize(self.codes, scales, zero_points, self.scheme.extent(rows, columns)[1], dtype)
 
     def write(self, rows: slice) -> dict[str, Tensor]:
-        """The checkpoint tensors of the module that has the rows `rows` of the stack."""
+        """The checkpoint tensors of the module with rows `rows` of the stack."""
         total, columns = self.codes.shape
         high = self.scheme.extent(total, columns)[0]
         assert rows.start % high == 0 or self.scheme.per_tensor, f"{self.scheme} has blocks across two modules"

@@ -31,7 +31,7 @@ def first_unserved(config: ModelConfig) -> tuple[int, str] | None:
     """(index, mixer) of the first layer that the engine cannot serve: its state is not, or not all, in pages."""
     for index, layer in enumerate(config.layers):
         declared = layer.mixer.cache()
-        if not all(one.paged for one in declared) or not (declared or layer.mixer.borrows):
+        if not all(one.paged for one in declared) or not (declared or layer.mixer.reuses_kv):
             return index, layer.mixer.kind
     return None
 

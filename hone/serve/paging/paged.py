@@ -56,7 +56,7 @@ class Paged(Context):
         keys = pages.unsqueeze(1)
         return attend_planned(q, keys, keys, self._planned(q), scale=scale, extras=Extras(value_dim=value_dim))
 
-    def turn_and_file(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    def rotate_and_cache(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
         k_pages, v_pages = self._kv(layer)
         if not q.is_cuda or not runs_kernel(q, k_pages, v_pages, len(self._ends)):
             return False

@@ -50,7 +50,7 @@ def test_compiled_and_recomputed(name):
         assert other.loss == pytest.approx(one.loss, abs=1e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     assert not counters["graph_break"]
-    if name != "shared_kv":  # who lends to whom is part of its layers' code
+    if name != "shared_kv":  # which layer shares with which is part of its layers' code
         assert counters["stats"]["unique_graphs"] <= 2
 
 

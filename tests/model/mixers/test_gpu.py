@@ -36,7 +36,7 @@ def config(name: str):
     entry = {"kind": name, **{field: value for field, value in SIZES.items() if field in cls.model_fields}}
     if name == "attention":
         del entry["window"]
-    mixers = ["attention", name] if cls.borrows else [entry]
+    mixers = ["attention", name] if cls.reuses_kv else [entry]
     sizes = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 256}
     return Shape.read({**sizes, "num_layers": 2, "max_seq_len": 512, "mixers": mixers}).config(300)
 

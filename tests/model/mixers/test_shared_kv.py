@@ -1,4 +1,4 @@
-"""Layers that borrow keys: the formula, the gradient back to the lender, activation checkpointing, decoding, and stacks that cannot be."""
+"""Layers that reuse keys: the formula, the gradient back to the source layer, activation checkpointing, decoding, and stacks that cannot be."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ STACKS = [("attention", "shared_kv", "shared_kv"), (LOCAL, "shared_kv"), ("atten
 @torch.no_grad()
 def test_it_attends_to_the_lenders_keys():
     model = small("attention", "shared_kv")
-    lender, borrower = model.layers[0].mixer, model.layers[1].mixer
+    source, reuser = model.layers[0].mixer, model.layers[1].mixer
     x, y = torch.randn(2, 2, 9, 24, dtype=torch.float64)
     context = Causal(x[..., 0])
-    lender(x, context)
-    got = borrower(y, context)
-    cos, sin = context.rotary(lender.spec.rope, 6, x.dtype)
-    heads = (x @ lender.qkv.weight.T).unflatten(-1, (8, 6))
+    source(x, context)
+    got = reuser(y, context)
+    cos, sin = context.rotary(source.spec.rope, 6, x.dtype)
+    heads = (x @ source.qkv.weight.T).unflatten(-1, (8, 6))
     k, v = rope(heads[..., 4:6, :], cos, sin), heads[..., 6:, :]
-    q = rope((y @ borrower.q.weight.T).unflatten(-1, (4, 6)), cos, sin)
+    q = rope((y @ reuser.q.weight.T).unflatten(-1, (4, 6)), cos, sin)
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
-    want = dense(q, k, v, seen, 6**-0.5).flatten(-2) @ borrower.out.weight.T
+    want = dense(q, k, v, seen, 6**-0.5).flatten(-2) @ reuser.out.weight.T
     torch.testing.assert_close(got, want)
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_borrowed_is_refused():
         values["layers"][1]["mixer"]["head_dim"] = 16
         ModelConfig.read(values)
     deep = Shape(num_layers=4, mixers=("attention", "shared_kv", "shared_kv", "attention")).config(64)
-    assert [deep.source_of(index) for index in range(4)] == [None, 0, 0, None]
+    assert [deep.kv_source(index) for index in range(4)] == [None, 0, 0, None]
     assert [layer.mixer.kind for layer in student_config(deep, 3).layers] == ["attention", "attention"]
     values = deep.model_dump(mode="json")
     with pytest.raises(SpecError, match="no layer before it"):
