@@ -98,7 +98,7 @@ def test_what_the_hub_does_not_give_is_said(monkeypatch):
         (LocalEntryNotFoundError("no network\nand more"), MachineError, "cannot be reached: no network"),
         (ConnectionError("refused"), MachineError, "cannot be reached: refused"),
         (OSError("disk full"), MachineError, "could not be downloaded: disk full"),
-        (RepositoryNotFoundError("404 nothing here", response=response), ArtifactError, "does not give hf:owner/name"),
+        (RepositoryNotFoundError("404 nothing here", response=response), ArtifactError, "refused hf:owner/name"),
     ]:
 
         def download(*args, error=error, **more):
