@@ -81,9 +81,9 @@ class Runner:
         return self._halved(step.part(0, half)) + self._halved(step.part(half, step.num_seqs))
 
     def _run(self, step: StepInput) -> list[SeqResult]:
-        results = [SeqResult(num_guessed=count) for count in step.num_guesses.tolist()]
         guesses = self._guesses(step)
         x = self.forward(step.batch if guesses is None else _with_guesses(step, guesses))
+        results = [SeqResult(num_guessed=count) for count in step.num_guesses.tolist()]  # while the device computes
         self._score_prompts(step, x, results)
         sampling = step.sampled
         if not sampling:

@@ -38,6 +38,12 @@ class Chosen:
     logprob: TokenLogprob | None = None
 
 
+def _chosen(tokens: Tensor, peaks: Tensor) -> list[Chosen]:
+    """Tokens [E] and the largest logit [E] of each entry, in one copy to the host: each copy waits for the device."""
+    both = torch.stack((tokens.double(), peaks.double())).tolist()  # float64 holds every token id
+    return [Chosen(int(token), math.isfinite(peak)) for token, peak in zip(*both)]
+
+
 class Sampler:
     """Chooses tokens from logits [E, V] on one device, by the arrays of a `Sampling` of E entries."""
 
@@ -50,14 +56,12 @@ class Sampler:
         """One choice per entry. `logits` [E, V] in any floating dtype."""
         if sampling.plain:
             best = logits.max(-1)
-            return [
-                Chosen(token, math.isfinite(value)) for token, value in zip(best.indices.tolist(), best.values.tolist())
-            ]
+            return _chosen(best.indices, best.values)
         asking = np.flatnonzero(sampling.logprobs >= 0)
         raw = logits.float()
-        peaks = raw.max(-1).values.tolist()
-        tokens = self.draw(self.process(raw, sampling), sampling).tolist()
-        choices = [Chosen(token, math.isfinite(peak)) for token, peak in zip(tokens, peaks)]
+        peaks = raw.max(-1).values
+        choices = _chosen(self.draw(self.process(raw, sampling), sampling), peaks)
+        tokens = [choice.token for choice in choices]
         if len(asking):
             counts = sampling.logprobs[asking].tolist()
             found = logprobs(

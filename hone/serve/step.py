@@ -147,6 +147,36 @@ class Batch(Arrays):
             table=np.ascontiguousarray(table[:, :width], dtype=np.int32),
         )
 
+    @cached_property
+    def flat(self) -> np.ndarray:
+        """int64 [5, S]: tokens, positions, pages, offsets and ends of a batch with one token a sequence."""
+        assert len(self.tokens) == self.num_seqs, "every sequence brings one token"
+        return np.stack([self.tokens, self.positions, self.pages, self.offsets, self.ends])
+
+    def next(self, tokens: Sequence[int], starts: Sequence[int], table: np.ndarray | None, block_size: int) -> Batch:
+        """The same sequences with one more token each, at `starts`; `table` None when no sequence begins a page.
+
+        It runs before every decode step, while the device waits: it makes one array, and the fields are its rows.
+        """
+        flat = self.flat.copy()
+        flat[0], flat[1] = tokens, starts
+        np.remainder(flat[1], block_size, out=flat[3])
+        np.add(flat[1], 1, out=flat[4])
+        if table is not None:
+            flat[2] = table[np.arange(len(table)), flat[1] // block_size]
+        found = object.__new__(Batch)  # __init__ of a frozen dataclass takes several microseconds
+        found.__dict__.update(
+            tokens=flat[0],
+            positions=flat[1],
+            pages=flat[2],
+            offsets=flat[3],
+            lengths=self.lengths,
+            ends=flat[4].astype(np.int32),
+            table=self.table if table is None else table,
+            flat=flat,
+        )
+        return found
+
     @property
     def num_seqs(self) -> int:
         return len(self.lengths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 
@@ -40,29 +39,14 @@ class StepBuilder:
 
     def _decoded(self, work: Sequence[Work], fresh: Sequence[int], last: StepInput) -> StepInput:
         """The next step of the same sequences, each with the one token it got: most of the last input still holds."""
-        starts = np.array([item.start for item in work], dtype=np.int64)
-        offsets = starts % self._block_size
-        table = last.batch.table
-        if not offsets.all():  # a sequence begins a page
-            table = self._tables([item.seq.pages for item in work], (starts + 1).tolist())
-        batch = Batch(
-            tokens=np.array([item.seq.tokens[-1] for item in work], dtype=np.int64),
-            positions=starts,
-            pages=table[self._places(len(work)), starts // self._block_size].astype(np.int64),
-            offsets=offsets,
-            lengths=last.batch.lengths,
-            ends=(starts + 1).astype(np.int32),
-            table=table,
-        )
+        starts, size, table = [item.start for item in work], self._block_size, None
+        if any(start % size == 0 for start in starts):  # a sequence begins a page
+            table = self._tables([item.seq.pages for item in work], [start + 1 for start in starts])
+        batch = last.batch.next([item.seq.tokens[-1] for item in work], starts, table, size)
         found = object.__new__(StepInput)  # `replace` takes several microseconds
         found.__dict__.update(last.__dict__)
         found.__dict__.update(batch=batch, sampling=last.sampling.later(), fresh_pages=np.array(fresh, dtype=np.int64))
         return found
-
-    @staticmethod
-    @cache
-    def _places(count: int) -> np.ndarray:
-        return np.arange(count)
 
     def _built(self, work: Sequence[Work], fresh: Sequence[int]) -> StepInput:
         tokens: list[int] = []

@@ -111,6 +111,8 @@ class PagedBuffers(Paged):
         self.cache = cache
         self._longest, self._most = longest, 1
         self._host = torch.zeros(5, num_seqs, dtype=torch.int64).pin_memory()
+        self._flat = self._host.numpy()  # the same memory
+        self._filled = 0  # sequences of the last step
         self._device = self._host.to(device)
         self.tokens, self.positions, self._pages, self._offsets, self._ends = self._device
         self._table = torch.zeros(num_seqs, -(-longest // cache.block_size), dtype=torch.int32, device=device)
@@ -126,17 +128,18 @@ class PagedBuffers(Paged):
         """Brings a step's sequences to the device."""
         self._copied.synchronize()  # the host's side must not change under the last copy
         count, width = batch.table.shape
-        flat = self._host.numpy()
-        flat[:, count:] = NULL_PAGE  # and position, offset and length 0
-        for place, values in enumerate((batch.tokens, batch.positions, batch.pages, batch.offsets, batch.ends)):
-            flat[place, :count] = values
+        self._flat[:, :count] = batch.flat
+        if count < self._filled:
+            self._flat[:, count : self._filled] = NULL_PAGE  # and position, offset and length 0
+        self._filled = count
         self._device.copy_(self._host, non_blocking=True)
-        known = self._known[:count, :width]
-        if batch.table is not self._last and not np.array_equal(known, batch.table):
-            known[:] = batch.table
-            table = torch.from_numpy(batch.table).pin_memory()
-            self._table[:count, :width].copy_(table.to(self._table.device, non_blocking=True))
-        self._last = batch.table
+        if batch.table is not self._last:
+            known = self._known[:count, :width]
+            if not np.array_equal(known, batch.table):
+                known[:] = batch.table
+                table = torch.from_numpy(batch.table).pin_memory()
+                self._table[:count, :width].copy_(table.to(self._table.device, non_blocking=True))
+            self._last = batch.table
         self._copied.record()
 
 
