@@ -17,14 +17,14 @@ from hone.cost.steps import forward_seconds
 from hone.measure.machine import Machine
 
 DURABLE_S = 0.01
-"""Seconds until a file and its folder entry are on disk, whatever its size. A layer has three: weights, hidden states or
-time spent, and the marker that it is whole. (Virtual disk of a two-core AMD EPYC: 8 ms.)"""
+"""Without a calibration, seconds until a file and its folder entry are on disk, whatever its size. A layer has three:
+weights, hidden states or time spent, and the marker that it is whole. (Virtual disk of a two-core AMD EPYC: 8 ms.)"""
 
 DISK_BYTES_PER_S = 1.1e9
-"""Writing a large file and waiting until it is on disk (8.6 GB in 8 s beside an H200)."""
+"""Without a calibration, writing a large file and waiting until it is on disk (8.6 GB in 8 s beside an H200)."""
 
 HOST_BYTES_PER_S = 1.5e9
-"""Copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
+"""The same of copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
 
 LAYER_OPS = 1000
 """Starts of operations that opening the checkpoint, building a layer and writing its shard equal, most of it Python."""
@@ -97,13 +97,33 @@ class Compression:
         return self.tokens * self.facts.hidden_size * BYTES[self.dtype]
 
 
+@dataclass(frozen=True)
+class Disk:
+    """What a disk takes until files are on it."""
+
+    durable_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, machine: Machine) -> Disk:
+        """The calibrated one, else a usual one."""
+        found = machine.calibration
+        if found is None or found.durable_s is None or found.disk_bytes_per_s is None:
+            return cls(DURABLE_S, DISK_BYTES_PER_S)
+        return cls(found.durable_s, found.disk_bytes_per_s)
+
+    def seconds(self, num_bytes: float, *, files: int) -> float:
+        return num_bytes / self.bytes_per_s + files * self.durable_s
+
+
 def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     """Layers one after another, each loaded, calibrated, solved and judged, while the one before is written."""
     gpu = machine.device.startswith("cuda")
     parts: dict[str, float] = {}
     forward, bound = _forward(machine, work)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
-    ends = _passes(machine, 20.0 * outside) + work.shard_bytes[0] / DISK_BYTES_PER_S + DURABLE_S
+    disk = Disk.of(machine)
+    ends = _passes(machine, 20.0 * outside) + disk.seconds(work.shard_bytes[0], files=1)
     now = written = ends
     count = len(work.layers)
     for index, matrices in enumerate(work.layers):
@@ -120,8 +140,8 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
             parts[name] = parts.get(name, 0.0) + value
         kept = work.shard_bytes[index + 1] + (0 if last else work.states_bytes)
         now = max(now + sum(spent.values()), written)
-        written = now + kept / DISK_BYTES_PER_S + DURABLE_S * (4 if work.tokens and not last else 3)
-    written += 4 * DURABLE_S  # index, config, generation config and the rows of the report
+        written = now + disk.seconds(kept, files=4 if work.tokens and not last else 3)
+    written += disk.seconds(0, files=4)  # index, config, generation config and the rows of the report
     parts["embedding and head"] = ends
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
@@ -177,7 +197,7 @@ def _load(machine: Machine, work: Compression, index: int) -> float:
     weights = work.facts.layers[index].matmul_params
     ops = LAYER_OPS + MATRIX_OPS * len(work.layers[index])
     if machine.device.startswith("cuda"):
-        return weights * work.stored_width / HOST_BYTES_PER_S + _starts(machine, ops)
+        return weights * work.stored_width / _host_rate(machine) + _starts(machine, ops)
     return _passes(machine, LOAD_BYTES * weights) + _starts(machine, ops)
 
 
@@ -193,12 +213,18 @@ def _judge(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:
 
 def _copy(machine: Machine, work: Compression, gpu: bool) -> float:
     """The copy of the hidden states that is written."""
-    return work.states_bytes / HOST_BYTES_PER_S if gpu else _passes(machine, 2.0 * work.states_bytes)
+    return work.states_bytes / _host_rate(machine) if gpu else _passes(machine, 2.0 * work.states_bytes)
 
 
 def _solve_bytes(one: MatrixWork, work: Compression) -> float:
     held = max(step.temporaries for step in one.steps) * one.size
     return 4.0 * (held + (4 * one.columns**2 if work.tokens else 0))
+
+
+def _host_rate(machine: Machine) -> float:
+    """Bytes/s between a GPU and host memory that is not pinned."""
+    calibration = machine.calibration
+    return (calibration.host_bytes_per_s if calibration is not None else None) or HOST_BYTES_PER_S
 
 
 def _passes(machine: Machine, num_bytes: float) -> float:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
+from hone.base.durable import write_atomic
 from hone.base.lazy import lazy
 from hone.measure.calibration import (
     AttentionRate,
@@ -59,7 +63,10 @@ _ATTENTION = (4, 8, 256, 32)
 _GPU_ATTENTION = (2, 32, 2048, 128)
 _COLD_BYTES, _GPU_COLD_BYTES = 1 << 24, 1 << 28
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
+_GATHER_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 26)
+_PAGE_BYTES = 4096
 _READ_BYTES, _GPU_READ_BYTES = 1 << 28, 1 << 30
+_FILE_BYTES = 1 << 25
 _GPU_TRY_S = 1e-3
 """A try on a GPU is so many calls that waiting for the last of them (10 us) does not count."""
 
@@ -81,11 +88,13 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
     threads = 1 if timer.cuda else torch.get_num_threads()
     before, meter = processor_load(), Meter(device)
     probes = _probes(timer, dtype)
-    meter.start()
-    begun = time.perf_counter()
-    seconds = rounds(timer, probes)
-    joules, took = meter.joules(), time.perf_counter() - begun
-    meter.stop()
+    with TemporaryDirectory(prefix=".hone-calibrate-", dir=_writable()) as folder:
+        probes |= _disk(Path(folder))
+        meter.start()
+        begun = time.perf_counter()
+        seconds = rounds(timer, probes)
+        joules, took = meter.joules(), time.perf_counter() - begun
+        meter.stop()
     after = processor_load()
     calibration = _rates(machine, dtype, threads, kept, timer.cuda, probes, seconds)
     calibration = calibration.model_copy(update={"watts": joules / took if joules else None})
@@ -212,7 +221,9 @@ def _rates(
     attention = AttentionRate(
         dtype=dtype, forward_flops_per_s=rate("attention"), train_flops_per_s=rate("attention, trained")
     )
-    copies = [name for name in best if name[0] == "copy"]
+    copies, gathers = ([name for name in best if name[0] == kind] for kind in ("copy", "gather"))
+    # A disk has no best case to wait for: its cache is full or empty, and others write too.
+    durable_s, large_s = (statistics.median(seconds[name]) for name in ("small file", "large file"))
     return Calibration(
         device=machine.processor,
         threads=threads,
@@ -221,6 +232,10 @@ def _rates(
         copies=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in copies),
         matmuls=(*_others(kept.matmuls if kept else (), dtype), *matmuls),
         attentions=(*_others(kept.attentions if kept else (), dtype), attention),
+        gathers=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in gathers),
+        host_bytes_per_s=rate("to host") if cuda else None,
+        durable_s=durable_s,
+        disk_bytes_per_s=_FILE_BYTES / max(large_s - durable_s, large_s / 4),
         op_s=op_s,
         exp_per_s=rate("softmax"),
     )
@@ -251,9 +266,31 @@ def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
         source, target = bytes_[: size // 8], bytes_[-(size // 8) :]
         probes["copy", size] = Probe(lambda target=target, source=source: target.copy_(source), size, 0.05)
     probes["read"] = Probe(lambda: bytes_.view(-1, 4096).sum(1), bytes_.numel() * 4, 0.1)
+    pages = bytes_.view(-1, _PAGE_BYTES // 4)
+    for size in _GATHER_BYTES:
+        index = torch.randperm(len(pages), device=timer.device)[: size // 2 // _PAGE_BYTES]
+        probes["gather", size] = Probe(lambda index=index: pages.index_select(0, index), size, 0.05)
+    if timer.cuda:
+        states = bytes_[: _FILE_BYTES // 4]
+        probes["to host"] = Probe(lambda: states.cpu(), _FILE_BYTES, 0.1)
     logits = torch.randn(256, 4096, device=timer.device)
     probes["softmax"] = Probe(lambda: torch.log_softmax(logits, -1), logits.numel(), 0.1)
     return probes
+
+
+def _writable() -> Path:
+    """The current folder, below which artifacts are written unless another is named; else the system's for temporary files."""
+    here = Path.cwd()
+    return here if os.access(here, os.W_OK) else Path(gettempdir())
+
+
+def _disk(folder: Path) -> dict[str, Probe]:
+    """A file of one byte and a large one, written until they are on disk."""
+    large = bytes(_FILE_BYTES)
+    return {
+        "small file": Probe(lambda: write_atomic(folder / "small", b"0"), 1, 0.05),
+        "large file": Probe(lambda: write_atomic(folder / "large", large), _FILE_BYTES, 0.1),
+    }
 
 
 class _Numbers:

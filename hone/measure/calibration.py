@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Which way the factors of a product lie: x W^T, y W, or y^T x of a linear layer."""
 
-_METHOD = 2
-"""How rates are found; another number makes those kept on every machine void. 2: not beside other work, a GPU kept busy."""
+_METHOD = 3
+"""How rates are found; another number makes those kept on every machine void. 2: not beside other work, a GPU kept busy.
+3: gathered rows, the disk, and copies from a GPU to the host too."""
 
 
 class MatmulRate(BaseModel):
@@ -66,6 +67,15 @@ class Calibration(BaseModel):
     attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by number format.")
     op_s: PositiveFloat = Field(description="Seconds to start one small operation (dispatch, allocation).")
     exp_per_s: PositiveFloat = Field(description="Elements per second of a softmax over long rows.")
+    gathers: tuple[Bandwidth, ...] = Field(
+        (), description="Bandwidth of gathering rows of 4 KiB into a new tensor, by size."
+    )
+    host_bytes_per_s: PositiveFloat | None = Field(None, description="From a GPU into new host memory; None on a CPU.")
+    durable_s: PositiveFloat | None = Field(
+        None,
+        description="Until a small file and its folder entry are on the current folder's disk; None: not writable.",
+    )
+    disk_bytes_per_s: PositiveFloat | None = Field(None, description="Writing a large file until it is on that disk.")
     watts: PositiveFloat | None = Field(None, description="Mean power while all this was measured; None: no sensor.")
 
     @property
@@ -92,6 +102,13 @@ class Calibration(BaseModel):
             rows.append((f"{rate.dtype} attention, trained", f"{rate.train_flops_per_s / 1e9:,.1f} GFLOP/s"))
         rows.append(("start of a small operation", f"{self.op_s * 1e6:.1f} us"))
         rows.append(("softmax", f"{self.exp_per_s / 1e6:,.0f} M elements/s"))
+        for gather in self.gathers:
+            rows.append((f"gather, {_binary(gather.num_bytes)} touched", f"{gather.bytes_per_s / 1e9:.1f} GB/s"))
+        if self.host_bytes_per_s is not None:
+            rows.append(("copy to the host", f"{self.host_bytes_per_s / 1e9:.1f} GB/s"))
+        if self.durable_s is not None and self.disk_bytes_per_s is not None:
+            rows.append(("small file until it is on disk", f"{self.durable_s * 1e3:.1f} ms"))
+            rows.append(("large file until it is on disk", f"{self.disk_bytes_per_s / 1e9:.2f} GB/s"))
         if self.watts is not None:
             rows.append(("power while measuring", f"{self.watts:.0f} W"))
         return rows

@@ -103,7 +103,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {
         "BUDGET_S": 0.02, "_SHAPES": [(1, 64, 64), (8, 64, 64)], "_GRADIENT_SHAPES": [(8, 64, 64)],
-        "_ATTENTION": (1, 2, 32, 16), "_COPY_BYTES": (1 << 12, 1 << 16), "_READ_BYTES": 1 << 16,
+        "_ATTENTION": (1, 2, 32, 16), "_COPY_BYTES": (1 << 12, 1 << 16), "_GATHER_BYTES": (1 << 14, 1 << 16), "_READ_BYTES": 1 << 16, "_FILE_BYTES": 1 << 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(micro, name, value)
     describe.cache_clear()
@@ -136,13 +136,25 @@ def test_every_point_has_a_rate(small):
         ("forward", 1, 64, 64), ("forward", 8, 64, 64), ("input_gradient", 8, 64, 64), ("weight_gradient", 64, 64, 8),
     ]  # fmt: skip
     assert [copy.num_bytes for copy in found.copies] == [1 << 12, 1 << 16]
+    assert [gather.num_bytes for gather in found.gathers] == [1 << 14, 1 << 16]
+    assert found.durable_s > 0 and found.disk_bytes_per_s > 0 and found.host_bytes_per_s is None
     (attention,) = found.attentions
     assert attention.forward_flops_per_s > 0 and attention.train_flops_per_s > 0
 
 
+def test_the_disk_is_that_of_the_current_folder_where_it_can_be_written(small, tmp_path):
+    small.chdir(tmp_path)
+    small.setattr(micro, "disturbance", lambda *_: "")
+    assert micro._writable() == tmp_path
+    micro.calibrate()
+    assert not list(tmp_path.glob(".hone-calibrate-*"))
+    small.setattr(micro.os, "access", lambda *_: False)
+    assert micro._writable() != tmp_path
+
+
 def test_the_start_of_an_operation_is_taken_off_only_where_it_shows():
     names = {"op": 1.0, ("forward", 1, 64, 64): 100.0, ("copy", 8): 8.0, "read": 10.0, "softmax": 10.0}
-    names |= {"attention": 10.0, "attention, trained": 10.0}
+    names |= {"attention": 10.0, "attention, trained": 10.0, "small file": 1.0, "large file": 1.0, "to host": 1.0}
     probes = {name: micro.Probe(lambda: None, amount, 0) for name, amount in names.items()}
     seconds = {name: [3.0, 2.0] for name in names} | {"op": [1.0], ("forward", 1, 64, 64): [5.0], ("copy", 8): [8.0]}
 
