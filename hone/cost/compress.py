@@ -11,20 +11,14 @@ from dataclasses import dataclass
 
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.facts import ModelFacts
+from hone.cost.files import Disk
 from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes
 from hone.cost.roofline import seconds, speed_of_light
 from hone.cost.steps import forward_seconds
 from hone.measure.machine import Machine
 
-DURABLE_S = 0.01
-"""Without a calibration, seconds until a file and its folder entry are on disk, whatever its size. A layer has three:
-weights, hidden states or time spent, and the marker that it is whole. (Virtual disk of a two-core AMD EPYC: 8 ms.)"""
-
-DISK_BYTES_PER_S = 1.1e9
-"""Without a calibration, writing a large file and waiting until it is on disk (8.6 GB in 8 s beside an H200)."""
-
 HOST_BYTES_PER_S = 1.5e9
-"""The same of copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
+"""Without a calibration, copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
 
 LAYER_OPS = 1000
 """Starts of operations that opening the checkpoint, building a layer and writing its shard equal, most of it Python."""
@@ -97,25 +91,6 @@ class Compression:
         return self.tokens * self.facts.hidden_size * BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class Disk:
-    """What a disk takes until files are on it."""
-
-    durable_s: float
-    bytes_per_s: float
-
-    @classmethod
-    def of(cls, machine: Machine) -> Disk:
-        """The calibrated one, else a usual one."""
-        found = machine.calibration
-        if found is None or found.durable_s is None or found.disk_bytes_per_s is None:
-            return cls(DURABLE_S, DISK_BYTES_PER_S)
-        return cls(found.durable_s, found.disk_bytes_per_s)
-
-    def seconds(self, num_bytes: float, *, files: int) -> float:
-        return num_bytes / self.bytes_per_s + files * self.durable_s
-
-
 def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     """Layers one after another, each loaded, calibrated, solved and judged, while the one before is written."""
     gpu = machine.device.startswith("cuda")
@@ -140,6 +115,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
             parts[name] = parts.get(name, 0.0) + value
         kept = work.shard_bytes[index + 1] + (0 if last else work.states_bytes)
         now = max(now + sum(spent.values()), written)
+        # Weights, hidden states (without calibration: time spent), and the marker that the layer is whole.
         written = now + disk.seconds(kept, files=4 if work.tokens and not last else 3)
     written += disk.seconds(0, files=4)  # index, config, generation config and the rows of the report
     parts["embedding and head"] = ends
