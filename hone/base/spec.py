@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from hone.base.errors import HoneError, SpecError, did_you_mean
 
@@ -27,6 +36,13 @@ class Circumstance:
     """Marks a field that says how the work is done and not what comes out: it is no part of the spec's identity.
 
     `compile: Annotated[bool, Circumstance()] = Field(False, description="...")`
+    """
+
+
+class Quiet:
+    """Marks a field that no print contains while it has its default: a field can be added and earlier identities stay.
+
+    `scale: Annotated[float | None, Quiet()] = Field(None, description="...")`
     """
 
 
@@ -76,6 +92,14 @@ class Spec(BaseModel):
         if isinstance(value, bool) and _is_number(cls.model_fields[str(field.field_name)].annotation):
             raise ValueError("this needs a number")
         return value
+
+    @model_serializer(mode="wrap")
+    def _without_quiet_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        dumped = handler(self)
+        for name, field in type(self).model_fields.items():
+            if any(isinstance(one, Quiet) for one in field.metadata) and getattr(self, name) == field.default:
+                dumped.pop(name, None)
+        return dumped  # type: ignore[no-any-return]
 
     @classmethod
     def read(cls, values: Any, context: dict[str, bool] | None = None) -> Self:

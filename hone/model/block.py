@@ -11,7 +11,7 @@ from hone.base.errors import SpecError
 from hone.base.table import Technique
 from hone.model.linear import MakeLinear
 from hone.model.linear_spec import LinearSpec, NormSpec, Parameter
-from hone.model.norm import RMSNorm
+from hone.model.norm import rms_norm_of
 
 
 class Placement(NamedTuple):
@@ -24,6 +24,8 @@ class Placement(NamedTuple):
     """Its dotted path in the decoder: 'layers.3.mixer'."""
     norm_eps: float
     make: MakeLinear
+    norm_offset: float = 0.0
+    """Added to the weight of every norm."""
 
 
 class BlockSpec(Technique):
@@ -90,5 +92,9 @@ class Block(nn.Module):
             setattr(self, linear.name, place.make(f"{place.name}.{linear.name}", linear))
         for part in spec.parameters(place.hidden_size):
             norm = isinstance(part, NormSpec)
-            made = RMSNorm(part.size, place.norm_eps) if norm else nn.Parameter(torch.empty(part.shape))
+            made = (
+                rms_norm_of(part.size, place.norm_eps, place.norm_offset)
+                if norm
+                else nn.Parameter(torch.empty(part.shape))
+            )
             setattr(self, part.name, made)

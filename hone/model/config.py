@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.spec import Spec
+from hone.base.spec import Quiet, Spec
 from hone.base.table import Choice, Technique
 from hone.cost.facts import LayerFacts, ModelFacts
 from hone.model.adapters import ADAPTERS
@@ -21,20 +22,32 @@ FamilyName = Literal[tuple(FAMILIES)]
 
 
 class LayerSpec(Spec):
-    """One decoder layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
+    """One decoder layer: x + mixer(norm(x)), then x + feed_forward(norm(x)); `norms` says where norms stand."""
 
     mixer: Annotated[Technique, Choice(MIXERS)] = Field(description="How tokens attend to each other.")
     feed_forward: Annotated[Technique, Choice(FEED_FORWARDS)] = Field(description="Computed for each token alone.")
+    norms: Annotated[Literal["pre", "post", "both"], Quiet()] = Field(
+        "pre", description="Norms before mixer and feed-forward, after them (inside the residual), or both."
+    )
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """Its linears by their path in the layer ('mixer.qkv'), the mixer's first."""
         blocks = {"mixer": self.mixer, "feed_forward": self.feed_forward}
-        return {f"{name}.{one.name}": one for name, block in blocks.items() for one in block.linears(hidden_size)}
+        found = {f"{name}.{one.name}": one for name, block in blocks.items() for one in block.linears(hidden_size)}
+        if self.norms == "post":  # they read the residual stream itself, into which no scale can be moved
+            inputs = {f"{name}_norm": f"{name}_input" for name in blocks}
+            found = {path: replace(one, reads=inputs.get(one.reads, one.reads)) for path, one in found.items()}
+        return found
+
+    def norm_names(self, block: str) -> list[str]:
+        """The norms around a block, 'mixer' or 'feed_forward': of its input, of its output."""
+        before = [f"{block}_norm"] if self.norms != "post" else []
+        return before + ([f"{block}_post_norm"] if self.norms != "pre" else [])
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         """Its norms and other parameters outside the linears, by the path of their tensor in the layer ('mixer_norm.weight')."""
-        norms = (NormSpec("mixer_norm", hidden_size), NormSpec("feed_forward_norm", hidden_size))
-        found: dict[str, Parameter] = {norm.path: norm for norm in norms}
+        names = [*self.norm_names("mixer"), *self.norm_names("feed_forward")]
+        found: dict[str, Parameter] = {norm.path: norm for norm in (NormSpec(name, hidden_size) for name in names)}
         for name, block in {"mixer": self.mixer, "feed_forward": self.feed_forward}.items():
             found |= {f"{name}.{one.path}": one for one in block.parameters(hidden_size)}
         return found
@@ -57,6 +70,21 @@ class ModelConfig(Spec):
     max_seq_len: int = Field(2048, gt=0, description="Longest sequence it was trained for, in tokens.")
     bos_token_id: int | None = Field(None, description="Token a sequence begins with, if any.")
     eos_token_ids: tuple[int, ...] = Field((), description="Tokens that end a sequence.")
+
+    norm_offset: Annotated[float, Quiet()] = Field(
+        0.0,
+        description="Added to the weights of all RMS norms before they multiply: 1 where checkpoints store them less 1.",
+    )
+    embedding_multiplier: Annotated[float, Quiet()] = Field(
+        1.0, gt=0, description="Embeddings are multiplied by it, rounded to their number format."
+    )
+    residual_multiplier: Annotated[float, Quiet()] = Field(
+        1.0, gt=0, description="Outputs of mixers and feed-forwards are multiplied by it before they are added."
+    )
+    logits_scaling: Annotated[float, Quiet()] = Field(1.0, gt=0, description="Logits are divided by it.")
+    logits_softcap: Annotated[float | None, Quiet()] = Field(
+        None, gt=0, description="Cap of the logits: softcap * tanh(logit / softcap); empty for none."
+    )
 
     adapters: tuple[Annotated[Technique, Choice(ADAPTERS)], ...] = Field(
         (), description="Adapters of the layers' linears, the first innermost."
@@ -124,6 +152,11 @@ class ModelConfig(Spec):
     def parameters(self, index: int) -> dict[str, Parameter]:
         """The parameters of layer `index` outside its linears, those of adapters included, by the path of their tensor."""
         found = self.layers[index].parameters(self.hidden_size)
+        if self.norm_offset:
+            offset = self.norm_offset
+            found = {
+                path: replace(one, offset=offset) if isinstance(one, NormSpec) else one for path, one in found.items()
+            }
         for path, linear in self.linears(index).items():
             around = self.wrappers(index, path, linear)
             for depth, (adapter, pieces) in enumerate(reversed(around)):

@@ -38,6 +38,11 @@ class Context:
     """None: a pass holds whole sequences. A dict: sequences come in chunks, and each mixer stores its state between
     chunks here, under its layer index. The state has a bounded size where the mixer's mathematics allow."""
 
+    rope_len: int | None = None
+    """The sequence length that rotary frequencies are taken for, where they depend on it (scaling dynamic, longrope).
+    None: the length of this pass's sequences, as transformers has it. A context with a cache fixes it for all passes,
+    since cached keys keep their rotation."""
+
     cached: bool = False
     """Whether later passes continue this one: `attend` and `attend_latent` then store their keys and values."""
 
@@ -54,12 +59,21 @@ class Context:
         return self.positions.shape[-1]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attention of the queries to every key that is visible to them in this context.
 
         q [..., H, Dh], k and v [..., KV, Dh], rotated already; leading shape that of the tokens. Returns [..., H, Dh].
-        With `window` w a token attends to itself and the w - 1 tokens before it. A cache stores k and v under `layer`.
+        With `window` w a token attends to itself and the w - 1 tokens before it; with `softcap` c a score s becomes
+        c tanh(s / c). A cache stores k and v under `layer`.
         k and v None: those that `layer` gave to `share_kv` or `rotate_and_cache` in this pass.
         """
         raise NotImplementedError
@@ -72,8 +86,8 @@ class Context:
         """
         raise NotImplementedError
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None) -> None:
-        """Prepares masks for layers that will `attend` with heads of `head_dim` and `window`, for x's device and dtype.
+    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None) -> None:
+        """Prepares masks for layers that will `attend` with heads of `head_dim`, `window` and `softcap`, for x's device and dtype.
 
         Called before the first layer: a layer may be compiled, or run again for activation checkpointing, and must read
         the same tensors each time.
@@ -115,14 +129,17 @@ class Context:
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of this context's positions under `rope`, made once for all layers.
 
-        Each broadcasts against [..., heads, head_dim / 2].
+        Each broadcasts against [..., heads, head_dim / 2]. `head_dim` is the number of channels that are rotated.
         """
         key = (rope.key, head_dim, dtype)
         if key not in self._rotary:
-            positions = self._distinct_positions()
-            angles = positions[..., None].float() * rope.frequencies(head_dim, positions.device)
-            self._rotary[key] = (angles.cos().to(dtype).unsqueeze(-2), angles.sin().to(dtype).unsqueeze(-2))
+            seq_len = self._rope_len() if rope.by_length else None
+            self._rotary[key] = rope.tables(self._distinct_positions(), head_dim, dtype, seq_len)
         return self._rotary[key]
+
+    def _rope_len(self) -> int | None:
+        """The sequence length that rotary frequencies are taken for."""
+        return self.seq_len if self.rope_len is None else self.rope_len
 
     def _distinct_positions(self) -> Tensor:
         """`positions` without leading axes along which they repeat."""
@@ -146,17 +163,27 @@ class Causal(Context):
         self._masks: dict[int, Tensor] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         k, v = self._keys(layer, k, v)
         if window is None or window >= self.seq_len:
+            if softcap is not None:
+                return fused(q, k, v, scale, softcap=softcap)
             return fused(q, k, v, scale) if has_fused(q, v) else sdpa(q, k, v, None, scale)
-        if has_fused(q, v):
-            return fused(q, k, v, scale, window)
+        if softcap is not None or has_fused(q, v):
+            return fused(q, k, v, scale, window, softcap=softcap)
         return sdpa(q, k, v, self._mask(window), scale)
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None) -> None:
-        if window is not None and window < self.seq_len and not runs_fused(x, head_dim):
+    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None) -> None:
+        if softcap is None and window is not None and window < self.seq_len and not runs_fused(x, head_dim):
             self._mask(window)
 
     def _mask(self, window: int) -> Tensor:
@@ -188,19 +215,31 @@ class Packed(Context):
         self._whole = document_ids.device.type == "cpu" and not bool(changes.any())
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         k, v = self._keys(layer, k, v)
         window = None if window is None or window >= self.seq_len else window
+        if softcap is not None:
+            return fused(q, k, v, scale, mask=self._documents(window), softcap=softcap)
         if self._whole and window is None:
             return sdpa(q, k, v, None, scale)
         if has_fused(q, v):
             return fused(q, k, v, scale, mask=self._documents(window))
         return sdpa(q, k, v, self._pairs(window), scale)
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None) -> None:
+    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None) -> None:
         window = None if window is None or window >= self.seq_len else window
-        if not (self._whole and window is None):
+        if softcap is not None:
+            self._documents(window)
+        elif not (self._whole and window is None):
             self._documents(window) if runs_fused(x, head_dim) else self._pairs(window)
 
     def _documents(self, window: int | None) -> Any:
@@ -235,7 +274,15 @@ def runs_fused(x: Tensor, head_dim: int) -> bool:
     return runs_kernel("attend", x.device, dtype=x.dtype, **facts)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, mask: Any = None) -> Tensor:
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    mask: Any = None,
+    softcap: float | None = None,
+) -> Tensor:
     """`hone.ops.attend` on [..., S, heads, Dh] with leading axes or without; causal unless a `mask` is given.
 
     Fewer queries than keys are aligned with the last keys.
@@ -246,8 +293,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = No
     if mask is None:
         mask = masks.CAUSAL if window is None else masks.window(window)
     if q.dim() == 3:
-        return attend(q[None], k[None], v[None], mask, scale=scale)[0]
-    return attend(q, k, v, mask, scale=scale)
+        return attend(q[None], k[None], v[None], mask, scale=scale, softcap=softcap)[0]
+    return attend(q, k, v, mask, scale=scale, softcap=softcap)
 
 
 def is_visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,31 +20,47 @@ from hone.model.config import LayerSpec, ModelConfig
 from hone.model.context import Causal, Context
 from hone.model.linear import MakeLinear, make_dense
 from hone.model.linear_spec import INIT_STD, Initial, NormSpec
-from hone.model.norm import RMSNorm
+from hone.model.norm import rms_norm_of
 
 
 class DecoderLayer(nn.Module):
-    """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)); norms stand where `LayerSpec.norms` says."""
 
     def __init__(self, spec: LayerSpec, config: ModelConfig, index: int, make: MakeLinear = make_dense) -> None:
         super().__init__()
-        name, width, eps = f"layers.{index}", config.hidden_size, config.norm_eps
+        name, width, eps, offset = f"layers.{index}", config.hidden_size, config.norm_eps, config.norm_offset
         if config.adapters:
             make = adapted(make, lambda path, linear: config.wrappers(index, path.removeprefix(f"{name}."), linear))
-        self.mixer_norm = RMSNorm(width, eps)
-        self.mixer = spec.mixer.build(Placement(width, index, f"{name}.mixer", eps, make))
+        for norm in spec.norm_names("mixer"):
+            setattr(self, norm, rms_norm_of(width, eps, offset))
+        self.mixer = spec.mixer.build(Placement(width, index, f"{name}.mixer", eps, make, offset))
         source = config.kv_source(index)
         if source is not None:
             self.mixer.source = source
         elif config.shares_kv(index):
             self.mixer.shares_kv = True
-        self.feed_forward_norm = RMSNorm(width, eps)
-        self.feed_forward = spec.feed_forward.build(Placement(width, index, f"{name}.feed_forward", eps, make))
+        for norm in spec.norm_names("feed_forward"):
+            setattr(self, norm, rms_norm_of(width, eps, offset))
+        self.feed_forward = spec.feed_forward.build(Placement(width, index, f"{name}.feed_forward", eps, make, offset))
+        self.norms, self.multiplier = spec.norms, config.residual_multiplier
+        self.usual = self.norms == "pre" and self.multiplier == 1.0
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        if not self.usual:
+            return self._general(x, context)
         mixed = self.mixer(self.mixer_norm(x), context)
         normed, x = self.feed_forward_norm.after_sum(mixed, x)
         return x + self.feed_forward(normed, context)
+
+    def _general(self, x: Tensor, context: Context) -> Tensor:
+        before, after = self.norms != "post", self.norms != "pre"
+        mixed = self.mixer(self.mixer_norm(x) if before else x, context)
+        x = x + self._scaled(self.mixer_post_norm(mixed) if after else mixed)
+        fed = self.feed_forward(self.feed_forward_norm(x) if before else x, context)
+        return x + self._scaled(self.feed_forward_post_norm(fed) if after else fed)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.multiplier == 1.0 else x * self.multiplier
 
 
 class Decoder(nn.Module):
@@ -56,7 +73,7 @@ class Decoder(nn.Module):
         ends = config.ends()
         self.embed_tokens = make("embed_tokens", ends["embed_tokens"])
         self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = rms_norm_of(config.hidden_size, config.norm_eps, config.norm_offset)
         self.lm_head = make("lm_head", ends["lm_head"]) if "lm_head" in ends else None
         self.register_load_state_dict_pre_hook(_old_names)
 
@@ -72,7 +89,9 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens int64 [...] -> [..., D]."""
-        return self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens)
+        multiplier = self.config.embedding_multiplier
+        return x if multiplier == 1.0 else x * _rounded(multiplier, x.dtype)
 
     def prepare(self, x: Tensor, context: Context) -> None:
         """Computes what the layers share in a pass over x [..., D], before the first of them runs."""
@@ -93,7 +112,21 @@ class Decoder(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Final norm and logits: [..., D] -> [..., V], in x's dtype."""
         x = self.norm(x)
-        return F.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
+        logits = F.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
+        config = self.config
+        if config.logits_scaling != 1.0:
+            logits = logits / config.logits_scaling
+        if config.logits_softcap is not None:
+            logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
+        return logits
+
+    def head_input(self, x: Tensor) -> Tensor:
+        """What `head_weight` is multiplied with, for losses without logits: [..., D] normed, divided as logits are.
+
+        Such a loss applies config.logits_softcap itself.
+        """
+        x = self.norm(x)
+        return x if self.config.logits_scaling == 1.0 else x / self.config.logits_scaling
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Logits [..., V] of tokens [...]; without a context each sequence is one causal document."""
@@ -111,7 +144,7 @@ def build(
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder = decoder.to(dtype).to_empty(device=device)
-    decoder.norm.weight.detach().fill_(1.0)
+    decoder.norm.weight.detach().fill_(1.0 - config.norm_offset)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # drawing is serial and lets other threads run
         for _ in pool.map(lambda piece: _draw(*piece), _pieces(decoder, seed)):
             pass
@@ -121,7 +154,7 @@ def build(
 def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, Initial]]:
     """Every randomly initialised tensor in its checkpoint form: a view, the name to seed it by, and its initial distribution.
 
-    Sets norms to 1 and biases of linears to 0.
+    Sets norms to 1 (less their offset) and biases of linears to 0.
     """
     config, plain = decoder.config, (0.0, INIT_STD)
     residual = (0.0, INIT_STD / math.sqrt(2 * config.num_layers))
@@ -137,7 +170,7 @@ def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, Initial]
         for path, parameter in config.parameters(index).items():
             tensor = layer.get_parameter(path).detach()
             if isinstance(parameter, NormSpec):
-                tensor.fill_(1.0)
+                tensor.fill_(1.0 - parameter.offset)
             else:
                 yield tensor, f"{seed}/layers.{index}.{path}", parameter.initial
     if decoder.lm_head is not None:
@@ -153,6 +186,12 @@ def _draw(target: Tensor, name: str, initial: Initial) -> None:
         return
     mean, std = initial
     target.copy_(torch.empty(target.shape).normal_(mean, std, generator=generator))
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """`value` as a tensor of `dtype` holds it."""
+    return torch.tensor(value, dtype=dtype).item()
 
 
 def _old_names(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:

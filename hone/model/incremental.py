@@ -30,13 +30,17 @@ class Latents(NamedTuple):
 class Incremental(Context):
     """One pass over the next n >= 1 tokens of B sequences: `tokens` [B, n], after `start` earlier tokens of each.
 
-    `carry` is one dict for all passes, empty at first. A layer with a window keeps no more than the window.
+    `carry` is one dict for all passes, empty at first. A layer with a window keeps no more than the window. `rope_len`
+    is needed where rotary frequencies depend on the sequence's length (see `Context.rope_len`); one for all passes.
     """
 
     cached = True
 
-    def __init__(self, tokens: Tensor, start: int = 0, carry: dict[int, Any] | None = None) -> None:
+    def __init__(
+        self, tokens: Tensor, start: int = 0, carry: dict[int, Any] | None = None, *, rope_len: int | None = None
+    ) -> None:
         super().__init__()
+        self.rope_len = rope_len
         self.start = start
         self.carry: dict[int, Any] = {} if carry is None else carry
         self._line = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
@@ -44,12 +48,22 @@ class Incremental(Context):
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         if k is None or v is None:
             k, v = self._keys(layer, k, v)
         else:
             k, v = self._join(layer, k, v, window)
+        if softcap is not None:
+            return fused(q, k, v, scale, None if window is None or window >= k.shape[1] else window, softcap=softcap)
         return self.attend_joined(q, k, v, scale=scale, window=window)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:
@@ -86,6 +100,9 @@ class Incremental(Context):
             self._shared_kv[layer] = (k, v)
         return k, v
 
+    def _rope_len(self) -> int | None:
+        return self.rope_len
+
     def _distinct_positions(self) -> Tensor:
         return self._line
 
@@ -103,6 +120,7 @@ def generate(
     seed: int = 0,
     chunk: int | None = None,
     stop_tokens: Collection[int] = (),
+    rope_len: int | None = None,
 ) -> Tensor:
     """Continues every sequence of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens].
 
@@ -110,18 +128,20 @@ def generate(
 
     Temperature 0 takes the most likely token; above it draws by the engine's rules (`hone.ops.sample`), sequence r with
     seed `seed` + r, each draw depending on (seed, position, token) alone. The prompt is read `chunk` tokens at a time
-    (default: at once). Raises SpecError when a layer's mixer is not causal.
+    (default: at once). Rotary frequencies that depend on the sequence's length are those of `rope_len` tokens (default:
+    the model's max_seq_len, or S + num_tokens if that is more). Raises SpecError when a layer's mixer is not causal.
     """
     model.config.must_be_causal("it is an encoder and cannot generate")
     if tokens.dim() != 2 or not tokens.numel():
         raise SpecError(f"prompts have shape {tuple(tokens.shape)}", fix="give token ids [sequences, 1 or more tokens]")
     carry: dict[int, Any] = {}
+    rope_len = rope_len or max(model.config.max_seq_len, tokens.shape[1] + num_tokens)
     done, step = 0, chunk or tokens.shape[1]
     seeds = [seed + row for row in range(len(tokens))]
     open_rows = set(range(len(tokens)))
     while num_tokens > 0:
         part = tokens[:, done : done + step]
-        x = model.hidden(part, Incremental(part, done, carry))
+        x = model.hidden(part, Incremental(part, done, carry, rope_len=rope_len))
         done += part.shape[1]
         if done < tokens.shape[1]:
             continue

@@ -55,8 +55,9 @@ class LinearSpec:
     pieces: tuple[Piece, ...]
     reads: str
     """Its input: a norm ('mixer_norm'), a piece of another linear ('v': the input is a linear function of it), or a
-    product of two of these ('gate*up'). A per-channel scale can be moved from W's columns to the last factor named. Any
-    other word is an input that takes no scale. Linears of one layer with equal `reads` have the same input."""
+    product of two of these ('gate*up'). A per-channel scale can be moved from W's columns to the last factor named (to
+    weight + offset of a norm). Any other word is an input that takes no scale. Linears of one layer with equal `reads`
+    have the same input."""
     shard: Shard = "none"
     """How tensor parallelism shards it: output rows (column, as Megatron-LM calls it), input columns (row), rows of the vocabulary."""
     bias: bool = False
@@ -143,10 +144,11 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMS norm's weight [size], initially 1."""
+    """An RMS norm's weight [size]. The norm multiplies by weight + offset, initially 1."""
 
     name: str
     size: int
+    offset: float = 0.0
 
     @property
     def path(self) -> str:

@@ -11,7 +11,7 @@ from hone.base.spec import Spec
 from hone.base.table import Technique
 from hone.model.config import FamilyName, LayerSpec, ModelConfig
 from hone.model.families import FAMILIES
-from hone.model.families.config_json import to_hf
+from hone.model.families.config_json import ACTIVATIONS, to_hf
 from hone.model.mixers import MIXERS
 
 
@@ -71,8 +71,14 @@ class Shape(Spec):
                 f"mixers names {len(self.mixers)} layers, num_layers is {self.num_layers}",
                 fix="leave some out, or raise num_layers",
             )
-        feed_forward = {"kind": "swiglu", "intermediate_size": self.intermediate_size}
-        layers = [LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward}) for mixer in self._layer_mixers()]
+        family = FAMILIES[self.family]
+        activation = ACTIVATIONS[family.defaults.get(family.activation, "silu")]
+        feed_forward = {"kind": activation, "intermediate_size": self.intermediate_size}
+        layers = [
+            LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward, **family.layer})
+            for mixer in self._layer_mixers()
+        ]
+        scaled = {"embedding_multiplier": self.hidden_size**0.5} if family.embedding_sqrt else {}
         config = ModelConfig.read(
             {
                 "family": self.family,
@@ -84,6 +90,8 @@ class Shape(Spec):
                 "max_seq_len": self.max_seq_len,
                 "bos_token_id": bos,
                 "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else eos,
+                **family.model,
+                **scaled,
             }
         )
         if not self.mixers:
@@ -101,6 +109,7 @@ class Shape(Spec):
             "qkv_bias": family.qkv_bias,
             "qk_norm": family.qk_norm,
             "max_seq_len": self.max_seq_len,
+            **family.mixer,
         }
         if not self.mixers:
             return [MIXERS.read({"kind": "attention", **sizes_of("attention", sizes), "window": self.window})] * (

@@ -4,7 +4,7 @@ Functions are bound here at once, not on first use: three of them have the name 
 folder would hide them. No kernel is imported with them.
 """
 
-from hone.ops.activation.api import swiglu
+from hone.ops.activation.api import geglu, swiglu
 from hone.ops.attention.api import attend, merge
 from hone.ops.dispatch import choose
 from hone.ops.linear.api import fp8_linear, linear, quantized_linear, sparse_linear
@@ -22,6 +22,7 @@ __all__ = [
     "attend_paged",
     "choose",
     "fp8_linear",
+    "geglu",
     "grouped_linear",
     "linear",
     "linear_cross_entropy",

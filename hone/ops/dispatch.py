@@ -161,7 +161,11 @@ def _why_no_triton(where: Where) -> str:
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def _rms_norm(where: Where, *, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> Choice:
+def _rms_norm(
+    where: Where, *, dtype: torch.dtype, weight_dtype: torch.dtype, width: int, offset: bool = False
+) -> Choice:
+    if offset:
+        return Choice("torch", "the kernel multiplies by the weight as it is stored, without an offset")
     if dtype not in (*_HALVES, torch.float32) or weight_dtype != dtype:
         return Choice(
             "torch", f"the kernel takes x and weight of one dtype up to 32 bits, not {dtype} and {weight_dtype}"
@@ -177,7 +181,9 @@ def _elementwise(where: Where, *, dtype: torch.dtype) -> Choice:
     return Choice("triton", "one pass over memory")
 
 
-def _linear_cross_entropy(where: Where, *, dtype: torch.dtype) -> Choice:
+def _linear_cross_entropy(where: Where, *, dtype: torch.dtype, softcap: bool = False) -> Choice:
+    if softcap:
+        return Choice("reference", "the kernel has no softcap on the logits")
     if dtype not in (*_HALVES, torch.float32):
         return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
     return Choice("triton", "library products around one kernel a chunk")
@@ -237,8 +243,17 @@ def _flash(where: Where, head_dim: int, v_dim: int, block: int, dense: bool) -> 
 
 
 def _attend_paged(
-    where: Where, *, dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, v_dim: int, rows: int
+    where: Where,
+    *,
+    dtype: torch.dtype,
+    page_dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    rows: int,
+    softcap: bool = False,
 ) -> Choice:
+    if softcap:
+        return Choice("reference", "the paged kernels have no softcap on the scores")
     formats = (dtype, torch.float8_e4m3fn, torch.int8)
     if dtype not in _HALVES or page_dtype not in formats:
         return Choice("reference", f"the kernels take 16-bit queries over pages of the same or 8 bits, not {dtype}")
@@ -375,10 +390,8 @@ RULES: dict[str, Callable[..., Choice]] = {
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
     "rms_norm": _rms_norm,
-    "rope": _elementwise,
-    "rope_in_place": _elementwise,
-    "rope_write": _elementwise,
-    "swiglu": _elementwise,
+    **dict.fromkeys(("rope", "rope_in_place", "rope_write", "swiglu"), _elementwise),
+    "geglu": lambda where: Choice("torch", "there is no kernel: torch's gelu and a product"),
     "linear_cross_entropy": _linear_cross_entropy,
     "grouped_linear": _grouped_linear,
     "permute": _permute,
@@ -387,15 +400,16 @@ RULES: dict[str, Callable[..., Choice]] = {
 """On a GPU with Triton; `attend` answers for every device."""
 
 NO_GPU: dict[str, Choice] = {
-    "rms_norm": Choice("torch", "no GPU: torch with few passes"),
-    "rope": Choice("torch", "no GPU: torch with few passes"),
-    "rope_in_place": Choice("torch", "no GPU: torch with few passes"),
-    "rope_write": Choice("torch", "no GPU: torch with few passes"),
-    "swiglu": Choice("torch", "no GPU: torch with few passes"),
+    **dict.fromkeys(
+        ("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu", "geglu"),
+        Choice("torch", "no GPU: torch with few passes"),
+    ),
     "linear_cross_entropy": Choice("reference", "no GPU: chunks that stay in the CPU's cache"),
     "scan": Choice("reference", "chunks of matrix products in plain torch are the CPU's path"),
-    "attend_paged": Choice("reference", "no GPU: rows of like size gathered into few calls of torch"),
-    "attend_latent": Choice("reference", "no GPU: rows of like size gathered into few calls of torch"),
+    **dict.fromkeys(
+        ("attend_paged", "attend_latent"),
+        Choice("reference", "no GPU: rows of like size gathered into few calls of torch"),
+    ),
     "grouped_linear": Choice("reference", "no GPU: one product an expert"),
     "permute": Choice("reference", "no GPU: torch's stable sort"),
     "sample": Choice("reference", "no GPU: torch's sort and argmax"),
@@ -421,11 +435,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "linear": ("reference", "cublas", "triton"),
     "quantized_linear": ("reference", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
-    "rms_norm": _ROWS_OPS,
-    "rope": _ROWS_OPS,
-    "rope_in_place": _ROWS_OPS,
-    "rope_write": _ROWS_OPS,
-    "swiglu": _ROWS_OPS,
+    **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),
+    "geglu": ("reference", "torch"),
     "linear_cross_entropy": ("reference", "triton"),
     "grouped_linear": ("reference", "torch", "triton"),
     "permute": ("reference", "triton"),

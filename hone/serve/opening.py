@@ -64,14 +64,14 @@ def open_parts(
         one += page_bytes(cache_tensors(draft_model.config), size, _name(cache_dtype or draft_model.embedding.dtype))
     work = work_bytes(model.config.facts(), spec, _name(model.embedding.dtype), str(device))
     num_pages = cache_pages(spec, one, Memory.now(device), longest, work=work)
-    cache = KVCache(tensors, num_pages, size, dtype=dtype, device=device)
+    cache = KVCache(tensors, num_pages, size, dtype=dtype, device=device, rope_len=longest)
     sampler = Sampler(model.config.vocab_size, device)
     proposer: Proposer | None = None
     guesser: Guesser | None = None
     if drafter is not None:
         assert spec.max_num_batched_tokens is not None, "sized() fills it in"
         budget = spec.max_num_batched_tokens
-        setting = DraftSetting(model, draft_model, sampler, num_pages, size, budget, cache_dtype, device)
+        setting = DraftSetting(model, draft_model, sampler, num_pages, size, budget, cache_dtype, device, longest)
         proposer, guesser = drafter.open(setting)
     pool = PagePool(num_pages, size, enable_prefix_caching=spec.enable_prefix_caching)
     runner = Runner(model, cache, sampler, device, guesser)

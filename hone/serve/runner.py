@@ -53,7 +53,8 @@ class Runner:
         self.sampler = sampler
         self.device = device
         self.guesser = guesser
-        in_place = reads_in_place(cache, device, model.embedding.dtype)
+        softcap = any(getattr(layer.mixer, "softcap", None) is not None for layer in model.config.layers)
+        in_place = reads_in_place(cache, device, model.embedding.dtype, softcap=softcap)
         self.graphs = DecodeGraphs(model, cache, device) if in_place else None
         """Runs decode steps; None: every step is launched kernel by kernel."""
 

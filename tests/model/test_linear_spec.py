@@ -140,9 +140,11 @@ def test_ranks_with_some_of_the_heads_add_up_to_the_whole(mixer, num_ranks: int)
     torch.testing.assert_close(fed, whole.feed_forward(x, context))
 
 
-def local_layer(model: Decoder, index: int, rank: int, num_ranks: int) -> DecoderLayer:
+def local_layer(
+    model: Decoder, index: int, rank: int, num_ranks: int, dtype: torch.dtype = torch.float64
+) -> DecoderLayer:
     local = model.config.local(num_ranks)
-    layer = DecoderLayer(local.layers[index], local, index).double()
+    layer = DecoderLayer(local.layers[index], local, index).to(dtype).requires_grad_(False)
     whole = model.layers[index]
     specs = model.config.linears(index)
     for path, spec in specs.items():

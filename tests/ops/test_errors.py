@@ -180,6 +180,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("top_p has 2 numbers for 3", lambda: ops.sample(X, 1.0, top_p=[0.5, 0.5], keys=KEYS)),
     ],
     "swiglu": [(r"gate_up \(3, 7\)", lambda: ops.swiglu(X[:, :7]))],
+    "geglu": [(r"gate_up \(3, 7\)", lambda: ops.geglu(X[:, :7]))],
 }
 CASES = [(name, word, call) for name, cases in MISTAKES.items() for word, call in cases]
 
@@ -220,6 +221,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
             backend="tritno",
         ),
         "swiglu": lambda: ops.swiglu(X, backend="tritno"),
+        "geglu": lambda: ops.geglu(X, backend="tritno"),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(X, W, KEYS, backend="tritno"),
         "grouped_linear": lambda: ops.grouped_linear(X, EXPERTS, ENDS, backend="tritno"),
         "permute": lambda: ops.permute(X, IDS, 2, backend="tritno"),

@@ -45,6 +45,35 @@ class Family:
     """Whether an RMS norm is applied to each query and key head."""
     window: Literal["none", "all", "by_layer"] = "none"
     """Which layers config.json's sliding_window holds for; by_layer: as layer_types says."""
+    window_switch: bool = False
+    """Whether windows hold only where config.json's use_sliding_window is true."""
+    window_pattern: int | None = None
+    """Without layer_types: every layer but each n-th one has a window (config.json's sliding_window_pattern overrides n)."""
+    activation: str = "hidden_act"
+    """The field of config.json that names the activation."""
+    mixer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of every layer's `Attention` that all its checkpoints share."""
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of every `LayerSpec` that all its checkpoints share."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ModelConfig` that all its checkpoints share."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """Fields of config.json that are fields of ours by another name: of `ModelConfig` ('logits_softcap') or of every
+    layer's `Attention` ('mixer.softcap'). null is a value: no softcap."""
+    embedding_sqrt: bool = False
+    """Whether embeddings are multiplied by the square root of hidden_size."""
+    query_scalar: bool = False
+    """Whether the scale of attention is config.json's query_pre_attn_scalar ** -0.5."""
+    local_theta: str = ""
+    """The field of config.json with the rotary base of layers with a window, which know no scaling; empty: all are alike."""
+    partial_rotary: bool = False
+    """Whether config.json's partial_rotary_factor says which part of a head is rotated."""
+    nope_layers: bool = False
+    """Whether config.json's no_rope_layers says which layers have rotary positions (1) and which none (0)."""
+    rope_scalings: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+    """Scalings of rotary positions that its class in transformers knows."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields of config.json that hone runs with these values alone, null among them."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Its names where they differ from `NAMES`. The path of a fused linear ('mixer.qkv') maps to the module that stores it whole."""
 

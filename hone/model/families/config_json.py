@@ -9,9 +9,13 @@ from hone.base.identity import difference
 from hone.model.config import LayerSpec, ModelConfig
 from hone.model.families import FAMILIES
 from hone.model.families.base import Family
+from hone.model.families.rope_json import both_forms, positive, read_rope, write_rope_scaling
 
 OWN = "hone"
 """The model_type of folders in hone's own format."""
+
+ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
+"""The gated feed-forward of each activation in config.json."""
 
 
 def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -25,33 +29,51 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     model_type = _model_type(values, where)
     family = FAMILIES[model_type]
     read = {**family.defaults, **{name: value for name, value in values.items() if value is not None}}
-    if "sliding_window" in values and values["sliding_window"] is None:
-        read["sliding_window"] = None
+    for name in ("sliding_window", *family.numbers):  # null says that there is none
+        if name in values and values[name] is None:
+            read[name] = None
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(read.get(name), int) or read[name] < 1:
             raise SpecError(f"{where}: {name} is {read.get(name)!r}", fix=f"set {name} to a whole number above 0")
     for name, most in (("num_hidden_layers", 10_000), ("vocab_size", 2**31), ("hidden_size", 2**24)):
         if read[name] > most:
             raise SpecError(f"{where}: {name} is {read[name]}", fix=f"hone builds up to {most}; correct the file")
-    _only(read, where, "hidden_act", ("silu", "swish"), "silu")
-    _only(read, where, "partial_rotary_factor", (1, 1.0), 1.0)
+    _only(read, where, family.activation, tuple(ACTIVATIONS), "silu")
+    for name, supported in family.only.items():
+        _only(read, where, name, supported, supported[0])
     heads = read["num_attention_heads"]
+    head_dim = read.get("head_dim") or max(1, read["hidden_size"] // heads)
+    positive({"head_dim": head_dim}, "head_dim", where)
     bias = bool(read.get("attention_bias", False)) and family.attention_bias
     mixer = {
         "kind": "attention",
         "num_heads": heads,
         "num_kv_heads": read.get("num_key_value_heads", heads),
-        "head_dim": read.get("head_dim") or read["hidden_size"] // heads,
-        "rope": _rope(read, where),
+        "head_dim": head_dim,
         "qkv_bias": bias or family.qkv_bias,
         "out_bias": bias,
         "qk_norm": family.qk_norm,
+        "rotary_dim": _rotary_dim(read, family, head_dim, where),
+        **family.mixer,
     }
+    if family.query_scalar:
+        mixer["scale"] = positive(read, "query_pre_attn_scalar", where) ** -0.5
+    model: dict[str, Any] = dict(family.model)
+    for name, ours in family.numbers.items():
+        into, _, field = ours.rpartition(".")
+        (mixer if into else model)[field] = read[name]
+    if mixer.get("scale") == head_dim**-0.5:
+        mixer["scale"] = None
+    if family.embedding_sqrt:
+        model["embedding_multiplier"] = read["hidden_size"] ** 0.5
     feed_forward = {
-        "kind": "swiglu",
+        "kind": ACTIVATIONS[read.get(family.activation, "silu")],
         "intermediate_size": read["intermediate_size"],
         "bias": bool(read.get("mlp_bias", False)) and family.mlp_bias,
     }
+    rotated = _rotated_layers(read, family, where)
+    windows = _windows(read, family, rotated, where)
+    ropes = {windowed: read_rope(read, family, where, windowed) for windowed in {one is not None for one in windows}}
     eos = read.get("eos_token_id")
     return ModelConfig.read(
         {
@@ -59,14 +81,24 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
             "vocab_size": read["vocab_size"],
             "hidden_size": read["hidden_size"],
             "layers": [
-                {"mixer": {**mixer, "window": window}, "feed_forward": feed_forward}
-                for window in _windows(read, family, where)
+                {
+                    "mixer": {
+                        **mixer,
+                        "rope": ropes[window is not None],
+                        "window": window,
+                        **({} if turned else {"rotary_dim": 0}),
+                    },
+                    "feed_forward": feed_forward,
+                    **family.layer,
+                }
+                for window, turned in zip(windows, rotated, strict=True)
             ],
             "norm_eps": read["rms_norm_eps"],
             "tie_embeddings": bool(read.get("tie_word_embeddings", False)),
             "max_seq_len": read["max_position_embeddings"],
             "bos_token_id": read.get("bos_token_id"),
             "eos_token_ids": [] if eos is None else eos if isinstance(eos, list) else [eos],
+            **model,
         }
     )
 
@@ -83,7 +115,7 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
                 f"layer {index} mixes with '{layer.mixer.kind}', which no transformers class of family {config.family} has",
                 fix="save it with hone.save, which has a format of its own for such stacks, or use attention alone",
             )
-        if layer.feed_forward.kind != "swiglu":
+        if layer.feed_forward.kind not in ACTIVATIONS.values():
             raise SpecError(
                 f"layer {index} has feed-forward '{layer.feed_forward.kind}', which no transformers class of family "
                 f"{config.family} has",
@@ -91,6 +123,10 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
             )
     first = config.layers[0]
     mixer, family = first.mixer, FAMILIES[config.family]
+    whole = next((layer.mixer for layer in config.layers if layer.mixer.window is None), mixer)
+    local = next((layer.mixer for layer in config.layers if layer.mixer.window is not None), None)
+    rope = whole.rope if family.local_theta else mixer.rope
+    activation = next(name for name, kind in ACTIVATIONS.items() if kind == first.feed_forward.kind)
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.family,
@@ -101,11 +137,11 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_kv_heads,
         "head_dim": mixer.head_dim,
-        "hidden_act": "silu",
+        family.activation: activation,
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": mixer.rope.theta,
-        "rope_scaling": _rope_scaling(mixer.rope),
+        "rope_theta": rope.theta,
+        "rope_scaling": write_rope_scaling(rope),
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0]
@@ -116,17 +152,39 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
     }
+    if family.defaults.get("pad_token_id", 0) >= config.vocab_size:
+        values["pad_token_id"] = None  # its class's default would be outside the vocabulary
     if family.attention_bias:
         values["attention_bias"] = mixer.out_bias
     if family.mlp_bias:
         values["mlp_bias"] = first.feed_forward.bias
+    for name, ours in family.numbers.items():
+        into, _, field = ours.rpartition(".")
+        values[name] = getattr(mixer if into else config, field)
+        if ours == "mixer.scale" and values[name] is None:
+            values[name] = mixer.head_dim**-0.5
+    if family.query_scalar:
+        values["query_pre_attn_scalar"] = mixer.head_dim if mixer.scale is None else round(mixer.scale**-2)
+    if family.local_theta:
+        values[family.local_theta] = family.defaults[family.local_theta] if local is None else local.rope.theta
+        values["rope_theta"] = family.defaults["rope_theta"] if whole.window is not None else whole.rope.theta
+    if family.partial_rotary and mixer.rotary_dim is not None:
+        values["partial_rotary_factor"] = mixer.rotary_dim / mixer.head_dim
+    if "original_max_position_embeddings" in family.defaults and rope.scaling != "none":
+        values["original_max_position_embeddings"] = rope.original_max_seq_len
+    if family.nope_layers:
+        values["no_rope_layers"] = [int(layer.mixer.rotary_dim != 0) for layer in config.layers]
     if family.window != "none":
         windows = [layer.mixer.window for layer in config.layers]
         values["sliding_window"] = max((window for window in windows if window is not None), default=None)
         if family.window == "by_layer":
-            values["use_sliding_window"] = any(window is not None for window in windows)
-            values["max_window_layers"] = config.num_layers
             values["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+            if family.window_switch:
+                values["use_sliding_window"] = any(window is not None for window in windows)
+                if not family.nope_layers:
+                    values["max_window_layers"] = config.num_layers
+            elif local is None:  # transformers makes the mask of local layers whether or not there is one
+                values["sliding_window"] = family.defaults["sliding_window"]
     _must_survive(config, values)
     return values
 
@@ -173,6 +231,12 @@ def _model_type(values: dict[str, Any], where: str) -> str:
     names = values.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     model_type = values.get("model_type")
+    if isinstance(values.get("text_config"), dict) and model_type not in FAMILIES:
+        raise SpecError(
+            f"{where}: model_type is {model_type!r}, a model of text and other inputs, which hone cannot run",
+            fix="save its language model alone: architectures Gemma3ForCausalLM, model_type gemma3_text, the fields of "
+            "text_config, and tensors named model.*",
+        )
     classes = [family.architecture for family in FAMILIES.values()]
     known = ", ".join(classes)
     if names and names[0] not in classes:
@@ -196,65 +260,47 @@ def _only(values: dict[str, Any], where: str, name: str, supported: tuple, defau
         )
 
 
-def _rope(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Rotary fields from either form: rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(values.get(name) or {}, dict):
-            raise SpecError(f"{where}: {name} is {values[name]!r}", fix=f"give {name} its fields, or remove it")
-    scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = scaling.get("rope_theta", values.get("rope_theta", 10000.0))
-    if not isinstance(kind, str) or kind not in ("default", "linear", "llama3"):
-        raise SpecError(
-            f"{where}: rope_scaling is of type {kind!r}, which hone cannot run",
-            fix="supported are: default, linear, llama3",
-        )
-    _only(scaling, f"{where}: rope_scaling", "partial_rotary_factor", (1, 1.0), 1.0)
-    if kind == "default":
-        return {"theta": theta}
-    if "factor" not in scaling:
-        raise SpecError(f"{where}: rope_scaling of type {kind!r} has no factor", fix="add rope_scaling.factor")
-    if kind == "linear":
-        return {"theta": theta, "scaling": "linear", "factor": scaling["factor"]}
-    return {
-        "theta": theta,
-        "scaling": "llama3",
-        "factor": scaling["factor"],
-        "low_freq_factor": scaling.get("low_freq_factor", 1.0),
-        "high_freq_factor": scaling.get("high_freq_factor", 4.0),
-        "original_max_seq_len": scaling.get("original_max_position_embeddings", values["max_position_embeddings"]),
-    }
-
-
-def _rope_scaling(rope: Any) -> dict[str, Any] | None:
-    if rope.scaling == "none":
+def _rotary_dim(values: dict[str, Any], family: Family, head_dim: int, where: str) -> int | None:
+    """Channels of a head that are rotated; None for all."""
+    old, new = both_forms(values, where)
+    scaling = {**old, **new}
+    if not family.partial_rotary:
+        _only(values, where, "partial_rotary_factor", (1, 1.0), 1.0)
+        _only(scaling, f"{where}: rope_scaling", "partial_rotary_factor", (1, 1.0), 1.0)
         return None
-    if rope.scaling == "linear":
-        return {"rope_type": "linear", "factor": rope.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_seq_len,
-    }
+    part = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    if not isinstance(part, (int, float)) or not 0 < part <= 1:
+        raise SpecError(f"{where}: partial_rotary_factor is {part!r}", fix="set it to a number above 0, up to 1")
+    count = int(head_dim * part)
+    return None if count == head_dim else count
 
 
-def _windows(values: dict[str, Any], family: Family, where: str) -> list[int | None]:
+def _rotated_layers(values: dict[str, Any], family: Family, where: str) -> list[bool]:
+    """Whether each layer has rotary positions."""
+    count = values["num_hidden_layers"]
+    if not family.nope_layers:
+        return [True] * count
+    listed = values.get("no_rope_layers")
+    if listed is None:
+        every = positive(values, "no_rope_layer_interval", where)
+        return [bool((index + 1) % every) for index in range(count)]
+    if not isinstance(listed, list) or len(listed) < count:
+        raise SpecError(
+            f"{where}: no_rope_layers is {listed!r}", fix=f"give it {count} entries: 1 for rotary positions, 0 for none"
+        )
+    return [bool(one) for one in listed[:count]]
+
+
+def _windows(values: dict[str, Any], family: Family, rotated: list[bool], where: str) -> list[int | None]:
     """Each layer's sliding window, None for full attention."""
     count, window = values["num_hidden_layers"], values.get("sliding_window")
     if family.window == "none" or window is None:
         return [None] * count
     if family.window == "all":
         return [window] * count
-    if not values.get("use_sliding_window", False):
+    if family.window_switch and not values.get("use_sliding_window", False):
         return [None] * count
-    first = values.get("max_window_layers", 28)
-    if not isinstance(first, int):
-        raise SpecError(f"{where}: max_window_layers is {first!r}", fix="set max_window_layers to a whole number")
-    types = values.get("layer_types") or [
-        "sliding_attention" if index >= first else "full_attention" for index in range(count)
-    ]
+    types = values.get("layer_types") or _layer_types(values, family, rotated, where)
     if not isinstance(types, list) or len(types) != count:
         raise SpecError(
             f"{where}: layer_types must have {count} entries, one for each layer", fix="give one entry a layer"
@@ -266,3 +312,18 @@ def _windows(values: dict[str, Any], family: Family, where: str) -> list[int | N
                 fix="supported are: full_attention, sliding_attention",
             )
     return [window if name == "sliding_attention" else None for name in types]
+
+
+def _layer_types(values: dict[str, Any], family: Family, rotated: list[bool], where: str) -> list[str]:
+    """What transformers takes for layer_types where config.json has none."""
+    if family.nope_layers:
+        local = [not one for one in rotated]
+    elif family.window_pattern is not None:
+        every = positive(values, "sliding_window_pattern", where, family.window_pattern)
+        local = [bool((index + 1) % every) for index in range(len(rotated))]
+    else:
+        first = values.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise SpecError(f"{where}: max_window_layers is {first!r}", fix="set max_window_layers to a whole number")
+        local = [index >= first for index in range(len(rotated))]
+    return ["sliding_attention" if one else "full_attention" for one in local]

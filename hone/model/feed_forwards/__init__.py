@@ -2,4 +2,10 @@
 
 from hone.base.table import Table
 
-FEED_FORWARDS = Table("feed-forward", {"swiglu": "hone.model.feed_forwards.swiglu:SwiGLU"})
+FEED_FORWARDS = Table(
+    "feed-forward",
+    {
+        "swiglu": "hone.model.feed_forwards.swiglu:SwiGLU",
+        "geglu": "hone.model.feed_forwards.geglu:GeGLU",
+    },
+)

@@ -1,68 +1,24 @@
-"""Softmax attention with rotary positions: grouped KV heads, sliding window, optional biases and query/key norms."""
+"""Softmax attention with rotary positions: grouped KV heads, sliding window, optional biases, query/key norms and softcap."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hone.base.spec import Spec
+from hone.base.errors import SpecError
+from hone.base.spec import Quiet
 from hone.cost.cache import LayerCache, keys_and_values
 from hone.cost.facts import Attending, Widths, attention_widths
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, grouped_pieces, projection_in, projection_out
 from hone.model.mixer import Mixer
+from hone.model.rope import Rope
 from hone.ops import rope
-
-
-class Rope(Spec):
-    """Rotary positions and their scaling for longer contexts."""
-
-    theta: float = Field(10000.0, gt=0, description="Base of the wavelengths.")
-    scaling: Literal["none", "linear", "llama3"] = Field(
-        "none", description="Scaling of the positions for longer contexts."
-    )
-    factor: float = Field(1.0, ge=1, description="Factor by which the context was extended.")
-    low_freq_factor: float = Field(
-        1.0, gt=0, description="llama3: wavelengths longer than old context / this are scaled."
-    )
-    high_freq_factor: float = Field(
-        4.0, gt=0, description="llama3: wavelengths shorter than old context / this are kept."
-    )
-    original_max_seq_len: int = Field(8192, gt=0, description="llama3: context length before the extension.")
-
-    @property
-    def key(self) -> tuple[float | str, ...]:
-        """The fields as plain values: torch.compile cannot look a spec up in a dictionary."""
-        return (
-            self.theta,
-            self.scaling,
-            self.factor,
-            self.low_freq_factor,
-            self.high_freq_factor,
-            self.original_max_seq_len,
-        )
-
-    def frequencies(self, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-        """Radians per position of each of the head_dim / 2 pairs, float32.
-
-        RoPE: arXiv:2104.09864. linear: position interpolation, arXiv:2306.15595. llama3: the by-parts rule of the
-        Llama 3.1 release (long wavelengths divided by `factor`, short ones kept, a ramp between).
-        """
-        steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-        plain = 1.0 / self.theta**steps
-        if self.scaling == "none":
-            return plain
-        if self.scaling == "linear":
-            return plain / self.factor
-        turns = self.original_max_seq_len * plain / (2 * torch.pi)  # rotations within the old context
-        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        keep = keep.clamp(0, 1)
-        return (1 - keep) * plain / self.factor + keep * plain
 
 
 class GroupedHeads(Mixer):
@@ -125,13 +81,49 @@ class Attention(GroupedHeads):
     qkv_bias: bool = Field(False, description="Biases on queries, keys and values.")
     out_bias: bool = Field(False, description="A bias on the output projection.")
     qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
+    qk_norm_over: Annotated[Literal["head", "projection"], Quiet()] = Field(
+        "head", description="What qk_norm norms: each head, or all query heads (and all key heads) as one vector."
+    )
+    rotary_dim: Annotated[int | None, Quiet()] = Field(
+        None, ge=0, description="Channels of a head that are rotated, the first ones; empty for all, 0 for none (NoPE)."
+    )
+    scale: Annotated[float | None, Quiet()] = Field(
+        None, gt=0, description="Scale of the scores; head_dim ** -0.5 when empty."
+    )
+    softcap: Annotated[float | None, Quiet()] = Field(
+        None, gt=0, description="Cap of the scores: softcap * tanh(score / softcap); empty for none."
+    )
+
+    @model_validator(mode="after")
+    def _rotation_fits(self) -> Self:
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_dim):
+            raise ValueError(f"rotary_dim {self.rotary_dim} is odd or above head_dim {self.head_dim}")
+        pairs = (self.head_dim if self.rotary_dim is None else self.rotary_dim) // 2
+        if self.rope.scaling == "longrope" and len(self.rope.short_factor) != pairs:
+            raise ValueError(
+                f"longrope has {len(self.rope.short_factor)} short_factor entries for {pairs} rotated pairs of channels"
+            )
+        return self
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         qkv, out = super().linears(hidden_size)
         return replace(qkv, bias=self.qkv_bias), replace(out, bias=self.out_bias)
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        return (NormSpec("q_norm", self.head_dim), NormSpec("k_norm", self.head_dim)) if self.qk_norm else ()
+        if not self.qk_norm:
+            return ()
+        whole = self.qk_norm_over == "projection"
+        queries, keys = (self.num_heads, self.num_kv_heads) if whole else (1, 1)
+        return (NormSpec("q_norm", queries * self.head_dim), NormSpec("k_norm", keys * self.head_dim))
+
+    def local(self, num_ranks: int) -> Self:
+        if num_ranks > 1 and self.qk_norm and self.qk_norm_over == "projection":
+            raise SpecError(
+                f"'{self.kind}' with qk_norm_over 'projection' cannot be split over {num_ranks} tensor-parallel ranks: "
+                "the norm needs all heads",
+                fix="set tensor_parallel_size=1",
+            )
+        return super().local(num_ranks)
 
     def mixing(self) -> Attending:
         return Attending(self.num_heads, self.num_kv_heads, self.head_dim, self.window)
@@ -146,11 +138,13 @@ class Attention(GroupedHeads):
         return keys_and_values(self.num_kv_heads, self.head_dim)
 
     def prepare(self, context: Context, x: Tensor) -> None:
-        super().prepare(context, x)
-        context.expect(x, self.head_dim, self.window)
+        if self.rotary_dim != 0:
+            context.rotary(self.rope, self.rotary_dim or self.head_dim, x.dtype)
+        context.expect(x, self.head_dim, self.window, softcap=self.softcap)
 
     def build(self, place: Placement) -> AttentionLayer:
-        return AttentionLayer(self, place)
+        usual = self.rotary_dim is None and self.qk_norm_over == "head"
+        return (AttentionLayer if usual else PartlyRotatedLayer)(self, place)
 
 
 class AttentionLayer(GroupedHeadsLayer):
@@ -159,6 +153,9 @@ class AttentionLayer(GroupedHeadsLayer):
     def __init__(self, spec: Attention, place: Placement) -> None:
         super().__init__(spec, place)
         self.shares_kv = False  # set by the decoder when a later layer attends to these keys
+        self.options: dict[str, Any] = {"scale": spec.scale or self.scale, "window": spec.window}
+        if spec.softcap is not None:
+            self.options["softcap"] = spec.softcap
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
@@ -169,13 +166,41 @@ class AttentionLayer(GroupedHeadsLayer):
         if spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotate_and_cache(self.layer, q, k, v, cos, sin):
-            mixed = context.attend(self.layer, q, None, None, scale=self.scale, window=spec.window)
-            return self.out(mixed.flatten(-2))
+            return self.out(context.attend(self.layer, q, None, None, **self.options).flatten(-2))
         if spec.qk_norm:
             q, k = rope(q, cos, sin), rope(k, cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        return self.attended(q, k, v, context)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """The layer's output from rotated q [..., H, Dh] and k, v [..., KV, Dh]."""
         if self.shares_kv:
             context.share_kv(self.layer, k, v)
-        mixed = context.attend(self.layer, q, k, v, scale=self.scale, window=spec.window)
-        return self.out(mixed.flatten(-2))
+        return self.out(context.attend(self.layer, q, k, v, **self.options).flatten(-2))
+
+
+class PartlyRotatedLayer(AttentionLayer):
+    """`AttentionLayer` for the options that are rare: heads rotated in part or not at all, norms over all heads at once."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        spec = self.spec
+        q, k, v = self.qkv(x).split(self.rows["qkv"], dim=-1)
+        whole = spec.qk_norm and spec.qk_norm_over == "projection"
+        if whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (q, k, v))
+        if spec.qk_norm and not whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if spec.rotary_dim != 0:
+            cos, sin = context.rotary(spec.rope, spec.rotary_dim or spec.head_dim, x.dtype)
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        return self.attended(q, k, v, context)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., heads, Dh] with its first channels rotated, as many as there are angles for."""
+    dim = 2 * cos.shape[-1]
+    if dim == x.shape[-1]:
+        return rope(x, cos, sin)
+    return torch.cat((rope(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)

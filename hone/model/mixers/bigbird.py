@@ -13,7 +13,8 @@ from hone.base.errors import SpecError
 from hone.cost.facts import mean_positions
 from hone.model.block import Placement
 from hone.model.context import Context, KeyValues, sdpa
-from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
+from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer
+from hone.model.rope import Rope
 from hone.ops import attend
 from hone.ops.attention.masks import Mask, bigbird, documents
 

@@ -13,7 +13,8 @@ from hone.model.block import Placement
 from hone.model.context import Context
 from hone.model.linear_spec import Parameter, ParameterSpec
 from hone.model.mixer import refuse_packed
-from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
+from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer
+from hone.model.rope import Rope
 from hone.ops import attend
 from hone.ops.attention.masks import FULL
 

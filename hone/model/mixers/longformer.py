@@ -13,7 +13,8 @@ from hone.cost.facts import Widths, mean_positions
 from hone.model.block import Placement
 from hone.model.context import Context, sdpa
 from hone.model.linear_spec import LinearSpec, projection_in
-from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
+from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer
+from hone.model.rope import Rope
 from hone.ops import attend, rope
 from hone.ops.attention.masks import FULL, Mask
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from hone.cost.facts import Widths
 from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer, Rope
+from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer
+from hone.model.rope import Rope
 from hone.ops import attend, merge
 from hone.ops.attention.masks import CAUSAL, FULL, Mask
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from hone.model.block import Placement
 from hone.model.context import Context
 from hone.model.linear_spec import LinearSpec
-from hone.model.mixers.attention import Rope
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer, qkv_and_out, weighted_mean
+from hone.model.rope import Rope
 from hone.ops import rope
 
 

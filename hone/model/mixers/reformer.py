@@ -17,7 +17,7 @@ from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import LinearSpec, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
-from hone.model.mixers.attention import Rope
+from hone.model.rope import Rope
 from hone.ops import attend, merge, rope
 from hone.ops.attention.masks import Mask
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from hone.model.block import Placement
 from hone.model.context import Context
 from hone.model.linear_spec import LinearSpec, Piece, projection_in, projection_out
-from hone.model.mixers.attention import Rope
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
+from hone.model.rope import Rope
 from hone.ops import rope, scan
 
 

@@ -12,7 +12,7 @@ from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
-from hone.model.mixers.attention import Rope
+from hone.model.rope import Rope
 from hone.ops import rope
 
 
@@ -45,6 +45,15 @@ class SharedKV(Mixer):
             mine, theirs = getattr(self, name), getattr(source, name)
             if mine != theirs:
                 raise ValueError(f"shared_kv.{name} is {mine}, but the layer whose keys it uses has {theirs}")
+        for name in ("rotary_dim", "scale", "softcap"):
+            if getattr(source, name) is not None:
+                raise ValueError(
+                    f"shared_kv has no {name}, but the layer whose keys it uses has {getattr(source, name)}"
+                )
+        if source.qk_norm_over != "head":
+            raise ValueError(
+                f"shared_kv norms heads, the layer whose keys it uses has qk_norm_over {source.qk_norm_over!r}"
+            )
         if self.num_heads % source.num_kv_heads:
             raise ValueError(
                 f"shared_kv.num_heads {self.num_heads} is no multiple of the {source.num_kv_heads} key heads it uses"

@@ -24,15 +24,30 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     Only its input is kept for the backward pass, which computes the gate again. Differentiable once. Raises SpecError
     for an axis that has no halves.
     """
+    _check_halves(gate_up)
+    chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
+    if chosen == "triton":
+        return entry_of(_gate_op, _gate, _Gate, gate_up)(gate_up)
+    return (torch_calls if chosen == "torch" else reference).swiglu(gate_up)
+
+
+def geglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
+    """gelu(gate) * up of the halves of the last axis, gelu by its tanh approximation: [..., 2F] -> [..., F]. arXiv:2002.05202.
+
+    Two calls of torch on every device; under torch.compile they become one kernel. Raises SpecError for an axis that has
+    no halves.
+    """
+    _check_halves(gate_up)
+    backend_of("geglu", gate_up.device, backend)
+    return reference.geglu(gate_up)
+
+
+def _check_halves(gate_up: Tensor) -> None:
     if gate_up.shape[-1] % 2:
         raise SpecError(
             f"gate_up {tuple(gate_up.shape)} has no halves: its last axis is odd",
             fix="give [..., 2F]: the gate's F columns, then the up projection's",
         )
-    chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
-    if chosen == "triton":
-        return entry_of(_gate_op, _gate, _Gate, gate_up)(gate_up)
-    return (torch_calls if chosen == "torch" else reference).swiglu(gate_up)
 
 
 # What the GPU runs: launches of the Triton kernels as torch ops, and for eager calls as plain Functions.

@@ -28,6 +28,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     teacher: Teacher | None = None,
+    softcap: float | None = None,
     chunk_tokens: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -36,7 +37,8 @@ def linear_cross_entropy(
     x [..., D] in any floating dtype, weight [V, D], targets int64 [...] with `ignore_index` where there is none.
     `z_loss` adds z_loss * log(sum(exp(logits)))^2 a token (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
     `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
-    `teacher` mixes in the divergence from a teacher (see `Teacher`). 'mean' divides by the valid targets (NaN when there
+    `teacher` mixes in the divergence from a teacher (see `Teacher`). `softcap` c makes a logit l into c tanh(l / c),
+    arXiv:2408.00118. 'mean' divides by the valid targets (NaN when there
     is none). `chunk_tokens` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
     float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only, since its gradients are
     handed over without a copy. A target must lie in [0, V) or be `ignore_index`: a GPU does not check. Raises SpecError for what does not fit.
@@ -58,11 +60,14 @@ def linear_cross_entropy(
         )
     if teacher is not None:
         _check_teacher(teacher, targets.numel(), len(weight), label_smoothing)
-    chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype)
+    capped = softcap is not None or (teacher is not None and teacher.softcap is not None)
+    chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype, softcap=capped)
+    if capped and chosen == "triton":
+        raise SpecError("the kernel of linear_cross_entropy has no softcap on the logits", fix="leave backend out")
     if chosen != "triton":
         return reference.linear_cross_entropy(
             x, weight, targets, reduction=reduction, ignore_index=ignore_index, z_loss=z_loss,
-            label_smoothing=label_smoothing, teacher=teacher, chunk_tokens=chunk_tokens,
+            label_smoothing=label_smoothing, teacher=teacher, softcap=softcap, chunk_tokens=chunk_tokens,
         )  # fmt: skip
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     mean = reduction == "mean" and x.dtype != torch.float16

@@ -23,6 +23,8 @@ class Teacher:
     weight: Tensor
     alpha: float
     temperature: float = 1.0
+    softcap: float | None = None
+    """Cap of the teacher's logits: softcap * tanh(logit / softcap)."""
 
 
 def linear_cross_entropy(
@@ -35,6 +37,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     teacher: Teacher | None = None,
+    softcap: float | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """`ops.loss.linear_cross_entropy` in plain torch: chunks of logits, gradients made beside the loss."""
@@ -43,7 +46,7 @@ def linear_cross_entropy(
         x, weight = x.detach(), weight.detach()
     chunk_tokens = chunk_tokens or default_chunk_tokens(x.device.type, len(weight))
     total: Tensor = _LinearCrossEntropy.apply(
-        x, weight, targets, ignore_index, z_loss, label_smoothing, teacher, chunk_tokens
+        x, weight, targets, ignore_index, z_loss, label_smoothing, teacher, chunk_tokens, softcap
     )
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
@@ -62,6 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_smoothing: float,
         teacher: Teacher | None,
         chunk_tokens: int,
+        softcap: float | None,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         # Gradients of rare tokens are below float16's range; a power of two lifts them and is taken out again.
@@ -74,17 +78,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(x), chunk_tokens):
             part = x[begin : begin + chunk_tokens]
             chosen = targets[begin : begin + chunk_tokens]
-            logits = (part @ weight.T).to(exact)
+            logits = _capped((part @ weight.T).to(exact), softcap)
+            slope = None if softcap is None or not wants_grad else 1 - (logits / softcap).square()
             if teacher is None or teacher_hidden is None:
                 loss, grad = _cross_entropy_chunk(logits, chosen, ignore_index, z_loss, label_smoothing, wants_grad)
             else:
                 theirs = (teacher_hidden[begin : begin + chunk_tokens] @ teacher.weight.T).to(exact)
+                theirs = _capped(theirs, teacher.softcap)
                 loss, grad = _teacher_chunk(
                     logits, theirs, chosen, ignore_index, z_loss, teacher.alpha, teacher.temperature, wants_grad
                 )
             total = total + loss  # not in place: torch 2.11, compiling, would take the sum for one without gradients
             if grad is None:
                 continue
+            if slope is not None:
+                grad *= slope
             grad = grad.mul_(ctx.lift).to(x.dtype)
             if grad_x is not None:
                 torch.mm(grad, weight, out=grad_x[begin : begin + chunk_tokens])
@@ -106,7 +114,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_x = (grad_x * scale).to(ctx.dtypes[0])
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.dtypes[1])
-        return grad_x, grad_weight, *[None] * 6
+        return grad_x, grad_weight, *[None] * 7
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def default_chunk_tokens(device_type: str, vocab_size: int) -> int:

@@ -30,9 +30,12 @@ def rms_norm(
     residual: Tensor | None = None,
     quantize: Codes | None = None,
     *,
+    offset: float = 0.0,
     backend: str | None = None,
 ) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis of x [..., D]; arXiv:1910.07467.
+
+    With `offset` it is multiplied by weight + offset, in float32 before it is rounded to x's dtype; arXiv:2408.00118.
 
     With `residual` (x's shape and dtype) x + residual is normed and returned too: (y, x + residual).
     With `quantize` y comes as codes, float8_e4m3fn or int8, and one float32 scale a row [..., 1] (the row's largest
@@ -45,6 +48,8 @@ def rms_norm(
             fix=f"give weight [{x.shape[-1]}]",
         )
     facts = {"dtype": x.dtype, "weight_dtype": weight.dtype, "width": x.shape[-1]}
+    if offset:
+        facts["offset"] = True
     chosen = backend_of("rms_norm", x.device, backend, **facts)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise SpecError(
@@ -54,9 +59,14 @@ def rms_norm(
     if quantize not in (None, "fp8", "int8"):
         raise SpecError(f"quantize is {quantize!r}; it may be None, 'fp8' or 'int8'", fix="leave it out for x's dtype")
     if chosen == "triton":
+        if offset:
+            raise SpecError(f"the kernel of rms_norm has no offset, and it is {offset}", fix="leave backend out")
         return _rms_norm_triton(x, weight, eps, residual, quantize)
     summed = x if residual is None else x + residual
-    normed = (torch_calls if chosen == "torch" else reference).rms_norm(summed, weight, eps)
+    if offset:
+        normed = reference.rms_norm(summed, weight, eps, offset)
+    else:
+        normed = (torch_calls if chosen == "torch" else reference).rms_norm(summed, weight, eps)
     if quantize is None:
         return normed if residual is None else (normed, summed)
     codes, scales = row_codes(normed.detach(), quantize)

@@ -9,6 +9,8 @@ Legend: T flat new tokens, R sequences, P pages of a sequence (padded), H query 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -143,13 +145,13 @@ def attend_paged(
     return attend_planned(q, k_pages, v_pages, plan, scale=scale, window=window, extras=extras)
 
 
-def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int) -> bool:
+def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, **options: Any) -> bool:
     """Whether `attend_paged` runs a kernel, which reads lengths and pages on the device. Else call `plan_rows` once a step
-    and `attend_planned` in every layer."""
-    return _backend(q, k_pages, v_pages, num_rows, None) == "triton"
+    and `attend_planned` in every layer. `options`: what `attend_planned` is asked besides (softcap=True)."""
+    return _backend(q, k_pages, v_pages, num_rows, None, **options) == "triton"
 
 
-def _backend(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, forced: str | None) -> str:
+def _backend(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, forced: str | None, **options: Any) -> str:
     return backend_of(
         "attend_paged",
         q.device,
@@ -159,6 +161,7 @@ def _backend(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, forced:
         head_dim=k_pages.shape[3],
         v_dim=v_pages.shape[3],
         rows=num_rows,
+        **options,
     )
 
 

@@ -33,6 +33,7 @@ class Extras:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     value_dim: int | None = None
+    softcap: float | None = None
 
 
 _PLAIN = Extras()
@@ -171,7 +172,7 @@ def _attend_group(
     k = _gathered(k_pages, group, extras.k_scale, q.dtype)
     latent = extras.value_dim is not None
     v = k[..., : extras.value_dim] if latent else _gathered(v_pages, group, extras.v_scale, q.dtype)
-    if group.fresh and (window is None or window >= longest) and extras.sinks is None:
+    if group.fresh and (window is None or window >= longest) and extras.sinks is None and extras.softcap is None:
         q = q.view(num_rows, longest, heads, head_dim).transpose(1, 2)
         k, v = k[:, :, :longest], v[:, :, :longest]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
@@ -181,12 +182,12 @@ def _attend_group(
     block = max(1, _MASK_VALUES // (num_rows * groups * k.shape[2]))
     if block >= longest:
         mask = group.mask(page_size, window, groups, q.dtype, sink_tokens=extras.sink_tokens)
-        return _attend_masked(q, k, v, mask, scale, extras.sinks).reshape(-1, heads, v.shape[-1])
+        return _attend_masked(q, k, v, mask, scale, extras).reshape(-1, heads, v.shape[-1])
     out = q.new_empty(num_rows, longest, heads, v.shape[-1])
     for start in range(0, longest, block):
         part = slice(start, start + block)
         mask = group.mask(page_size, window, groups, q.dtype, part, extras.sink_tokens)
-        out[:, part] = _attend_masked(q[:, part], k, v, mask, scale, extras.sinks)
+        out[:, part] = _attend_masked(q[:, part], k, v, mask, scale, extras)
     return out.view(-1, heads, v.shape[-1])
 
 
@@ -201,8 +202,8 @@ def _gathered(pages: Tensor, group: _Group, scale: Tensor | None, dtype: torch.d
     return rows.to(dtype) * scales.to(dtype)
 
 
-def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """q [R, n, H, Dh], k and v [R, KV, L, D], mask [R, 1, n * G, L] (or [R, 1, 1, L]), sinks [H] -> [R, n, H, Dv].
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, extras: Extras) -> Tensor:
+    """q [R, n, H, Dh], k and v [R, KV, L, D], mask [R, 1, n * G, L] (or [R, 1, 1, L]) -> [R, n, H, Dv].
 
     The G query heads of a KV head become G queries of it, so that keys are never repeated.
     """
@@ -211,11 +212,15 @@ def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, 
     groups = heads // kv_heads
     q = q.reshape(num_rows, longest, kv_heads, groups, head_dim).transpose(1, 2)
     q = q.reshape(num_rows, kv_heads, longest * groups, head_dim)
-    if sinks is None:
+    if extras.softcap is not None:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        scores = (q.to(exact) @ k.to(exact).transpose(-2, -1)).mul_(scale / extras.softcap).tanh_()
+        out = (scores.mul_(extras.softcap).add_(mask).softmax(-1) @ v.to(exact)).to(q.dtype)
+    elif extras.sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     else:
         scores = q @ k.transpose(-2, -1) * scale + mask
-        sink = sinks.to(q.dtype).view(kv_heads, 1, groups).expand(num_rows, kv_heads, longest, groups)
+        sink = extras.sinks.to(q.dtype).view(kv_heads, 1, groups).expand(num_rows, kv_heads, longest, groups)
         out = torch.cat((scores, sink.reshape(num_rows, kv_heads, -1, 1)), dim=-1).softmax(-1)[..., :-1] @ v
     return (
         out.view(num_rows, kv_heads, longest, groups, v.shape[-1])

@@ -40,7 +40,9 @@ class KVCache:
     """`layers[i][name]` is the paged tensor `name` of layer i: [num_pages + 1, *shape[:-1], block_size, shape[-1]].
 
     Page 0 is the null page. Tensors of one shape and format lie in one allocation, over all layers. `declared` are the
-    layers' tensors (a layer that uses another's has none); `dtype` is the format of those that name none.
+    layers' tensors (a layer that uses another's has none); `dtype` is the format of those that name none. `rope_len` is
+    the sequence length that the rotation of its keys is made for, where that depends on the length: as in vLLM the
+    longest that the engine serves, since cached keys are never rotated again.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class KVCache:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rope_len: int | None = None,
     ) -> None:
         self.block_size = block_size
+        self.rope_len = rope_len
         self.num_pages = num_pages
         self.dtype = dtype
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}

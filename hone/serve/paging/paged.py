@@ -25,6 +25,7 @@ class Paged(Context):
     def __init__(self, cache: KVCache, batch: Batch, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.cache = cache
+        self.rope_len = cache.rope_len
         self._batch = batch
         self._longest = int(batch.ends.max())
         self._most = int(batch.lengths.max())
@@ -35,11 +36,24 @@ class Paged(Context):
         self._ends, self._lengths, self._table = on["ends"], on["lengths"], on["table"]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         k_pages, v_pages = self._kv(layer)
         if k is not None and v is not None:  # else borrowed from `layer`, which has written them
             write_kv(k.to(k_pages.dtype), v.to(v_pages.dtype), k_pages, v_pages, self._pages, self._offsets)
+        if softcap is not None:
+            if q.is_cuda:
+                runs_kernel(q, k_pages, v_pages, len(self._ends), softcap=True)  # says once that it does not, and why
+            extras = Extras(softcap=softcap)
+            return attend_planned(q, k_pages, v_pages, self._planned(q), scale=scale, window=window, extras=extras)
         if q.is_cuda and runs_kernel(q, k_pages, v_pages, len(self._ends)):
             lengths = None if self._most == 1 else self._lengths
             return attend_paged(
@@ -70,9 +84,7 @@ class Paged(Context):
             table = self.cache.tables.get(key)
             if table is None or table[0].shape[0] < self._longest:
                 places = torch.arange(1 << (self._longest - 1).bit_length(), device=self.positions.device)
-                angles = places[:, None].float() * rope.frequencies(head_dim, places.device)
-                table = angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
-                self.cache.tables[key] = table
+                table = self.cache.tables[key] = rope.tables(places, head_dim, dtype, self.rope_len)
             self._rotary[key] = table[0][self.positions], table[1][self.positions]
         return self._rotary[key]
 
@@ -109,6 +121,7 @@ class PagedBuffers(Paged):
     def __init__(self, cache: KVCache, num_seqs: int, longest: int, device: torch.device) -> None:
         Context.__init__(self)
         self.cache = cache
+        self.rope_len = cache.rope_len
         self._longest, self._most = longest, 1
         self._host = torch.zeros(5, num_seqs, dtype=torch.int64).pin_memory()
         self._flat = self._host.numpy()  # the same memory
@@ -143,10 +156,12 @@ class PagedBuffers(Paged):
         self._copied.record()
 
 
-def reads_in_place(cache: KVCache, device: torch.device | str, dtype: torch.dtype | None = None) -> bool:
+def reads_in_place(
+    cache: KVCache, device: torch.device | str, dtype: torch.dtype | None = None, *, softcap: bool = False
+) -> bool:
     """Whether attention over every layer of `cache` runs without the host knowing lengths, as a captured graph needs.
 
-    `dtype` is that of the queries, by default the cache's.
+    `dtype` is that of the queries, by default the cache's; `softcap`: whether a layer caps its scores.
     """
     if torch.device(device).type != "cuda":
         return False
@@ -161,6 +176,7 @@ def reads_in_place(cache: KVCache, device: torch.device | str, dtype: torch.dtyp
             head_dim=tensors["k"].shape[-1],
             v_dim=tensors["v"].shape[-1],
             rows=1,
+            softcap=softcap,
         ).backend
         == "triton"
         for tensors in kept

@@ -99,6 +99,7 @@ class DraftRunner:
             setting.block_size,
             dtype=setting.cache_dtype or draft.embedding.dtype,
             device=setting.device,
+            rope_len=setting.max_model_len,
         )
 
     def guess(self, step: StepInput) -> list[Guess]:

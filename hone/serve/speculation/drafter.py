@@ -46,6 +46,8 @@ class DraftSetting:
     cache_dtype: Any
     """Number format of the draft model's cache; None for that of its weights."""
     device: Any
+    max_model_len: int | None = None
+    """The longest sequence that the engine serves."""
 
 
 class Drafter(Technique):

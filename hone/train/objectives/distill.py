@@ -30,11 +30,12 @@ class Distill(Objective):
 
         assert teacher is not None and teacher_hidden is not None, "distill without a teacher"
         return distill_loss(
-            model.norm(x).flatten(0, -2),
+            model.head_input(x).flatten(0, -2),
             model.head_weight,
-            teacher.norm(teacher_hidden).flatten(0, -2),
+            teacher.head_input(teacher_hidden).flatten(0, -2),
             teacher.head_weight,
             targets.flatten(),
             alpha=self.alpha,
             temperature=self.temperature,
+            softcaps=(model.config.logits_softcap, teacher.config.logits_softcap),
         )

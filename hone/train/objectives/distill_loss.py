@@ -21,14 +21,17 @@ def distill_loss(
     *,
     alpha: float,
     temperature: float,
+    softcaps: tuple[float | None, float | None] = (None, None),
 ) -> Tensor:
     """alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) cross entropy, summed over valid targets.
 
-    `x_TD` and `teacher_TE` are normed hidden states in any floating dtype, targets int64 with -100 where there is none.
+    `softcaps` are those of the student's and the teacher's logits. `x_TD` and `teacher_TE` are normed hidden states in any floating dtype, targets int64 with -100 where there is none.
     A float32 scalar in nats (float64 for float64 inputs), differentiable in `x_TD` and `weight_VD`. arXiv:1503.02531.
     """
-    teacher = Teacher(teacher_TE, teacher_VE, alpha, temperature)
+    softcap, teacher_softcap = softcaps
+    teacher = Teacher(teacher_TE, teacher_VE, alpha, temperature, teacher_softcap)
     chunk_tokens = None if x_TD.is_cuda else default_chunk_tokens(x_TD.device.type, len(weight_VD))
     return linear_cross_entropy(
-        x_TD, weight_VD, targets_T, reduction="sum", ignore_index=IGNORE, teacher=teacher, chunk_tokens=chunk_tokens
-    )
+        x_TD, weight_VD, targets_T, reduction="sum", ignore_index=IGNORE, teacher=teacher, softcap=softcap,
+        chunk_tokens=chunk_tokens,
+    )  # fmt: skip

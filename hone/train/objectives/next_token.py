@@ -21,4 +21,5 @@ class NextToken(Objective):
         """Nats summed over the valid targets."""
         from hone.ops import linear_cross_entropy
 
-        return linear_cross_entropy(model.norm(x), model.head_weight, targets, reduction="sum")
+        softcap = model.config.logits_softcap
+        return linear_cross_entropy(model.head_input(x), model.head_weight, targets, reduction="sum", softcap=softcap)
