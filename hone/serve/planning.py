@@ -15,7 +15,7 @@ from hone.cost.serving import Batching, Serving, StepKind, Traffic, serving_seco
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
 from hone.ops.dispatch import Where, choose, triton_version
-from hone.serve.paging.cache import cache_tensors
+from hone.serve.paging.cache import cache_tensors, has_softcap
 from hone.serve.sizing import Memory, cache_pages, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import NUM_SAMPLES, SAMPLE_TOKENS
@@ -84,7 +84,7 @@ def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine) -> Se
         machine,
         dtype,
         threads=step_threads(spec, facts.num_params, spec.max_num_seqs or 1, calibrated),
-        in_place=reads_in_place_on(machine, cache_tensors(model.config), dtype),
+        in_place=reads_in_place_on(machine, cache_tensors(model.config), dtype, softcap=has_softcap(model.config)),
         captured=spec.drafter is None,
         read_bytes=read_weights(facts, dtype, model.weights_bytes) if model.quantization else None,
     )
@@ -136,14 +136,17 @@ def read_weights(facts: ModelFacts, dtype: str, stored: float) -> float | None:
     return stored - embedding
 
 
-def reads_in_place_on(machine: Machine, tensors: Sequence[LayerCache], dtype: str) -> bool:
-    """Whether `machine` is a GPU whose kernels read pages of `dtype` where they lie; `tensors`: `cache_tensors` of the model."""
+def reads_in_place_on(machine: Machine, tensors: Sequence[LayerCache], dtype: str, *, softcap: bool = False) -> bool:
+    """Whether `machine` is a GPU whose kernels read pages of `dtype` where they lie.
+
+    `tensors`: `cache_tensors` of the model; `softcap`: its `has_softcap`.
+    """
     if not machine.device.startswith("cuda"):
         return False
     gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
     major, minor = map(int, gpu.capability.split("."))
     where = Where("cuda", (major, minor), gpu.num_multiprocessors, triton_version())
-    page = {"dtype": getattr(torch, dtype), "page_dtype": getattr(torch, dtype), "rows": 1}
+    page = {"dtype": getattr(torch, dtype), "page_dtype": getattr(torch, dtype), "rows": 1, "softcap": softcap}
     for layer in tensors:
         widths = {one.name: one.shape[-1] for one in layer}
         if layer and set(widths) != {"k", "v"}:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hone.cost.serving import MOST_CAPTURED
 from hone.model.decoder import Decoder
 from hone.ops.dispatch import say_once
-from hone.serve.paging.cache import KVCache
+from hone.serve.paging.cache import KVCache, has_softcap
 from hone.serve.paging.paged import Paged, PagedBuffers, reads_in_place
 from hone.serve.request import TokenLogprob
 from hone.serve.sampler import Chosen, Sampler, logprobs
@@ -53,8 +53,7 @@ class Runner:
         self.sampler = sampler
         self.device = device
         self.guesser = guesser
-        softcap = any(getattr(layer.mixer, "softcap", None) is not None for layer in model.config.layers)
-        in_place = reads_in_place(cache, device, model.embedding.dtype, softcap=softcap)
+        in_place = reads_in_place(cache, device, model.embedding.dtype, softcap=has_softcap(model.config))
         self.graphs = DecodeGraphs(model, cache, device) if in_place else None
         """Runs decode steps; None: every step is launched kernel by kernel."""
 

@@ -14,6 +14,15 @@ from hone.base.run import Run
 from hone.compress.stage import Compress
 from tests.conftest import byte_tokenizer
 
+MORE = {
+    "qwen3": {"head_dim": 32},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gemma2": {"head_dim": 32, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"residual_multiplier": 0.3, "embedding_multiplier": 6.0, "logits_scaling": 4.0},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+"""What the families' small models have besides common sizes."""
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "and the cat sat on the mat", "a dog and a fox met"]
 
 
@@ -64,15 +73,10 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory):
     def make(family: str) -> Path:
         if family in made:
             return made[family]
-        classes = {
-            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        }
-        config_class, model_class = classes[family]
         tokenizer = byte_tokenizer()
-        config = config_class(
+        more = MORE.get(family, {})
+        config = transformers.AutoConfig.for_model(
+            family,
             vocab_size=len(tokenizer),
             hidden_size=64,
             intermediate_size=96,
@@ -80,13 +84,14 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory):
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,
-            tie_word_embeddings=family in ("llama", "qwen3"),
+            tie_word_embeddings=family in ("llama", "qwen3", "gemma2", "smollm3"),
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
-            **({"head_dim": 32} if family == "qwen3" else {}),
+            pad_token_id=None,
+            **more,
         )
         torch.manual_seed(0)
-        model = model_class(config).float()
+        model = transformers.AutoModelForCausalLM.from_config(config).float()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.1) if parameter.dim() == 2 else parameter.add_(

@@ -21,12 +21,14 @@ FORMATS = {
     "pruned": {"kind": "magnitude"},
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LATER = ("phi3", "granite", "olmo2", "gemma2", "gemma3_text", "smollm3")
+"""What a family adds besides names is tested with Llama's four: two formats are enough."""
 QUICK = {("llama", form) for form in FORMATS} | {(family, "int4") for family in FAMILIES}
 CELLS = [
     pytest.param(family, form, marks=() if (family, form) in QUICK else pytest.mark.slow)
     for family in FAMILIES
     for form in FORMATS
-]
+] + [(family, form) for family in LATER for form in ("int4", "int8-channel")]
 
 
 def transformers_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

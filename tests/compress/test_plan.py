@@ -52,7 +52,9 @@ def test_a_model_that_does_not_exist_is_planned_to_the_byte(
         assert before.estimates["sparsity"].value == 0.3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # tied; biases, untied; norms of queries and keys
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "gemma2"]
+)  # tied; biases, untied; norms of queries and keys; fused modules; norms after blocks, and around them
 def test_a_config_names_every_tensor_of_its_checkpoint(family: str, family_folder) -> None:
     from hone.compress.sizes import entries
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import choose, linear_cross_entropy, rms_norm, rope, swiglu
+from hone.ops import choose, geglu, linear_cross_entropy, rms_norm, rope, swiglu
 from hone.ops.dispatch import Where
 
 F64 = torch.float64
@@ -67,6 +67,30 @@ def test_rms_norm_and_swiglu_are_torchs() -> None:
     x, weight = torch.randn(4, 12, dtype=F64), torch.rand(12, dtype=F64)
     torch.testing.assert_close(rms_norm(x, weight, 1e-4, backend="reference"), F.rms_norm(x, (12,), weight, 1e-4))
     torch.testing.assert_close(swiglu(x, backend="reference"), F.silu(x[:, :6]) * x[:, 6:])
+
+
+def test_an_offset_is_added_to_the_weight_before_rounding() -> None:
+    x, weight = torch.randn(4, 12, dtype=F64), torch.rand(12, dtype=F64)
+    expected = F.rms_norm(x, (12,), weight + 1, 1e-4)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-4, offset=1.0), expected)
+    normed, summed = rms_norm(x, weight, 1e-4, x.flip(0), offset=1.0)
+    torch.testing.assert_close(normed, F.rms_norm(summed, (12,), weight + 1, 1e-4))
+    small = (2.0**-9 * torch.ones(12)).bfloat16()  # lost if 1 were added in bfloat16
+    ours = rms_norm(x.bfloat16(), small, 1e-4, offset=1.0)
+    exact = F.rms_norm(x.bfloat16().float(), (12,), small.float() + 1, 1e-4)
+    assert torch.equal(ours, exact.bfloat16())
+    assert (
+        choose("rms_norm", H200, dtype=torch.bfloat16, weight_dtype=torch.bfloat16, width=64, offset=True).backend
+        == "torch"
+    )
+    with pytest.raises(SpecError, match="no offset"):
+        rms_norm(x, weight, 1e-4, offset=1.0, backend="triton")
+
+
+def test_geglu_is_torchs() -> None:
+    x = torch.randn(4, 12, dtype=F64)
+    torch.testing.assert_close(geglu(x), F.gelu(x[:, :6], approximate="tanh") * x[:, 6:])
+    assert choose("geglu", H200).backend == "torch"
 
 
 def test_the_norm_keeps_its_inputs_dtype_whatever_the_weights() -> None:

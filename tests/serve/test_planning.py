@@ -76,6 +76,7 @@ def test_pages_are_read_in_place_where_the_dispatch_says_so(monkeypatch):
     machine = h200()
     assert planning.reads_in_place_on(machine, TENSORS, "bfloat16")
     assert not planning.reads_in_place_on(machine, TENSORS, "float32")
+    assert not planning.reads_in_place_on(machine, TENSORS, "bfloat16", softcap=True)
     assert not planning.reads_in_place_on(machine, [*TENSORS, keys_and_values(8, 512)], "bfloat16")
     assert not planning.reads_in_place_on(machine.model_copy(update={"device": "cpu"}), TENSORS, "bfloat16")
     monkeypatch.setattr(planning, "triton_version", lambda: (0, 0))

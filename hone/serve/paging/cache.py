@@ -36,6 +36,11 @@ def first_unserved(config: ModelConfig) -> tuple[int, str] | None:
     return None
 
 
+def has_softcap(config: ModelConfig) -> bool:
+    """Whether a layer caps its scores, which not every kernel over pages does."""
+    return any(getattr(layer.mixer, "softcap", None) is not None for layer in config.layers)
+
+
 class KVCache:
     """`layers[i][name]` is the paged tensor `name` of layer i: [num_pages + 1, *shape[:-1], block_size, shape[-1]].
 

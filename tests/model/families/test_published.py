@@ -21,11 +21,12 @@ from hone.model.decoder import build
 from hone.model.families import FAMILIES
 from hone.model.families.config_json import from_hf, to_hf
 from hone.model.incremental import generate
+from hone.model.linear_spec import NormSpec
 from hone.model.norm import RMSNorm
 from hone.model.shape import Shape
 from hone.train.objectives.next_token import NextToken
 from tests.model.families.published import PUBLISHED, SMALL
-from tests.model.test_linear_spec import local_layer
+from tests.model.test_linear_spec import local_layer, rows_of, spread
 from tests.serve.small import drain, engine, greedy, request, tokens_of
 
 LENGTHS = (21, 57)
@@ -207,6 +208,34 @@ def test_two_ranks_add_up_to_the_whole(name: str, folder_of) -> None:
     assert local.num_params < model.config.num_params
     torch.testing.assert_close(mixed, whole.mixer(whole.mixer_norm(x), context), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(fed, whole.feed_forward(whole.feed_forward_norm(x), context), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILY_EXAMPLES)
+def test_scales_move_along_reads(name: str, folder_of) -> None:
+    """Wherever norms stand and whatever is added to their weights; linears that read one thing get one thing."""
+    wanted = hf.load(folder_of(name), dtype=torch.float64)(prompt(21))
+    for edge in {linear.reads for linear in hf.Checkpoint(folder_of(name)).config.linears(1).values()}:
+        model = hf.load(folder_of(name), dtype=torch.float64)
+        layer, linears, source = model.layers[1], model.config.linears(1), edge.rpartition("*")[2]
+        norms = {one.name: one for one in model.config.parameters(1).values() if isinstance(one, NormSpec)}
+        pieces = {piece: (path, one) for path, one in linears.items() for piece in one.parts}
+        if source not in norms and source not in pieces:
+            assert source in ("mixer_input", "feed_forward_input") and model.config.layers[1].norms == "post"
+            continue
+        if source in norms:
+            weight = layer.get_submodule(source).weight
+            scale = torch.rand(len(weight), dtype=torch.float64) + 0.5
+            weight.copy_((weight + norms[source].offset) / scale - norms[source].offset)
+        else:
+            rows = rows_of(layer, *pieces[source], source)
+            scale = torch.rand(len(rows[0]), dtype=torch.float64) + 0.5
+            for part in rows:
+                part.div_(scale if part.dim() == 1 else scale[:, None])
+        for path in (path for path, one in linears.items() if one.reads == edge):
+            columns = layer.get_submodule(path).weight
+            columns.mul_(spread(scale, columns.shape[1], model.config.layers[1].mixer, source))
+        torch.testing.assert_close(model(prompt(21)), wanted)
 
 
 def test_norms_over_all_heads_are_not_split() -> None:

@@ -41,6 +41,23 @@ def test_label_smoothing_is_torchs(reduction: str, smoothing: float, chunk: int 
     agree(ours, plain, x, weight)
 
 
+@pytest.mark.parametrize("chunk", [4, None])
+def test_a_softcap_is_the_tanh_of_the_logits(chunk: int | None) -> None:
+    x, weight, targets = inputs()
+    lesson = Teacher(torch.randn(23, 5, dtype=F64), torch.randn(41, 5, dtype=F64), 0.3, softcap=1.5)
+    for teacher in (None, lesson):
+        capped = 2.0 * torch.tanh(x @ weight.T / 2.0)
+        plain = F.cross_entropy(capped, targets, reduction="sum")
+        if teacher is not None:
+            valid = targets != -100
+            taught = F.log_softmax(1.5 * torch.tanh(lesson.hidden @ lesson.weight.T / 1.5), -1)[valid]
+            soft = F.kl_div(F.log_softmax(capped[valid], -1), taught, reduction="sum", log_target=True)
+            plain = 0.3 * soft + 0.7 * plain
+        options = {"softcap": 2.0, "teacher": teacher, "chunk_tokens": chunk}
+        agree(linear_cross_entropy(x, weight, targets, reduction="sum", **options), plain, x, weight)
+    assert choose("linear_cross_entropy", H200, dtype=torch.bfloat16, softcap=True).backend == "reference"
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_a_lesson_mixes_in_the_teacher(temperature: float) -> None:
     x, weight, targets = inputs()
