@@ -1,7 +1,7 @@
-"""Numeric operations: a folder an operation, with its public functions in `api.py`, which `hone.ops` hands on.
+"""Numeric operations: one folder per operation; `hone.ops` exports the public functions of each folder's `api.py`.
 
-Functions are bound here at once, not on first use: three of them have the name of their folder, and an import of the
-folder would hide them. No kernel is imported with them.
+The functions are imported eagerly: three have the name of their folder, and a later import of the folder would replace
+them. No kernel is imported with them.
 """
 
 from hone.ops.activation.api import geglu, swiglu

@@ -1,4 +1,4 @@
-"""Differences between Triton 3.6 and later: the few names that moved, under one name each. Needs Triton."""
+"""Differences between Triton 3.6 and later: the names that moved, each under one name here. Needs Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether Triton kernels run in its interpreter: on CPU tensors, in float32 and float16 only (bfloat16 is wrong there)."""
 
 aggregate = getattr(gluon, "aggregate", None) or tl_core._aggregate
-"""A class decorator: its annotated fields travel together through kernels."""
+"""A class decorator for a group of values that kernels pass as one argument: the annotated fields."""
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """tma_load(descriptor, coordinates, barrier, shared): a box from global to shared memory. Renamed in 3.9."""
@@ -28,7 +28,7 @@ warpgroup_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 def _tma_reduce_add(descriptor: Any, coordinates: Any, shared: Any, _semantic: Any = None) -> None:
-    # 3.6 binds the operation but ships no wrapper.
+    # 3.6 has the operation but no wrapper.
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, shared.handle)
@@ -40,8 +40,8 @@ tma_reduce_add = getattr(tma, "async_atomic_add", None) or builtin(_tma_reduce_a
 
 @gluon.jit
 def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Waits until THREADS threads have come to hardware barrier BARRIER (1 ... 15)."""
-    # The dummy result keeps the statement alive; Gluon has no call for named barriers.
+    """Waits until THREADS threads have arrived at hardware barrier BARRIER (1 ... 15)."""
+    # The unused result prevents removal of the statement; Gluon has no call for named barriers.
     gl.inline_asm_elementwise(
         "bar.sync %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS,  # noqa: UP031
         "=r",
@@ -54,7 +54,7 @@ def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon.jit
 def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Counts this partition's threads at hardware barrier BARRIER without waiting."""
+    """Arrives with this partition's threads at hardware barrier BARRIER (1 ... 15) without waiting."""
     gl.inline_asm_elementwise(
         "bar.arrive %d" % BARRIER + ", %d; mov.u32 $0, 0;" % THREADS,  # noqa: UP031
         "=r",

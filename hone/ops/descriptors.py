@@ -8,9 +8,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 def boxes(made: Tensor, *box: int) -> TensorDescriptor:
-    """`made` in boxes of these sizes, which products take as they lie in shared memory; outside of `made` all reads as 0.
+    """Descriptor of `made` in boxes of these sizes, in the shared memory layout of products; reads 0 outside of `made`.
 
-    The last axis is contiguous, the other strides are multiples of 16 bytes; those of an axis of size 1 may be anything.
+    The last axis is contiguous, the other strides are multiples of 16 bytes, except along an axis of size 1.
     """
     grain = 16 // made.element_size()
     legal = -(-made.shape[-1] // grain) * grain

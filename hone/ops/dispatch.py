@@ -1,7 +1,7 @@
-"""Which backend runs an operation: pure rules from shapes, dtype and device to a name and the reason for it.
+"""Choice of the backend of an operation: pure rules from shapes, dtype and device to a name and a reason.
 
-This is the only place that decides. `choose` answers without a device at hand (planners ask it so); operations call
-`backend_of`, which a caller's `backend` overrules.
+No other file chooses. `choose` needs no device, so planners can call it; operations call `backend_of`, which a caller's
+`backend` overrides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hone.base.errors import SpecError
 
 @dataclass(frozen=True)
 class Where:
-    """What decides between backends: the kind of device, its compute capability, its multiprocessors, and Triton's version.
+    """The facts about a machine that backends depend on: device type, compute capability, multiprocessors, Triton version.
 
     `triton` is (0, 0) where Triton is not installed.
     """
@@ -34,13 +34,13 @@ class Where:
 
     @property
     def runs_triton(self) -> bool:
-        """A GPU that Triton's tensor-core code is made for, with a Triton that is new enough."""
+        """Whether this is a GPU with tensor cores that Triton supports, and Triton is new enough."""
         # torch 2.11 can trace tuples' < but not their >=.
         return self.kind == "cuda" and not self.capability < (8, 0) and not self.triton < (3, 6)
 
     @property
     def runs_gluon(self) -> bool:
-        """Gluon kernels here use Hopper's own instructions (wgmma, the tensor memory accelerator): exactly sm_90."""
+        """Whether this is exactly sm_90: the Gluon kernels use Hopper's instructions (wgmma, the tensor memory accelerator)."""
         return self.runs_triton and self.capability == (9, 0)
 
 
@@ -52,10 +52,10 @@ class Choice(NamedTuple):
 
 
 def choose(op: str, where: Where, *, compiling: bool = False, **facts: Any) -> Choice:
-    """The backend of `op` ('attend', 'linear', ...) for `facts`: the shapes, dtype and options that the op's rule names.
+    """The backend of `op` ('attend', 'linear', ...) for `facts`: the shapes, dtype and options that the op's rule takes.
 
-    A pure function: the same arguments give the same answer on any machine. `compiling`: torch.compile is tracing the
-    call. Raises SpecError for an op without a rule.
+    A pure function: equal arguments give an equal result on any machine. `compiling`: torch.compile is tracing the call.
+    Raises SpecError for an op without a rule.
     """
     if op not in RULES:
         raise SpecError(f"op is {op!r}, which has no rule", fix=f"give one of {', '.join(RULES)}")
@@ -77,7 +77,7 @@ def locate(device: torch.device | str) -> Where:
     return _locate(device.type, device.index or 0)
 
 
-@torch.compiler.assume_constant_result  # a graph is made for one device, and its tracer cannot look for packages
+@torch.compiler.assume_constant_result  # a graph is compiled for one device, and the tracer cannot look for packages
 def _traced(kind: str, index: int) -> tuple[Any, ...]:
     return astuple(_locate(kind, index))
 
@@ -102,14 +102,14 @@ def triton_version() -> tuple[int, int]:
 
 
 def backend_of(op: str, device: torch.device, forced: str | None = None, **facts: Any) -> str:
-    """The name an op dispatches on: `forced` (tests do that), else the chosen one. Warns once where a GPU runs the reference.
+    """The backend's name: `forced` (for tests), else the chosen one. Warns once where a GPU runs the reference.
 
     Raises SpecError for a forced name that the op does not have.
     """
     if forced is not None:
         if forced not in BACKENDS[op]:
             said = f"backend is {forced!r}; that of {op} may be {', '.join(BACKENDS[op])}"
-            raise SpecError(said, fix="leave backend out, which takes the fastest one here, or give one of these")
+            raise SpecError(said, fix="leave backend out to get the fastest one, or give one of these")
         return forced
     where = locate(device)
     choice = choose(op, where, compiling=torch.compiler.is_compiling(), **facts)
@@ -124,9 +124,9 @@ def runs_kernel(op: str, device: torch.device, **facts: Any) -> bool:
 
 
 def entry_of(op: Any, bare: Callable[..., Any], graded: type[Function], *given: Tensor | None) -> Any:
-    """What runs a kernel: the torch `op` in a compiled graph; else `graded` where a gradient is wanted, else `bare`.
+    """The callable that runs a kernel: torch's `op` in a compiled graph; else `graded` where a gradient is needed, else `bare`.
 
-    The latter two spare the dispatcher of torch ops, which is most of a small call's time.
+    The latter two avoid torch's dispatcher, which is most of a small call's time.
     """
     if torch.compiler.is_compiling():
         return op
@@ -134,9 +134,9 @@ def entry_of(op: Any, bare: Callable[..., Any], graded: type[Function], *given: 
     return graded.apply if wants else bare
 
 
-@torch.compiler.assume_constant_result  # a tracer would look into the cache
+@torch.compiler.assume_constant_result  # else torch.compile would trace the cache
 def say_once(text: str) -> None:
-    """A warning that a process gives once."""
+    """Warns with `text` once per process."""
     _say(text)
 
 
@@ -153,7 +153,7 @@ def _why_no_triton(where: Where) -> str:
     return f"compute capability {where.capability[0]}.{where.capability[1]} is below 8.0"
 
 
-# One rule an op, in the order of hone.ops; each takes `where` and the op's facts by name and returns a Choice.
+# One rule per op, in the order of hone.ops; each takes `where` and the op's facts by name and returns a Choice.
 
 # Norm, rotation, gate, loss.
 
@@ -196,7 +196,7 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: 
     if max(dim_k, dim_v) > 256:
         return Choice("reference", f"a state of {dim_k} x {dim_v} does not fit: head dimensions go up to 256")
     if decay == "channel":
-        return Choice("triton", "chunks of pairs weighed channel by channel, the states passed on once for all chunks")
+        return Choice("triton", "decays per channel: pairs within chunks first, then the states from chunk to chunk")
     if where.runs_gluon and dtype == torch.bfloat16 and 32 < dim_k <= 128 and 32 < dim_v <= 128 and seq_len > 16:
         return Choice("gluon", "chunked kernels, the state in registers, loads and products overlapped for Hopper")
     return Choice("triton", "chunked kernels, the state in registers")
@@ -205,11 +205,11 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: 
 def _attend(
     where: Where, *, dtype: torch.dtype, head_dim: int, v_dim: int, block: int, dense: bool, plain: bool
 ) -> Choice:
-    """`plain`: no lse, softcap or sinks are asked for. `block` is that of the mask's table, 0 without one. `dense`: long
-    sequences under the full mask or a square causal one, and no softcap."""
+    """`plain`: without lse, softcap and sinks. `block` is that of the mask's table, 0 without one. `dense`: long sequences
+    under the full mask or a square causal one, and no softcap."""
     library = Choice("torch" if plain else "reference", "")
     if where.kind != "cuda":
-        return Choice(library.backend, "no GPU: torch's attention, the written-out one where it lacks an option")
+        return Choice(library.backend, "no GPU: torch's attention, or the reference for options that it lacks")
     if dtype not in _HALVES:
         return Choice(library.backend, f"the kernels take bfloat16 and float16, not {dtype}")
     if max(head_dim, v_dim) > 256:
@@ -222,9 +222,9 @@ def _attend(
 def _attend_backward(
     where: Where, *, head_dim: int, v_dim: int, block: int, dense: bool, deterministic: bool
 ) -> Choice:
-    """Asked only where a kernel ran forward."""
+    """Called only where a kernel ran forward."""
     if deterministic:
-        return Choice("triton", "adds nothing atomically")
+        return Choice("triton", "no atomic additions")
     return _flash(where, head_dim, v_dim, block, dense)
 
 
@@ -264,7 +264,7 @@ def _attend_paged(
     if page_dtype != dtype and (head_dim % 4 or v_dim % 4 or min(head_dim, v_dim) <= 32):
         return Choice("reference", f"8-bit heads are wider than 32 and a multiple of 4, not {head_dim} and {v_dim}")
     if rows > 8192:
-        return Choice("reference", f"the kernels find their work among up to 8192 rows, not {rows}")
+        return Choice("reference", f"the kernels schedule up to 8192 sequences, not {rows}")
     return Choice("triton", "pages are read in place, split evenly whatever the lengths")
 
 
@@ -275,21 +275,21 @@ def _attend_latent(
     page_dtype: torch.dtype,
     heads: int,
     value_dim: int,
-    turned: int,
+    rope_dim: int,
     rows: int,
     boxed: bool = False,
 ) -> Choice:
     """`boxed`: pages hold whole blocks of 64 aligned latents, and there is no window."""
     if dtype not in _HALVES or page_dtype != dtype:
         return Choice("reference", f"the kernel takes 16-bit queries and latents, not {dtype} and {page_dtype}")
-    if value_dim != 512 or turned != 64:
-        return Choice("reference", f"the kernel takes latents of 512 + 64, not {value_dim} + {turned}")
+    if value_dim != 512 or rope_dim != 64:
+        return Choice("reference", f"the kernel takes latents of 512 + 64, not {value_dim} + {rope_dim}")
     if heads > 64 and heads % 64:
         return Choice("reference", f"the kernel takes up to 64 heads, or a multiple of 64, not {heads}")
     if rows > 8192:
-        return Choice("reference", f"the kernel finds its work among up to 8192 rows, not {rows}")
+        return Choice("reference", f"the kernel schedules up to 8192 sequences, not {rows}")
     if where.runs_gluon and heads > 32 and boxed:
-        return Choice("gluon", "many heads: bound by products, for Hopper's tensor cores")
+        return Choice("gluon", "many heads: compute-bound, on Hopper's tensor cores")
     return Choice("triton", "latents are read once for up to 64 heads")
 
 
@@ -299,10 +299,10 @@ def _grouped_linear(
     if dtype not in _HALVES:
         return Choice("reference", f"grouped products take dtypes of 16 bits, not {dtype}")
     if not grad and num_rows <= 32 * num_experts:
-        return Choice("triton", "few tokens an expert: bound by streaming the weights once")
+        return Choice("triton", "few tokens per expert: bound by reading the weights once")
     if any(size % 8 for size in sizes):
-        return Choice("reference", f"torch's grouped product wants sizes in eights, not {sizes}")
-    return Choice("torch", "many tokens an expert, or a gradient: the library's grouped product")
+        return Choice("reference", f"torch's grouped product needs sizes that are multiples of 8, not {sizes}")
+    return Choice("torch", "many tokens per expert, or a gradient: torch's grouped product")
 
 
 def _permute(where: Where, *, dtype: torch.dtype) -> Choice:
@@ -314,7 +314,7 @@ def _permute(where: Where, *, dtype: torch.dtype) -> Choice:
 def _sample(where: Where, *, dtype: torch.dtype) -> Choice:
     if dtype not in (*_HALVES, torch.float32):
         return Choice("reference", f"the kernel takes logits of 16 and 32 bits, not {dtype}")
-    return Choice("triton", "noise and thresholds without a pass through memory")
+    return Choice("triton", "noise and thresholds are never stored in memory")
 
 
 def _linear(
@@ -327,19 +327,19 @@ def _linear(
     in_rows: bool,
     plain: bool,
 ) -> Choice:
-    """`dtype` None: the tensors' dtypes differ. `in_rows`: the weight's rows have no gaps. `plain`: neither gradients nor
+    """`dtype` None: the tensors' dtypes differ. `in_rows`: the weight's rows are contiguous. `plain`: neither gradients nor
     autocast."""
     if not plain:
-        return Choice("cublas", "gradients and autocast are torch's")
+        return Choice("cublas", "gradients and autocast need torch's product")
     if dtype not in _HALVES:
         return Choice("cublas", f"the kernel takes bfloat16 and float16, not {dtype}")
     if rows > 64:
-        return Choice("cublas", f"{rows} rows keep the tensor cores busy: the library is at its best")
+        return Choice("cublas", f"{rows} rows are compute-bound: the library is fastest")
     if in_features % 8 or not in_features:
         return Choice("cublas", f"rows of {in_features} numbers are not 16-byte aligned")
     if not in_rows:
-        return Choice("cublas", "the weight is a transposed view, which the library takes as it lies")
-    return Choice("triton", f"{rows} rows: the weight is streamed once, split over the whole GPU")
+        return Choice("cublas", "the weight is a transposed view, which the library reads without a copy")
+    return Choice("triton", f"{rows} rows: the weight is read once, split over the whole GPU")
 
 
 def _quantized_linear(
@@ -359,7 +359,7 @@ def _quantized_linear(
     if not plain:
         return Choice("reference", "the kernel has no gradient to x")
     if not where.runs_gluon:
-        return Choice("reference", "the kernel is written for Hopper's tensor cores")
+        return Choice("reference", "the kernel needs Hopper's tensor cores")
     if dtype not in _HALVES:
         return Choice("reference", f"the kernel takes bfloat16 and float16, not {dtype}")
     if group_size != in_features and (group_size < 32 or group_size & (group_size - 1)):
@@ -376,8 +376,8 @@ def _fp8_linear(
     if in_features % 16:
         return Choice("reference", f"rows of {in_features} codes are not 16-byte aligned")
     if rows > 256 and not blockwise and dtype == torch.bfloat16 and out_features % 16 == 0:
-        return Choice("torch", f"{rows} rows keep the tensor cores busy: torch's scaled product is at its best")
-    return Choice("triton", f"{rows} rows {'in blocks of 128' if blockwise else 'with a scale each'}")
+        return Choice("torch", f"{rows} rows are compute-bound: torch's scaled product is fastest")
+    return Choice("triton", f"{rows} rows {'in blocks of 128' if blockwise else 'with one scale each'}")
 
 
 RULES: dict[str, Callable[..., Choice]] = {
@@ -397,31 +397,31 @@ RULES: dict[str, Callable[..., Choice]] = {
     "permute": _permute,
     "sample": _sample,
 }
-"""On a GPU with Triton; `attend` answers for every device."""
+"""Rules for a GPU with Triton; that of `attend` covers every device."""
 
 NO_GPU: dict[str, Choice] = {
     **dict.fromkeys(
         ("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu", "geglu"),
-        Choice("torch", "no GPU: torch with few passes"),
+        Choice("torch", "no GPU: torch in few passes over memory"),
     ),
     "linear_cross_entropy": Choice("reference", "no GPU: chunks that stay in the CPU's cache"),
-    "scan": Choice("reference", "chunks of matrix products in plain torch are the CPU's path"),
+    "scan": Choice("reference", "no GPU: chunks of matrix products in torch"),
     **dict.fromkeys(
         ("attend_paged", "attend_latent"),
-        Choice("reference", "no GPU: rows of like size gathered into few calls of torch"),
+        Choice("reference", "no GPU: sequences of similar length gathered into few calls of torch"),
     ),
     "grouped_linear": Choice("reference", "no GPU: one product an expert"),
     "permute": Choice("reference", "no GPU: torch's stable sort"),
     "sample": Choice("reference", "no GPU: torch's sort and argmax"),
-    "linear": Choice("reference", "torch's product is the CPU's path"),
+    "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
-    "fp8_linear": Choice("reference", "no GPU: codes are turned into numbers and multiplied by torch"),
+    "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
 }
-"""Off the GPU, whatever the facts."""
+"""Choices without a GPU, for any facts."""
 
-_INTO_ONE = Choice("torch", "torch.compile makes one kernel of it and of what stands around it")
+_INTO_ONE = Choice("torch", "torch.compile fuses it with the operations around it")
 COMPILED: dict[str, Choice] = {"rms_norm": _INTO_ONE, "rope": _INTO_ONE, "swiglu": _INTO_ONE}
-"""Under torch.compile, whatever the facts."""
+"""Choices under torch.compile, for any facts."""
 
 _ROWS_OPS = ("reference", "torch", "triton")
 _FLASH = ("gluon", "triton", "cudnn")
@@ -442,7 +442,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "permute": ("reference", "triton"),
     "sample": ("reference", "triton"),
 }
-"""The names that each op dispatches on: a rule answers with one of them, and `backend` may force one."""
+"""The backends of each op: a rule returns one of them, and `backend` may force one."""
 
 KERNELS = {"triton", "gluon"}
 """The backends whose kernels are hone's own."""

@@ -18,11 +18,11 @@ from torch import Tensor
 WORD = 32
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""The 8-bit formats of activations and of cached keys and values, and the largest number of each."""
+"""The 8-bit dtypes of activations and of cached keys and values, and the largest value of each."""
 
 
 def num_words(num_values: int, bits: int) -> int:
-    """Words of 32 bits that `num_values` codes of `bits` bits take."""
+    """Number of 32-bit words for `num_values` codes of `bits` bits."""
     return -(-num_values * bits // WORD)
 
 
@@ -72,10 +72,10 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
     *lead, words = packed.shape
     runs = torch.nn.functional.pad(packed, (0, -words % bits)).reshape(-1, bits)
     counts, shift, next_shift, low_mask = _places(bits, packed.device)
-    # Each word once for every value that begins in it: views and one copy, where indexing would gather one by one.
+    # Each word once for every value that begins in it, by views and one copy: faster than a gather.
     here = [runs[:, word : word + 1].expand(-1, count) for word, count in enumerate(counts)]
     after = [runs[:, min(word + 1, bits - 1)].unsqueeze(1).expand(-1, count) for word, count in enumerate(counts)]
-    codes = (torch.cat(here, 1) >> shift).bitwise_and_(low_mask)  # the mask takes the sign bits that the shift brings
+    codes = (torch.cat(here, 1) >> shift).bitwise_and_(low_mask)  # the mask clears the shifted sign bits
     codes |= torch.cat(after, 1) << next_shift
     codes &= (1 << bits) - 1
     return codes.sub_(half).to(torch.int8).view(*lead, -1)[..., :num_values].contiguous()
@@ -83,10 +83,10 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
 
 @cache
 def _places(bits: int, device: torch.device) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
-    """Where each of 32 values lies in its run of `bits` words.
+    """The position of each of 32 values in its run of `bits` words.
 
-    (values that begin in each word; int32 [32] each: shift in that word, shift in the next, mask of what the first
-    gives). A value that ends where it begins reads the next word too: those bits land above it and are masked off.
+    (values that begin in each word; int32 [32] each: shift in that word, shift in the next, mask of the first word's bits).
+    A value within one word reads the next word too: those bits are shifted above it and masked off.
     """
     starts = [position * bits for position in range(WORD)]
     counts = tuple(sum(start // WORD == word for start in starts) for word in range(bits))
@@ -125,13 +125,13 @@ TILE_ROWS = 128
 
 
 def tile_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes int8 [N, K] of 4 or 8 bits (K a multiple of 64) in the order of a tensor core: int32 [N'/64, K * bits/256, 128, 4].
+    """Codes int8 [N, K] of 4 or 8 bits (K a multiple of 64) in tensor-core order: int32 [N'/64, K * bits/256, 128, 4].
 
-    N' is N rounded up to a multiple of 128 (rows of the least code follow). Each 64 rows by 64 columns (8 bits: 32) lie
-    together; thread t of a warpgroup finds its four words side by side. 4 bits: a word for every 16 columns; 8 bits: two
-    words, columns 0 to 7 and 8 to 15. They hold what wgmma's A fragment (PTX ISA, m64k16) wants of that thread: rows r
-    and r + 8, columns 2c, 2c + 1, 2c + 8, 2c + 9, as code + 2^(bits-1). The nibbles of odd columns are in the word's
-    upper half, so that word >> 4 i shows one register's two codes; bytes follow each other.
+    N' is N rounded up to a multiple of 128 (padded with rows of the smallest code). Tiles of 64 rows by 64 columns (8 bits:
+    32) are contiguous; the four words of thread t of a warpgroup are adjacent. 4 bits: one word per 16 columns; 8 bits: two
+    words, columns 0 to 7 and 8 to 15. They hold the thread's part of wgmma's A fragment (PTX ISA, m64k16): rows r and
+    r + 8, columns 2c, 2c + 1, 2c + 8, 2c + 9, as code + 2^(bits-1). The nibbles of odd columns are in the word's upper
+    half, so that word >> 4 i has the two codes of one register in place; bytes are in order.
     """
     low, _ = code_range(bits)
     rows, columns = codes.shape
@@ -169,7 +169,7 @@ def untile_codes(tiled: Tensor, num_rows: int, bits: int) -> Tensor:
 
 
 def tile_scales(scales: Tensor) -> Tensor:
-    """Scales [N, G] as [G, N'/16, 8, 2]: those of rows r and r + 8 of every 16 side by side; N' as in `tile_codes`."""
+    """Scales [N, G] as [G, N'/16, 8, 2]: those of rows r and r + 8 of every 16 are adjacent; N' as in `tile_codes`."""
     padded = torch.nn.functional.pad(scales, (0, 0, 0, -scales.shape[0] % TILE_ROWS))
     return padded.T.reshape(scales.shape[1], -1, 2, 8).transpose(2, 3).contiguous()
 

@@ -43,7 +43,7 @@ def test_gate() -> None:
 @pytest.mark.parametrize("teacher", [False, True])
 def test_loss(teacher: bool) -> None:
     block, warps, stages = ROW_BLOCK
-    types = bf16("logits", "taught") | {"targets": "*i64"} | fp32("losses", "factor") | NUMBERS
+    types = bf16("logits", "teacher") | {"targets": "*i64"} | fp32("losses", "factor") | NUMBERS
     constants = {"TEACHER": teacher, "SMOOTH": False, "GRAD": True, "BLOCK": block, "STAGES": stages}
     record = compile_simple(loss.cross_entropy_rows, types, constants, warps)
     assert record.clean and record.count("MUFU.EX2")
@@ -52,7 +52,7 @@ def test_loss(teacher: bool) -> None:
 def test_rope_write_with_codes() -> None:
     types = bf16("q", "k", "v", "cos", "sin") | dict.fromkeys(("k_pages", "v_pages"), "*fp8e4nv") | NUMBERS
     types |= {"pages": "*i64", "offsets": "*i64"} | fp32("k_scale", "v_scale")
-    heads, half, warps = turn.turn_shape(32, 128)
+    heads, half, warps = turn.rope_shape(32, 128)
     record = compile_simple(
         turn.rope_write, types, {"SCALED": True, "HEADS": heads, "HALF": half, "VALUES": 128}, warps
     )

@@ -87,24 +87,24 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     ],
     "merge": [
         ("0 parts", lambda: ops.merge([])),
-        ("unlike", lambda: ops.merge([(Q, torch.zeros(1, 4, 5)), (Q[:, 1:], torch.zeros(1, 4, 4))])),
+        ("different shapes", lambda: ops.merge([(Q, torch.zeros(1, 4, 5)), (Q[:, 1:], torch.zeros(1, 4, 4))])),
     ],
     "attend_paged": [
         ("no multiple", lambda: ops.attend_paged(**paged(q=torch.zeros(2, 3, 8)))),
-        ("unlike numbers", lambda: ops.attend_paged(**paged(page_table=TABLE[:1]))),
+        ("different numbers", lambda: ops.attend_paged(**paged(page_table=TABLE[:1]))),
         ("sequence 1 has 1 new tokens of 9", lambda: ops.attend_paged(**paged(seq_lens=torch.tensor([3, 9])))),
-        ("int8 came without", lambda: ops.attend_paged(**paged(k_pages=PAGES.to(torch.int8)))),
+        ("int8 were given without", lambda: ops.attend_paged(**paged(k_pages=PAGES.to(torch.int8)))),
         ("window of 0", lambda: ops.attend_paged(**paged(window=0))),
         ("scales", lambda: ops.attend_paged(**paged(k_scale=torch.ones(7), v_scale=torch.ones(7)))),
     ],
     "attend_latent": [
         ("value_dim 9", lambda: ops.attend_latent(**latent(value_dim=9))),
-        ("unlike numbers", lambda: ops.attend_latent(**latent(seq_lens=LENS[:1]))),
+        ("different numbers", lambda: ops.attend_latent(**latent(seq_lens=LENS[:1]))),
         ("scale", lambda: ops.attend_latent(**latent(scale=0.0))),
     ],
     "quantize_kv": [("float32", lambda: ops.quantize_kv(Q, torch.float32))],
     "write_kv": [
-        ("k .* do not go", lambda: ops.write_kv(**written(k=torch.zeros(3, 4, 8)))),
+        ("k .* do not fit", lambda: ops.write_kv(**written(k=torch.zeros(3, 4, 8)))),
         ("2 offsets", lambda: ops.write_kv(**written(offsets=PLACES[:2]))),
         ("without k_scale", lambda: ops.write_kv(**written(k_pages=PAGES.to(torch.int8)))),
     ],
@@ -119,7 +119,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     ],
     "scan_delta": [
         ("beta", lambda: ops.scan_delta(Q, K, K, BETA[..., :2])),
-        ("not a channel", lambda: ops.scan_delta(Q, K, K, BETA, torch.zeros(1, 5, 4, 8))),
+        ("not per channel", lambda: ops.scan_delta(Q, K, K, BETA, torch.zeros(1, 5, 4, 8))),
         ("k is torch.int64", lambda: ops.scan_delta(Q, K.long(), K, BETA)),
     ],
     "linear": [
@@ -157,7 +157,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     ],
     "permute": [
         ("expert_ids torch.float32", lambda: ops.permute(X, IDS.float(), 2)),
-        ("expert_ids lie in 5", lambda: ops.permute(X, IDS + 5, 2)),
+        ("expert_ids are 5", lambda: ops.permute(X, IDS + 5, 2)),
     ],
     "unpermute": [(r"place \(2, 2\)", lambda: ops.unpermute(torch.zeros(6, 64), IDS[:2]))],
     "rms_norm": [
@@ -170,7 +170,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"cos \(3, 1, 3\)", lambda: ops.rope(torch.zeros(3, 2, 8), ANGLES[..., :3], ANGLES[..., :3])),
     ],
     "rope_write": [
-        ("v .* do not go", lambda: ops.rope_write(**turned(v=torch.zeros(3, 2, 6)))),
+        ("v .* do not fit", lambda: ops.rope_write(**turned(v=torch.zeros(3, 2, 6)))),
         (r"sin \(3, 1, 3\)", lambda: ops.rope_write(**turned(sin=ANGLES[..., :3]))),
     ],
     "sample": [

@@ -21,8 +21,8 @@ from hone.ops.dispatch import backend_of, entry_of
 def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     """silu(gate) * up of the halves of the last axis: [..., 2F] -> [..., F]. arXiv:2002.05202.
 
-    Only its input is kept for the backward pass, which computes the gate again. Differentiable once. Raises SpecError
-    for an axis that has no halves.
+    Only its input is saved for the backward pass, which recomputes the gate. Differentiable once. Raises SpecError for
+    a last axis of odd size.
     """
     _check_halves(gate_up)
     chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
@@ -45,12 +45,12 @@ def geglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
 def _check_halves(gate_up: Tensor) -> None:
     if gate_up.shape[-1] % 2:
         raise SpecError(
-            f"gate_up {tuple(gate_up.shape)} has no halves: its last axis is odd",
+            f"gate_up {tuple(gate_up.shape)} cannot be halved: its last axis is odd",
             fix="give [..., 2F]: the gate's F columns, then the up projection's",
         )
 
 
-# What the GPU runs: launches of the Triton kernels as torch ops, and for eager calls as plain Functions.
+# The GPU path: the Triton kernels as torch ops and, for eager calls, as plain autograd Functions.
 
 
 def _gate(gate_up: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ _gate_op.register_autograd(partial(_gate_grad, _gate_backward_op), setup_context
 
 
 class _Gate(Function):
-    """`hone::swiglu`, without the dispatcher."""
+    """`hone::swiglu` without the cost of torch's dispatcher."""
 
     forward, setup_context = staticmethod(_gate), staticmethod(_gate_setup)
     backward = staticmethod(once_differentiable(partial(_gate_grad, _gate_backward)))

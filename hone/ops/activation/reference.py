@@ -1,4 +1,4 @@
-"""The gates of feed-forwards, written out: the oracle of the other backends."""
+"""The gates of feed-forwards as formulas: the reference that the other backends are tested against."""
 
 from __future__ import annotations
 

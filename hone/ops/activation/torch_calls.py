@@ -1,4 +1,4 @@
-"""SwiGLU in torch calls with a backward pass by hand: fewer passes and fewer kept tensors than autograd makes of the formula."""
+"""SwiGLU in torch calls with a hand-written backward pass: fewer passes over memory and fewer saved tensors than autograd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps its input only; the gate is computed again."""
+    """Saves its input only; the backward pass recomputes the gate."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

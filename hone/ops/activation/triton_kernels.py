@@ -1,4 +1,4 @@
-"""The SwiGLU gate and its gradient, which computes the gate again."""
+"""The SwiGLU gate and its gradient, which recomputes the gate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 @triton.jit
 def _part(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(row, columns, which of them there are) of a program; neighbours in a row run together, so memory comes in long runs.
+    """(row, columns, mask of the columns) of a program; neighbouring blocks of a row run together, so reads are contiguous.
 
-    A width known at compile time makes the division cheap: these programs live for a few microseconds.
+    A width known at compile time makes the division cheap: these programs take a few microseconds.
     """
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)

@@ -33,7 +33,7 @@ _BACKWARD = {
 }
 
 _LONG = 512
-"""Tokens from which on a library's plan for each new shape is worth building."""
+"""Tokens from which on building a library's plan for each new shape pays off."""
 
 
 def attend(
@@ -49,14 +49,14 @@ def attend(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """softmax(q k^T scale) v over what `mask` lets a query see; Vaswani et al. 2017, arXiv:1706.03762.
+    """softmax(q k^T scale) v over the keys that `mask` allows for each query; Vaswani et al. 2017, arXiv:1706.03762.
 
     q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv], one floating dtype, H a multiple of KV (consecutive query heads
     share a key head, arXiv:2305.13245) -> out [B, Sq, H, Dv] in that dtype, and with `return_lse` lse float32 [B, H, Sq]: the
-    natural log of the softmax's denominator, which `merge` needs; gradients flow through it. A query that sees nothing
-    has out 0 and lse -inf. `scale` is Dh^-0.5 unless given. `softcap` c makes a score s into c tanh(s / c), arXiv:2408.00118.
-    `sinks` [H] adds a score to each head that takes weight and gives nothing (its lse counts it), arXiv:2309.17453.
-    `deterministic` asks for bit-equal gradients run by run. Raises SpecError for what does not fit together.
+    natural log of the softmax's denominator, which `merge` needs; it is differentiable. A query that attends to no key
+    has out 0 and lse -inf. `scale` is Dh^-0.5 unless given. `softcap` c replaces a score s by c tanh(s / c), arXiv:2408.00118.
+    `sinks` [H] adds to each head's softmax (and lse) one score without a value, arXiv:2309.17453. `deterministic` makes
+    gradients bit-equal from run to run. Raises SpecError for shapes, dtypes and options that do not fit together.
     """
     _check(q, k, v, mask, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -96,9 +96,9 @@ def attend(
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys from attention over each: [(out, lse), ...] -> (out, lse).
 
-    out [B, S, H, Dv], lse float32 [B, H, S] (-inf where a part sees nothing). Exact: ring attention (arXiv:2310.01889),
-    split keys, shared prefixes and rounds of hashing all end in it. Differentiable in every out and lse. Raises SpecError
-    for no parts, or parts of unlike shapes.
+    out [B, S, H, Dv], lse float32 [B, H, S] (-inf where a query attends to no key of a part). Exact; used by ring
+    attention (arXiv:2310.01889), split keys, shared prefixes and rounds of hashing. Differentiable in every out and lse.
+    Raises SpecError for no parts and for parts of different shapes.
     """
     if not parts:
         raise SpecError(
@@ -107,7 +107,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     outs, lses = zip(*parts)
     if any(made.shape != outs[0].shape for made in outs) or any(made.shape != lses[0].shape for made in lses):
         raise SpecError(
-            f"merge's parts are of unlike shapes: {[(list(out.shape), list(lse.shape)) for out, lse in parts]}",
+            f"merge's parts have different shapes: {[(list(out.shape), list(lse.shape)) for out, lse in parts]}",
             fix="give parts of the same queries: out [B, Sq, H, Dv] and lse [B, H, Sq] of equal sizes in all",
         )
     stacked = torch.stack(tuple(lses))
@@ -143,7 +143,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) ->
             )
         if made.shape[2] == 0 or made.shape[3] == 0:
             raise SpecError(
-                f"{name} {list(made.shape)} has no heads, or heads of no width",
+                f"{name} {list(made.shape)} has no heads, or heads of width 0",
                 fix=f"give {name} at least one head of at least one number",
             )
     if k.shape[:3] != v.shape[:3]:
@@ -174,20 +174,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) ->
             raise SpecError(
                 f"the mask's {name} is for {made.shape[0]} sequences and {made.shape[1]} heads (1: for all), "
                 f"q has {q.shape[0]} and {q.shape[2]}",
-                fix="make the mask of as many rows and heads as q has, or of 1 for all",
+                fix="make the mask for as many sequences and heads as q has, or for 1, which serves all",
             )
         if made.device != q.device:
             raise SpecError(
                 f"the mask's {name} is on {made.device}, q on {q.device}",
-                fix=f"make the mask of tensors on {q.device}",
+                fix=f"build the mask from tensors on {q.device}",
             )
 
 
-# Branches, so that torch.compile guards on lengths and passes constants on.
+# Branches, so that torch.compile guards on the lengths and passes constants to the backend.
 
 
 def _is_square(mask: Mask, seq_q: int, seq_k: int) -> bool:
-    """Whether a library's causal mask, which begins at the first key, is this mask, which ends at the last."""
+    """Whether this mask, aligned to the last key, equals a library's causal mask, aligned to the first key."""
     square = False
     if mask.is_causal and seq_q == seq_k:
         square = True
@@ -195,14 +195,14 @@ def _is_square(mask: Mask, seq_q: int, seq_k: int) -> bool:
 
 
 def _is_dense(mask: Mask, seq_q: int, seq_k: int) -> bool:
-    """Whether a library has this mask, for sequences that are long enough."""
+    """Whether a library offers this mask and the sequences are long enough for its plan to pay off."""
     dense = False
     if min(seq_q, seq_k) >= _LONG and (mask.is_full or _is_square(mask, seq_q, seq_k)):
         dense = True
     return dense
 
 
-# torch.compile takes what these answer as it is: it could not look into them.
+# torch.compile treats the results of these as constants: it cannot trace them.
 
 
 @torch.compiler.assume_constant_result
@@ -253,13 +253,13 @@ def tile_sizes(device: torch.device, dtype: torch.dtype, head_dim: int, v_dim: i
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Torch's own attention."""
+    """torch's scaled_dot_product_attention."""
     causal = _is_square(mask, q.shape[1], k.shape[1])
     kept = None if causal or mask.is_full else mask.kept_dense(q.shape[1], k.shape[1], q.device)
     share = q.shape[2] // k.shape[2]
     if share > 1 and q.is_cuda and (kept is not None or q.dtype == torch.float32):
-        # Of CUDA's fused kernels only FlashAttention shares keys between heads, and it takes neither masks nor float32:
-        # torch would fall back to keeping every score. Repeated keys are far smaller than scores.
+        # Of CUDA's fused kernels only FlashAttention supports grouped-query heads, and neither masks nor float32: torch
+        # would fall back to storing every score. Repeated keys are far smaller than scores.
         k, v, share = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2), 1
     q, k, v = (made.transpose(1, 2) for made in (q, k, v))
     options = {"attn_mask": kept, "is_causal": causal, "scale": scale, "enable_gqa": share > 1}
@@ -284,7 +284,7 @@ def _fused(
 
 
 def _rows(made: Tensor) -> Tensor:
-    """`made`, copied only if its last axis has gaps or its rows do not begin at multiples of 16 bytes."""
+    """`made`, copied only if its last axis is not contiguous or its rows are not 16-byte aligned."""
     grain = 16 // made.element_size()
     aligned = made.stride(-1) == 1 and all(stride % grain == 0 and stride > 0 for stride in made.stride()[:-1])
     if aligned and made.data_ptr() % 16 == 0:
@@ -321,7 +321,7 @@ def _attend_op(
     backend: str,
     reverse: str,
 ) -> tuple[Tensor, Tensor]:
-    # `lists` and `blocks` hold those of the forward pass, then, if there is a `reverse`, those of the backward pass.
+    # `lists` and `blocks` hold the entries of the forward pass, then, if there is a `reverse`, those of the backward pass.
     if q.numel() == 0 or k.shape[1] == 0:
         return _empty_out(q, v).zero_(), _empty_lse(q).fill_(float("-inf"))
     tiles = _unpack(q, k, q_data, k_data, lists[:4], blocks[:2], rule, params, kind)
@@ -395,11 +395,11 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any
     if d_out is None:
         d_out = torch.zeros_like(out)
     if reverse == "cudnn" and d_lse is not None:
-        reverse = "triton"  # its lse is the same, and it takes the gradient of one
+        reverse = "triton"  # its lse is the same, and it supports a gradient of lse
     grads = _attend_backward_op(
         q, k, v, out, lse, d_out, d_lse, q_data, k_data, lists, ctx.blocks, rule, params, kind, scale, softcap, reverse
     )
-    # An empty list of numbers passes for a list of tensors, which wants a list back.
+    # An empty list of ints is treated as a list of tensors, whose gradient must be a list.
     return (*grads, None, None, [None] * ctx.num_lists, None, None, [] if len(params) == 0 else None, *[None] * 5)
 
 

@@ -1,6 +1,6 @@
 """cuDNN's attention, through torch, with the signatures of hone's kernels: dense masks only.
 
-It builds a plan for every new shape (about 50 ms on an H200), and adds dq's parts in no fixed order.
+It builds a plan for every new shape (about 50 ms on an H200), and sums dq's parts in no fixed order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ops = torch.ops.aten
 
 
 def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
-    """(block_m, block_n) of the Triton backward pass, which takes over where there is a gradient of lse."""
+    """(block_m, block_n) of the Triton backward pass, which runs where lse has a gradient."""
     from hone.ops.attention import triton_backward as flash_backward
 
     return flash_backward.tile_shape(head_dim, v_dim, limit)
@@ -73,7 +73,7 @@ def backward(
 
 
 def _check(tiles: Tiles, softcap: float | None) -> None:
-    # cuDNN's causal mask begins at the first key, ours ends at the last: they agree for equal lengths.
+    # cuDNN's causal mask is aligned to the first key, ours to the last: they agree for equal lengths.
     square = tiles.causal and tiles.seq_q == tiles.seq_k
     if not (square or tiles.full) or softcap is not None:
         mask = "full" if tiles.full else "causal" if tiles.causal else tiles.rule

@@ -1,6 +1,6 @@
-"""The attention backward on Hopper: row sums before, the main kernel, dq rounded after.
+"""The attention backward on Hopper: a pass of row sums, the main kernel, and a pass that rounds dq.
 
-dq is summed over tiles of keys by atomic additions: their order is not fixed, so dq is not bit-reproducible. dk and dv are.
+dq is summed over tiles of keys by atomic additions in no fixed order, so dq is not bit-reproducible; dk and dv are.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ BLOCK_N = 128
 _OTHERS = "leave `backend` out, or give 'triton', which takes heads up to 256 and blocks from 16"
 
 _SHARE = 16
-"""A tile of keys is long, and comes early, if it takes more than 1 / _SHARE of what a multiprocessor has to do."""
+"""A tile of keys is long, and is started early, if it takes more than 1 / _SHARE of a multiprocessor's work."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Queries a tile, tiles of queries (and of dS) under way at a time, registers a thread of each role, programs.
+    """Queries per tile, tiles of queries (and of dS) in flight, registers per thread of each role, programs.
 
-    `dynamic`: one program a multiprocessor takes tile after tile, so that the next one's loads begin during the last one's
-    stores. Else a program each tile.
+    `dynamic`: one persistent program per multiprocessor computes tile after tile, so that the loads of the next overlap the
+    stores of the last. Else one program per tile.
     """
 
     block_m: int
@@ -47,7 +47,7 @@ class Config:
 
 
 def config(head_dim: int) -> Config:
-    """What runs fastest on an H200 for head_dim 64 and 128: as many queries a tile, and tiles under way, as there is room for."""
+    """The fastest configuration on an H200 for head_dim 64 and 128: as many queries per tile, and tiles in flight, as fit."""
     if head_dim not in (64, 128):
         raise SpecError(f"the Hopper backward pass is for heads of 64 or 128, not {head_dim}", fix=_OTHERS)
     if head_dim == 128:
@@ -75,7 +75,7 @@ def backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of attention, from what its forward pass kept.
+    """(dq, dk, dv) of attention, from the tensors saved by its forward pass.
 
     q, out, d_out [B, Sq, H, D], k and v [B, Sk, KV, D] in bfloat16 or float16; lse, d_lse [B, H, Sq] float32, natural log.
     """
@@ -137,7 +137,7 @@ def launch(
 
 
 def _mask(tiles: Tiles, none: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # The kernel's run-time and compile-time arguments that say who sees whom; `none` stands for what there is not.
+    # The kernel's run-time and compile-time arguments of the mask; `none` stands for absent tensors.
     if tiles.full or tiles.causal:
         kind = {"RULE": None, "QUERIES": None, "PARAMS": (), "HAS_DATA": (False, False)}
         return (none, none, none, none, 0, 0, none, 0, 0), kind | {"MASK": "full" if tiles.full else "causal"}

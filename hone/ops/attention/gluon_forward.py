@@ -1,7 +1,7 @@
-"""Attention forward on Hopper: one warp loads by TMA, warpgroups of 64 rows take turns at the tensor cores (Gluon).
+"""Attention forward on Hopper: one warp loads by TMA, warpgroups of 64 rows alternate on the tensor cores (Gluon).
 
-Structure after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), with one thing more: a program goes through its tiles
-without a gap, since the first product of the next tile is issued before the last product of this one.
+Structure after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). In addition, the first product of a program's next
+tile is issued before the last product of the current one, so that the tensor cores are not idle between tiles.
 """
 
 from dataclasses import dataclass
@@ -42,18 +42,18 @@ from hone.ops.dispatch import locate
 
 _LOG2E = 1.4426950408889634
 _SPANS = {"causal": 16, "full": 1, "lists": 32}
-"""How many heads are worked on at once."""
+"""Number of heads whose tiles run at the same time."""
 
 _PARTS = 2
-"""Warpgroups that compute, 64 queries each."""
+"""Computing warpgroups, 64 queries each."""
 
 _REGISTERS, _MAX_REGISTERS = 240, 168
-"""Registers of a thread of theirs, and the average over all threads that this leaves."""
+"""Registers per thread of a computing warpgroup, and the resulting average over all threads."""
 
 
 @gluon.jit
 def _queries(mem, turn, live, layout: gl.constexpr, PART: gl.constexpr, Q_REG: gl.constexpr):
-    """This warpgroup's queries of the turn-th tile: a view of shared memory, or registers (its slot is then free at once)."""
+    """This warpgroup's queries of the turn-th tile: a view of shared memory, or registers (then the slot is freed at once)."""
     i = turn % mem.Q_STAGES * mem.PARTS + PART
     mbarrier.wait(mem.q_ready.index(i), (turn // mem.Q_STAGES) & 1, pred=live)
     q = mem.q.index(i).reshape([64, mem.D])
@@ -73,7 +73,7 @@ def _scores(q, mem, slot, layout: gl.constexpr):
 
 @gluon.jit
 def _weighted(p, mem, slot, acc):
-    """Issues acc + p v for the values in `slot`, once they are there."""
+    """Issues acc + p v for the values in `slot`, once they have arrived."""
     b = slot % mem.STAGES
     mbarrier.wait(mem.v_ready.index(b), (slot // mem.STAGES) & 1)
     return warpgroup_mma(p, mem.v.index(b).reshape([mem.v.shape[2], mem.DV]), acc, is_async=True)
@@ -96,10 +96,10 @@ def _step(
     PART: gl.constexpr,
     TURNS: gl.constexpr,
 ):
-    """Scores of the keys in `slot` and, under their softmax, the weighted values of the slot before.
+    """Scores of the keys in `slot` and, overlapping their softmax, the weighted values of the slot before.
 
-    A row's maximum is not looked for: weights are against the one before, and only where a sum of them gets large is all
-    done again with new maxima. Weights up to 2^12 are as exact as those up to 1.
+    Weights are computed against a row's previous maximum without a search for a new one; only where their sum exceeds 2^12
+    are they computed again with new maxima. Weights up to 2^12 are as exact as those up to 1.
     """
     n = keys_at(plan, tile, j, tile.partial)
     b = slot % mem.STAGES
@@ -135,7 +135,7 @@ def _step(
 
 @gluon.jit
 def _consume(o_desc, lse, mem, plan, PART: gl.constexpr, Q_REG: gl.constexpr, TURNS: gl.constexpr):
-    """A warpgroup: 64 rows of every tile of this program."""
+    """One computing warpgroup: 64 rows of every tile of this program."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, mem.DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
@@ -164,7 +164,7 @@ def _consume(o_desc, lse, mem, plan, PART: gl.constexpr, Q_REG: gl.constexpr, TU
         for j in range(1, tile.count):
             acc, p, m, total = _step(q, acc, p, m, total, slot, j, tile, numbers, mem, plan, s_layout, PART, TURNS)
             slot += 1
-        # The last values of this tile, and under them the first softmax of the next.
+        # The last values of this tile, overlapped with the first softmax of the next.
         if not Q_REG:
             mbarrier.arrive(mem.q_free.index(turn % mem.Q_STAGES * mem.PARTS + PART))
         turn += 1
@@ -212,7 +212,7 @@ def flash_forward(
     GROUP: gl.constexpr, CAP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, Q_REG: gl.constexpr,
     REGS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One program a multiprocessor; see the module. out by TMA in o_desc's tensor, lse float32 [B, H, Sq]."""
+    """One program per multiprocessor; see the module. Writes out by TMA to o_desc's tensor, and lse float32 [B, H, Sq]."""
     BN: gl.constexpr = k_desc.block_shape[1]
     D: gl.constexpr = k_desc.block_shape[3]
     DV: gl.constexpr = v_desc.block_shape[3]
@@ -251,7 +251,7 @@ def flash_forward(
 
 @dataclass(frozen=True)
 class Config:
-    """How a launch is cut: keys a tile and tiles of keys in flight; where queries are kept; whether warpgroups take turns."""
+    """Tiling of a launch: keys per tile and tiles of keys in flight; where queries are kept; whether warpgroups alternate."""
 
     block_n: int
     stages: int
@@ -264,8 +264,8 @@ class Config:
 
 
 def tile_config(head_dim: int) -> Config:
-    """How attention with heads of this width is cut."""
-    if head_dim == 64:  # exponentials take longer than products here: turns only hold a warpgroup up
+    """The tiling for heads of this width."""
+    if head_dim == 64:  # exponentials take longer than products here: alternating would only delay warpgroups
         return Config(128, 4, True, turns=False)
     if head_dim == 128:
         return Config(128, 2, True)
@@ -298,7 +298,7 @@ def launch(
     config: Config,
     span: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`forward` cut as `config` says, `span` heads at once."""
+    """`forward` with the tiling `config`, `span` heads at a time."""
     batch, seq_q, heads, head_dim = q.shape
     seq_k, kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
     out = q.new_empty(batch, seq_q, heads, v_dim)

@@ -1,10 +1,10 @@
 """The attention backward's main kernel on Hopper: dK, dV and a float32 sum of dQ, in specialized warpgroups.
 
-Every program owns a tile of 128 keys and walks the query tiles that see it (FlashAttention-2, arXiv 2307.08691, algorithm 2;
-FlashAttention-3, arXiv 2407.08608, for warp specialization). S and dP are made transposed, keys along M, so that P and dS
-stay in registers as operands of dV and dK. dS also goes through shared memory to a warpgroup of its own, which multiplies
-it with K and adds the product to dQ in global memory (TMA reduce-add): the two softmax warpgroups never wait for each
-other, and dQ overlaps with both.
+Every program has a tile of 128 keys and loops over the query tiles that attend to it (FlashAttention-2, arXiv 2307.08691,
+algorithm 2; FlashAttention-3, arXiv 2407.08608, for warp specialization). S and dP are computed transposed, keys along M,
+so that P and dS stay in registers as operands of dV and dK. A third warpgroup reads dS from shared memory, multiplies it
+with K and adds the product to dQ in global memory (TMA reduce-add): the two softmax warpgroups never wait for each other,
+and dQ overlaps with both.
 
 Legend: b, h a sequence and a query head; m, n a tile of queries and of keys; BM queries and 128 keys a tile; D head_dim.
 """
@@ -25,7 +25,7 @@ from hone.ops.attention.gluon_problem import (
     draw_tile,
     keep,
     next_tile,
-    num_blind,
+    num_skipped,
     query_tile,
     span,
     tile,
@@ -90,7 +90,7 @@ def _load(p, s):
 
 @gluon.jit
 def _round(x, dtype: gl.constexpr):
-    # x in 16 bits, two to a register: the compiler's own conversion keeps one to a register as long as both forms are used.
+    # x in 16 bits, two per register: the compiler's conversion uses one register per value as long as both forms are live.
     if dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -104,7 +104,7 @@ def _round(x, dtype: gl.constexpr):
 
 @gluon.jit
 def _widen(x):
-    # Not pure, so that it stays where it is written and the wide form is not held in registers before.
+    # Not pure, so that the compiler does not move it up and hold the wide form in registers longer.
     if x.dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -119,9 +119,9 @@ def _widen(x):
 
 
 @gluon.jit
-def _settle(x):
-    # Everything x (16-bit, never negative) is made from must be done here: ptxas would otherwise move the exponentials
-    # past the next product, run out of registers and serialize every product of the kernel. The store never happens.
+def _compute_here(x):
+    # Forces ptxas to compute x (16-bit, never negative) before this point: it would otherwise move the exponentials past
+    # the next product, run out of registers and serialize every product of the kernel. The store never executes.
     gl.inline_asm_elementwise(
         "{ .reg .b32 x, a; .reg .pred p; "
         "lop3.b32 x, $8, $9, $10, 0xFE; lop3.b32 x, x, $11, $12, 0xFE; lop3.b32 x, x, $13, $14, 0xFE; "
@@ -179,7 +179,7 @@ def _step(p, s, dk, dv, step, m, b, h, n, WHICH: gl.constexpr, MASKED: gl.conste
     q = s.q.index(at)
     d_out = s.d_out.index(at)
     zero = gl.zeros([64, BM], gl.float32, scores)
-    # WHICH, in disguise: where K and V lie would else be computed before the loop over key tiles and take registers in it.
+    # WHICH as an opaque value, or the addresses of K and V would be computed before the loop and held in registers.
     keys = WHICH
     if p.DYNAMIC:
         keys = WHICH + (step >> 31)
@@ -187,7 +187,7 @@ def _step(p, s, dk, dv, step, m, b, h, n, WHICH: gl.constexpr, MASKED: gl.conste
     score = warpgroup_mma(s.k.index(keys), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = s.lse.index(at).load(cols)
     score = warpgroup_mma_wait(0, deps=[score])
-    # lse is in units of log 2 and +inf for rows that see nothing or lie past the end: their p is 0.
+    # lse is in units of log 2; +inf for rows without keys and rows past the end, so that their p is 0.
     if p.SOFTCAP is None:
         prob = gl.exp2(score * (p.scale * 1.4426950408889634) - lse[None, :])
     else:
@@ -202,19 +202,19 @@ def _step(p, s, dk, dv, step, m, b, h, n, WHICH: gl.constexpr, MASKED: gl.conste
             q_data = s.q_data.index(at).load(cols).to(gl.int32, bitcast=True)
         prob = gl.where(keep(p, b, h, q_at, k_at, q_data), prob, 0.0)
     prob16 = _round(prob, dtype)
-    _settle(prob16)
+    _compute_here(prob16)
     mbarrier.wait(s.d_out_full.index(at), phase)
     dp = warpgroup_mma(s.v.index(keys), d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
     dv = warpgroup_mma(gl.convert_layout(prob16, operand), d_out, dv, is_async=True)
     delta = s.delta.index(at).load(cols)
     if p.SOFTCAP is None:
-        # p once rounded costs half the registers of the exact one.
+        # The rounded p takes half the registers of the exact one.
         dp, prob16 = warpgroup_mma_wait(1, deps=[dp, prob16])
-        slope = _widen(prob16)
+        weight = _widen(prob16)
     else:
-        slope = prob * (1 - tanh * tanh)
+        weight = prob * (1 - tanh * tanh)
         dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = _round(slope * (dp - delta[None, :]), dtype)
+    ds = _round(weight * (dp - delta[None, :]), dtype)
     ds_at = step % DS_STAGES
     mbarrier.wait(s.ds_empty.index(ds_at), ((step // DS_STAGES) & 1) ^ 1)
     s.ds.index(ds_at * 2 + WHICH).store(ds)
@@ -231,7 +231,7 @@ def _step(p, s, dk, dv, step, m, b, h, n, WHICH: gl.constexpr, MASKED: gl.conste
 
 @gluon.jit
 def _skip(s, step, WHICH: gl.constexpr):
-    """A query tile of which this softmax warpgroup's keys see nothing: dS is 0."""
+    """A query tile without pairs among this softmax warpgroup's keys: dS is 0."""
     STAGES: gl.constexpr = s.q.type.shape[0]
     DS_STAGES: gl.constexpr = s.ds.type.shape[0] // 2
     BM: gl.constexpr = s.q.type.shape[1]
@@ -269,15 +269,15 @@ def _softmax(p, s, WHICH: gl.constexpr):
         for g in range(p.GROUP):
             h = kv_head * p.GROUP + g
             first, masked, count = span(p, b, h, n, BM, BN)
-            blind = 0
+            skipped = 0
             if WHICH == 1:
-                blind = num_blind(p, first, masked, n, 64, BM, BN)
-                for _ in range(blind):
+                skipped = num_skipped(p, first, masked, n, 64, BM, BN)
+                for _ in range(skipped):
                     _skip(s, step, WHICH)
                     step += 1
-            # A step ahead, so that nobody waits for the list.
-            m = query_tile(p, first, blind)
-            for j in range(blind, masked):
+            # Loaded one step ahead, to hide the latency of the list.
+            m = query_tile(p, first, skipped)
+            for j in range(skipped, masked):
                 next_m = query_tile(p, first, gl.minimum(j + 1, masked - 1))
                 dk, dv = _step(p, s, dk, dv, step, m, b, h, n, WHICH, True)
                 m = next_m
@@ -286,7 +286,7 @@ def _softmax(p, s, WHICH: gl.constexpr):
                 dk, dv = _step(p, s, dk, dv, step, 0, b, h, n, WHICH, False)
                 step += 1
         mbarrier.arrive(s.k_empty.index(0))
-        # This half of V is read by nobody else: it is the way out for dv and dk. Rows past the end are not stored.
+        # No other warpgroup reads this half of V: dv and dk are stored through it. Rows past the end are not stored.
         way_out = s.v.index(WHICH)
         boxed_out = way_out._reinterpret(dtype, [1, 64, 1, D], boxed)
         way_out.store(dv.to(dtype))
@@ -308,7 +308,7 @@ def _softmax(p, s, WHICH: gl.constexpr):
 
 @gluon.jit
 def _query_gradient(p, s):
-    """The warpgroup of dQ = dS^T K: in two halves (of head_dim, or of the rows) to live in few registers."""
+    """The warpgroup of dQ = dS^T K, computed in two halves (of head_dim, or of the rows) to use few registers."""
     DS_STAGES: gl.constexpr = s.ds.type.shape[0] // 2
     BM: gl.constexpr = s.q.type.shape[1]
     D: gl.constexpr = s.q.type.shape[2]
@@ -351,7 +351,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 _PLAIN = ["list_b", "list_h", "k_data_b", "k_data_h"]
 _PLAIN += ["scale", "num_tiles", "num_kv_heads", "seq_q", "seq_k"]
-"""Numbers that stay run-time values whatever they are: a 1 compiled in could not be a field of Problem."""
+"""Arguments that Triton must not specialize: an argument 1 compiled in as a constant could not be a field of Problem."""
 
 
 @gluon.jit(do_not_specialize=_PLAIN)
@@ -366,8 +366,8 @@ def flash_backward(
 ):  # fmt: skip
     """dk, dv [B, Sk, KV, D] and dq, the sum [B * H * tiles of queries * BM, D] in float32, which must be 0 at the start.
 
-    stats, q_order and counter are `prepare`'s. Grid: num_tiles programs of 4 warps and 9 specialized ones, or
-    fewer if DYNAMIC: then each takes another tile whenever it is done with one.
+    `prepare` fills stats, q_order and counter. Grid: num_tiles programs of 4 warps and 9 specialized ones, or fewer if
+    DYNAMIC: then each program fetches the next tile when it has finished one.
     """
     dtype: gl.constexpr = q.dtype
     tiled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -1,4 +1,4 @@
-"""The loading warp of the Hopper attention forward, and the shared memory through which it feeds the warpgroups (Gluon)."""
+"""The loading warp of the Hopper attention forward, and the shared memory from which the warpgroups read (Gluon)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,7 @@ _Memory = gl._core.shared_memory_descriptor
 
 @aggregate
 class Buffers:
-    """Shared memory of a program: rings of queries, keys, values and tile numbers, each slot with its two barriers."""
+    """Shared memory of a program: ring buffers of queries, keys, values and tile numbers, with two barriers per slot."""
 
     q: _Memory
     k: _Memory
@@ -76,7 +76,7 @@ def _load_keys(desc, plan, tile, n, slot, ready, free, shared):
 
 @gluon.jit
 def publish(tile, turn, mem):
-    """Gives the warpgroups the number of their tile number `turn`."""
+    """Passes the number of the program's `turn`-th tile to the warpgroups."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     i = turn % 2
     mbarrier.wait(mem.ticket_free.index(i), ((turn // 2) & 1) ^ 1)
@@ -118,7 +118,7 @@ def published(mem, turn):
 
 @gluon.jit
 def _draw(counter):
-    """Takes the counter's number and adds one; only the first lane has it, once it is there: nothing waits for it yet."""
+    """Atomically increments the counter; only the first lane gets the old value, and nothing waits for it here."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
         "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
@@ -132,7 +132,7 @@ def _draw(counter):
 
 @gluon.jit
 def _drawn(number):
-    """The number that `_draw` took, for all lanes."""
+    """The result of `_draw` in all lanes."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -140,17 +140,17 @@ def _drawn(number):
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, counter, mem, plan):
-    """The loading warp: which tile is next, its queries, then its keys and values.
+    """The loading warp: fetches the number of the next tile, then loads its queries, keys and values.
 
-    Whatever it reads from memory for itself it asks for a tile, or a step, before it needs it: it must never be what the
-    warpgroups wait for.
+    Tile numbers and list entries are loaded one tile, or one step, before they are used, so that the warpgroups never wait
+    for them.
     """
     slot = 0
     turn = 0
     number = gl.program_id(0) - gl.num_programs(0)
     tile = tile_at(plan, gl.program_id(0))
-    # Not `last = tile`: Triton 3.6 carries through a loop only names whose value it sees change, and these two would begin the
-    # loops as the very values that are assigned to them there.
+    # Not `last = tile`: Triton 3.6 carries through a loop only names whose value changes in it, and these two would enter
+    # the loops as the same values that are assigned to them there.
     last = tile_at(plan, gl.program_id(0))
     last_n = 0
     while tile.count > 0:
@@ -168,7 +168,7 @@ def produce(q_desc, k_desc, v_desc, counter, mem, plan):
         for j in range(tile.count):
             _load_keys(k_desc, plan, tile, n, slot, mem.k_ready, mem.k_free, mem.k)
             next_n = keys_at(plan, tile, j + 1, tile.count)
-            # Values follow one tile behind: that is the order in which they are multiplied.
+            # Values are loaded one tile after their keys: the order in which the products use them.
             if slot > 0:
                 _load_keys(v_desc, plan, last, last_n, slot - 1, mem.v_ready, mem.v_free, mem.v)
             slot += 1

@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def _place(count, order, most_long, column, num_columns, heads, share):
-    # Writes `column` to its place in the order of its row: first the long ones, those that take more than one in `share` of
-    # all there is to do, then the others, both from left to right.
+    # Writes `column` to its place in the order of its row: first the long columns, which take more than 1 / `share` of all
+    # work, then the others, both from left to right.
     total = tl.zeros([256], tl.int64)
     for first in range(0, num_columns, 256):
         at = first + tl.arange(0, 256)
@@ -35,10 +35,10 @@ def prepare(
     """stats [B, H, tiles, 2, ROWS] = lse / log 2 and delta = sum(out * d_out) - d_lse; dq_sum [B, H, tiles * ROWS, HEAD_DIM] = 0.
 
     With HAS_DATA stats have a third row of the same 32 bits as q_data, the mask's int32 of each query.
-    lse and d_lse are [B, H, Sq] float32. Rows past the end, and rows that see nothing (lse -inf), get lse +inf and delta 0:
-    their probabilities are exp2(s - inf) = 0. counter int32 [2] = 0. With LISTS q_order int32 [num_lists, num_n] becomes the
-    numbers of each list's key tiles, long ones first, and counter[1], 0 before, the largest number of long ones. A tile is
-    long that takes more than 1 / share of what all num_kv rows of tiles take. Grid: tiles, H, B.
+    lse and d_lse are [B, H, Sq] float32. Rows past the end, and rows without keys (lse -inf), get lse +inf and delta 0:
+    their probabilities are exp2(s - inf) = 0. counter int32 [2] = 0. With LISTS q_order int32 [num_lists, num_n] receives
+    each list's key tiles, long ones first, and counter[1], 0 before, the largest number of long ones. A tile is long if it
+    takes more than 1 / share of the work of all num_kv rows of tiles. Grid: tiles, H, B.
     """
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tile + h + b == 0:

@@ -1,4 +1,4 @@
-"""What the warpgroups of the attention backward share: the problem, shared memory, masks, and the order of tiles.
+"""Parts shared by the warpgroups of the attention backward: the problem, shared memory, masks, and the order of tiles.
 
 Legend: b, h a sequence and a query head; m, n a tile of queries and of keys; BM queries and 128 keys a tile.
 """
@@ -12,7 +12,7 @@ from hone.ops.compat import aggregate, warpgroup_barrier
 
 @aggregate
 class Problem:
-    """What every warpgroup reads: descriptors, block lists, sizes, and the choices fixed at compile time."""
+    """Inputs of every warpgroup: descriptors, block lists, sizes, and the compile-time choices."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -68,7 +68,7 @@ class Problem:
 
 @aggregate
 class Shared:
-    """The program's shared memory and its barriers: `_full` says that data came, `_empty` that it may be overwritten."""
+    """The program's shared memory and its barriers: `_full`: the data has arrived, `_empty`: it may be overwritten."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -105,7 +105,7 @@ class Shared:
 
 @gluon.jit
 def _uniform(x):
-    # x, the same in every thread, told to ptxas as such: what follows from it lives in registers of the warp.
+    # Marks x, equal in every thread, as uniform for ptxas, which then keeps values derived from it in uniform registers.
     return gl.inline_asm_elementwise(
         "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -115,10 +115,10 @@ def _uniform(x):
 def tile(p, t, BN: gl.constexpr):
     """The sequence, key head and tile of keys that come t-th.
 
-    Heads outside, so that the programs running at one time share a few heads' q, d_out and dq in L2. Heads descend: the
-    pass before ends, and the pass after begins, with what L2 still holds. Tiles ascend: under a causal mask the longest
-    comes first. Under lists two rounds through the heads: the first `num_long` of each head's order, then the others, so
-    that no long tile is left over when the others are done.
+    Heads are the outer loop, so that concurrent programs share a few heads' q, d_out and dq in L2. Heads descend, so that
+    this pass starts with the data the last one left in L2, and leaves the next pass its own. Tiles ascend: under a causal
+    mask the longest comes first. With lists there are two rounds through the heads: the first `num_long` of each head's
+    order, then the others, so that no long tile runs last.
     """
     num_n = gl.cdiv(p.seq_k, BN)
     if p.MASK == "lists":
@@ -142,7 +142,7 @@ def tile(p, t, BN: gl.constexpr):
 
 @gluon.jit
 def _is_empty(p, t, BM: gl.constexpr, BN: gl.constexpr):
-    # Whether there is a t-th tile and no query sees its keys.
+    # Whether the t-th tile exists and no query attends to its keys.
     b, kv_head, n = tile(p, gl.minimum(t, p.num_tiles - 1), BN)
     total = t * 0
     for g in range(p.GROUP):
@@ -153,7 +153,7 @@ def _is_empty(p, t, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def next_tile(p, s, done):
-    """The tile after the program's `done`-th, as its loading warp drew it; num_tiles when there is none."""
+    """The tile after the program's `done`-th, as fetched by its loading warp; num_tiles when there is none."""
     if p.DYNAMIC:
         lone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         mbarrier.wait(s.tile_full.index(done & 1), (done >> 1) & 1)
@@ -166,10 +166,10 @@ def next_tile(p, s, done):
 
 @gluon.jit
 def draw_tile(p, s, done, BM: gl.constexpr, BN: gl.constexpr):
-    """In the loading warp: takes the next free tile and publishes its number.
+    """In the loading warp: fetches the next free tile and publishes its number.
 
-    They go through an empty tile without waiting for a load. So that none gets through it before the others are done with
-    the tile before, and no phase of a barrier goes by unseen, an empty tile is only told of then.
+    Warpgroups pass through an empty tile without waiting for a load. An empty tile is therefore published only after all of
+    them have finished the tile before; otherwise one could run ahead and another miss a phase of a barrier.
     """
     if p.DYNAMIC:
         lone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -189,8 +189,8 @@ def draw_tile(p, s, done, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def span(p, b, h, n, BM: gl.constexpr, BN: gl.constexpr):
-    # The query tiles that see key tile n: the first one (or the place in the list), how many need a mask (they come
-    # first), how many there are.
+    # The query tiles that attend to key tile n: the first one (or its place in the list), the number that need a mask (they
+    # come first), and the number of all.
     num_m = gl.cdiv(p.seq_q, BM)
     first = n * 0
     masked = n * 0
@@ -204,7 +204,7 @@ def span(p, b, h, n, BM: gl.constexpr, BN: gl.constexpr):
         offset = p.seq_k - p.seq_q
         first = gl.minimum(gl.maximum(n * BN - offset, 0) // BM, num_m)
         count = num_m - first
-        # From this query tile on every row sees the whole key tile.
+        # From this query tile on every row attends to the whole key tile.
         whole = gl.maximum(n * BN + BN - 1 - offset + BM - 1, 0) // BM
         masked = gl.minimum(gl.maximum(whole - first, 0), count)
     if (n + 1) * BN > p.seq_k:
@@ -213,13 +213,13 @@ def span(p, b, h, n, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def num_blind(p, first, masked, n, KEY: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """How many of the first tiles of queries see none of key tile n's keys from its KEY-th on, under a causal mask."""
-    blind = masked * 0
+def num_skipped(p, first, masked, n, KEY: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """Number of leading query tiles that attend to none of key tile n's keys from its KEY-th on, under a causal mask."""
+    skipped = masked * 0
     if p.MASK == "causal":
         before = (n * BN + KEY - (p.seq_k - p.seq_q)) // BM
-        blind = gl.minimum(gl.maximum(before - first, 0), masked)
-    return blind
+        skipped = gl.minimum(gl.maximum(before - first, 0), masked)
+    return skipped
 
 
 @gluon.jit
@@ -234,9 +234,9 @@ def query_tile(p, first, j):
 
 @gluon.jit
 def keep(p, b, h, q_at, k_at, q_data):
-    """Which of [64, BM] pairs of keys k_at and queries q_at count. Rows past the last query may say anything: their p is 0.
+    """Mask [64, BM] of pairs of keys k_at and queries q_at. Values of rows past the last query do not matter: their p is 0.
 
-    A rule counts queries by their place among the keys. `q_data` are the queries' numbers, if the mask has any.
+    A rule takes a query's position among the keys. `q_data` holds the mask's int32 per query, if it has any.
     """
     rows = k_at[:, None]
     cols = (q_at + (p.seq_k - p.seq_q))[None, :]

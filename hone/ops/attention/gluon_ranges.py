@@ -1,6 +1,6 @@
-"""Rules by which a query sees one range of keys, or a key is seen by one range of queries: kernels then compare once a pair.
+"""Rules under which a query attends to one range of keys, or a key to one range of queries: one comparison per pair.
 
-Each function here agrees with the rule in `masks` that it stands for, on places that an int32 can be added to.
+Each function agrees with the rule in `masks` that it replaces, for positions whose sums fit an int32.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Any
 from hone.ops.attention.masks import Tiles, gluon_function
 
 _FAR = 1 << 30
-"""From here on a sum of a place and a parameter may be no int32."""
+"""From here on the sum of a position and a parameter may exceed an int32."""
 
 
 def keys_of(tiles: Tiles) -> Any:
-    """(q, q_data, params) -> (first, last) key that a query sees, as a Gluon function; None for another kind of rule."""
+    """(q, q_data, params) -> (first, last) key that a query attends to, as a Gluon function; None for other rules."""
     return _known(KEYS, tiles)
 
 
 def queries_of(tiles: Tiles) -> Any:
-    """(k, params) -> (first, last) query that sees a key, as a Gluon function; None for another kind of rule."""
+    """(k, params) -> (first, last) query that attends to a key, as a Gluon function; None for other rules."""
     return _known(QUERIES, tiles)
 
 

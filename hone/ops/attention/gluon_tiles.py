@@ -1,7 +1,7 @@
-"""The parts of the Hopper attention forward: which tile comes next, masks, a step of online softmax, the way out.
+"""Parts of the Hopper attention forward: the order of tiles, masks, a step of online softmax, the stores.
 
-Sources: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) for the two warpgroups that take turns and the softmax that
-runs under the products; FlashAttention-4 (2026) for leaving the sums unscaled while a maximum hardly moves.
+Sources: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) for two alternating warpgroups and the softmax that overlaps
+the products; FlashAttention-4 (2026) for skipping the rescaling while a maximum hardly changes.
 """
 
 from triton.experimental import gluon
@@ -12,12 +12,12 @@ from hone.ops.compat import aggregate, named_barrier_arrive, named_barrier_sync,
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e30)
-"""Where a row's maximum begins: finite, so that a row without any key gives 0 and not NaN."""
+"""Initial maximum of a row: finite, so that a row without keys gives 0 and not NaN."""
 
 
 @aggregate
 class Plan:
-    """What a launch works on: sizes, the order of its tiles, its mask. KIND is "causal", "full" or "lists"."""
+    """The problem of a launch: sizes, the order of its tiles, its mask. KIND is "causal", "full" or "lists"."""
 
     seq_q: gl.tensor
     seq_k: gl.tensor
@@ -88,10 +88,10 @@ class Plan:
 
 @aggregate
 class Tile:
-    """BM queries of one head: where they are and how many tiles of keys they meet, the first `partial` of them masked.
+    """BM queries of one head: their position and the number of their tiles of keys, the first `partial` of them masked.
 
-    `first` is the first of those tiles of keys, `at` where their list begins, -1 for queries that see nothing: these go
-    through one tile of keys, all of it masked. `count` is 0 after the launch's last tile.
+    `first` is the first of these tiles of keys, `at` the start of their list, -1 for queries without keys: these compute
+    one fully masked tile of keys. `count` is 0 after the launch's last tile.
     """
 
     batch: gl.tensor
@@ -117,8 +117,8 @@ class Tile:
 def tile_at(plan, t):
     """The t-th tile of this launch.
 
-    Tiles of unequal lengths go through `span` heads at once, the longest first under a causal mask and in the lists' order
-    of turns: the programs end together, and what runs at one time shares keys and values in L2.
+    Tiles of unequal lengths alternate over `span` heads, the longest first under a causal mask and in the order of the
+    lists: the programs end together, and concurrent programs share keys and values in L2.
     """
     live = t < plan.num_tiles
     t = gl.minimum(t, plan.num_tiles - 1)
@@ -160,7 +160,7 @@ def tile_at(plan, t):
 
 @gluon.jit
 def keys_at(plan, tile, j, end):
-    """The j-th tile of keys (not the first) that a tile of queries meets, for j below `end`; without lists right to left."""
+    """The j-th tile of keys (not the first) of a tile of queries, for j below `end`; without lists right to left."""
     n = tile.count - 1 - j
     if plan.KIND == "lists":
         n = gl.load(plan.kv_index + tile.at + j, mask=j < end, other=0)
@@ -169,7 +169,7 @@ def keys_at(plan, tile, j, end):
 
 @gluon.jit
 def query_data(plan, tile, PART: gl.constexpr, layout: gl.constexpr):
-    """The rule's numbers of warpgroup PART's rows [64]; loaded long before they are needed."""
+    """The mask's int32 of warpgroup PART's rows [64]; loaded early to hide the latency."""
     numbers = gl.zeros([64], gl.int32, layout)
     if plan.DATA[0]:
         rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, layout)
@@ -180,7 +180,7 @@ def query_data(plan, tile, PART: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _axis(N: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
-    """0 ... N - 1 along AXIS of four, length 1 along the others."""
+    """0 ... N - 1 along AXIS of four axes, length 1 along the others."""
     if AXIS == 0:
         line = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))[:, None, None, None]
     elif AXIS == 1:
@@ -194,18 +194,18 @@ def _axis(N: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def masked(s, plan, tile, n, numbers, PART: gl.constexpr):
-    """Scores [64, BN] of warpgroup PART's rows against the n-th tile of keys, -inf where the mask does not let them through.
+    """Scores [64, BN] of warpgroup PART's rows against the n-th tile of keys, -inf where the mask excludes them.
 
     `numbers` is their `query_data`.
 
-    Columns are seen as [BN / 8, 4, 2]: the first is a register's number and so an immediate operand, the others a thread's.
+    Columns have the shape [BN / 8, 4, 2]: the first axis is a register's number, so an immediate operand, the others a thread's.
     """
     BN: gl.constexpr = plan.BN
     wide = s.reshape([64, BN // 8, 4, 2])
     layout: gl.constexpr = wide.type.layout
     rows = tile.m * plan.BM + PART * 64 + _axis(64, 0, layout)
     places = rows + (plan.seq_k - plan.seq_q)
-    # Opaque, so that no sum of the two parts of a column is kept in a register through the loop around this.
+    # Opaque, so that the compiler does not keep sums of the two parts of a column in registers through the outer loop.
     mine = (
         gl.inline_asm_elementwise(
             "mov.b32 $0, $1;",
@@ -231,7 +231,7 @@ def masked(s, plan, tile, n, numbers, PART: gl.constexpr):
             q_data = q_data[:, None, None, None]
         if plan.RANGE is None and plan.DATA[1]:
             data = plan.k_data + tile.batch * plan.k_batch + tile.head * plan.k_head
-            # One load a thread, spread through shared memory: as many loads as columns would take as many registers.
+            # One load per thread, distributed through shared memory: one load per column would take as many registers.
             line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
             at = n * BN + gl.arange(0, BN, line)
             k_data = gl.load(data + at, mask=at < plan.seq_k, other=0).reshape([1, BN // 8, 4, 2])
@@ -240,7 +240,7 @@ def masked(s, plan, tile, n, numbers, PART: gl.constexpr):
             columns = eights + mine
             keep = plan.RULE(places, columns, q_data, k_data, plan.PARAMS) & (columns < limit)
         else:
-            # One comparison for both ends of a row's range, and nothing but a column's number changes from pair to pair.
+            # One comparison for both ends of a row's range; only the column's number changes from pair to pair.
             first, last = plan.RANGE(places, q_data, plan.PARAMS)
             first = gl.maximum(first, 0)
             length = gl.maximum(gl.minimum(last + 1, limit) - first, 0)
@@ -258,21 +258,21 @@ def capped(s, plan):
 
 @gluon.jit
 def row_sums(p):
-    """Sums of p's rows [64, 4]: one share for each of the four threads that hold a row, added up at the end."""
+    """Sums of p's rows [64, 4]: one partial sum for each of the four threads that hold a row, added up at the end."""
     quads = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(quads, 3), 1)
 
 
 @gluon.jit
 def weighed(s, top, scale):
-    """2^((s - top) scale) and its sums by rows."""
+    """2^((s - top) scale) and its row sums."""
     p = gl.exp2(s * scale - (top * scale)[:, None])
     return p, row_sums(p)
 
 
 @gluon.jit
 def begin_rows(s, scale):
-    """The first tile of a row: its maxima, its weights against them, their sums."""
+    """The first tile of keys: the rows' maxima, the weights against them, their sums."""
     m = gl.maximum(gl.max(s, 1), LOWEST)
     p, sums = weighed(s, m, scale)
     return m, p, sums
@@ -280,7 +280,7 @@ def begin_rows(s, scale):
 
 @gluon.jit
 def declare_flag(PART: gl.constexpr):
-    """Names the predicate that `any_above` sets; once a warpgroup, before its loops."""
+    """Declares the predicate that `any_above` sets; once per warpgroup, before its loops."""
     gl.inline_asm_elementwise(
         f".reg .pred hone_above_{PART}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -288,7 +288,7 @@ def declare_flag(PART: gl.constexpr):
 
 @gluon.jit
 def any_above(sums, PART: gl.constexpr):
-    """Whether any of the warpgroup's partial sums is above 2^12 (or no number): a barrier of its 128 threads that votes."""
+    """Whether any of the warpgroup's partial sums is above 2^12 or NaN: a voting barrier of its 128 threads."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gtu.f32 p, $2, 0f45800000; setp.gtu.or.f32 p, $3, 0f45800000, p; "
         + f"bar.red.or.pred hone_above_{PART}, {11 + PART}, 128, p; mov.b32 $0, 0; mov.b32 $1, 0; }}",
@@ -306,10 +306,10 @@ def any_above(sums, PART: gl.constexpr):
 
 @gluon.jit
 def pinned(total):
-    """`total` unchanged, but nothing after it in the program begins before it has been computed.
+    """`total` unchanged; code after this point starts only when it has been computed.
 
-    ptxas moves the wait for a product up over arithmetic that does not need it, and the softmax would no longer run under
-    the product. It moves no wait over a barrier, even one that is never arrived at (no sum is negative).
+    ptxas moves the wait for a product above arithmetic that does not depend on it, and the softmax would no longer overlap
+    the product. It moves no wait above a barrier, even one that is never executed (no sum is negative).
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p bar.arrive 15, 32; mov.b32 $0, $1; }",
@@ -330,7 +330,7 @@ def rescaled(acc, alpha):
 @gluon.constexpr_function
 def _scale_if_moved(count):
     """Assembly that multiplies `count` numbers by their factors unless all factors of the warp are 1; and its constraints."""
-    # An accumulator's registers go in turns of two through the two rows that a thread has a part of.
+    # An accumulator's registers alternate in pairs between the two rows that a thread holds a part of.
     lines = [
         "{ .reg .pred p, q;",
         f"setp.neu.f32 p, ${2 * count}, 0f3F800000;",
@@ -346,7 +346,7 @@ def _scale_if_moved(count):
 
 @gluon.jit
 def rescaled_if_moved(acc, alpha):
-    """`rescaled`, but a warp skips the multiplications if none of its maxima moved."""
+    """`rescaled`, but a warp skips the multiplications if none of its maxima changed."""
     COUNT: gl.constexpr = acc.shape[1] // 2
     factors = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     factors, acc = gl.broadcast(factors, acc)
@@ -371,7 +371,7 @@ def finish_rows(acc, m, total, o_desc, o_shared, lse, plan, tile, PART: gl.const
     stage.reshape([64, acc.shape[1]]).store(acc.to(o_desc.dtype))
     fence_async_shared()
     tma_store(o_desc, [tile.batch, tile.m * plan.BM + PART * 64, tile.head, 0], stage)
-    # After the fence, which would wait for these.
+    # After the fence, which would otherwise wait for these stores.
     rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, m.type.layout)
     base = (tile.batch * plan.heads + tile.head).to(gl.int64) * plan.seq_q
     value = gl.where(seen, (m * plan.scale_log2 + gl.log2(sums)) * LN2, float("-inf"))
@@ -380,13 +380,13 @@ def finish_rows(acc, m, total, o_desc, o_shared, lse, plan, tile, PART: gl.const
 
 @gluon.jit
 def take_turn(PART: gl.constexpr, PARTS: gl.constexpr):
-    """Waits until the warpgroup before this one has issued its products."""
+    """Waits until the previous warpgroup has issued its products."""
     if PARTS > 1:
         named_barrier_sync(8 + PART, 256)
 
 
 @gluon.jit
 def pass_turn(PART: gl.constexpr, PARTS: gl.constexpr):
-    """Lets the next warpgroup issue its products."""
+    """Signals the next warpgroup to issue its products."""
     if PARTS > 1:
         named_barrier_arrive(8 + (PART + 1) % PARTS, 256)

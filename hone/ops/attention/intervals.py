@@ -1,9 +1,9 @@
-"""Arithmetic on ranges of integers: what a mask's rule says about a whole tile at once, and the lists made of the answers.
+"""Interval arithmetic: evaluates a mask's rule for whole tiles at once and makes the lists of tiles that kernels read.
 
-A rule run on `Interval`s instead of numbers answers with a `Truth`: whether some pair of the tile can be kept and whether all
-must be. Answers are conservative: a tile that is wholly kept may be called partial, a tile that keeps a pair is never called
-empty. Bounds are int32 tensors that broadcast against each other ([..., num_q_tiles, 1] and [..., 1, num_k_tiles]), so nothing
-waits for the device. Moore 1966, Interval Analysis.
+A rule evaluated on `Interval`s instead of numbers returns a `Truth`: whether some pair of the tile can be kept and whether
+all must be. Results are conservative: a wholly kept tile may be classified as partial, a tile with a kept pair never as
+empty. Bounds are int32 tensors that broadcast against each other ([..., num_q_tiles, 1] and [..., 1, num_k_tiles]), so the
+host never waits for the device. Moore 1966, Interval Analysis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 
 FAR_LONGER = 3
-"""How many times the average a row of a list must be to be begun before its turn."""
+"""A row of a list that is this many times longer than the average is started first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ def _check_divisor(value: Any) -> None:
 
 
 def tile_places(length: int, block: int, shift: int, device: torch.device) -> Interval:
-    """The places of each tile of `block` out of `length` (the last one shorter), moved by `shift`: bounds [num_tiles]."""
+    """The positions of each tile of `block` out of `length` (the last tile shorter), plus `shift`: bounds [num_tiles]."""
     low = torch.arange(0, length, block, device=device, dtype=torch.int32)
     return Interval(low + shift, (low + (block - 1)).clamp(max=length - 1) + shift)
 
@@ -152,11 +152,11 @@ def tile_range(values: Tensor, block: int) -> Interval:
 
 
 def resolve_rule(name: str) -> Callable[..., Any]:
-    """The function that 'module:qualname' names. SpecError where it stands in no module (a lambda, a function in a function)."""
+    """The function named 'module:qualname'. SpecError unless it is at the top of a module (a lambda, a nested function)."""
     module, _, path = name.partition(":")
     if "<" in path:
         raise SpecError(
-            f"the mask's rule {path} of {module} cannot be compiled into a kernel: it stands inside a function",
+            f"the mask's rule {path} of {module} cannot be compiled into a kernel: it is defined inside a function",
             fix="define it with `def` at the top of a module, its constants in `params`, its tensors in q_data and k_data",
         )
     found: Any = importlib.import_module(module)
@@ -220,7 +220,7 @@ def classify(
     block_n: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """For every tile, whether some pair can be kept and whether all are: bool [B', H', nM, nN], bounds not considered."""
+    """For every tile, whether some pair can be kept and whether all are: bool [B', H', nM, nN]; ignores the edges of q and k."""
     q = _column(tile_places(seq_q, block_m, seq_k - seq_q, device))
     k = tile_places(seq_k, block_n, 0, device)
     q_range: Any = 0
@@ -246,9 +246,9 @@ def _column(interval: Interval) -> Interval:
 
 
 def _listed(can: Tensor, must: Tensor) -> list[Tensor]:
-    """(count, index, partial) of the rows of [B', H', rows, columns]: what can be kept, the partly kept first.
+    """(count, index, partial) of the rows of [B', H', rows, columns]: the tiles that can be kept, the partly kept first.
 
-    Both kinds from the right to the left: under a causal rule the first tile is then one in which every query sees a key.
+    Both kinds run from right to left: under a causal rule every query then attends to a key of the first tile.
     """
     can, must = can.flip(-1), must.flip(-1)
     partial = can & ~must
@@ -260,7 +260,7 @@ def _listed(can: Tensor, must: Tensor) -> list[Tensor]:
         num_partial[..., None] + whole.cumsum(-1, dtype=torch.int32) - 1,
     )
     columns = can.shape[-1]
-    place = torch.where(can, place, columns).long()  # what is never kept falls into one place past the end
+    place = torch.where(can, place, columns).long()  # tiles that are never kept all go to one place past the end
     index = torch.zeros((*can.shape[:-1], columns + 1), dtype=torch.int32, device=can.device)
     numbers = torch.arange(columns - 1, -1, -1, dtype=torch.int32, device=can.device).expand(can.shape)
     index.scatter_(-1, place, numbers)
@@ -269,10 +269,11 @@ def _listed(can: Tensor, must: Tensor) -> list[Tensor]:
 
 
 def _turns(count: Tensor, index: Tensor, partial: Tensor) -> Tensor:
-    """Of every row, in the order in which they are best begun: (number, count, partial, first column); [B', H', rows, 4].
+    """(number, count, partial, first column) of every row in the best order of execution; [B', H', rows, 4].
 
-    Far longer rows than the average come first, the longest before all, or a launch would end with a program alone at one.
-    Then from the last to the first: neighbours share keys in L2, and under a causal mask the first are the shortest.
+    Rows far longer than the average come first, the longest of them before all, so that a launch does not end with one
+    program busy. Then from the last to the first: neighbours share keys in L2, and under a causal mask the first are the
+    shortest.
     """
     rows = count.shape[-1]
     numbers = torch.arange(rows, dtype=torch.int32, device=count.device)

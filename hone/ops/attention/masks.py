@@ -1,9 +1,9 @@
-"""Attention masks: a mask is one plain Python function of two places, and every backend works from that function.
+"""Attention masks: a mask is one plain Python function of two positions, which every backend uses.
 
-The reference runs it on index tensors, kernels compile it, FlexAttention takes it (`as_flex`), and run on intervals it says
-which tiles of pairs are never, partly or wholly kept (`Mask.tiles`), so no S x S tensor is made for a kernel.
+The reference runs it on index tensors, kernels compile it, FlexAttention takes it (`as_flex`), and evaluated on intervals
+it tells which tiles of pairs are never, partly or wholly kept (`Mask.tiles`), so no S x S tensor is made for a kernel.
 
-A rule may use + - * // % comparisons & | ~ only, and // and % only of numbers that are not negative by entries of `params`.
+A rule may use only + - * // % comparisons & | ~, and // and % only on non-negative numbers, with entries of `params` as divisors.
 
 Legend: B batch, H query heads, Sq and Sk the queries' and keys' sequence lengths, nM and nN the numbers of their tiles.
 """
@@ -22,20 +22,20 @@ from hone.base.errors import SpecError
 from hone.ops.attention.intervals import resolve_rule, tile_lists
 
 Rule = Callable[[Any, Any, Any, Any, Any], Any]
-"""(q, k, q_data, k_data, params) -> keep. q is the query's place among the keys: query i of Sq stands at i + Sk - Sq."""
+"""(q, k, q_data, k_data, params) -> keep. q is the query's position among the keys: i + Sk - Sq for query i of Sq."""
 
 _KEPT_SHAPES = 16
-"""Shapes whose tile lists a mask keeps before it lets the oldest go."""
+"""Number of shapes whose tile lists a mask caches before it evicts the oldest."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
     """A rule, its constants and its data.
 
-    `q_data` int32 [B or 1, H or 1, Sq or 1] and `k_data` (Sk) give a rule one number a query and one a key (0 when None).
-    `table` bool [B or 1, H or 1, nq, nk] besides lets query i see key j only where table[..., i // block, j // block].
-    `params` are compiled into kernels; what changes often belongs in the data. Tensors must not change once used: tile lists
-    made from them are kept, and a CUDA graph that used them needs the mask to stay alive.
+    `q_data` int32 [B or 1, H or 1, Sq or 1] and `k_data` (Sk) pass one number per query and one per key to the rule (0 when
+    None). With `table` bool [B or 1, H or 1, nq, nk] query i attends to key j only where table[..., i // block, j // block].
+    `params` are compiled into kernels; values that change often belong in the data. Tensors must not change after use: tile
+    lists made from them are cached, and a CUDA graph that used them needs a reference to the mask.
     """
 
     rule: Rule
@@ -63,12 +63,12 @@ class Mask:
 
     @property
     def is_full(self) -> bool:
-        """Every query sees every key."""
+        """Whether every query attends to every key."""
         return self.rule is _all and self.table is None
 
     @property
     def is_causal(self) -> bool:
-        """Every query sees the keys up to its own place, and nothing more is asked."""
+        """Whether every query attends to exactly the keys up to its own position."""
         return self.rule is _causal and self.table is None
 
     def dense(self, seq_q: int, seq_k: int, device: torch.device | str) -> Tensor:
@@ -85,7 +85,7 @@ class Mask:
         return keep.expand(torch.broadcast_shapes(keep.shape, (1, 1, seq_q, seq_k)))
 
     def kept_dense(self, seq_q: int, seq_k: int, device: torch.device) -> Tensor:
-        """`dense`, kept for the next layer that asks; of other sizes only the last: it is large, and a mask may live long."""
+        """`dense`, cached for the next layer; only the last size is kept, because it is large and a mask may be long-lived."""
         for old in [key for key in self._kept if key[0] == "dense"][:-1]:
             del self._kept[old]
         return self._keep(("dense", seq_q, seq_k, device), lambda: self.dense(seq_q, seq_k, device))
@@ -95,7 +95,7 @@ class Mask:
     ) -> Tiles:
         """The mask in tiles of block_m queries by block_n keys; `transposed` adds the lists that a backward pass needs.
 
-        Kept for the next call of these sizes, but never made in one CUDA graph and used outside of it.
+        Cached for the next call of these sizes; lists made inside a CUDA graph are never used outside of it.
         """
         analytic = self.is_full or self.is_causal
         lists: list[Tensor] = []
@@ -111,13 +111,13 @@ class Mask:
         )
 
     def check_sizes(self, seq_q: int, seq_k: int, block_m: int = 16, block_n: int = 16) -> None:
-        """SpecError for what does not fit the data's or the table's sizes."""
+        """Raises SpecError for sizes that do not match the data or the table."""
         for label, data, length in (("q_data", self.q_data, seq_q), ("k_data", self.k_data, seq_k)):
             if data is not None and data.shape[-1] not in (1, length):
-                said = f"the mask's {label} is for {data.shape[-1]} places, not for {length}"
-                raise SpecError(said, fix=f"make the mask of tensors of {length} places")
+                said = f"the mask's {label} is for {data.shape[-1]} positions, not for {length}"
+                raise SpecError(said, fix=f"build the mask from tensors of {length} positions")
         if self.rule is _since and seq_q != seq_k:
-            said = f"documents lie in one sequence, not in {seq_q} queries over {seq_k} keys"
+            said = f"documents need one sequence, not {seq_q} queries over {seq_k} keys"
             raise SpecError(said, fix="give as many queries as keys, or a causal mask over one document's keys")
         if self.table is not None:
             want = (-(-seq_q // self.block), -(-seq_k // self.block))
@@ -147,20 +147,20 @@ class Mask:
             self._kept[key] = (made, False)
         made, pinned = self._kept[key]
         if not pinned and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._kept[key] = (made, True)  # a graph reads it from now on
+            self._kept[key] = (made, True)  # the graph reads it from now on
         return made
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A mask as kernels take it: its rule by name, its data, and for each tile of queries the tiles of keys that matter.
+    """A mask in the form of kernels: its rule by name, its data, and for each tile of queries its non-empty tiles of keys.
 
-    `causal` and `full` masks have no lists: their tiles are plain arithmetic. Else kv_index [B', H', nM, nN] begins with the
-    tiles that are partly kept (rule and bounds are asked for every pair), kv_partial [B', H', nM] of them, then those wholly
-    kept; kv_count is both together, what follows is meaningless. kv_turns [B', H', nM, 4] are (tile, count, partial, first of
-    its index) in the order in which tiles are best begun. q_* are the same as kv_* for each tile of keys: q_index
-    [B', H', nN, nM]. B', H' are B, H or 1. int32, contiguous. Query i stands at place i + `offset`, which is what a rule gets
-    as q. A tile that reaches past the last key is never "wholly kept", nor, in the q_* lists, one past the last query.
+    `causal` and `full` masks have no lists: their tiles follow by arithmetic. Else kv_index [B', H', nM, nN] starts with the
+    kv_partial [B', H', nM] partly kept tiles (rule and edges are checked for every pair), then come the wholly kept ones;
+    kv_count counts both, later entries are undefined. kv_turns [B', H', nM, 4] are (tile, count, partial, first of its index)
+    in the best order of execution. q_* are the same as kv_* for each tile of keys: q_index [B', H', nN, nM]. B', H' are B, H
+    or 1. int32, contiguous. Query i has position i + `offset`, the rule's argument q. A tile that reaches past the last key
+    is never "wholly kept", nor, in the q_* lists, one that reaches past the last query.
     """
 
     rule: str
@@ -183,12 +183,12 @@ class Tiles:
 
     @property
     def offset(self) -> int:
-        """The place of query 0 among the keys."""
+        """The position of query 0 among the keys."""
         return self.seq_k - self.seq_q
 
     @property
     def lists(self) -> list[Tensor]:
-        """The lists there are, in the order of the fields."""
+        """The lists that are not None, in the order of the fields."""
         ahead = (self.kv_count, self.kv_index, self.kv_partial, self.kv_turns)
         return [made for made in (*ahead, self.q_count, self.q_index, self.q_partial) if made is not None]
 
@@ -207,7 +207,7 @@ def _name_of(rule: Rule) -> str:
 
 
 def outer_strides(made: Tensor | None) -> tuple[int, int]:
-    """Strides of the first two axes of a list or of data, 0 along an axis of size 1 (and for None): what kernels step by."""
+    """Strides of the first two axes of a list or of data; 0 along an axis of size 1 and for None."""
     if made is None:
         return 0, 0
     return (made.stride(0) if made.shape[0] > 1 else 0, made.stride(1) if made.shape[1] > 1 else 0)
@@ -219,13 +219,13 @@ def _triton_rule(name: str) -> Any:
 
     from hone.ops.compat import INTERPRETED
 
-    # The interpreter runs Python itself, and would ask the rule's module to import Triton.
+    # The interpreter runs plain Python functions; a compiled one would make the rule's module import Triton.
     return resolve_rule(name) if INTERPRETED else triton.jit(resolve_rule(name))
 
 
 @cache
 def gluon_function(name: str) -> Any:
-    """The function that 'module:name' names, compiled by Gluon."""
+    """The function named 'module:name', compiled by Gluon."""
     from triton.experimental import gluon
 
     return gluon.jit(resolve_rule(name))
@@ -255,7 +255,7 @@ def _looked_up(data: Tensor | None, b: Tensor, h: Tensor, place: Tensor) -> Any:
     return data[b if len(data) > 1 else 0, h if data.shape[1] > 1 else 0, place if data.shape[2] > 1 else 0]
 
 
-# Rules: plain functions of numbers, at the top of a module so that kernels can compile them.
+# Rules: plain functions of numbers, defined at the top of a module so that kernels can compile them.
 
 
 def _all(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
@@ -295,10 +295,10 @@ def _longformer_causal(q, k, q_data, k_data, params):  # type: ignore[no-untyped
 
 
 FULL = Mask(_all)
-"""Every query sees every key."""
+"""Every query attends to every key."""
 
 CAUSAL = Mask(_causal)
-"""A query sees the keys up to its own place; the last query stands at the last key."""
+"""A query attends to the keys up to its own position; the last query has the position of the last key."""
 
 
 @cache
@@ -309,7 +309,7 @@ def window(size: int) -> Mask:
 
 @cache
 def band(before: int, after: int) -> Mask:
-    """A window to both sides: `before` keys before the query's place, its own, and `after` after it."""
+    """A two-sided window: the query's own position, `before` keys before it and `after` keys after it."""
     _not_negative("band", before, after)
     return Mask(_band, (before, after))
 
@@ -322,14 +322,14 @@ def window_with_sinks(size: int, num_sinks: int) -> Mask:
 
 
 def prefix(lengths: Tensor) -> Mask:
-    """Causal, but the first lengths[b] keys of row b are seen by all (prefix-LM). Integer [B]. arXiv:1910.10683."""
+    """Causal, but all queries attend to the first lengths[b] keys of sequence b (prefix-LM). Integer [B]. arXiv:1910.10683."""
     return Mask(_prefix, q_data=lengths[:, None, None].int())
 
 
 def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> Mask:
-    """Tokens of one document see each other, causally, with a window of `size` tokens if given. arXiv:2107.02027.
+    """Tokens attend within their document, causally, with a window of `size` tokens if given. arXiv:2107.02027.
 
-    ids: integer [B, S]; a document is a run of equal ids. (Not causal: all equal ids, rising along a row where it shall be fast.)
+    ids: integer [B, S]; a document is a run of equal ids. (Not causal: all equal ids; fastest where they rise along a sequence.)
     """
     if ids.dim() != 2:
         said = f"documents' ids are of shape {list(ids.shape)}"
@@ -337,7 +337,7 @@ def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> M
     if not causal:
         data = ids[:, None, :].int()
         return Mask(_same_document, (), data, data)
-    # What a query needs to know is where its document begins: one number a row of scores, none a column.
+    # A query needs only the start of its document: one number per row of scores, none per column.
     places = torch.arange(ids.shape[1], device=ids.device)
     changed = torch.ones_like(ids, dtype=torch.bool)
     changed[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -347,20 +347,20 @@ def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> M
 
 
 def documents_at(cu_seqlens: Tensor, seq_len: int, size: int | None = None, *, causal: bool = True) -> Mask:
-    """`documents` of one row of seq_len tokens from where each begins: cu_seqlens int [num_documents + 1], rising from 0."""
+    """`documents` of one sequence of seq_len tokens by their starts: cu_seqlens int [num_documents + 1], rising from 0."""
     places = torch.arange(seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return documents(torch.searchsorted(cu_seqlens, places, right=True)[None], size, causal=causal)
 
 
 def longformer(is_global: Tensor, before: int, after: int = 0, *, causal: bool = False) -> Mask:
-    """A band, and tokens that see all and are seen by all: is_global bool [B or 1, S]. Beltagy et al. 2020, arXiv:2004.05150."""
+    """A band and global tokens (every pair with one is kept): is_global bool [B or 1, S]. Beltagy et al. 2020, arXiv:2004.05150."""
     _not_negative("band", before, after)
     data = is_global[:, None, :].int()
     return Mask(_longformer_causal if causal else _longformer, (before, after), data, data)
 
 
 def block_sparse(table: Tensor, block: int, *, causal: bool = False) -> Mask:
-    """What a table says, in blocks: bool [nq, nk], [H, nq, nk] or [B, H, nq, nk]; block a power of two from 16.
+    """The pairs of blocks that a table allows: bool [nq, nk], [H, nq, nk] or [B, H, nq, nk]; block a power of two from 16.
 
     Kernels are fastest with blocks of 128 or more: a tile never crosses a block.
     """
@@ -383,11 +383,11 @@ def bigbird(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Mask:
-    """Blocks of a window, of the ends and of chance. Zaheer et al. 2020, arXiv:2007.14062 (give each layer its own `seed`).
+    """Window, global and random blocks. Zaheer et al. 2020, arXiv:2007.14062 (give each layer its own `seed`).
 
-    A block of queries sees the `num_window` blocks around its own, the first ceil(num_global / 2) and last num_global // 2
-    blocks (which themselves see all), and `num_random` more, drawn anew for each of `num_heads` without repetition. The
-    causal one sees none later than itself: the window reaches back only, the global blocks are the first num_global.
+    A block of queries attends to the `num_window` blocks around its own, the first ceil(num_global / 2) and last
+    num_global // 2 blocks (which attend to all), and `num_random` more, drawn for each of `num_heads` without repetition.
+    With `causal` it attends to no later block: the window reaches back only, the global blocks are the first num_global.
     """
     count = -(-seq_len // block)
     row, column = torch.arange(count)[:, None], torch.arange(count)[None, :]

@@ -1,4 +1,4 @@
-"""Softmax attention, written out: the oracle of every kernel, and the CPU path where torch's own lacks an option."""
+"""Softmax attention as formulas: the reference of every kernel, and the CPU path for options that torch's attention lacks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention written out: q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv] -> out [B, Sq, H, Dv], lse.
+    """Softmax attention: q [B, Sq, H, Dh], k [B, Sk, KV, Dh], v [B, Sk, KV, Dv] -> out [B, Sq, H, Dv], lse.
 
-    lse [B, H, Sq] is the natural log of the sum of exponentials, in float32 (float64 for float64 inputs). A query that sees
-    nothing has out 0 and lse -inf. `hone.ops.attend` documents the rest. arXiv:1706.03762.
+    lse [B, H, Sq] is the natural log of the sum of exponentials, in float32 (float64 for float64 inputs). A query without
+    keys has out 0 and lse -inf. `hone.ops.attend` documents the rest. arXiv:1706.03762.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[2] // k.shape[2]

@@ -1,9 +1,9 @@
 """The attention backward pass in plain Triton, without atomics: gradients are bit-equal from run to run.
 
-FlashAttention-2, arXiv:2307.08691, in three passes: delta = rowsum(out * d_out) - d_lse; dk and dv by programs that own a tile
-of keys and walk the queries that see it, through every query head that shares the key head; dq by programs that own a tile of
-queries. Scores are made anew in each of the last two, which is what the missing atomics cost. Of heads wider than 192 a program
-reads its own keys again at every step (AGAIN): held for all of them, they would be held in registers, and there are too few.
+FlashAttention-2, arXiv:2307.08691, in three passes: delta = rowsum(out * d_out) - d_lse; dk and dv, one program per tile of
+keys, which loops over the queries that attend to it in every query head that shares the key head; dq, one program per tile
+of queries. The last two both compute the scores, the price of avoiding atomics. For heads wider than 192 a program reads
+its own keys again at every step (AGAIN), because they do not fit in registers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
 
 def launch_options(head_dim: int, v_dim: int, block_n: int) -> dict[str, int]:
     """num_warps and num_stages of both passes."""
-    # As in the forward pass small programs are the fastest, up to the width at which registers run out.
+    # As in the forward pass small programs are fastest, up to the width at which registers run out.
     width = max(head_dim, v_dim)
     return {"num_warps": 8 if width > 128 and block_n >= 64 else 4, "num_stages": 1 if 128 < width <= 192 else 2}
 
 
 def reads_again(head_dim: int, v_dim: int) -> dict[str, bool]:
-    """Which of the two main passes reads its own tile anew at every step (AGAIN)."""
+    """Whether each of the two main passes reads its own tile again at every step (AGAIN)."""
     return {"dkdv": max(head_dim, v_dim) > 192, "dq": False}
 
 
@@ -110,7 +110,7 @@ def _delta_kernel(
 
 @triton.jit
 def _row_facts(lse, delta, rows, seq_q):
-    """(lse in log2, delta) of query rows; +inf for a row past the end or that sees nothing, so that its weights are 0."""
+    """(lse in log2, delta) of query rows; +inf for rows past the end and rows without keys, so that their weights are 0."""
     inside = rows < seq_q
     level = tl.load(lse + rows, mask=inside, other=float("inf")) * LOG2E
     level = tl.where(level == float("-inf"), float("inf"), level)
@@ -135,7 +135,7 @@ def _grads(scores, level, upstream, delta, keep, scale, CAP: tl.constexpr, MASKE
 
 @triton.jit
 def _spans_of_keys(n, count, partial, seq_q, seq_k, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr):
-    """Where the tiles of queries that see key tile n begin and end: [begin, end) masked, [whole_begin, whole_end) not."""
+    """The tiles of queries that attend to key tile n: [begin, end) masked, [whole_begin, whole_end) not."""
     if KIND == 2:
         begin = 0
         end = tl.load(partial + n)
@@ -143,7 +143,7 @@ def _spans_of_keys(n, count, partial, seq_q, seq_k, BM: tl.constexpr, BN: tl.con
         whole_end = tl.load(count + n)
     else:
         begin = 0
-        # A last tile of keys with an edge is masked throughout; one of queries never (rows past the end weigh nothing).
+        # An incomplete last tile of keys is masked throughout, one of queries never (the weights of rows past the end are 0).
         whole_begin = tl.where((n + 1) * BN > seq_k, tl.cdiv(seq_q, BM), 0)
         whole_end = tl.cdiv(seq_q, BM)
         if KIND == 1:
@@ -159,7 +159,7 @@ def _spans_of_keys(n, count, partial, seq_q, seq_k, BM: tl.constexpr, BN: tl.con
 def _loaded(
     boxes, b, place, head, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr
 ):
-    """Rows `place` ... of two tensors by their four descriptors, in two pieces each; no second piece is the first again."""
+    """Rows `place` ... of two tensors by their four descriptors, in two pieces each (the first twice without a second)."""
     x0 = tile_of(boxes[0], b, place, head, 0, ROWS, D0)
     y0 = tile_of(boxes[2], b, place, head, 0, ROWS, V0)
     x1 = x0
@@ -236,7 +236,7 @@ def _dkdv_kernel(
 ):  # fmt: skip
     num_n = tl.cdiv(seq_k, BN)
     num_kv = num_heads // GROUP
-    # Under a causal mask the first tile of keys is seen most: the longest come first.
+    # Under a causal mask the first tile of keys has the most queries: the longest come first.
     bh = tl.program_id(0) // num_n
     n = tl.program_id(0) % num_n
     b = bh // num_kv

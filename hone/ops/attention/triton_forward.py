@@ -1,10 +1,10 @@
 """The attention forward pass in plain Triton: any mask, head widths up to 256, keys and values of different width.
 
-FlashAttention-2, arXiv:2307.08691: a program owns a tile of queries and walks the tiles of keys that it sees, keeping each
-row's maximum and sum. It is what runs where the Gluon kernels do not: other GPUs, other widths, the interpreter.
+FlashAttention-2, arXiv:2307.08691: one program per tile of queries loops over its tiles of keys with a running maximum and
+sum per row. It runs where the Gluon kernels do not: other GPUs, other widths, the interpreter.
 
-A head of Dh numbers that is no power of two is held as two pieces (192 = 128 + 64), so that little is multiplied in vain;
-descriptors of the tensors [B, S, heads, Dh] give zeros past every edge. Scores are kept in units of log2.
+A head width Dh that is no power of two is split into two pieces (192 = 128 + 64) to avoid products with padding;
+descriptors of the tensors [B, S, heads, Dh] give zeros past every edge. Scores are in units of log2.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 def tile_shape(head_dim: int, v_dim: int, limit: int = 0) -> tuple[int, int]:
-    """(block_m, block_n): how many queries by how many keys are a tile; none is larger than `limit` unless that is 0."""
+    """(block_m, block_n): queries and keys of a tile; neither exceeds `limit` unless that is 0."""
     block_m, block_n = (64, 64) if max(head_dim, v_dim) <= 128 else (64, 32)
     return (min(block_m, limit), min(block_n, limit)) if limit else (block_m, block_n)
 
 
-# Several small programs a multiprocessor overlap one's softmax with another's products, which one large program does not.
+# With several small programs per multiprocessor the softmax of one overlaps the products of another.
 _LAUNCH = {"num_warps": 4, "num_stages": 3}
 
 
@@ -92,13 +92,13 @@ def described(made: Tensor, block: int) -> tuple[Any, Any]:
 
 
 def list_arguments(tiles: Tiles) -> tuple[Any, ...]:
-    """The forward lists, the data, and how far a step along the batch and along the heads takes in each."""
+    """The forward lists, the data, and the strides of each along batch and heads."""
     strides = (*outer_strides(tiles.kv_count), *outer_strides(tiles.q_data), *outer_strides(tiles.k_data))
     return tiles.kv_count, tiles.kv_index, tiles.kv_partial, tiles.q_data, tiles.k_data, strides
 
 
 def mask_arguments(tiles: Tiles) -> dict[str, Any]:
-    """What a kernel knows of the mask when it is compiled."""
+    """The compile-time arguments of the mask."""
     kind = CAUSAL if tiles.causal else FULL if tiles.full else LISTS
     listed = kind == LISTS
     return {
@@ -120,7 +120,7 @@ def tile_of(desc, b, place, head, column, ROWS: tl.constexpr, WIDTH: tl.constexp
 def kept(
     q, k, q_values, k_data, seq_k, KIND: tl.constexpr, RULE: tl.constexpr, PARAMS: tl.constexpr, K_DATA: tl.constexpr
 ):
-    """Which pairs of a tile count: q and q_values [BM, 1] (the queries' places), k [1, BN]."""
+    """The mask of a tile's pairs: q (positions) and q_values [BM, 1], k [1, BN]."""
     inside = k < seq_k
     if KIND == 0:
         keep = inside
@@ -142,7 +142,7 @@ def capped(scores, CAP: tl.constexpr):
 
 @triton.jit
 def spans(m, count, partial, seq_q, seq_k, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr):
-    """Where the tiles of keys that query tile m sees begin and end: [begin, end) masked, [whole_begin, whole_end) not."""
+    """The tiles of keys of query tile m: [begin, end) masked, [whole_begin, whole_end) not."""
     if KIND == 2:
         begin = 0
         end = tl.load(partial + m)
@@ -186,7 +186,7 @@ def _walk(
             scores = tl.where(kept(q, k, q_values, k_data, seq_k, KIND, RULE, PARAMS, K_DATA), scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1) * unit)
         floor = higher
-        if MASKED:  # a row that has seen nothing yet must not meet -inf - -inf
+        if MASKED:  # a row without keys so far must not compute -inf - -inf
             floor = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * unit - floor[:, None])
         shrink = tl.exp2(highest - floor)
@@ -209,7 +209,7 @@ def _forward_kernel(
 ):  # fmt: skip
     D0: tl.constexpr = q_desc.block_shape[3]
     num_m = tl.cdiv(seq_q, BM)
-    # Heads outside, so that programs running at one time share keys in L2; under a causal mask the longest come first.
+    # Heads are the outer loop, so that concurrent programs share keys in L2; under a causal mask the longest come first.
     bh = tl.program_id(0) // num_m
     m = num_m - 1 - tl.program_id(0) % num_m
     b = bh // num_heads

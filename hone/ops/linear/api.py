@@ -26,7 +26,7 @@ FP8 = torch.float8_e4m3fn
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]; float sums in every dtype.
 
-    Few rows without gradients go to a kernel that streams the weight; everything else is torch's own product. All are of
+    Few rows without gradients run in a kernel bound by reading the weight; all else is torch's product. All tensors have
     one floating dtype unless autocast is on. Raises SpecError for shapes that do not fit.
     """
     _check_features(x, weight, bias)
@@ -56,10 +56,10 @@ def quantized_linear(
 ) -> Tensor:
     """x [..., K] times a weight of integer codes and scales, plus bias [N]: [..., N] in x's dtype. No gradient to weights.
 
-    Either plain codes int8 [N, K] with scales [N, G] (the reference), or what `formats.tile_codes` and `tile_scales`
-    make of them for `bits` 4 or 8 (the kernels'; `out_features` is N, for tiles are padded). The weight is code times
-    scale, rounded to x's dtype as `formats.dequantize` does; with one scale a row the outputs are scaled instead.
-    Differentiable in x, in plain torch. Raises SpecError naming what does not fit.
+    Takes plain codes int8 [N, K] with scales [N, G] (the reference), or the results of `formats.tile_codes` and
+    `tile_scales` for `bits` 4 or 8 (the kernels; `out_features` is N, because tiles are padded). The weight is code times
+    scale, rounded to x's dtype as in `formats.dequantize`; with one scale per row the outputs are scaled instead.
+    Differentiable in x, in plain torch. Raises SpecError naming the argument that does not fit.
     """
     tiled = codes.dim() == 4
     num_rows = codes.shape[0] if out_features is None else out_features
@@ -82,18 +82,18 @@ def quantized_linear(
 
 
 def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tuple[Tensor, Tensor]:
-    """x [M, K] as e4m3 codes [M, K] and float32 scales: one a row [M], a row's 128 columns [M, K/128], or a square of 128.
+    """x [M, K] as e4m3 codes [M, K] and float32 scales: per row [M], per 128 columns of a row [M, K/128], or per 128 x 128.
 
-    A scale is the largest magnitude over 448, and 1 where all is zero. The blockwise recipe is DeepSeek-V3's
+    A scale is the largest magnitude over 448, and 1 for zeros. The blockwise recipe is DeepSeek-V3's
     (arXiv:2412.19437): x in 1x128, weights in 128x128 (scales [ceil(M/128), K/128]).
     """
     if kind not in ("row", "1x128", "128x128"):
         raise SpecError(f"kind is {kind!r}; it may be 'row', '1x128' or '128x128'", fix="leave kind out for 'row'")
     if x.dim() != 2 or x.shape[1] == 0 or (kind != "row" and x.shape[1] % FP8_BLOCK):
-        by = f"columns by the {FP8_BLOCK}" if kind != "row" else "columns, one at least"
+        by = f"columns in multiples of {FP8_BLOCK}" if kind != "row" else "one or more columns"
         raise SpecError(
-            f"x has shape {tuple(x.shape)}; {kind} wants two axes and {by}",
-            fix=f"flatten x to [M, K]{'' if kind == 'row' else ', and pad K or take row, a scale a row'}",
+            f"x has shape {tuple(x.shape)}; {kind} needs two axes and {by}",
+            fix=f"flatten x to [M, K]{'' if kind == 'row' else ', and pad K or use row, one scale per row'}",
         )
     rows, columns = x.shape
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -123,8 +123,7 @@ def fp8_linear(
     """x e4m3 [M, K] times weight e4m3 [N, K] transposed, both with their scales, plus bias [N]: [M, N] in `dtype`.
 
     Row-wise: x_scales [M], weight_scales [N]. Block-wise: x_scales [M, K/128], weight_scales [ceil(N/128), K/128].
-    Sums are taken in float32 over every 128 columns and then added in float32. No gradient. Raises SpecError naming
-    what does not fit.
+    Sums over every 128 columns are added in float32. No gradient. Raises SpecError naming the argument that does not fit.
     """
     blockwise = x_scales.dim() == 2
     _check_fp8(x, x_scales, weight, weight_scales, bias, blockwise)
@@ -140,14 +139,14 @@ def fp8_linear(
 
 
 def compress_24(weight: Tensor) -> Tensor:
-    """A weight [N, K] with at most two numbers in every four neighbours of a row, as `sparse_linear` takes it.
+    """A weight [N, K] with at most two non-zeros in every four columns of a row, in the form that `sparse_linear` takes.
 
-    On a GPU: torch's semi-structured form (half the bytes and two bits a kept number); elsewhere the weight itself.
-    Raises SpecError naming the first row that keeps more than two of four, MachineError where a GPU has no such form.
+    On a GPU: torch's semi-structured form (half the bytes and two bits per kept value); elsewhere the weight itself.
+    Raises SpecError naming the first row with more than two of four, MachineError where the GPU does not support it.
     """
     if weight.dim() != 2 or weight.shape[1] % 4:
         raise SpecError(
-            f"weight has shape {tuple(weight.shape)}; 2:4 wants two axes and columns by the four",
+            f"weight has shape {tuple(weight.shape)}; 2:4 needs two axes and columns in multiples of 4",
             fix="give [N, K], K a multiple of 4",
         )
     crowded = (weight.unflatten(1, (-1, 4)) != 0).sum(-1) > 2
@@ -161,7 +160,7 @@ def compress_24(weight: Tensor) -> Tensor:
         return weight
     if weight.dtype not in (torch.bfloat16, torch.float16) or len(weight) % 32 or weight.shape[1] % 64:
         raise MachineError(
-            f"weight is {weight.dtype} {tuple(weight.shape)}; a GPU's 2:4 form wants 16 bits, rows by 32, columns by 64",
+            f"weight is {weight.dtype} {tuple(weight.shape)}; a GPU's 2:4 form needs 16 bits, rows in multiples of 32, columns of 64",
             fix="cast it to bfloat16 or float16 and pad its axes, or keep it dense and call linear",
         )
     return torch.sparse.to_sparse_semi_structured(weight)
@@ -173,7 +172,7 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight, bias)
 
 
-# What the GPU runs: launches of the Triton and Gluon kernels as torch ops.
+# The GPU path: the Triton and Gluon kernels as torch ops.
 
 
 @torch.library.custom_op("hone::skinny_linear", mutates_args=())
@@ -237,14 +236,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _in_rows(weight: Tensor) -> Tensor:
-    """weight [N, K], copied only if its rows have gaps: kernels take one stride."""
+    """weight [N, K], copied only if its rows are not contiguous: kernels take one stride."""
     return weight if weight.stride(1) == 1 else weight.contiguous()
 
 
 def _check_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise SpecError(
-            f"x {tuple(x.shape)} has not the columns of weight {tuple(weight.shape)}",
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} differ in columns",
             fix="give x [..., K] and weight [N, K], output features first",
         )
     _check_bias(bias, weight.shape[0])
@@ -254,7 +253,7 @@ def _check_bias(bias: Tensor | None, out_features: int) -> None:
     if bias is not None and bias.shape != (out_features,):
         raise SpecError(
             f"bias has shape {tuple(bias.shape)}, not ({out_features},)",
-            fix=f"give a number an output feature, {out_features} in all, or None",
+            fix=f"give one number per output feature, {out_features} in all, or None",
         )
 
 
@@ -263,13 +262,13 @@ def _check_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int, num_rows: 
         if codes.dtype != torch.int32 or bits not in (4, 8):
             raise SpecError(
                 f"codes are {codes.dtype} of {bits} bits; tiles are int32 words of 4 or 8 bits",
-                fix="give what formats.tile_codes made, and the bits it was made for",
+                fix="give the result of formats.tile_codes, and the bits it was called with",
             )
         columns, groups, rows = codes.shape[1] * 256 // bits, scales.shape[0], codes.shape[0] * 64
         if scales.dim() != 4 or scales.shape[1] * 16 != rows or not 0 <= rows - num_rows < formats.TILE_ROWS:
             raise SpecError(
                 f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} are not tiles of {num_rows} rows",
-                fix="give what formats.tile_codes and tile_scales made of one weight, and its rows as out_features",
+                fix="give the results of formats.tile_codes and tile_scales for one weight, and its rows as out_features",
             )
     else:
         if codes.dtype != torch.int8 or codes.dim() != 2 or len(codes) != num_rows:
@@ -285,8 +284,8 @@ def _check_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int, num_rows: 
             )
     if x.shape[-1] != columns or not groups or columns % groups:
         raise SpecError(
-            f"x {tuple(x.shape)} meets codes of {columns} columns with {groups} scales a row",
-            fix="give x as many columns as codes have, and a number of scales a row that divides them",
+            f"x {tuple(x.shape)} does not fit codes of {columns} columns with {groups} scales per row",
+            fix="give x as many columns as codes have, and a number of scales per row that divides them",
         )
 
 
@@ -307,7 +306,7 @@ def _check_fp8(
     if blockwise and columns % FP8_BLOCK:
         raise SpecError(
             f"x_scales {tuple(x_scales.shape)} are block-wise, and {columns} columns do not divide into blocks of {FP8_BLOCK}",
-            fix=f"pad the columns to a multiple of {FP8_BLOCK}, or give a scale a row: x_scales [M], weight_scales [N]",
+            fix=f"pad the columns to a multiple of {FP8_BLOCK}, or give one scale per row: x_scales [M], weight_scales [N]",
         )
     wanted: dict[str, Any] = {"x_scales": (rows,), "weight_scales": (features,)}
     if blockwise:
@@ -317,12 +316,12 @@ def _check_fp8(
         if scales.shape != wanted[name] or scales.dtype != torch.float32:
             raise SpecError(
                 f"{name} are {scales.dtype} {tuple(scales.shape)}, not float32 {wanted[name]}",
-                fix="give both scales as fp8_codes makes them: 'row' for both, or '1x128' for x and '128x128' for weight",
+                fix="give both scales as fp8_codes returns them: 'row' for both, or '1x128' for x and '128x128' for weight",
             )
     _check_bias(bias, features)
 
 
 def _product_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The dtype that all of them have, None where they differ (torch then says so)."""
+    """The common dtype, None where they differ (torch's product then raises)."""
     same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
     return x.dtype if same else None

@@ -1,6 +1,6 @@
-"""From codes to weights in registers: what the kernels of 4-bit and 8-bit weights share.
+"""Dequantization in registers, shared by the kernels of 4-bit and 8-bit weights.
 
-The codes lie in the order of a tensor core's A operand (hone.ops.formats.tile_codes): a thread reads 16 bytes, and each
+The codes are in the order of a tensor core's A operand (hone.ops.formats.tile_codes): a thread reads 16 bytes, and each
 word of 8 nibbles becomes the four registers of one 16-column step, two codes at a time. (word >> 4 i) & 0x000F000F |
 0x43004300 is the pair (128 + q, 128 + q') of bfloat16, exactly; minus 136 and times the group's scale it is the dense
 weight, rounded as `hone.ops.formats.dequantize` rounds it. Kim et al. 2022 (arXiv:2211.10017).
@@ -41,7 +41,7 @@ _NUMBERS |= {(8, "bf16"): ("", ""), (8, "f16"): ("0x64646464", "0x64806480")}
 
 @gluon.constexpr_function
 def _assembly(bits, kind, scaled):
-    """PTX from one or two words ($8, $9) and the scales of rows r and r + 8 to eight halves ($0 ... $7)."""
+    """PTX that turns one or two words ($8, $9) and the scales of rows r and r + 8 into eight 16-bit values ($0 ... $7)."""
     magic, zero = _NUMBERS[bits, kind]
     body = _BODIES[4 if bits == 4 else (8, kind)]
     body += (_SUBTRACT if zero else "") + (_SCALE if scaled else "") + _GIVE
@@ -73,12 +73,12 @@ def start_next_kernel():
 def dequantize(words, second, pairs, DTYPE: gl.constexpr, BITS: gl.constexpr, SCALED: gl.constexpr):
     """The weight [16 WARPS, 16 GS S] of words int32 [WARPS, 8, 4, GS, S] (8 bits: two) and pairs of scales, as int32.
 
-    Without SCALED it is the bare codes.
+    Without SCALED the codes are not multiplied by scales.
     """
     KIND: gl.constexpr = "bf16" if DTYPE == gl.bfloat16 else "f16"  # noqa: SIM300
     ASM: gl.constexpr = _assembly(BITS, KIND, SCALED)
     CONSTRAINTS: gl.constexpr = _constraints(BITS, SCALED)
-    # The scales of rows r and r + 8, each twice: one for either half of a register.
+    # The scales of rows r and r + 8, each twice: once for each half of a register.
     if SCALED:
         up, low = gl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;", "=r,=r,r", [pairs],

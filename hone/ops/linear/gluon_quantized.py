@@ -1,8 +1,8 @@
-"""Products of x with a weight of 4-bit or 8-bit codes: dequantized in registers, straight into Hopper's tensor cores.
+"""Products of x with a weight of 4-bit or 8-bit codes, dequantized in registers as operands of Hopper's tensor cores.
 
 out^T = W x^T: a warpgroup multiplies 64 rows of the weight (the A operand, from registers) with the rows of x (the B
-operand): by wgmma, x from shared memory, or, where x has few rows, by mma.sync. One warp brings codes, scales and x through
-the tensor memory accelerator, several stages ahead. Frantar et al. 2024 (Marlin, arXiv:2408.11743).
+operand): by wgmma, x from shared memory, or, where x has few rows, by mma.sync. One warp loads codes, scales and x by the
+tensor memory accelerator, several stages ahead. Frantar et al. 2024 (Marlin, arXiv:2408.11743).
 
 Shapes: x [M, K], codes int32 [N/64, K * bits/256, 128, 4], scales [G, N/16, 8, 2] (rows r and r + 8 of 16 side by side).
 """
@@ -68,7 +68,7 @@ def _produce(
     x_desc, codes_desc, scales_desc, x_s, codes_s, scales_s, full, empty, tile, column, first, last, num_chunks,
     BITS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """One warp fills the stages: for CHUNKS chunks of 64 columns the codes of TILES x 64 rows, their scales, and x."""
+    """The loading warp: for each stage of CHUNKS chunks of 64 columns the codes of TILES x 64 rows, their scales, and x."""
     STAGES: gl.constexpr = full.type.shape[0]
     WEIGHTS: gl.constexpr = TILES * codes_desc.block_type.nbytes
     SCALES: gl.constexpr = scales_desc.block_type.nbytes if GROUP > 0 else 0
@@ -107,7 +107,7 @@ def _weight(
     """Chunk i of a stage as the A operand."""
     GS: gl.constexpr = 2 if GROUP == 32 else 1  # groups in a chunk
     WARPS: gl.constexpr = 4 * TILES
-    HALVES: gl.constexpr = BITS // 4  # 16 bytes of a thread hold 64 or 32 columns
+    HALVES: gl.constexpr = BITS // 4  # a thread's 16 bytes hold 64 or 32 columns
     L_RAW: gl.constexpr = gl.BlockedLayout(
         [1, 1, HALVES, 1, 1, 1, 4], [1, 1, 1, 1, 8, 4, 1], [TILES, 1, 1, 4, 1, 1, 1], [6, 5, 4, 3, 2, 1, 0]
     )
@@ -160,7 +160,7 @@ def _sum_folded(
     acc, x_s, codes_s, scales_s, full, empty, steps, operand: gl.constexpr, BITS: gl.constexpr, CHUNKS: gl.constexpr,
     GROUP: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Sums of bare codes, a group at a time, scaled and added to `acc`: few multiplications where x has few rows."""
+    """Sums of unscaled codes, one group at a time, scaled and added to `acc`: few multiplications where x has few rows."""
     STAGES: gl.constexpr = full.type.shape[0]
     DTYPE: gl.constexpr = x_s.dtype
     PER: gl.constexpr = CHUNKS if GROUP >= 64 * CHUNKS else GROUP // 64  # chunks of a stage that share a scale
@@ -192,7 +192,7 @@ def _sum_scaled(
     acc, x_s, codes_s, scales_s, full, empty, steps, operand: gl.constexpr, BITS: gl.constexpr, CHUNKS: gl.constexpr,
     GROUP: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Sums of scaled weights: one product is always under way while the next weights are made, across stages too."""
+    """Sums of scaled weights: one product always overlaps the dequantization of the next weights, across stages too."""
     STAGES: gl.constexpr = full.type.shape[0]
     DTYPE: gl.constexpr = x_s.dtype
     if steps > 0:
@@ -206,14 +206,14 @@ def _sum_scaled(
                 xs = x_s.index(slot * CHUNKS + i).permute((1, 0))
                 token = warpgroup_mma(weight, xs, token, is_async=True)
                 before = warpgroup_mma_wait(1, deps=[before])
-                if i == 0 and step > 0:  # only now has the last product of the stage before been taken
+                if i == 0 and step > 0:  # only here the last product of the previous stage is complete
                     gl.thread_barrier()
                     mbarrier.arrive(empty.index((step - 1) % STAGES))
                 before = weight
                 if i + 1 < CHUNKS:
                     weight = _weight(codes_s, scales_s, slot, i + 1, DTYPE, BITS, CHUNKS, GROUP, TILES, False, operand)
                 else:
-                    following = gl.minimum(step + 1, steps - 1)  # the last stage once more: nobody uses that
+                    following = gl.minimum(step + 1, steps - 1)  # past the last stage the result is unused
                     ahead = following % STAGES
                     mbarrier.wait(full.index(ahead), (following // STAGES) & 1)
                     weight = _weight(codes_s, scales_s, ahead, 0, DTYPE, BITS, CHUNKS, GROUP, TILES, False, operand)
@@ -228,8 +228,8 @@ def _sum_synced(
 ):  # fmt: skip
     """The sums of `_sum_folded` or `_sum_scaled` by mma.sync, `acc` in its layout.
 
-    A product of 8 or 16 rows of x takes no time worth hiding, but waiting for an asynchronous one does; these products and
-    the making of weights are in one stream of instructions, in which ptxas mixes them.
+    A product with 8 or 16 rows of x is shorter than the wait for an asynchronous one; these products and the dequantization
+    are one stream of instructions, which ptxas interleaves.
     """
     STAGES: gl.constexpr = full.type.shape[0]
     DTYPE: gl.constexpr = x_s.dtype
@@ -245,7 +245,7 @@ def _sum_synced(
         for i in gl.static_range(CHUNKS):
             xs = x_s.index(slot * CHUNKS + i).permute((1, 0)).load(L_B)
             weight = _weight(codes_s, scales_s, slot, i, DTYPE, BITS, CHUNKS, GROUP, TILES, FOLD, L_A)
-            # A chunk's sum begins at 0: chains of dependent products stay short.
+            # Each chunk's sum starts at 0, which keeps chains of dependent products short.
             product = mma_v2(weight, xs, gl.zeros_like(acc))
             sums = product if i % PER == 0 else sums + product
             if (i + 1) % PER == 0:
@@ -341,7 +341,7 @@ def w4_stream(
 
 
 def max_registers(shape: QuantizedShape) -> int:
-    """Registers a thread so that `shape.blocks` blocks fit an SM; the loading warp hands most of its own over."""
+    """Registers per thread so that `shape.blocks` blocks fit an SM; the loading warp releases most of its own."""
     return min(240, 65536 // (128 * (shape.tiles + 1) * shape.blocks) // 8 * 8)
 
 
@@ -353,12 +353,12 @@ def quantized_product(
     out = x.new_empty(rows, features)
     if not out.numel():
         return out
-    assert shape.stages > 1, "a stage is given back after the first product of the next"
+    assert shape.stages > 1, "a stage is released after the first product of the next"
     chunks, tiles, split = shape.chunks, shape.tiles, shape.parts > 1
     group = 0 if len(scales) == 1 else columns // len(scales)
     wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     plain = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    # Chunks first: one load brings a stage's, each a tile of its own.
+    # Chunks are the first axis: one load reads a stage's chunks, each as a tile.
     x_desc = TensorDescriptor(x, [columns // 64, rows, 64], [64, x.stride(0), 1], [chunks, shape.block_m, 64], wide)
     codes_desc = TensorDescriptor.from_tensor(codes.view(-1, 256), [bits // 2 * chunks, 256], plain)
     scales_desc = scales

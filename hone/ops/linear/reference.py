@@ -1,4 +1,4 @@
-"""Products with weights of integer and fp8 codes in plain torch: the oracle of the kernels, and the CPU path.
+"""Products with weights of integer and fp8 codes in plain torch: the kernels' reference, and the CPU path.
 
 Legend: M rows of x, N output features, K input features, G groups of columns that share a scale.
 """
@@ -17,7 +17,7 @@ FP8_BLOCK = 128
 
 def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] times codes int8 [N, K] with scales [N, G], plus bias [N]: [..., N] in x's dtype; differentiable in x."""
-    if scales.shape[1] == 1:  # N products a row in place of N x K, and no rounding of weights
+    if scales.shape[1] == 1:  # N multiplications per row instead of N x K, and no rounding of weights
         out = F.linear(x, codes.to(x.dtype)) * scales.to(x.dtype).view(-1)
     else:
         out = F.linear(x, formats.dequantize(codes, scales, x.dtype))
@@ -34,7 +34,7 @@ def fp8_linear(
 
 
 def fp8_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers [M, K] of e4m3 codes and scales as `fp8_codes` gives them; the kind shows in the scales' shape."""
+    """The values [M, K] of e4m3 codes and scales of `fp8_codes`; the shape of the scales tells the kind."""
     if scales.dim() == 1:
         return codes.to(dtype) * scales.to(dtype).unsqueeze(1)
     high = 1 if len(scales) == len(codes) else FP8_BLOCK

@@ -1,4 +1,4 @@
-"""How the matrix-product kernels are cut: tiles, stages and parts of K from the problem's size alone.
+"""Tilings of the matrix-product kernels: tiles, stages and parts of K from the problem's size alone.
 
 Pure functions; the numbers in them were measured on an H200 (benchmarks/kernels/linear.py).
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 class SkinnyShape(NamedTuple):
     """Tile and pipeline of `triton.skinny`: weight rows, x rows and columns of a tile, warps, stages, parts of K.
 
-    `early`: a block may start before the kernel in front has ended, to ask for its weights.
+    `early`: a block may start before the previous kernel has ended, to prefetch its weights.
     """
 
     block_n: int
@@ -36,8 +36,8 @@ def skinny_shape(rows: int, out_features: int, in_features: int) -> SkinnyShape:
 class QuantizedShape(NamedTuple):
     """Tile and pipeline of `gluon.w4`: x rows, 64-column chunks a stage, stages, 64-row tiles, parts of K, blocks an SM.
 
-    `early`: a block may start before the kernel in front has ended, and loads its first codes and scales meanwhile.
-    `soon`: the kernel behind may start when all blocks of this one have, not when they have asked for their last weights.
+    `early`: a block may start before the previous kernel has ended, and loads its first codes and scales meanwhile.
+    `soon`: the next kernel may start as soon as all blocks of this one have started, not only after their last load.
     `fold`: a group's scale multiplies the group's sum, not the weights.
     """
 
@@ -56,13 +56,13 @@ def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, g
     """For any number of `rows` of x; `group_size` 0 is one scale a row."""
     block_m = min(256, max(8, power_of_2(rows)))
     columns, steps = -(-rows // block_m), in_features // 128
-    if block_m >= 128:  # bound by products: large tiles, one block an SM
+    if block_m >= 128:  # compute-bound: large tiles, one block per SM
         stages = {(128, 4): 5, (128, 8): 4, (256, 4): 3, (256, 8): 2}[block_m, bits]
         parts = _parts(-(-out_features // 128) * columns, steps, 100)
         return QuantizedShape(block_m, 2, stages, 2, parts, 1, early=True, fold=False)
     parts = _parts(-(-out_features // 64) * columns, steps, 224)
-    # A sum of bare codes is scaled once a group, where weights would be scaled one by one. Scaled weights come in stages
-    # of two chunks: ptxas overlaps products with other work only where two sets of registers take turns.
+    # A sum of unscaled codes is scaled once per group instead of every weight. Scaled weights use stages of two chunks:
+    # ptxas overlaps products with other work only where two sets of registers alternate.
     if group_size < 64:
         return QuantizedShape(block_m, 2, 3 if block_m == 64 else 6, 1, parts, 2, early=True, fold=False)
     if block_m == 64:
@@ -73,7 +73,7 @@ def quantized_shape(rows: int, out_features: int, in_features: int, bits: int, g
 
 
 def _parts(tiles: int, steps: int, wanted: int) -> int:
-    """Into how many parts to cut `steps` of K so that `tiles` times parts is about `wanted` blocks or more."""
+    """Number of parts of the `steps` of K, so that `tiles` times parts is about `wanted` blocks or more."""
     return max(1, min(-(-wanted // tiles), steps // 8, 16))
 
 

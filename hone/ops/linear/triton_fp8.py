@@ -1,7 +1,7 @@
-"""Products of fp8 codes with scales a row, or scales a block of 128: out^T = W x^T, sums promoted every 128 of K.
+"""Products of fp8 codes with one scale per row or per block of 128: out^T = W x^T, sums promoted every 128 of K.
 
-Hopper's tensor cores add fp8 products with about 14 bits; a fresh sum for every 128 columns, added to the rest in float32,
-keeps that from showing (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
+Hopper's tensor cores accumulate fp8 products with about 14 bits; a separate sum for every 128 columns, added in float32,
+limits the error (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
 
 Shapes: x e4m3 [M, K] with scales [M] or [M, K/128]; weight e4m3 [N, K] with scales [N] or [N/128, K/128]; out [M, N].
 """

@@ -1,8 +1,8 @@
-"""Products of a few rows with a large weight: out^T = W x^T, the weight streamed once at the memory's rate.
+"""Products of a few rows with a large weight: out^T = W x^T, bound by reading the weight once.
 
-The long side (output features) takes the tensor cores' M and the few rows of x their N, so that no product is wasted on
-padding ("swap-AB"). K may be split over blocks; their float32 parts are then added in a fixed order by a second kernel.
-Both kernels use programmatic dependent launch: a kernel asks for its first weights before the one ahead of it has ended.
+Output features are the tensor cores' M and the few rows of x their N, so that no product is wasted on padding ("swap-AB").
+K may be split over blocks; a second kernel then adds their float32 parts in a fixed order. Both kernels use programmatic
+dependent launch: a kernel prefetches its first weights before the previous one has ended.
 
 Shapes: x [M, K], weight [N, K], out [M, N]; S parts of K.
 """
@@ -31,7 +31,7 @@ def previous_kernel_done(EARLY: tl.constexpr):
 
 @triton.jit
 def start_next_kernel(EARLY: tl.constexpr):
-    """Lets the blocks of the next kernel take the places that this one's leave. Too early a call scatters them badly."""
+    """Allows the next kernel's blocks to start where this one's have ended. Called too early, they spread unevenly over SMs."""
     if EARLY and _ON_GPU:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -40,7 +40,7 @@ def start_next_kernel(EARLY: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers):
-    """Asks the L2 cache for the 128 bytes around each pointer. Nothing is read, so this may run ahead of any wait."""
+    """Prefetches the 128 bytes around each pointer into L2. No value is read, so this may precede any wait."""
     if _ON_GPU:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -60,7 +60,7 @@ def skinny(
 ):  # fmt: skip
     """One tile of out^T: rows [BLOCK_N] of the weight by all M rows of x, over one part of K.
 
-    With parts of K, `out` is float32 [S, M, N] and takes the part's sum without the bias.
+    With parts of K, `out` is float32 [S, M, N] and receives each part's sum without the bias.
     """
     part = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -128,12 +128,12 @@ def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
 
 
 def early_launch() -> bool:
-    """Whether this device starts a kernel before the one ahead of it has ended (Hopper and later)."""
+    """Whether this device can start a kernel before the previous one has ended (Hopper and later)."""
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def parts_of(rows: int, columns: int, parts: int, out: Tensor) -> Tensor:
-    """Where the parts of K write: `out` itself when there is but one, else float32 [S, M, N]."""
+    """The output of the parts of K: `out` itself for one part, else a new float32 [S, M, N]."""
     return out if parts == 1 else out.new_empty(parts, rows, columns, dtype=torch.float32)
 
 

@@ -1,1 +1,1 @@
-"""Cross entropy of a linear head without its logits: `linear_cross_entropy`."""
+"""Cross entropy of a linear head without storing all logits: `linear_cross_entropy`."""

@@ -1,7 +1,7 @@
-"""Cross entropy of a linear head, chunk by chunk: logits never exist beyond a chunk, gradients are made beside the loss.
+"""Cross entropy of a linear head, chunk by chunk: only one chunk's logits exist, gradients are computed with the loss.
 
-Every chunk of tokens costs three library products and one kernel, which overwrites the logits with the loss's gradient
-by them. Legend: T tokens, D width, E the teacher's width, V vocabulary, R tokens of a chunk.
+Every chunk of tokens costs three library products and one kernel, which overwrites the logits with their gradient.
+Legend: T tokens, D width, E the teacher's width, V vocabulary, R tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Cross entropy of softmax(x W^T) against `targets`, in nats, without ever holding all logits; a scalar.
+    """Cross entropy of softmax(x W^T) against `targets`, in nats, without storing all logits; a scalar.
 
     x [..., D] in any floating dtype, weight [V, D], targets int64 [...] with `ignore_index` where there is none.
-    `z_loss` adds z_loss * log(sum(exp(logits)))^2 a token (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+    `z_loss` adds z_loss * log(sum(exp(logits)))^2 per token (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
     `label_smoothing` e mixes the target with the uniform distribution, as torch's cross_entropy does.
-    `teacher` mixes in the divergence from a teacher (see `Teacher`). `softcap` c makes a logit l into c tanh(l / c),
-    arXiv:2408.00118. 'mean' divides by the valid targets (NaN when there
-    is none). `chunk_tokens` tokens' logits are held at once (None: what suits the device). The loss is float32 (float64 for
-    float64 inputs), differentiable once in x and weight, on a GPU by one backward pass only, since its gradients are
-    handed over without a copy. A target must lie in [0, V) or be `ignore_index`: a GPU does not check. Raises SpecError for what does not fit.
+    `teacher` mixes in the divergence from a teacher (see `Teacher`). `softcap` c replaces a logit l by c tanh(l / c),
+    arXiv:2408.00118. 'mean' divides by the number of valid targets (NaN without any). `chunk_tokens` is the number of tokens whose logits exist at once (None: by the device). The loss is
+    float32 (float64 for float64 inputs), differentiable once in x and weight; on a GPU one backward pass only, because
+    it returns the gradients without a copy. A target must lie in [0, V) or be `ignore_index`: a GPU does not check.
+    Raises SpecError for shapes and options that do not fit.
     """
     if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1] or targets.is_floating_point():
         raise SpecError(
@@ -50,13 +50,13 @@ def linear_cross_entropy(
         )
     if reduction not in ("sum", "mean"):
         raise SpecError(
-            f"reduction is {reduction!r}; it may be 'sum' or 'mean': no loss a token is kept",
-            fix="give 'sum' or 'mean'; for a loss a token make the logits and take torch's cross_entropy",
+            f"reduction is {reduction!r}; it may be 'sum' or 'mean': losses per token are not kept",
+            fix="give 'sum' or 'mean'; for a loss per token compute the logits and use torch's cross_entropy",
         )
     if chunk_tokens is not None and chunk_tokens < 1:
         raise SpecError(
-            f"chunk_tokens is {chunk_tokens}: at least 1 token's logits are held at once",
-            fix="leave chunk_tokens out for what suits the device, or give 1 or more",
+            f"chunk_tokens is {chunk_tokens}; it must be at least 1",
+            fix="leave chunk_tokens out for the device's default, or give 1 or more",
         )
     if teacher is not None:
         _check_teacher(teacher, targets.numel(), len(weight), label_smoothing)
@@ -98,7 +98,7 @@ def linear_cross_entropy(
 def _check_teacher(teacher: Teacher, num_tokens: int, vocab_size: int, label_smoothing: float) -> None:
     if label_smoothing:
         raise SpecError(
-            f"label_smoothing and a teacher are two soft targets: {label_smoothing=} came with a teacher",
+            f"label_smoothing and a teacher are two soft targets: {label_smoothing=} was given with a teacher",
             fix="give one of them: label_smoothing=0.0 or teacher=None",
         )
     hidden, weight = tuple(teacher.hidden.shape), tuple(teacher.weight.shape)
@@ -109,18 +109,18 @@ def _check_teacher(teacher: Teacher, num_tokens: int, vocab_size: int, label_smo
         )
     if weight[0] != vocab_size:
         raise SpecError(
-            f"the teacher's weight {weight} has not the {vocab_size} tokens of the student's",
-            fix=f"take a teacher of the student's tokenizer, its weight cut or padded to {vocab_size} rows",
+            f"the teacher's weight {weight} does not have the {vocab_size} tokens of the student's",
+            fix=f"use a teacher with the student's tokenizer, its weight cut or padded to {vocab_size} rows",
         )
     if not teacher.temperature > 0:
         raise SpecError(
             f"the teacher's temperature is positive, not {teacher.temperature}",
-            fix="give a temperature above 0; 1 takes the teacher's probabilities as they are",
+            fix="give a temperature above 0; 1 leaves the teacher's probabilities unchanged",
         )
 
 
 class _Loss(torch.autograd.Function):
-    """Hands the gradients made beside the loss on without a copy, so a backward pass works once."""
+    """Returns the gradients computed with the loss without a copy, so only one backward pass is possible."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
@@ -134,10 +134,10 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         if ctx.grads is None:
             raise SpecError(
-                "the loss gave its gradients away on the first backward pass: there is no second one",
-                fix="compute the loss again before each backward pass, or add up what you want the gradient of first",
+                "the first backward pass released the loss's gradients: there is no second one",
+                fix="compute the loss again before each backward pass, or sum the losses before one backward pass",
             )
-        # Nothing else may hold them: autograd then makes them the parameters' .grad as they are.
+        # Without another reference to them autograd stores them as the parameters' .grad without a copy.
         (grad_x, grad_weight), ctx.grads = ctx.grads, None
         scale = (upstream / ctx.lift).reshape(1).float()
         for grad in (grad_x, grad_weight):
@@ -147,19 +147,19 @@ class _Loss(torch.autograd.Function):
 
 
 def _scale(values: Tensor, factor: Tensor) -> None:
-    """values *= factor [1]; costs nothing where the factor is 1, and no wait to learn it."""
+    """values *= factor [1]; no memory traffic where the factor is 1, and no wait of the host."""
     from hone.ops.loss.triton_kernels import scale_in_place
 
     scale_in_place[(-(-values.numel() // 4096),)](values, factor, values.numel(), BLOCK=4096, num_warps=8)
 
 
 MOST_ROUNDINGS = 8
-"""Chunks whose products may be added up in the weight's own dtype: each adds one rounding, the product itself is
-float32 inside. Beyond that the sum is float32, which for a half-precision weight is twice its size again."""
+"""Most chunks whose products are added up in the weight's dtype: each adds one rounding, the product itself is
+float32 inside. Beyond that the sum is float32, for a 16-bit weight twice its size."""
 
 
 def kernel_chunk_tokens(num_tokens: int) -> int:
-    """Tokens whose logits a GPU holds at once: an eighth of them, in whole tiles, 1024 to 4096."""
+    """Tokens whose logits exist at once on a GPU: an eighth of all, in whole tiles, 1024 to 4096."""
     return max(1024, min(4096, -(-num_tokens // (8 * 256)) * 256))
 
 
@@ -178,8 +178,8 @@ def _loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient by x or empty, gradient by weight or empty), summed over the rows of x [T, D], times `factor`.
 
-    teacher_hidden [T, E] and teacher_weight [V, E] are the teacher's; `terms` are z_loss, label_smoothing, alpha, temperature. Gradients
-    are `_lift` times too large.
+    teacher_hidden [T, E] and teacher_weight [V, E] are the teacher's; `terms` are z_loss, label_smoothing, alpha and
+    temperature. Gradients are `_lift` times too large.
     """
     num_tokens, vocab_size = len(x), len(weight)
     chunk_tokens = max(1, min(chunk_tokens, num_tokens))
@@ -244,7 +244,7 @@ def _loss_fake(
 
 
 def _logits(chunk_tokens: int, vocab_size: int, x: Tensor) -> Tensor:
-    """Room for [R, V] whose rows begin at whole cache lines."""
+    """An empty tensor [R, V] whose rows are aligned to cache lines."""
     return torch.empty(chunk_tokens, -(-vocab_size // 64) * 64, dtype=x.dtype, device=x.device)[:, :vocab_size]
 
 
@@ -260,12 +260,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> 
 
 
 def _lift(dtype: torch.dtype) -> float:
-    """The factor of gradients: those of rare tokens are below float16's range, and a power of two lifts them."""
+    """The power of two that gradients are scaled by: those of rare tokens are below float16's range."""
     return 256.0 if dtype == torch.float16 else 1.0
 
 
 ROW_BLOCK = (8192, 16, 3)
-"""(columns at a time, warps, blocks under way) of the kernel that walks a row of logits."""
+"""(columns per block, warps, blocks in flight) of the kernel that reads a row of logits."""
 
 
 def _cross_entropy(

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head in plain torch, a chunk of tokens at a time: the kernel's oracle, and the CPU path."""
+"""Cross entropy of a linear head in plain torch, one chunk of tokens at a time: the kernel's reference, and the CPU path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher model of the same tokens: its last hidden states, normed, [..., E] and its head's weight [V, E].
+    """A teacher's output for the same tokens: its last hidden states after the norm [..., E] and its head's weight [V, E].
 
     The loss becomes alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of the loss without it.
     Hinton et al. 2015, arXiv:1503.02531.
@@ -40,9 +40,9 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """`ops.loss.linear_cross_entropy` in plain torch: chunks of logits, gradients made beside the loss."""
+    """`hone.ops.linear_cross_entropy` in plain torch: chunks of logits, gradients computed with the loss."""
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    if not torch.is_grad_enabled():  # a Function asks its inputs alone, and would make gradients that nobody takes
+    if not torch.is_grad_enabled():  # a Function looks at its inputs only, and would compute unused gradients
         x, weight = x.detach(), weight.detach()
     chunk_tokens = chunk_tokens or default_chunk_tokens(x.device.type, len(weight))
     total: Tensor = _LinearCrossEntropy.apply(
@@ -52,7 +52,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made beside the loss, while a chunk's logits are at hand, so the backward pass only scales them."""
+    """Gradients are computed with the loss, while a chunk's logits exist, so the backward pass only scales them."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        # Gradients of rare tokens are below float16's range; a power of two lifts them and is taken out again.
+        # Gradients of rare tokens are below float16's range: scaled by a power of two, divided out later.
         ctx.lift = 256.0 if x.dtype == torch.float16 else 1.0
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
@@ -88,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss, grad = _teacher_chunk(
                     logits, theirs, chosen, ignore_index, z_loss, teacher.alpha, teacher.temperature, wants_grad
                 )
-            total = total + loss  # not in place: torch 2.11, compiling, would take the sum for one without gradients
+            total = total + loss  # not in place: torch.compile of 2.11 would treat the sum as one without gradients
             if grad is None:
                 continue
             if slope is not None:
@@ -97,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(grad, weight, out=grad_x[begin : begin + chunk_tokens])
             if grad_weight is not None:
-                if exact == x.dtype and teacher is None:  # with a teacher, runs made before keep their last bits
+                if exact == x.dtype and teacher is None:  # with a teacher earlier runs stay bit-equal
                     grad_weight.addmm_(grad.T, part)
                 else:
                     grad_weight += grad.T @ part
@@ -123,7 +123,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def default_chunk_tokens(device_type: str, vocab_size: int) -> int:
-    """Tokens whose logits are held at once: what stays in a CPU's cache (4 MiB), what fills a GPU (256 MiB and more)."""
+    """Tokens whose logits exist at once: as many as fit a CPU's cache (4 MiB) or occupy a GPU (256 MiB and more)."""
     if device_type == "cpu":
         return max(64, (1 << 20) // vocab_size)
     return max(1024, (1 << 27) // vocab_size // 256 * 256)  # whole tiles of the products
@@ -168,10 +168,10 @@ def _teacher_chunk(
     valid = targets != ignore_index
     chosen = targets.masked_fill(~valid, 0)[:, None]
     soft = F.log_softmax(student / temperature, dim=-1)
-    taught = F.log_softmax(teacher / temperature, dim=-1)
+    teacher_log_probs = F.log_softmax(teacher / temperature, dim=-1)
     plain = soft if temperature == 1.0 else F.log_softmax(student, dim=-1)
-    share = taught.exp()
-    divergence = (share * (taught - soft)).sum(-1)
+    share = teacher_log_probs.exp()
+    divergence = (share * (teacher_log_probs - soft)).sum(-1)
     text = -plain.gather(1, chosen)[:, 0]
     log_sum = student.logsumexp(-1) if z_loss else None
     if log_sum is not None:

@@ -1,7 +1,7 @@
-"""Softmax cross entropy of a chunk of logits: the loss of each row and, in the logits' place, its gradient.
+"""Softmax cross entropy of a chunk of logits: the loss of each row, and its gradient in place of the logits.
 
-One program a row. The first pass over the row is an online log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867);
-the second, backwards because the row's end is what the L2 cache still holds, overwrites the logits with their gradients.
+One program per row. The first pass over the row is an online log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867);
+the second overwrites the logits with their gradients, from the row's end, which the L2 cache still holds.
 """
 
 import triton
@@ -14,12 +14,12 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 @triton.jit
 def cross_entropy_rows(
     logits,  # [R, V], overwritten by the gradients
-    taught,  # [R, V], the teacher's logits, when TEACHER
+    teacher,  # [R, V], the teacher's logits, when TEACHER
     targets,  # int64 [R]
     losses,  # float32 [R]
     factor,  # float32 [1]: gradients and losses are multiplied by it
     logits_stride,
-    taught_stride,
+    teacher_stride,
     num_values,
     ignore_index,
     lift,
@@ -36,7 +36,7 @@ def cross_entropy_rows(
     """losses[r] = factor * loss of row r; logits[r] = factor * lift * its gradient when GRAD. Ignored rows are zeroed."""
     place = tl.program_id(0).to(tl.int64)
     row = logits + place * logits_stride
-    taught_row = taught + place * taught_stride
+    teacher_row = teacher + place * teacher_stride
     target = tl.load(targets + place)
     if target == ignore_index:
         tl.store(losses + place, 0.0)
@@ -46,14 +46,14 @@ def cross_entropy_rows(
     chosen = tl.load(row + target).to(tl.float32)
     scale = tl.load(factor)
     if TEACHER:
-        loss, log_sum, soft_log_sum, taught_log_sum = _divergence(
-            row, taught_row, chosen, num_values, z_loss, alpha, temperature, BLOCK
+        loss, log_sum, soft_log_sum, teacher_log_sum = _divergence(
+            row, teacher_row, chosen, num_values, z_loss, alpha, temperature, BLOCK
         )
     else:
         log_sum, mean = _log_sum_exp(row, num_values, SMOOTH, BLOCK, STAGES)
         loss = log_sum - chosen + smoothing * (chosen - mean) + z_loss * log_sum * log_sum
         soft_log_sum = log_sum
-        taught_log_sum = log_sum
+        teacher_log_sum = log_sum
     tl.store(losses + place, loss * scale)
     if GRAD:
         scale *= lift
@@ -63,7 +63,7 @@ def cross_entropy_rows(
         drop = text * (1.0 - smoothing) * scale
         pull = alpha * temperature * scale
         _grads(
-            row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
+            row, teacher_row, target, num_values, log_sum, soft_log_sum, teacher_log_sum,
             rise, floor, drop, pull, 1.0 / temperature, TEACHER, BLOCK, STAGES,
         )  # fmt: skip
 
@@ -95,43 +95,43 @@ def _log_sum_exp(row, num_values, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, STA
 
 
 @triton.jit
-def _divergence(row, taught_row, chosen, num_values, z_loss, alpha, temperature, BLOCK: tl.constexpr):
+def _divergence(row, teacher_row, chosen, num_values, z_loss, alpha, temperature, BLOCK: tl.constexpr):
     """alpha t^2 KL(teacher / t || student / t) + (1 - alpha) cross entropy, and the three log-sums that gradients need."""
     soften = 1.0 / temperature
     peak = tl.full([], float("-inf"), tl.float32)
-    taught_peak = tl.full([], float("-inf"), tl.float32)
+    teacher_peak = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     soft = tl.zeros([BLOCK], tl.float32)
-    taught = tl.zeros([BLOCK], tl.float32)
+    teacher_sum = tl.zeros([BLOCK], tl.float32)
     gap = tl.zeros([BLOCK], tl.float32)  # sum of exp(teacher / t) * (teacher - student) / t
     for begin in range(0, num_values, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         inside = at < num_values
         values = tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32)
-        lessons = tl.load(taught_row + at, mask=inside, other=float("-inf")).to(tl.float32)
+        teacher_values = tl.load(teacher_row + at, mask=inside, other=float("-inf")).to(tl.float32)
         highest = tl.maximum(peak, tl.max(values, 0))
-        taught_highest = tl.maximum(taught_peak, tl.max(lessons, 0))
+        teacher_highest = tl.maximum(teacher_peak, tl.max(teacher_values, 0))
         total = total * tl.exp2((peak - highest) * _LOG2E) + tl.exp2((values - highest) * _LOG2E)
         soft = soft * tl.exp2((peak - highest) * soften * _LOG2E) + tl.exp2((values - highest) * soften * _LOG2E)
-        shrink = tl.exp2((taught_peak - taught_highest) * soften * _LOG2E)
-        share = tl.exp2((lessons - taught_highest) * soften * _LOG2E)
-        taught = taught * shrink + share
-        gap = gap * shrink + tl.where(inside, share * (lessons - values) * soften, 0.0)
+        shrink = tl.exp2((teacher_peak - teacher_highest) * soften * _LOG2E)
+        share = tl.exp2((teacher_values - teacher_highest) * soften * _LOG2E)
+        teacher_sum = teacher_sum * shrink + share
+        gap = gap * shrink + tl.where(inside, share * (teacher_values - values) * soften, 0.0)
         peak = highest
-        taught_peak = taught_highest
+        teacher_peak = teacher_highest
     log_sum = peak + tl.log2(tl.sum(total, 0)) * _LN2
     soft_log_sum = peak * soften + tl.log2(tl.sum(soft, 0)) * _LN2
-    taught_total = tl.sum(taught, 0)
-    taught_log_sum = taught_peak * soften + tl.log2(taught_total) * _LN2
-    divergence = tl.sum(gap, 0) / taught_total - taught_log_sum + soft_log_sum
+    teacher_total = tl.sum(teacher_sum, 0)
+    teacher_log_sum = teacher_peak * soften + tl.log2(teacher_total) * _LN2
+    divergence = tl.sum(gap, 0) / teacher_total - teacher_log_sum + soft_log_sum
     loss = alpha * temperature * temperature * divergence
     loss += (1.0 - alpha) * (log_sum - chosen + z_loss * log_sum * log_sum)
-    return loss, log_sum, soft_log_sum, taught_log_sum
+    return loss, log_sum, soft_log_sum, teacher_log_sum
 
 
 @triton.jit
 def _grads(
-    row, taught_row, target, num_values, log_sum, soft_log_sum, taught_log_sum,
+    row, teacher_row, target, num_values, log_sum, soft_log_sum, teacher_log_sum,
     rise, floor, drop, pull, soften, TEACHER: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """row = rise * softmax(row) - floor - drop at the target (+ pull * (softened softmax - the teacher's))."""
@@ -142,9 +142,9 @@ def _grads(
         values = tl.load(row + at, mask=inside, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
         grad = rise * tl.exp2((values - log_sum) * _LOG2E) - floor
         if TEACHER:
-            lessons = tl.load(taught_row + at, mask=inside, other=float("-inf")).to(tl.float32)
+            teacher_values = tl.load(teacher_row + at, mask=inside, other=float("-inf")).to(tl.float32)
             own = tl.exp2((values * soften - soft_log_sum) * _LOG2E)
-            grad += pull * (own - tl.exp2((lessons * soften - taught_log_sum) * _LOG2E))
+            grad += pull * (own - tl.exp2((teacher_values * soften - teacher_log_sum) * _LOG2E))
         grad = tl.where(at == target, grad - drop, grad)
         tl.store(row + at, grad.to(row.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: sort tokens by expert, one product an expert, and back."""
+"""Mixtures of experts: sort tokens by expert, multiply each expert's tokens with its weights, restore the order."""

@@ -1,6 +1,6 @@
-"""Mixture of experts: tokens sorted by expert and back, and the product of each expert's tokens with its own weights.
+"""Mixture of experts: tokens sorted by expert and back, and the product of each expert's tokens with its weights.
 
-Legend: T tokens, k experts a token, E experts, D or K input width, N output width.
+Legend: T tokens, k experts per token, E experts, D or K input width, N output width.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hone.ops.moe import reference
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | None = None) -> Tensor:
     """x [T, K], rows sorted by expert, times the transpose of their expert's weight [E, N, K]: [T, N], differentiable.
 
-    ends int32 [E]: where each expert's rows end (`permute` gives it), never falling; ends[-1] is T, which a GPU does not
-    check. x and weight are of one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    ends int32 [E]: the end of each expert's rows (from `permute`), non-decreasing; ends[-1] is T, which a GPU does not
+    check. x and weight have one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
     """
     if (
         x.dim() != 2
@@ -42,7 +42,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
     if chosen == "triton":
         if grad:
             raise SpecError(
-                f"backend 'triton' has no gradient here: x wants one: {x.requires_grad}, weight: {weight.requires_grad}",
+                f"backend 'triton' has no gradient, but x.requires_grad is {x.requires_grad}, weight's {weight.requires_grad}",
                 fix="leave backend out, give 'torch', or call it under torch.no_grad()",
             )
         return _few_tokens_op(x, weight, ends)
@@ -57,8 +57,8 @@ def permute(
     """(rows [T * k, D] of x [T, D] sorted by expert, ends int32 [E], place int32 [T, k]); differentiable in x.
 
     expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order.
-    ends[e] is where expert e's rows end; place[t, j] is where token t's row for its j-th expert went. Raises SpecError
-    for shapes that do not fit, and in plain torch for ids that are no expert's (a kernel does not check).
+    ends[e] is the end of expert e's rows; place[t, j] is the row of token t for its j-th expert. Raises SpecError for
+    shapes that do not fit, and in plain torch for ids out of range (a kernel does not check).
     """
     if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids) or expert_ids.is_floating_point():
         raise SpecError(
@@ -70,8 +70,8 @@ def permute(
         return _take_rows_op(x, order, place), ends, place
     if len(x) and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
         raise SpecError(
-            f"expert_ids lie in {int(expert_ids.min())} ... {int(expert_ids.max())}, experts in 0 ... {num_experts - 1}",
-            fix="give num_experts as the router has outputs, or ids below it",
+            f"expert_ids are {int(expert_ids.min())} ... {int(expert_ids.max())}, but experts 0 ... {num_experts - 1}",
+            fix="give the router's number of outputs as num_experts, or ids below it",
         )
     return reference.permute(x, expert_ids, num_experts)
 
@@ -79,7 +79,7 @@ def permute(
 def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """[T, D]: each token's k rows of y [T * k, D] summed, times weights [T, k] where given; differentiable in both.
 
-    place integer [T, k] as `permute` gives it; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    place integer [T, k] from `permute`; sums are float32 inside. Raises SpecError for shapes that do not fit.
     """
     if (
         y.dim() != 2
@@ -97,11 +97,11 @@ def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backen
     return reference.unpermute(y, place, weights)
 
 
-# What the GPU runs: launches of hone.ops.moe.triton_kernels as torch ops.
+# The GPU path: hone.ops.moe.triton_kernels as torch ops.
 
 
 FEW_IDS = 2048
-"""So many entries are placed by comparing each with all: one kernel, and less than a microsecond of comparisons."""
+"""Up to this many entries are sorted by comparing each with all: one kernel, less than a microsecond of comparisons."""
 
 
 @torch.library.custom_op("hone::expert_order", mutates_args=())

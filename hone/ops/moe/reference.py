@@ -1,4 +1,4 @@
-"""Tokens sorted by expert and back, and a product an expert, in plain torch: the oracle of the kernels, and the CPU path."""
+"""Tokens sorted by expert and back, and one product per expert, in plain torch: the kernels' reference, and the CPU path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`hone.ops.grouped_linear`: one product an expert."""
+    """`hone.ops.grouped_linear`: one product per expert."""
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([rows @ own.T for rows, own in zip(x.split(sizes), weight.unbind())])
 

@@ -1,7 +1,7 @@
-"""Mixture-of-experts dispatch: counting sort of tokens by expert, their rows moved there and back, few-token products.
+"""Mixture-of-experts dispatch: counting sort of tokens by expert, gather and scatter of their rows, few-token products.
 
-The product streams each expert's weights once, as the rows of the tensor core's first operand, while the expert's few
-tokens are its columns; experts without tokens cost nothing.
+The product reads each expert's weights once, as the rows of the tensor core's first operand; the expert's few tokens are
+the columns. Experts without tokens cost nothing.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def count_experts(ids, counts, num_ids, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """counts [blocks, E] int32: how often each expert occurs in each block of ids."""
+    """counts [blocks, E] int32: occurrences of each expert in each block of ids."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(ids + at, mask=at < num_ids, other=0).to(tl.int32)
@@ -23,9 +23,9 @@ def count_experts(ids, counts, num_ids, num_experts, EXPERTS: tl.constexpr, BLOC
 def place_by_expert(
     ids,  # integer [N]
     counts,  # int32 [blocks, E]
-    place,  # int32 [N]: where entry i goes
-    order,  # int32 [N]: which entry lies at a place
-    ends,  # int32 [E]: where each expert's run ends
+    place,  # int32 [N]: the place of entry i
+    order,  # int32 [N]: the entry at each place
+    ends,  # int32 [E]: the end of each expert's run
     num_ids,
     num_experts,
     blocks,
@@ -64,7 +64,7 @@ def place_by_expert(
 
 @triton.jit
 def place_few(ids, place, order, ends, num_ids, num_experts, IDS: tl.constexpr, MINE: tl.constexpr):
-    """`place_by_expert` for few entries: each is compared with all of them. The last programs count `ends`."""
+    """`place_by_expert` for few entries: each is compared with all. The last programs compute `ends`."""
     program = tl.program_id(0)
     all_at = tl.arange(0, IDS)
     real = all_at < num_ids
@@ -127,7 +127,7 @@ def combine_rows_backward(
     top_k,
     BLOCK: tl.constexpr,
 ):
-    """Gradients of the weighted sum: one program a (token, expert) pair."""
+    """Gradients of the weighted sum: one program per (token, expert) pair."""
     pair = tl.program_id(0).to(tl.int64)
     token = pair // top_k
     to = tl.load(place + pair).to(tl.int64)
@@ -146,7 +146,7 @@ def combine_rows_backward(
 def few_tokens(
     x,  # [T, K], rows sorted by expert
     weight,  # [E, N, K]
-    ends,  # int32 [E]: where each expert's rows end
+    ends,  # int32 [E]: the end of each expert's rows
     out,  # [T, N]
     x_stride,
     weight_expert,
@@ -160,7 +160,7 @@ def few_tokens(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out[rows of expert e] = x[those rows] @ weight[e]^T, BLOCK_N output features of one expert a program."""
+    """out[rows of expert e] = x[those rows] @ weight[e]^T, one program per expert and BLOCK_N output features."""
     tile = tl.program_id(0)
     tiles = tl.cdiv(num_out, BLOCK_N)
     expert = tile // tiles

@@ -1,1 +1,1 @@
-"""Root-mean-square norm, with a residual sum and quantized output on request: `rms_norm`."""
+"""Root-mean-square norm, with optional residual sum and quantized output: `rms_norm`."""

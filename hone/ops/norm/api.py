@@ -38,9 +38,9 @@ def rms_norm(
     With `offset` it is multiplied by weight + offset, in float32 before it is rounded to x's dtype; arXiv:2408.00118.
 
     With `residual` (x's shape and dtype) x + residual is normed and returned too: (y, x + residual).
-    With `quantize` y comes as codes, float8_e4m3fn or int8, and one float32 scale a row [..., 1] (the row's largest
-    magnitude over 448 or 127): (codes, scales) or (codes, scales, x + residual); no gradient flows through codes.
-    y has x's dtype, sums are float32 inside; differentiable once. Raises SpecError naming what does not fit.
+    With `quantize` y is returned as codes, float8_e4m3fn or int8, and one float32 scale per row [..., 1] (the row's largest
+    magnitude over 448 or 127): (codes, scales) or (codes, scales, x + residual); codes have no gradient.
+    y has x's dtype, sums are float32 inside; differentiable once. Raises SpecError naming the argument that does not fit.
     """
     if weight.shape != x.shape[-1:]:
         raise SpecError(
@@ -83,7 +83,7 @@ def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | N
 
 
 def row_codes(x: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
-    """(codes, float32 scales [..., 1]) of x [..., D], a scale a row: the reference of `rms_norm`'s quantized output."""
+    """(codes, float32 scales [..., 1]) of x [..., D], one scale per row: the reference of `rms_norm`'s quantized output."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = LARGEST[_CODES[kind]]
     scales = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
@@ -92,11 +92,11 @@ def row_codes(x: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
     return codes, scales.float()
 
 
-# What the GPU runs: launches of the Triton kernels as torch ops, and for eager calls as plain Functions.
+# The GPU path: the Triton kernels as torch ops and, for eager calls, as plain autograd Functions.
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, codes: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x + residual or empty, of each row float32 1 / rms or with `codes` the scale [..., 1])."""
+    """(y, x + residual or empty, float32 1 / rms of each row or, with `codes`, its scale [..., 1])."""
     return _normed(True, x, weight, eps, residual, codes)
 
 
@@ -106,7 +106,7 @@ def _normed(
     from hone.ops.norm.triton_kernels import launch_forward
 
     y, summed, rows = _norm_fake(x, weight, eps, residual, codes)
-    rows = rows if keeps or codes else rows.new_empty(0)  # 1 / rms is for a backward pass
+    rows = rows if keeps or codes else rows.new_empty(0)  # only a backward pass needs 1 / rms
     launch_forward(x, residual, weight, y, summed, rows, eps, LARGEST[_CODES[codes]] if codes else 0.0)
     return y, summed, rows
 
@@ -170,7 +170,7 @@ _norm_op.register_autograd(partial(_norm_grad, _norm_backward_op), setup_context
 
 
 class _Norm(Function):
-    """`hone::rms_norm`, without the dispatcher."""
+    """`hone::rms_norm` without the cost of torch's dispatcher."""
 
     forward, setup_context = staticmethod(_norm), staticmethod(_norm_setup)
     backward = staticmethod(once_differentiable(partial(_norm_grad, _norm_backward)))

@@ -1,4 +1,4 @@
-"""Root-mean-square norm in torch calls with a backward pass by hand: fewer passes and fewer kept tensors than autograd makes of the formula."""
+"""Root-mean-square norm in torch calls with a hand-written backward pass: fewer passes and saved tensors than autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x and one number a row."""
+    """Saves x and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,7 @@ def rms_norm_forward(
     x,  # [T, inner, D], any strides of the first two axes
     residual,  # the same, when RESIDUAL
     weight,  # [D]
-    y,  # [T, D], in its own dtype when QUANTIZED
+    y,  # [T, D], in the codes' dtype when QUANTIZED
     summed,  # [T, D]: x + residual, when RESIDUAL
     rstd,  # float32 [T], when KEEPS
     scales,  # float32 [T]: y's true value is code * scale, when QUANTIZED
@@ -37,7 +37,7 @@ def rms_norm_forward(
     columns = tl.arange(0, BLOCK)[None, :]
     inside = _inside(rows, columns, num_rows, WIDTH, ROWS, BLOCK)
     values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0)
-    by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)  # under way during the sum
+    by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)  # loaded during the sum
     if RESIDUAL:
         before = residual + _start(rows, inner, residual_outer, residual_inner) + columns
         before = tl.load(before, mask=inside, other=0.0)
@@ -46,7 +46,7 @@ def rms_norm_forward(
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
     if KEEPS:
         tl.store(rstd + rows, scale, mask=rows < num_rows)
-    # The reference rounds the normed row to x's dtype before the weight.
+    # The reference rounds the normed row to x's dtype before it multiplies by the weight.
     normed = (wide * scale).to(x.dtype.element_ty).to(tl.float32) * by
     if QUANTIZED:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
@@ -54,7 +54,7 @@ def rms_norm_forward(
         tl.store(scales + rows, step, mask=rows < num_rows)
         normed = tl.div_rn(normed, step + tl.zeros_like(normed))
         if y.dtype.element_ty == tl.int8:
-            # Round half to even, as torch does: adding and taking away 1.5 * 2^23 leaves an integer.
+            # Round half to even, as torch does: adding and subtracting 1.5 * 2^23 leaves an integer.
             normed = (normed + 12582912.0) - 12582912.0
         normed = tl.minimum(tl.maximum(normed, -largest), largest)
     tl.store(y + rows * WIDTH + columns, normed.to(y.dtype.element_ty), mask=inside)
@@ -64,26 +64,26 @@ def rms_norm_forward(
 
 @triton.jit
 def _inside(rows, columns, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of a tile's values there are: no comparison where a program has one whole row."""
+    """The mask of a tile's valid values; without comparisons where a program has one whole row."""
     whole: tl.constexpr = ROWS == 1 and BLOCK == WIDTH
     return tl.full([ROWS, BLOCK], True, tl.int1) if whole else (rows < num_rows) & (columns < WIDTH)
 
 
 @triton.jit
 def _start(rows, inner, outer_stride, inner_stride):
-    """Where a flat row begins: heads of a fused projection lie in runs of `inner` rows."""
+    """Offset of a flat row: heads of a fused projection are runs of `inner` rows."""
     return rows // inner * outer_stride + rows % inner * inner_stride
 
 
 @triton.jit
 def rms_norm_backward(
     upstream,  # [T, inner, D], any strides of the first two axes
-    upstream_sum,  # contiguous: what flows into the summed residual, when RESIDUAL
-    x,  # [T, inner, D]: what was normed
+    upstream_sum,  # contiguous: the gradient of the summed residual, when RESIDUAL
+    x,  # [T, inner, D]: the norm's input
     weight,  # [D]
     rstd,  # float32 [T]
     grad_x,  # [T, D]
-    partial,  # float32 [programs, D]: each program's share of the weight's gradient, when WEIGHT
+    partial,  # float32 [programs, D]: each program's part of the weight's gradient, when WEIGHT
     upstream_outer,
     upstream_inner,
     x_outer,
@@ -124,17 +124,17 @@ def rms_norm_backward(
 
 
 def tile(width: int) -> tuple[int, int, int]:
-    """(ROWS, BLOCK, warps) for rows of `width` values: at least 1024 values a program, 16 or 32 values a thread."""
+    """(ROWS, BLOCK, warps) for rows of `width` values: at least 1024 values per program, 16 or 32 per thread."""
     block = triton.next_power_of_2(width)
     rows = max(1, 1024 // block)
     return rows, block, max(2, min(16, rows * block // 512))
 
 
 def backward_plan(device: torch.device, width: int, value_bytes: int) -> tuple[int, int]:
-    """(programs, stages) of the backward pass: programs fill the machine once and fetch tiles ahead of their use.
+    """(programs, stages) of the backward pass: programs fill the GPU once and prefetch their tiles.
 
-    Each program sums its share of the weight's gradient, so few programs mean small sums. Rows too wide to be fetched
-    ahead in shared memory have more programs instead.
+    Each program sums its part of the weight's gradient, so few programs leave few parts to add. Rows too wide for
+    prefetching in shared memory get more programs instead.
     """
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     rows, block, _ = tile(width)
@@ -143,7 +143,7 @@ def backward_plan(device: torch.device, width: int, value_bytes: int) -> tuple[i
 
 
 SHARED_BYTES = 200 << 10
-"""Shared memory that the backward pass's fetched tiles may take in a program."""
+"""Most bytes of shared memory for a program's prefetched tiles in the backward pass."""
 
 
 def launch_forward(
@@ -156,7 +156,7 @@ def launch_forward(
     eps: float,
     largest: float,
 ) -> None:
-    """Fills y and summed; `rows`, unless it is empty, with 1 / rms of each row, or where `largest` is not 0 the codes' scales."""
+    """Fills y and summed, and `rows`, unless empty, with 1 / rms of each row or, where `largest` is not 0, the codes' scales."""
     source, before = _alike(x, x if residual is None else residual)
     weight = weight.contiguous()
     width = x.shape[-1]
@@ -200,7 +200,7 @@ def _alike(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs(x: Tensor) -> Tensor:
-    """x [..., D] as [outer, inner, D]: heads of a fused projection lie in runs of `inner`."""
+    """x [..., D] as [outer, inner, D]: heads of a fused projection are runs of `inner` rows."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     try:

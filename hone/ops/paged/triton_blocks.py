@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: blocks of keys found through the page table, and the running softmax.
+"""Parts shared by the paged attention kernels: blocks of keys found through the page table, and the running softmax.
 
 Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Legend: M queries of a tile, N slots of a block.
 """
@@ -16,7 +16,7 @@ INTERPRETED = tl.constexpr(compat.INTERPRETED)
 
 @triton.jit
 def row_blocks(seq_len, count, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """(blocks kept for sinks, blocks left out after them, blocks read) of rows whose last `count` tokens ask."""
+    """(sink blocks, blocks skipped after them, blocks read) for the last `count` tokens of sequences as queries."""
     blocks = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
     kept = seq_len * 0
     skipped = seq_len * 0
@@ -37,7 +37,7 @@ def page_ids(table, block, seq_len, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constex
     if INTERPRETED:
         page = tl.load(at)
     else:
-        # Not tl.load: the compiler would bring it through shared memory in line with the keys and wait for those too.
+        # Not tl.load: the compiler would pipeline it through shared memory with the keys and wait for those too.
         page = tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1)
     return page.to(tl.int64)
 
@@ -45,7 +45,7 @@ def page_ids(table, block, seq_len, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constex
 @triton.jit
 def load_block(pages, page, number, seq_len, stride_page, stride_slot, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
                DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """[BLOCK_N, BLOCK_D] keys or values; with MASKED zeros past the row's end, whatever the page holds there."""
+    """[BLOCK_N, BLOCK_D] keys or values; with MASKED zeros past the end of the sequence, whatever the page holds there."""
     n = number * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     slots = page * stride_page + (n % PAGE_SIZE) * stride_slot
@@ -71,9 +71,9 @@ def load_scales(scales, page, block, seq_len, stride_page, stride_slot, BLOCK_N:
 
 @triton.jit
 def near_1(scales):
-    """The factor that brings values' scales [N] near 1: weights times scales become float16, which has most room there.
+    """The factor that brings values' scales [N] near 1: weights times scales become float16, whose range is centred there.
 
-    Those of a walk's first block speak for all; 60000 times larger ones must be clamped.
+    It is computed from a walk's first block only; scales 60000 times larger must be clamped.
     """
     highest = tl.max(scales, 0)
     return tl.where(highest > 1e-20, 1.0 / highest, 1.0)
@@ -101,10 +101,10 @@ def power_of_2(x):
 
 @triton.jit
 def soften(s, top, scale, SWAP: tl.constexpr, MASKED: tl.constexpr):
-    """A step of the running softmax: scores s [M, N] -> (weights 2^(s * scale - highest), fade of what was, top).
+    """A step of the running softmax: scores s [M, N] -> (weights 2^(s * scale - highest), factor of earlier sums, top).
 
-    `top` is the highest score before scaling, so that scaling costs nothing; `scale` is above 0. MASKED: hidden scores are
-    -inf, in places all of them. With SWAP s is [N, M].
+    `top` is the highest score before scaling, which makes scaling free; `scale` is above 0. MASKED: masked scores are -inf,
+    possibly all of a query. With SWAP s is [N, M].
     """
     AXIS: tl.constexpr = 0 if SWAP else 1
     higher = tl.maximum(top, tl.max(s, AXIS))
@@ -116,7 +116,7 @@ def soften(s, top, scale, SWAP: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def fold(s, v, v_scale, acc, top, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr):
-    """One block into the running softmax. s [M, N] before scaling, v [N, Dv], v_scale [N] when SCALED, acc [M, Dv].
+    """Adds one block to the running softmax. s [M, N] before scaling, v [N, Dv], v_scale [N] when SCALED, acc [M, Dv].
 
     With SWAP the long side of both products is the tensor core's row side: everything but v is transposed.
     """
@@ -136,7 +136,7 @@ def fold(s, v, v_scale, acc, top, total, scale, SCALED: tl.constexpr, SWAP: tl.c
 @triton.jit
 def visible(block, seq_len, place, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
             SWAP: tl.constexpr):  # fmt: skip
-    """Which slots of a block each query may see; `place` [M] is its position, -1 for padding."""
+    """The mask of a block's slots for each query; `place` [M] is the query's position, -1 for padding."""
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.expand_dims(n, 1 if SWAP else 0)
     place = tl.expand_dims(place, 0 if SWAP else 1)
@@ -155,7 +155,7 @@ def load_queries(at, real, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def add_sink(acc, top, total, sink):
-    """A score without a value (natural log) joins the softmax: of acc [M, Dv] and sink [M]."""
+    """Adds a score without a value, sink [M] (natural log), to the softmax sums of acc [M, Dv]."""
     sink = sink.to(tl.float32) * LOG2_E
     higher = tl.maximum(top, sink)
     base = tl.where(higher == float("-inf"), 0.0, higher)

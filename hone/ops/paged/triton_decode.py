@@ -1,11 +1,11 @@
-"""Decode attention over pages: the cache is cut into equal shares for a fixed number of programs, then merged.
+"""Decode attention over pages: the cache is divided into equal parts for a fixed number of programs, then merged.
 
-Split-KV as in Flash-Decoding (Dao et al. 2023), the shares as in Stream-K (Osama et al. 2023, arXiv:2301.03598): a tile
-is one row's tokens and one key/value head; its blocks of keys stand in one line with those of all tiles, every program
-takes an equal piece of that line, found on the device from `seq_lens`. So the grid never depends on the data (one CUDA
-graph serves all lengths), and rows of unlike lengths keep every multiprocessor busy to the end.
+Split-KV as in Flash-Decoding (Dao et al. 2023), divided as in Stream-K (Osama et al. 2023, arXiv:2301.03598): a tile is
+one sequence's tokens and one key/value head; the blocks of keys of all tiles form one list, of which every program takes
+an equal part, computed on the device from `seq_lens`. So the grid does not depend on the data (one CUDA graph serves all
+lengths), and sequences of different lengths keep every multiprocessor busy to the end.
 
-Legend: R rows, KV key/value heads, G query heads of one key/value head, M = G * tokens queries of a tile (padded).
+Legend: R sequences, KV key/value heads, G query heads of one key/value head, M = G * tokens queries of a tile (padded).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from hone.ops.paged.triton_words import attend_words
 
 
 @triton.jit
-def _query_counts(query_lens, rows, num_rows, max_tokens, MANY: tl.constexpr):
-    """New tokens of `rows`, 0 for those that are not this kernel's: longer than `max_tokens`, or no rows at all."""
-    counts = tl.where(rows < num_rows, 1, 0)
+def _query_counts(query_lens, seqs, num_seqs, max_tokens, MANY: tl.constexpr):
+    """New tokens of the sequences, and the same with 0 for those longer than `max_tokens`, which are not this kernel's."""
+    counts = tl.where(seqs < num_seqs, 1, 0)
     if MANY:
-        counts = tl.load(query_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
+        counts = tl.load(query_lens + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
     return counts, tl.where(counts <= max_tokens, counts, 0)
 
 
 @triton.jit
-def _share(seq_lens, query_lens, num_rows, max_tokens, window, sink_tokens, KV: tl.constexpr, ROWS: tl.constexpr,
+def _share(seq_lens, query_lens, num_seqs, max_tokens, window, sink_tokens, KV: tl.constexpr, SEQS: tl.constexpr,
            BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
-    """(each row's end in the line of blocks [ROWS], new tokens [ROWS], blocks a program, this program's begin and end)."""
-    rows = tl.arange(0, ROWS)
-    lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
-    counts, own = _query_counts(query_lens, rows, num_rows, max_tokens, MANY)
+    """(each sequence's end in the list of blocks [SEQS], new tokens [SEQS], blocks per program, this program's range)."""
+    seqs = tl.arange(0, SEQS)
+    lens = tl.load(seq_lens + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
+    counts, own = _query_counts(query_lens, seqs, num_seqs, max_tokens, MANY)
     _, _, blocks = row_blocks(lens, own, window, sink_tokens, BLOCK_N, WINDOWED)
     ends = tl.cumsum(tl.where(own > 0, blocks * KV, 0), 0)
     per = tl.cdiv(tl.max(ends, 0), tl.num_programs(0))
@@ -51,26 +51,26 @@ def _share(seq_lens, query_lens, num_rows, max_tokens, window, sink_tokens, KV: 
     return ends, counts, per, begin, tl.minimum(begin + per, tl.max(ends, 0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_tokens", "table_row"])
+@triton.jit(do_not_specialize=["num_seqs", "max_tokens", "table_row"])
 def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales, sinks, out, part, part_lse, note,
            q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row, out_token, out_head,
            ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot,
-           num_rows, max_tokens, scale, window, sink_tokens,
-           KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, DIM_V: tl.constexpr,
-           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
+           num_seqs, max_tokens, scale, window, sink_tokens,
+           KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, DIM_V: tl.constexpr,
+           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
            MANY: tl.constexpr, SINKS: tl.constexpr, SWAP: tl.constexpr, INTEGER: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """One program: its piece of the line of blocks, tile by tile.
+    """One program: its part of the list of blocks, tile by tile.
 
-    A tile that lies within the piece goes to `out`; the others' shares, at most two, go to `part` [2P, M, Dv] and
-    `part_lse` [2P, M] (base 2): entry 2p where the tile began in an earlier program, 2p + 1 where it goes on in a later one.
-    `note` [P, 3] says for each program which tile begins in it and goes on: (programs it takes, row, head), 0 if none.
-    Pages of 8-bit numbers come as int32, four numbers each (see paged_words; INTEGER: int8, else float8), strides too.
-    With TURNED > 0 pages hold latents: keys of DIM + TURNED columns whose first DIM are the values too.
+    A tile that lies within the part goes to `out`; parts of other tiles, at most two, go to `part` [2P, M, Dv] and
+    `part_lse` [2P, M] (base 2): entry 2p where the tile starts in an earlier program, 2p + 1 where it ends in a later one.
+    `note` [P, 3] is the tile that starts in each program and ends in a later one: (programs, sequence, head), 0 if none.
+    Pages of 8-bit numbers are passed as int32, four numbers each (see triton_words; INTEGER: int8, else float8), strides too.
+    With ROPE_DIM > 0 pages hold latents: keys of DIM + ROPE_DIM columns whose first DIM are the values too.
     """
     NARROW: tl.constexpr = k_pages.dtype.element_ty == tl.int32
     pid = tl.program_id(0)
-    ends, counts, per, begin, end = _share(seq_lens, query_lens, num_rows, max_tokens, window, sink_tokens, KV, ROWS,
+    ends, counts, per, begin, end = _share(seq_lens, query_lens, num_seqs, max_tokens, window, sink_tokens, KV, SEQS,
                                            BLOCK_N, WINDOWED, MANY)  # fmt: skip
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -78,14 +78,14 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
     dv = tl.arange(0, BLOCK_DV)
     tl.store(note + pid * 3, 0)
     while begin < end:
-        row = tl.sum((ends <= begin).to(tl.int32), 0)
+        seq = tl.sum((ends <= begin).to(tl.int32), 0)
         row_begin = tl.max(tl.where(ends <= begin, ends, 0), 0)
-        seq_len = tl.load(seq_lens + row).to(tl.int32)
+        seq_len = tl.load(seq_lens + seq).to(tl.int32)
         count = 1
-        token = row
+        token = seq
         if MANY:
-            count = tl.load(query_lens + row).to(tl.int32)
-            token = tl.sum(tl.where(tl.arange(0, ROWS) < row, counts, 0), 0).to(tl.int32)
+            count = tl.load(query_lens + seq).to(tl.int32)
+            token = tl.sum(tl.where(tl.arange(0, SEQS) < seq, counts, 0), 0).to(tl.int32)
         kept, skipped, blocks = row_blocks(seq_len, count, window, sink_tokens, BLOCK_N, WINDOWED)
         head = (begin - row_begin) // blocks
         tile = row_begin + head * blocks
@@ -95,7 +95,7 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
         tokens = (token + m // GROUP).to(tl.int64)
         q_at = q + tokens * q_token + heads * q_head
         place = tl.where(real, seq_len - count + m // GROUP, -1)
-        walk = (table + row.to(tl.int64) * table_row, begin - tile, stop, kept, skipped, seq_len)
+        walk = (table + seq.to(tl.int64) * table_row, begin - tile, stop, kept, skipped, seq_len)
         if NARROW:
             acc, top, total = attend_words(
                 q_at, real, place, k_pages + head * k_head, v_pages + head * v_head, k_scales + head * ks_head,
@@ -106,9 +106,9 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
             acc, top, total = _attend(
                 q_at, real, place, k_pages + head * k_head, v_pages + head * v_head, walk, scale * LOG2_E,
                 window, sink_tokens, k_page, k_slot, v_page, v_slot,
-                DIM, TURNED, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, SWAP)  # fmt: skip
+                DIM, ROPE_DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, SWAP)  # fmt: skip
         whole = (begin == tile) & (stop == blocks)
-        # Two conditions, as the first is known when compiling.
+        # Two conditions, because the first is a compile-time constant.
         if SINKS:  # noqa: SIM102
             if whole:
                 acc, top, total = add_sink(acc, top, total, tl.load(sinks + heads))
@@ -124,21 +124,21 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
             tl.store(part_lse + entry * BLOCK_M + m, tl.where(total > 0, top + tl.log2(total), float("-inf")))
             if begin == tile:
                 tl.store(note + pid * 3, (tile + blocks - 1) // per - pid + 1)
-                tl.store(note + pid * 3 + 1, row)
+                tl.store(note + pid * 3 + 1, seq)
                 tl.store(note + pid * 3 + 2, head)
         begin = tile + stop
 
 
 @triton.jit
 def _attend(q_at, real, place, k_pages, v_pages, walk, scale, window, sink_tokens, k_page, k_slot, v_page, v_slot,
-            DIM: tl.constexpr, TURNED: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+            DIM: tl.constexpr, ROPE_DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
             PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
             WINDOWED: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
-    """(acc [M, Dv] not yet divided, highest score, sum) of a tile's blocks begin ... end - 1, as `walk` says them."""
+    """(acc [M, Dv] before the division, highest score, sum) of a tile's blocks begin ... end - 1 of `walk`."""
     table, begin, end, kept, skipped, seq_len = walk
     queries = load_queries(q_at, real, 0, DIM, BLOCK_D)
-    if TURNED > 0:
-        turned = load_queries(q_at, real, DIM, TURNED, TURNED)
+    if ROPE_DIM > 0:
+        q_rope = load_queries(q_at, real, DIM, ROPE_DIM, ROPE_DIM)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SWAP:
@@ -150,16 +150,16 @@ def _attend(q_at, real, place, k_pages, v_pages, walk, scale, window, sink_token
         block = tl.where(unit < kept, unit, unit + skipped)
         k = load_block(k_pages, page, block, seq_len, k_page, k_slot, BLOCK_N, PAGE_SIZE, DIM, BLOCK_D, True)
         s = scores(queries, k, SWAP)
-        if TURNED > 0:
-            # One load serves as keys and values.
+        if ROPE_DIM > 0:
+            # One load is both keys and values.
             v = k
             last = load_block(
-                k_pages + DIM, page, block, seq_len, k_page, k_slot, BLOCK_N, PAGE_SIZE, TURNED, TURNED, True
+                k_pages + DIM, page, block, seq_len, k_page, k_slot, BLOCK_N, PAGE_SIZE, ROPE_DIM, ROPE_DIM, True
             )
-            s += scores(turned, last, SWAP)
+            s += scores(q_rope, last, SWAP)
         else:
             v = load_block(v_pages, page, block, seq_len, v_page, v_slot, BLOCK_N, PAGE_SIZE, DIM_V, BLOCK_DV, True)
-        # The next block's page is asked for a turn ahead: its latency would stand before every load of keys.
+        # The next block's page is loaded one iteration ahead to hide its latency.
         page = page_ids(table, tl.where(unit + 1 < kept, unit + 1, unit + 1 + skipped), seq_len, BLOCK_N, PAGE_SIZE)
         keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, SWAP)
         acc, top, total = fold(tl.where(keep, s, float("-inf")), v, 1.0, acc, top, total, scale, False, SWAP, True)
@@ -170,26 +170,26 @@ def _attend(q_at, real, place, k_pages, v_pages, walk, scale, window, sink_token
 
 @triton.jit
 def combine(part, part_lse, note, query_lens, sinks, out, out_token, out_head,
-            GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+            GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr,
             SPLITS: tl.constexpr, MANY: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Merges the shares of the tile that begins in program p and goes on: as `hone.ops.merge`, weights exp(lse - highest).
+    """Merges the parts of the tile that starts in program p and ends in a later one, as `hone.ops.merge` does.
 
-    Grid (P, M): one query of one tile each.
+    Grid (P, M): one program per query of a tile.
     """
     pid = tl.program_id(0)
     m = tl.program_id(1)
     if EARLY:
-        cuda.gdc_wait()  # launched beside `decode`, this waits for what it wrote
+        cuda.gdc_wait()  # launched while `decode` runs: wait for its writes
     programs = tl.load(note + pid * 3)
     if programs > 0:
-        row = tl.load(note + pid * 3 + 1)
+        seq = tl.load(note + pid * 3 + 1)
         head = tl.load(note + pid * 3 + 2)
         count = 1
-        token = row
+        token = seq
         if MANY:
-            rows = tl.arange(0, ROWS)
-            count = tl.load(query_lens + row).to(tl.int32)
-            token = tl.sum(tl.load(query_lens + rows, mask=rows < row, other=0), 0).to(tl.int32)
+            seqs = tl.arange(0, SEQS)
+            count = tl.load(query_lens + seq).to(tl.int32)
+            token = tl.sum(tl.load(query_lens + seqs, mask=seqs < seq, other=0), 0).to(tl.int32)
         if m < count * GROUP:
             dv = tl.arange(0, BLOCK_DV)
             top = float("-inf")

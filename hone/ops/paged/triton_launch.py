@@ -1,4 +1,4 @@
-"""Launches the paged attention kernels, as custom ops of torch: decode rows, then prefill rows, into one output."""
+"""Launches the paged attention kernels as custom torch ops: first decode, then prefill sequences, into one output."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hone.ops.paged.triton_decode import combine, decode
 from hone.ops.paged.triton_prefill import prefill
 
 _MOST_QUERIES = 64
-"""Queries of one key/value head (tokens times group) up to which a row is the decode kernel's, when the caller says so."""
+"""Most queries of one key/value head (tokens times group) of a sequence that the decode kernel computes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the decode kernel is cut: programs, slots of a block, pipeline stages, warps, and which side of the product is long."""
+    """Tiling of the decode kernel: programs, slots of a block, pipeline stages, warps, and which side of the product is long."""
 
     programs: int
     block_n: int
@@ -29,7 +29,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of the attention besides its tensors; see `hone.ops.attend_paged`."""
+    """Options of the attention besides its tensors; see `hone.ops.attend_paged`."""
 
     scale: float
     window: int | None = None
@@ -40,7 +40,7 @@ class Options:
 
 
 def plan_decode(num_sms: int, head_dim: int, page_size: int, itemsize: int) -> Plan:
-    """The cut that was fastest on an H200 (benchmarks/kernels/paged.py): some 100 KiB in flight on a multiprocessor."""
+    """The fastest tiling on an H200 (benchmarks/kernels/paged.py): about 100 KiB in flight per multiprocessor."""
     wide = triton.next_power_of_2(head_dim)
     if itemsize == 1:
         return Plan(4 * num_sms, 64 if wide <= 128 else 32, 3, 2)
@@ -55,7 +55,7 @@ def plan_latent(num_sms: int, num_heads: int) -> Plan:
     return Plan(num_sms, 64, 2, 8)
 
 
-def decode_rows(
+def launch_decode(
     out: Tensor,
     q: Tensor,
     k_pages: Tensor,
@@ -66,20 +66,20 @@ def decode_rows(
     max_tokens: int,
     options: Options,
     plan: Plan,
-    turned: int = 0,
+    rope_dim: int = 0,
 ) -> None:
-    """Writes `out` [T, H, Dv] for the rows of at most `max_tokens` new tokens; other sequences are not written.
+    """Writes `out` [T, H, Dv] for the sequences of at most `max_tokens` new tokens; others are not written.
 
-    With `turned` > 0 pages hold latents, their last `turned` columns rotated: see `attend_latent`.
+    With `rope_dim` > 0 pages hold latents, their last `rope_dim` columns rotated: see `attend_latent`.
     """
-    num_rows = len(seq_lens)
+    num_seqs = len(seq_lens)
     kv_heads, page_size, head_dim = k_pages.shape[1:]
     group, value_dim = q.shape[1] // kv_heads, v_pages.shape[3]
     k_strides, v_strides = k_pages.stride(), v_pages.stride()
-    if turned:
+    if rope_dim:
         # Tiles of at most 64 heads, which read the same latents.
         group = min(group, 64)
-        kv_heads, head_dim = q.shape[1] // group, head_dim - turned
+        kv_heads, head_dim = q.shape[1] // group, head_dim - rope_dim
         k_strides = v_strides = (k_strides[0], 0, *k_strides[2:])
     block_m = max(16, triton.next_power_of_2(group * max_tokens))
     block_dv = triton.next_power_of_2(value_dim)
@@ -88,8 +88,8 @@ def decode_rows(
     part_lse = torch.empty(2 * programs * block_m, dtype=torch.float32, device=q.device)
     note = torch.empty(programs, 3, dtype=torch.int32, device=q.device)
     many = query_lens is not None
-    rows = max(16, triton.next_power_of_2(num_rows))
-    early = locate(q.device).capability >= (9, 0)  # has programmatic launches: `combine` starts while `decode` ends
+    padded_seqs = max(16, triton.next_power_of_2(num_seqs))
+    early = locate(q.device).capability >= (9, 0)  # programmatic dependent launch: `combine` starts early
     sinks = q if options.sinks is None else options.sinks
     integer = k_pages.dtype == torch.int8
     if options.k_scale is not None:
@@ -99,20 +99,20 @@ def decode_rows(
     decode[(programs,)](
         q, k_pages, v_pages, page_table, seq_lens, lens, *_scales(q, options), sinks, out, part, part_lse, note,
         *q.stride()[:2], *k_strides[:3], *v_strides[:3], page_table.stride(0), *out.stride()[:2],
-        *_scale_strides(options), num_rows, max_tokens, options.scale, options.window or 0, options.sink_tokens,
-        KV=kv_heads, GROUP=group, DIM=head_dim, TURNED=turned, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_DV=block_dv, PAGE_SIZE=page_size, ROWS=rows, BLOCK_M=block_m, BLOCK_N=plan.block_n, STAGES=plan.stages,
+        *_scale_strides(options), num_seqs, max_tokens, options.scale, options.window or 0, options.sink_tokens,
+        KV=kv_heads, GROUP=group, DIM=head_dim, ROPE_DIM=rope_dim, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_DV=block_dv, PAGE_SIZE=page_size, SEQS=padded_seqs, BLOCK_M=block_m, BLOCK_N=plan.block_n, STAGES=plan.stages,
         WINDOWED=options.window is not None, MANY=many, SINKS=options.sinks is not None, SWAP=plan.swap,
         INTEGER=integer, EARLY=early, num_warps=plan.num_warps,
     )  # fmt: skip
     combine[(programs, group * max_tokens)](
         part, part_lse, note, lens, sinks, out, *out.stride()[:2],
-        GROUP=group, DIM_V=value_dim, BLOCK_DV=block_dv, BLOCK_M=block_m, ROWS=rows, SPLITS=32, MANY=many,
+        GROUP=group, DIM_V=value_dim, BLOCK_DV=block_dv, BLOCK_M=block_m, SEQS=padded_seqs, SPLITS=32, MANY=many,
         SINKS=options.sinks is not None, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
 
 
-def prefill_rows(
+def launch_prefill(
     out: Tensor,
     q: Tensor,
     k_pages: Tensor,
@@ -127,22 +127,22 @@ def prefill_rows(
     stages: int = 3,
     num_warps: int = 8,
 ) -> None:
-    """Writes `out` [T, H, Dv] for the rows of at least `min_tokens` new tokens; other sequences are not written."""
-    num_rows = len(seq_lens)
+    """Writes `out` [T, H, Dv] for the sequences of at least `min_tokens` new tokens; others are not written."""
+    num_seqs = len(seq_lens)
     kv_heads, page_size, head_dim = k_pages.shape[1:]
     group, value_dim = q.shape[1] // kv_heads, v_pages.shape[3]
     if block_m is None:
         # 227 KiB of shared memory hold a tile of queries and three blocks of keys and values.
         block_m, block_n, num_warps = (128, 64, 8) if max(head_dim, value_dim) <= 128 else (64, 32, 4)
     block_m = max(block_m, triton.next_power_of_2(group))
-    tiles = triton.cdiv(len(q), block_m // group) + min(num_rows, len(q) // max(1, min_tokens))
+    tiles = triton.cdiv(len(q), block_m // group) + min(num_seqs, len(q) // max(1, min_tokens))
     prefill[(tiles, kv_heads)](
         q, k_pages, v_pages, page_table, seq_lens, query_lens, *_scales(q, options),
         q if options.sinks is None else options.sinks, out,
         *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], page_table.stride(0), *out.stride()[:2],
-        *_scale_strides(options), num_rows, min_tokens, options.scale, options.window or 0, options.sink_tokens,
+        *_scale_strides(options), num_seqs, min_tokens, options.scale, options.window or 0, options.sink_tokens,
         GROUP=group, DIM=head_dim, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_DV=triton.next_power_of_2(value_dim), PAGE_SIZE=page_size, ROWS=max(16, triton.next_power_of_2(num_rows)),
+        BLOCK_DV=triton.next_power_of_2(value_dim), PAGE_SIZE=page_size, SEQS=max(16, triton.next_power_of_2(num_seqs)),
         BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, WINDOWED=options.window is not None,
         SCALED=options.k_scale is not None, SINKS=options.sinks is not None, num_warps=num_warps,
     )  # fmt: skip
@@ -183,13 +183,13 @@ def attend_pages(
     plan = plan_decode(num_sms, k_pages.shape[3], k_pages.shape[2], k_pages.element_size())
     group = q.shape[1] // k_pages.shape[1]
     if query_lens is None:
-        decode_rows(*tensors, 1, options, plan)
+        launch_decode(*tensors, 1, options, plan)
     elif max_query_len is not None and group * max_query_len <= _MOST_QUERIES:
-        decode_rows(*tensors, max_query_len, options, plan)
+        launch_decode(*tensors, max_query_len, options, plan)
     else:
         few = max(1, 16 // group)
-        decode_rows(*tensors, few, options, plan)
-        prefill_rows(*tensors, few + 1, options)
+        launch_decode(*tensors, few, options, plan)
+        launch_prefill(*tensors, few + 1, options)
     return out
 
 
@@ -208,12 +208,12 @@ def attend_latents(
     page_table, seq_lens = page_table.to(torch.int32).contiguous(), seq_lens.contiguous()
     pages = pages if pages.stride(-1) == 1 else pages.contiguous()
     if query_lens is not None:
-        # Every new token becomes a row of one: the last sees seq_lens tokens, the one before it one less.
+        # Every new token becomes one sequence: the last attends to seq_lens tokens, the one before it to one less.
         ends = query_lens.cumsum(0)
         token = torch.arange(len(q), device=q.device)
-        row = torch.searchsorted(ends, token, right=True)
-        seq_lens = (seq_lens[row] - (ends[row] - 1 - token)).to(torch.int32)
-        page_table = page_table[row]
+        seq = torch.searchsorted(ends, token, right=True)
+        seq_lens = (seq_lens[seq] - (ends[seq] - 1 - token)).to(torch.int32)
+        page_table = page_table[seq]
     out = q.new_empty(*q.shape[:2], value_dim)
     num_sms = locate(q.device).num_sms
     if hopper:
@@ -222,14 +222,14 @@ def attend_latents(
         latent.launch(out, q, pages[:, 0], page_table, seq_lens, scale, num_sms)
         return out
     plan = plan_latent(num_sms, q.shape[1])
-    turned = pages.shape[3] - value_dim
-    decode_rows(
-        out, q, pages, pages[..., :value_dim], page_table, seq_lens, None, 1, Options(scale, window), plan, turned
+    rope_dim = pages.shape[3] - value_dim
+    launch_decode(
+        out, q, pages, pages[..., :value_dim], page_table, seq_lens, None, 1, Options(scale, window), plan, rope_dim
     )
     return out
 
 
-# As custom ops, for torch.compile. Eager code calls the functions: going through an op costs as much as a small kernel.
+# Custom ops for torch.compile. Eager code calls the functions: an op's dispatch costs as much as a small kernel.
 
 attend_pages_op = torch.library.custom_op("hone::attend_pages", attend_pages, mutates_args=())
 attend_latents_op = torch.library.custom_op("hone::attend_latents", attend_latents, mutates_args=())

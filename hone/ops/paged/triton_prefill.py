@@ -1,10 +1,10 @@
-"""Prefill attention over pages: tiles of queries of ragged rows, each walking its row's pages in place.
+"""Prefill attention over pages: tiles of queries of ragged sequences, which read the pages in place.
 
-FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the query heads of one key/value head packed into the tile's rows, so
-that keys are read once for all of them. Which row a tile belongs to is found on the device; the grid is the largest
-number of tiles that the tokens could need. Blocks that every query sees whole are walked without a mask.
+FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the query heads of one key/value head packed into one tile, so that
+keys are read once for all of them. The sequence of a tile is found on the device; the grid is the largest number of tiles
+that the tokens could need. Blocks that every query of the tile attends to in full need no mask.
 
-Legend: R rows, KV key/value heads, G query heads of one key/value head, M = tokens of a tile * G (padded).
+Legend: R sequences, KV key/value heads, G query heads of one key/value head, M = tokens of a tile * G (padded).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from hone.ops.paged.triton_blocks import (
 
 
 @triton.jit
-def _tile(query_lens, num_rows, min_tokens, tile, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """(row, first token of the row, first token of the tile in the row) of tile number `tile`; row -1 past the end.
+def _tile(query_lens, num_seqs, min_tokens, tile, SEQS: tl.constexpr, TOKENS: tl.constexpr):
+    """(sequence, its first token, first token of the tile in it) of tile number `tile`; sequence -1 past the end.
 
-    Only rows of at least `min_tokens` new tokens have tiles here.
+    Only sequences of at least `min_tokens` new tokens have tiles here.
     """
-    rows = tl.arange(0, ROWS)
-    counts = tl.load(query_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
+    seqs = tl.arange(0, SEQS)
+    counts = tl.load(query_lens + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
     tiles = tl.where(counts >= min_tokens, tl.cdiv(counts, TOKENS), 0)
     ends = tl.cumsum(tiles, 0)
-    row = tl.sum((ends <= tile).to(tl.int32), 0)
-    token = tl.sum(tl.where(rows < row, counts, 0), 0)
+    seq = tl.sum((ends <= tile).to(tl.int32), 0)
+    token = tl.sum(tl.where(seqs < seq, counts, 0), 0)
     before = tl.max(tl.where(ends <= tile, ends, 0), 0)
-    return tl.where(tile < tl.max(ends, 0), row, -1), token, (tile - before) * TOKENS
+    return tl.where(tile < tl.max(ends, 0), seq, -1), token, (tile - before) * TOKENS
 
 
 @triton.jit
 def _ranges(low, high, window, sink_tokens, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """(sink blocks, first block, first whole, end of whole, end) of blocks that queries at positions low ... high see."""
+    """(sink blocks, first block, first whole, end of whole, end) of the blocks for queries at positions low ... high."""
     kept = 0
     first = 0
     whole = 0
@@ -62,7 +62,7 @@ def _walk(queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top,
           DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
           BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr,
           MASKED: tl.constexpr):  # fmt: skip
-    """Folds units begin ... stop - 1: block = unit below `kept`, + `skip_kept` up to `edge`, + `skip_edge` after it."""
+    """Adds units begin ... stop - 1 to the running softmax: block = unit below `kept`, + `skip_kept` up to `edge`, + `skip_edge` after it."""
     block = begin + tl.where(begin < kept, 0, tl.where(begin < edge, skip_kept, skip_edge))
     page = page_ids(table, block, seq_len, BLOCK_N, PAGE_SIZE)
     for unit in tl.range(begin, stop, num_stages=STAGES):
@@ -88,22 +88,22 @@ def _walk(queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top,
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["num_rows", "min_tokens", "table_row"])
+@triton.jit(do_not_specialize=["num_seqs", "min_tokens", "table_row"])
 def prefill(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales, sinks, out,
             q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row, out_token, out_head,
             ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot,
-            num_rows, min_tokens, scale, window, sink_tokens,
+            num_seqs, min_tokens, scale, window, sink_tokens,
             GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-            PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
             STAGES: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
-    """One tile of BLOCK_M // GROUP tokens of one row and key/value head; grid (tiles, KV), late tiles (long walks) first."""
+    """One tile of BLOCK_M // GROUP tokens of one sequence and key/value head; grid (tiles, KV), late (long) tiles first."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    row, token, begin = _tile(query_lens, num_rows, min_tokens, tl.num_programs(0) - 1 - tl.program_id(0), ROWS, TOKENS)
+    seq, token, begin = _tile(query_lens, num_seqs, min_tokens, tl.num_programs(0) - 1 - tl.program_id(0), SEQS, TOKENS)
     head = tl.program_id(1)
-    if row < 0:
+    if seq < 0:
         return
-    seq_len = tl.load(seq_lens + row).to(tl.int32)
-    count = tl.load(query_lens + row).to(tl.int32)
+    seq_len = tl.load(seq_lens + seq).to(tl.int32)
+    count = tl.load(query_lens + seq).to(tl.int32)
     m = tl.arange(0, BLOCK_M)
     dv = tl.arange(0, BLOCK_DV)
     steps = begin + m // GROUP
@@ -122,7 +122,7 @@ def prefill(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales
     v_pages += head * v_head
     k_scales += head * ks_head
     v_scales += head * vs_head
-    table += row.to(tl.int64) * table_row
+    table += seq.to(tl.int64) * table_row
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -134,7 +134,7 @@ def prefill(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales
         queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top, total, whole, end_whole, end, end, 0, 0,
         seq_len, scale * LOG2_E, to_1, window, sink_tokens, k_page, k_slot, v_page, v_slot, ks_page, ks_slot, vs_page, vs_slot,
         DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, STAGES, WINDOWED, SCALED, False)  # fmt: skip
-    # What is left, in any order: sinks, the window's edge, the diagonal.
+    # The masked rest, in any order: sinks, the window's edge, the diagonal.
     edge = kept + tl.maximum(whole - first, 0)
     acc, top, total = _walk(
         queries, place, k_pages, v_pages, table, k_scales, v_scales, acc, top, total, 0, edge + end - end_whole, kept, edge,

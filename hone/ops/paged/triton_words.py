@@ -1,8 +1,8 @@
 """Decode attention over pages of 8-bit numbers, which are read as 32-bit words and widened in registers.
 
-A word holds columns 4c ... 4c + 3 of a slot. The j-th numbers of all words are a matrix [N, D/4] by themselves, so both
-products are sums (or columns) over four of those: no number ever moves to another thread, and none is transposed, which
-bytes in shared memory could not be. float16 holds every float8 (e4m3) and int8 number exactly.
+A word holds columns 4c ... 4c + 3 of a slot. The j-th bytes of all words form a matrix [N, D/4], and both products are sums
+(or columns) over four such matrices: no value moves to another thread, and none is transposed, which is impossible for
+bytes in shared memory. float16 represents every float8 (e4m3) and int8 number exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _widened(words, J: tl.constexpr, INTEGER: tl.constexpr):
         else:
             wide = bytes_.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif INTEGER:
-        # The byte, x + 128, as the low one of a float16 whose high one says 1024 (0x64); then 1024 + 128 is taken off.
+        # The byte, x + 128, as the low byte of a float16 with high byte 0x64 (1024); then 1024 + 128 is subtracted.
         wide = tl.inline_asm_elementwise(
             "{ .reg .b32 pair, off; prmt.b32 pair, $1, $2, " + PICK + "; prmt.b32 pair, pair, 0x64646464, 0x4140; "
             "mov.b32 off, 0x64806480; sub.rn.f16x2 $0, pair, off; }",
@@ -60,16 +60,16 @@ def attend_words(q_at, real, place, k_pages, v_pages, k_scales, v_scales, walk, 
                  DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                  PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
                  WINDOWED: tl.constexpr, MANY: tl.constexpr, INTEGER: tl.constexpr):  # fmt: skip
-    """(acc [M, Dv] not yet divided, highest score, sum) of a tile's blocks; pages are int32, as are their strides."""
+    """(acc [M, Dv] before the division, highest score, sum) of a tile's blocks; pages and their strides are in int32 words."""
     table, begin, end, kept, skipped, seq_len = walk
     q0 = _queries(q_at, real, 0, DIM, BLOCK_D)
     q1 = _queries(q_at, real, 1, DIM, BLOCK_D)
     q2 = _queries(q_at, real, 2, DIM, BLOCK_D)
     q3 = _queries(q_at, real, 3, DIM, BLOCK_D)
     if not MANY:
-        place = seq_len - 1 + tl.zeros([1], tl.int32)  # that of the row's one token
+        place = seq_len - 1 + tl.zeros([1], tl.int32)  # of the sequence's one token
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed at the end: a sum over warps would stop them all
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed at the end: a sum over warps would make them all wait
     acc0 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
     acc1 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_DV // 4], tl.float32)
@@ -85,7 +85,7 @@ def attend_words(q_at, real, place, k_pages, v_pages, k_scales, v_scales, walk, 
         )
         k_scale = load_scales(k_scales, page, block, seq_len, ks_page, ks_slot, BLOCK_N, PAGE_SIZE)
         v_scale = load_scales(v_scales, page, block, seq_len, vs_page, vs_slot, BLOCK_N, PAGE_SIZE)
-        # The next block's page is asked for a turn ahead: its latency would stand before every load of keys.
+        # The next block's page is loaded one iteration ahead to hide its latency.
         page = page_ids(table, tl.where(unit + 1 < kept, unit + 1, unit + 1 + skipped), seq_len, BLOCK_N, PAGE_SIZE)
         k = _shifted(k, INTEGER)
         v = _shifted(v, INTEGER)

@@ -23,18 +23,17 @@ from hone.ops.rope import reference, torch_calls
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False, backend: str | None = None) -> Tensor:
     """Rotates the pairs (x[i], x[i + Dh/2]) of x [..., heads, Dh] by the angles in cos, sin [..., 1, Dh/2]; arXiv:2104.09864.
 
-    Training and inference call this one function. It is differentiable in x as often as wanted: the gradient is the rotation
-    back, so only the angles are kept. Which backend runs: on a GPU the Triton kernel for 16- and 32-bit x; under torch.compile
-    plain torch, which the compiler makes one kernel of with what stands around it; elsewhere torch calls. Without gradients
-    none keeps anything. `in_place` overwrites x and returns it; no gradient. Raises SpecError for an odd Dh and for angles of
-    another width.
+    Used in training and inference. Differentiable in x any number of times: the gradient is the inverse rotation, so only the
+    angles are saved. Backends: on a GPU the Triton kernel for 16- and 32-bit x; under torch.compile plain torch, which the
+    compiler fuses with the operations around it; elsewhere torch calls. Without gradients nothing is saved. `in_place`
+    overwrites x and returns it; no gradient. Raises SpecError for an odd Dh and for angles of another width.
     """
     if x.shape[-1] % 2:
-        raise SpecError(f"x {tuple(x.shape)} has no pairs to rotate: its last axis is odd", fix="take an even head_dim")
+        raise SpecError(f"x {tuple(x.shape)} has no pairs to rotate: its last axis is odd", fix="give an even head_dim")
     chosen = backend_of("rope_in_place" if in_place else "rope", x.device, backend, dtype=x.dtype)
     if chosen == "triton":
         if in_place:
-            (_rope_in_place_op if torch.compiler.is_compiling() else _turn_in_place)(x, cos, sin)
+            (_rope_in_place_op if torch.compiler.is_compiling() else _rotate_in_place)(x, cos, sin)
             return x
         return entry_of(_rope_op, _rotated, _Rotated, x)(x, cos, sin, 1.0)
     _check_angles(x, cos, sin)
@@ -60,14 +59,14 @@ def rope_write(
     """Rotates q [T, H, Dh] in place, and writes rotated k [T, KV, Dh] and v [T, KV, Dv] into the pages, in one pass.
 
     cos, sin [T, 1, Dh/2]. Pages, `pages`, `offsets` and the scales of 8-bit pages are those of `hone.ops.write_kv`:
-    token t goes to slot offsets[t] of page pages[t], and no place may come twice. No gradient. Raises SpecError as
+    token t goes to slot offsets[t] of page pages[t], and no slot may occur twice. No gradient. Raises SpecError as
     `write_kv` does.
     """
     check_write(k, v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
     chosen = backend_of("rope_write", q.device, backend, dtype=q.dtype)
     per_token = k_scale is None or (k_scale.dim() == 3 and v_scale is not None and v_scale.dim() == 3)
     if chosen == "triton" and per_token:
-        write = _rope_write_op if torch.compiler.is_compiling() else _turn_write
+        write = _rope_write_op if torch.compiler.is_compiling() else _rotate_write
         write(q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale)
         return
     _check_angles(q, cos, sin)
@@ -76,7 +75,7 @@ def rope_write(
     write_kv(turn(k, cos, sin), v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
 
 
-# What the GPU runs: launches of the Triton kernels as torch ops, and for eager calls as plain Functions.
+# The GPU path: the Triton kernels as torch ops and, for eager calls, as plain autograd Functions.
 
 
 def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -89,7 +88,7 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as [rows, Dh/2], where token t of x takes row t % rows; copies only if they neither match nor repeat."""
+    """cos and sin as [rows, Dh/2]; token t of x uses row t % rows. Copies only if their axes neither match x's nor repeat."""
     _check_angles(x, cos, sin)
     half, lead = x.shape[-1] // 2, x.shape[:-2]
     kept = list(cos.shape[:-2])
@@ -101,11 +100,11 @@ def angle_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    from hone.ops.rope.triton_kernels import launch_turn
+    from hone.ops.rope.triton_kernels import launch_rope
 
     out = _rope_fake(x, cos, sin, sign)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    launch_turn(x.reshape(-1, *x.shape[-2:]), out.view(-1, *x.shape[-2:]), *angle_rows(x, cos, sin), sign)
+    launch_rope(x.reshape(-1, *x.shape[-2:]), out.view(-1, *x.shape[-2:]), *angle_rows(x, cos, sin), sign)
     return out
 
 
@@ -122,31 +121,31 @@ def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1], inputs[2])
 
 
-def _rope_grad(turn: Callable[..., Tensor], ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-    return turn(upstream, *ctx.saved_tensors, -ctx.sign), None, None, None
+def _rope_grad(rotate: Callable[..., Tensor], ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    return rotate(upstream, *ctx.saved_tensors, -ctx.sign), None, None, None
 
 
 _rope_op.register_autograd(partial(_rope_grad, _rope_op), setup_context=_rope_setup)
 
 
 class _Rotated(Function):
-    """`hone::rope`, without the dispatcher."""
+    """`hone::rope` without the cost of torch's dispatcher."""
 
     forward, setup_context = staticmethod(_rotated), staticmethod(_rope_setup)
     backward = staticmethod(lambda ctx, upstream: _rope_grad(_Rotated.apply, ctx, upstream))
 
 
-def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    from hone.ops.rope.triton_kernels import launch_turn
+def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    from hone.ops.rope.triton_kernels import launch_rope
 
     if x.stride(-1) != 1:
         said = f"x with strides {x.stride()} cannot be rotated in place: its last axis must be contiguous"
-        raise SpecError(said, fix="give x.contiguous() and use what comes back, or leave in_place out")
+        raise SpecError(said, fix="give x.contiguous() and use the returned tensor, or leave in_place out")
     tokens = x.view(-1, *x.shape[-2:])
-    launch_turn(tokens, tokens, *angle_rows(x, cos, sin), 1.0)
+    launch_rope(tokens, tokens, *angle_rows(x, cos, sin), 1.0)
 
 
-def _turn_write(
+def _rotate_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -159,22 +158,22 @@ def _turn_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    from hone.ops.rope.triton_kernels import launch_turn_write
+    from hone.ops.rope.triton_kernels import launch_rope_write
 
     for name, one in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         if one.stride(-1) != 1:
-            said = f"{name} with strides {one.stride()} cannot be written in place: its last axis has gaps"
+            said = f"{name} with strides {one.stride()} cannot be written in place: its last axis is not contiguous"
             raise SpecError(said, fix=f"make {name} with contiguous rows, such as {name}.contiguous()")
     k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (k, v))
     pages, offsets = pages.contiguous(), offsets.contiguous()
     angles = angle_rows(q, cos.expand(len(q), 1, -1), sin.expand(len(q), 1, -1))
     largest = LARGEST.get(k_pages.dtype, 0.0)
-    launch_turn_write(q, k, v, *angles, k_pages, v_pages, pages, offsets, k_scale, v_scale, largest)
+    launch_rope_write(q, k, v, *angles, k_pages, v_pages, pages, offsets, k_scale, v_scale, largest)
 
 
-_rope_in_place_op = torch.library.custom_op("hone::rope_in_place", _turn_in_place, mutates_args=("x",))
+_rope_in_place_op = torch.library.custom_op("hone::rope_in_place", _rotate_in_place, mutates_args=("x",))
 _rope_write_op = torch.library.custom_op(
-    "hone::rope_write", _turn_write, mutates_args=("q", "k_pages", "v_pages", "k_scale", "v_scale")
+    "hone::rope_write", _rotate_write, mutates_args=("q", "k_pages", "v_pages", "k_scale", "v_scale")
 )
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding, written out: the oracle of the other backends."""
+"""Rotary position embedding as a formula: the reference that the other backends are tested against."""
 
 from __future__ import annotations
 

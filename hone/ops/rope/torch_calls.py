@@ -1,4 +1,4 @@
-"""Rotary position embedding in torch calls with a backward pass by hand: fewer passes and fewer kept tensors than autograd makes of the formula."""
+"""Rotary position embedding in torch calls with a hand-written backward pass: fewer passes and saved tensors than autograd."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return reference.rope(x, cos, sin)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rope.apply(x, cos, sin)
-    return _turned(x, cos, sin)
+    return _rotated(x, cos, sin)
 
 
 class _Rope(torch.autograd.Function):
-    """Its gradient is the rotation back, so only the angles are kept."""
+    """The gradient is the inverse rotation, so only the angles are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -33,7 +33,7 @@ class _Rope(torch.autograd.Function):
         return _Rope.apply(upstream, cos, -sin), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x.chunk(2, dim=-1)
     out_first, out_second = out.chunk(2, dim=-1)

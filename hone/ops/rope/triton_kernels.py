@@ -1,4 +1,4 @@
-"""Rotary position embedding of each token alone, also straight into the pages of a key/value cache."""
+"""Rotary position embedding, with optional writes to the pages of a key/value cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def rope_rows(
 ):  # fmt: skip
     """out = x [T, heads, 2 * half] rotated by the angles cos, sin [angle_rows, half] of row t % angle_rows.
 
-    `sign` -1 rotates back. `out` may be `x`: a program reads all it writes before it writes.
+    `sign` -1 is the inverse rotation. `out` may be `x`: a program reads all its values before it writes.
     """
     parts = tl.cdiv(num_heads, HEADS)
     token = (tl.program_id(0) // parts).to(tl.int64)
     heads = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
     angle = token % angle_rows
-    first, second, inside = _turned(
+    first, second, inside = _rotate(
         x + token * x_token, cos, sin, angle, x_head, angle_stride, heads, num_heads, half, sign, HALF
     )
     at = out + token * out_token + heads * out_head + tl.arange(0, HALF)[None, :]
@@ -39,7 +39,7 @@ def rope_write(
 ):  # fmt: skip
     """Rotates q [T, H, Dh] in place; writes rotated k [T, KV, Dh] and v [T, KV, Dv] to slot offsets[t] of pages[t].
 
-    When SCALED pages hold 8-bit codes, and each token and head gets its scale, as `hone.ops.quantize_kv` makes it.
+    When SCALED, pages hold 8-bit codes and each token and head gets its scale, as in `hone.ops.quantize_kv`.
     Programs of one token: blocks of query heads first, then of key heads, then of value heads.
     """
     query_parts = tl.cdiv(num_heads, HEADS)
@@ -49,7 +49,7 @@ def rope_write(
     if part < query_parts:
         heads = part * HEADS + tl.arange(0, HEADS)[:, None]
         start = q + token * q_token
-        first, second, inside = _turned(start, cos, sin, token, q_head, angle_stride, heads, num_heads, half, 1.0, HALF)
+        first, second, inside = _rotate(start, cos, sin, token, q_head, angle_stride, heads, num_heads, half, 1.0, HALF)
         at = start + heads * q_head + tl.arange(0, HALF)[None, :]
         tl.store(at, first, mask=inside)
         tl.store(at + half, second, mask=inside)
@@ -59,7 +59,7 @@ def rope_write(
         if part < query_parts + key_parts:
             keys = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
             start = k + token * k_token
-            one, two, real = _turned(start, cos, sin, token, k_head, angle_stride, keys, num_kv_heads, half, 1.0, HALF)
+            one, two, real = _rotate(start, cos, sin, token, k_head, angle_stride, keys, num_kv_heads, half, 1.0, HALF)
             if SCALED:
                 peak = tl.maximum(tl.max(tl.abs(one.to(tl.float32)), 1), tl.max(tl.abs(two.to(tl.float32)), 1))
                 scale = _scale_of(peak[:, None], largest)
@@ -86,7 +86,7 @@ def rope_write(
 
 @triton.jit
 def _scale_of(peak, largest):
-    """The scale under which `peak` is the largest code; never 0."""
+    """The scale that maps `peak` to the largest code; never 0."""
     return tl.maximum(tl.div_rn(peak, largest + tl.zeros_like(peak)), 1.1754943508222875e-38)
 
 
@@ -95,13 +95,13 @@ def _codes(values, scale, largest, dtype: tl.constexpr):
     codes = tl.div_rn(values.to(tl.float32), scale + tl.zeros(values.shape, tl.float32))
     codes = tl.minimum(tl.maximum(codes, -largest), largest)
     if dtype == tl.int8:
-        # Round half to even, as torch does: adding and taking away 1.5 * 2^23 leaves an integer.
+        # Round half to even, as torch does: adding and subtracting 1.5 * 2^23 leaves an integer.
         codes = (codes + 12582912.0) - 12582912.0
     return codes.to(dtype)
 
 
 @triton.jit
-def _turned(start, cos, sin, angle, head_stride, angle_stride, heads, num_heads, half, sign, HALF: tl.constexpr):
+def _rotate(start, cos, sin, angle, head_stride, angle_stride, heads, num_heads, half, sign, HALF: tl.constexpr):
     """(first halves, second halves, mask) of a token's heads after the rotation, in their dtype."""
     columns = tl.arange(0, HALF)[None, :]
     inside = (heads < num_heads) & (columns < half)
@@ -115,17 +115,17 @@ def _turned(start, cos, sin, angle, head_stride, angle_stride, heads, num_heads,
     return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind), inside
 
 
-def turn_shape(num_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """(HEADS, HALF, warps) of the rotary kernels: at most 512 pairs a program, 8 a thread."""
+def rope_shape(num_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """(HEADS, HALF, warps) of the rotary kernels: at most 512 pairs per program, 8 per thread."""
     block = triton.next_power_of_2(head_dim // 2)
     heads = min(triton.next_power_of_2(num_heads), max(1, 512 // block))
     return heads, block, max(1, min(2, heads * block // 256))
 
 
-def launch_turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+def launch_rope(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
     """out [T, heads, Dh] = x rotated by cos, sin [rows, Dh/2]."""
     num_tokens, num_heads, head_dim = x.shape
-    heads, block, warps = turn_shape(num_heads, head_dim)
+    heads, block, warps = rope_shape(num_heads, head_dim)
     if num_tokens:
         rope_rows[(num_tokens * triton.cdiv(num_heads, heads),)](
             x, out, cos, sin, *x.stride()[:2], *out.stride()[:2], cos.stride(0), len(cos), num_heads, head_dim // 2,
@@ -133,14 +133,14 @@ def launch_turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, sign: float) -
         )  # fmt: skip
 
 
-def launch_turn_write(
+def launch_rope_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor,
     offsets: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, largest: float,
 ) -> None:  # fmt: skip
     """Rotates q in place, writes rotated k and v to their slots, as codes where there are scales; cos, sin [T, Dh/2]."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, value_width = v.shape[1:]
-    heads, block, warps = turn_shape(num_heads, head_dim)
+    heads, block, warps = rope_shape(num_heads, head_dim)
     scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
     if num_tokens:
         rope_write[(num_tokens * (triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)),)](

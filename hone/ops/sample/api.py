@@ -1,8 +1,8 @@
 """Sampling from logits: filters, and noise that depends on (seed, position, token) alone, never on the batch.
 
 A draw is Gumbel-max: argmax of logits + noise, with the noise of each (seed, position, token) a hash of the three. So a
-seeded request gives the same text whatever else is in its batch, and no softmax is needed. Legend: E entries (one per token to
-choose), V vocabulary.
+seeded request gives the same text in any batch, and no softmax is needed. Legend: E entries (one per token to draw),
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ def sample(
     keys: Tensor,
     backend: str | None = None,
 ) -> Tensor:
-    """Tokens int64 [E] drawn from logits [E, V] (float32, or a half whose values are taken as they are).
+    """Tokens int64 [E] drawn from logits [E, V] in float32, bfloat16 or float16.
 
-    Each option is one number or one an entry: `temperature` 0 takes the most likely token; of the logits divided by it
-    min_p keeps those of at least that share of the largest's probability, then top_k that many, then top_p the most
-    likely ones up to that mass (None, or top_k 0 or V, top_p 1, min_p 0: everything). `keys` int64 [E] come from
-    `noise_keys`: entry e's noise depends on keys[e] and the token alone. Of equal scores the first token wins.
-    Raises SpecError naming what does not fit; options in tensors are not checked: reading them would make a GPU wait.
+    Each option is one number or one per entry: `temperature` 0 takes the most likely token. Of the tokens after division
+    by the temperature `min_p` keeps those with at least that fraction of the largest probability, then `top_k` that many,
+    then `top_p` the most likely ones up to that mass (None, or top_k 0 or V, top_p 1, min_p 0: all). `keys` int64 [E] are
+    from `noise_keys`: entry e's noise depends on keys[e] and the token alone. Of equal scores the first token is taken.
+    Raises SpecError naming the argument that does not fit; options in tensors are not checked, because reading them would
+    make the host wait for a GPU.
     """
     if logits.dim() != 2 or keys.shape != logits.shape[:1] or not logits.shape[1]:
         raise SpecError(
             f"logits {tuple(logits.shape)} and keys {tuple(keys.shape)} must be [E, V] and [E]",
-            fix="give a row of at least one logit for each token to draw, and a key a row (noise_keys makes them)",
+            fix="give one row of at least one logit, and one key of noise_keys, for each token to draw",
         )
     if not logits.is_floating_point() or keys.dtype != torch.int64:
         raise SpecError(
             f"logits are {logits.dtype} and keys {keys.dtype}, not floating and int64",
-            fix="give logits as the model makes them, and keys as noise_keys makes them",
+            fix="give the model's logits, and the keys of noise_keys",
         )
     _check_option("temperature", temperature, len(logits), math.inf)
     _check_option("top_k", top_k, len(logits), math.inf)
     _check_option("top_p", top_p, len(logits), math.inf)
     _check_option("min_p", min_p, len(logits), 1)
     vocab_size = logits.shape[1]
-    heat = _column(temperature, logits, torch.float32)
+    temps = _column(temperature, logits, torch.float32)
     filtered = top_k is not None or top_p is not None or min_p is not None
     counts = _column(top_k or 0 if isinstance(top_k, int | None) else top_k, logits, torch.int32)
     counts = torch.where(counts == 0, vocab_size, counts).clamp(max=vocab_size)
     shares = _column(1.0 if top_p is None else top_p, logits, torch.float32)
     cuts = _column(0.0 if min_p is None else min_p, logits, torch.float32).double().log().float()
     if backend_of("sample", logits.device, backend, dtype=logits.dtype) == "triton":
-        return _sample_op(logits, heat, counts, shares, cuts, keys, filtered)
-    return reference.sample(logits, heat, counts, shares, cuts, keys, filtered)
+        return _sample_op(logits, temps, counts, shares, cuts, keys, filtered)
+    return reference.sample(logits, temps, counts, shares, cuts, keys, filtered)
 
 
 def _check_option(name: str, values: Tensor | Sequence[float] | float | None, num_entries: int, highest: float) -> None:
@@ -73,28 +74,28 @@ def _check_option(name: str, values: Tensor | Sequence[float] | float | None, nu
         )
     if not all(0 <= value <= highest for value in values):
         raise SpecError(
-            f"{name} is {list(values)}: each number lies in 0 ... {highest}",
-            fix=f"give {name} from 0 {'up' if highest == math.inf else f'to {highest}'}, 0 where it shall not cut",
+            f"{name} is {list(values)}: each number must be in 0 ... {highest}",
+            fix=f"give {name} from 0 {'up' if highest == math.inf else f'to {highest}'}",
         )
 
 
 def _column(values: Tensor | Sequence[float] | float, logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """One number or one an entry as [E] on the logits' device; nothing waits for the device."""
+    """One number, or one per entry, as [E] on the logits' device; the host does not wait for the device."""
     if not isinstance(values, int | float):
         return torch.as_tensor(values, dtype=dtype, device=logits.device).expand(len(logits)).contiguous()
     return torch.full((len(logits),), values, dtype=dtype, device=logits.device)
 
 
-# What the GPU runs: launches of hone.ops.sample.triton_kernels as one torch op.
+# The GPU path: hone.ops.sample.triton_kernels as one torch op.
 
 
 FLOOR_SHAPE = (8192, 32, 1)
-"""(values at a time, warps, blocks under way) of the kernel that finds a row's threshold."""
+"""(values per block, warps, blocks in flight) of the kernel that finds a row's threshold."""
 
 
 @torch.library.custom_op("hone::sample", mutates_args=())
 def _sample_op(
-    logits: Tensor, heat: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
+    logits: Tensor, temps: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
 ) -> Tensor:
     from hone.ops.sample import triton_kernels as kernels
 
@@ -113,10 +114,10 @@ def _sample_op(
         wide, warps, stages = FLOOR_SHAPE
         wide = max(16, min(wide, 1 << (vocab_size - 1).bit_length()))
         kernels.floors[(num_rows,)](
-            logits, heat, counts, shares, cuts, floor, stride, vocab_size, BLOCK=wide, STAGES=stages, num_warps=warps
+            logits, temps, counts, shares, cuts, floor, stride, vocab_size, BLOCK=wide, STAGES=stages, num_warps=warps
         )
     kernels.draw_parts[(num_rows, parts)](
-        logits, heat, floor, keys, best, token, stride, vocab_size, FILTERED=filtered, BLOCK=block, num_warps=8
+        logits, temps, floor, keys, best, token, stride, vocab_size, FILTERED=filtered, BLOCK=block, num_warps=8
     )
     kernels.best_of_parts[(num_rows,)](best, token, out, parts, BLOCK=1 << (parts - 1).bit_length(), num_warps=1)
     return out
@@ -124,6 +125,6 @@ def _sample_op(
 
 @_sample_op.register_fake
 def _sample_fake(
-    logits: Tensor, heat: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
+    logits: Tensor, temps: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
 ) -> Tensor:
     return torch.empty(len(logits), dtype=torch.int64, device=logits.device)

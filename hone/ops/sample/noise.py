@@ -1,6 +1,6 @@
 """Noise that depends on (seed, position, token) alone: 64-bit hashes, as numbers and as Gumbel noise.
 
-Legend: E entries (one per token to choose), V vocabulary.
+Legend: E entries (one per token to draw), V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def gumbel(keys: Tensor, hashes: Tensor) -> Tensor:
 
 
 def token_hashes(tokens: Tensor) -> Tensor:
-    """int64 hashes of tokens int64 [...]: what `gumbel` mixes with an entry's key."""
+    """int64 hashes of tokens int64 [...], which `gumbel` mixes with an entry's key."""
     return _mixed(tokens)
 
 
@@ -40,8 +40,8 @@ def noise_keys(
 ) -> Tensor:
     """int64 [E]: one key for each (seed, position, stream), on `device`.
 
-    Python seeds may be any integers (64 bits count); tensors are int64 and stay on their device, so that a captured
-    graph can make its own keys.
+    Python seeds may be any integers (the low 64 bits are used); tensors are int64 and stay on their device, so that a
+    captured graph can compute its keys.
     """
     if isinstance(seeds, Tensor) and isinstance(positions, Tensor):
         return _mixed(_mixed(_mixed(seeds) ^ positions) ^ streams)
@@ -56,7 +56,7 @@ def uniform(seed: int, position: int, stream: int) -> float:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """SplitMix64 of int64 numbers taken as 64 bits; `_mix` on a device."""
+    """SplitMix64 of int64 numbers as 64 bits; `_mix` on a device."""
     x = values + _signed(0x9E3779B97F4A7C15)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)

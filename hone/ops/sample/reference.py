@@ -1,6 +1,6 @@
-"""Sampling in plain torch: filters, and a draw by Gumbel-max; the oracle of the kernels, and the CPU path.
+"""Sampling in plain torch: filters, and a draw by Gumbel-max; the kernels' reference, and the CPU path.
 
-Legend: E entries (one per token to choose), V vocabulary.
+Legend: E entries (one per token to draw), V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hone.ops.sample.noise import gumbel, token_hashes
 
 
 def sample(
-    logits: Tensor, heat: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
+    logits: Tensor, temperatures: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
 ) -> Tensor:
-    """`hone.ops.sample` with an option an entry in tensors [E]: temperature, top-k, top-p, log of min-p."""
+    """`hone.ops.sample` with one option per entry in tensors [E]: temperature, top-k, top-p, log of min-p."""
     logits = logits.float()
-    drawing = heat != 0
-    scaled = logits / torch.where(drawing, heat, 1.0)[:, None]
+    drawing = temperatures != 0
+    scaled = logits / torch.where(drawing, temperatures, 1.0)[:, None]
     if filtered:
         scaled = _filtered(scaled, counts, shares, cuts)
     tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -34,7 +34,7 @@ def filter_logits(
     top_ks: Sequence[int],
     top_ps: Sequence[float],
 ) -> Tensor:
-    """Logits [E, V] / temperature, -inf where min-p, top-k (0: all) or top-p drop the token. No temperature is 0."""
+    """Logits [E, V] / temperature, -inf where min-p, top-k (0: all) or top-p drop the token. Temperatures must not be 0."""
     if any(one != 1 for one in temperatures):
         logits = logits / _numbers(temperatures, logits)
     if any(one > 0 for one in min_ps):
@@ -54,19 +54,19 @@ def filter_logits(
 
 
 def _top_p(logits: Tensor, counts: Tensor, shares: Tensor) -> Tensor:
-    """-inf where a value is not among the counts [E, 1] best or lies beyond shares [E, 1] of their mass."""
+    """-inf where a value is not among the `counts` [E, 1] largest or beyond `shares` [E, 1] of their mass."""
     ordered = logits.sort(-1, descending=True).values
     places = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(places >= counts, -math.inf)
     mass = ordered.softmax(-1)
-    # A row without top-p must not lose its rarest tokens to rounding because a row beside it has one.
+    # A row without top-p must not lose its rarest tokens to rounding because another row uses top-p.
     kept = mass.cumsum(-1) - mass < shares.masked_fill(shares >= 1, 2.0)
     last = (kept & (ordered > -math.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
     return logits.masked_fill(logits < ordered.gather(-1, last), -math.inf)
 
 
 def _filtered(scaled: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor) -> Tensor:
-    """`filter_logits` after the temperature, with options that lie on the device."""
+    """`filter_logits` after the temperature, with options on the device."""
     scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + cuts[:, None], -math.inf)
     return _top_p(scaled, counts[:, None], shares[:, None])
 

@@ -1,7 +1,7 @@
 """Draws tokens from logits: thresholds of top-k, top-p and min-p without a sort, then Gumbel-max over parts of a row.
 
 Noise is a hash of (row key, token), as `hone.ops.sample.noise` defines it: 64-bit integers, then a double's two logarithms.
-Thresholds are found by bisection over the order of float32's bit patterns, two bits a pass over the row.
+Thresholds are found by bisection over the order of float32's bit patterns, two bits per pass over the row.
 """
 
 import triton
@@ -21,33 +21,33 @@ def floors(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The least logit / temperature that row e may draw."""
+    """floor[e] = the least logit / temperature among the tokens that row e may draw."""
     place = tl.program_id(0).to(tl.int64)
     row = logits + place * stride
-    heat = tl.load(temperature + place)
+    temp = tl.load(temperature + place)
     count = tl.load(top_k + place)
     share = tl.load(top_p + place)
     cut = tl.load(min_p_log + place)
-    if heat == 0.0:  # the most likely token: nothing is dropped
+    if temp == 0.0:  # takes the most likely token: no threshold
         tl.store(floor + place, float("-inf"))
         return
     peak = tl.full([], float("-inf"), tl.float32)
     if (cut > float("-inf")) | (share < 1.0):
         for begin in range(0, num_values, BLOCK):
-            peak = tl.maximum(peak, tl.max(_scaled(row, begin, num_values, heat, BLOCK), 0))
+            peak = tl.maximum(peak, tl.max(_scaled(row, begin, num_values, temp, BLOCK), 0))
     least = peak + cut
     if count < num_values:
         # At most count - 1 values lie above the floor. A value that min-p drops never raises it.
-        kth = _least_with(row, num_values, heat, float("-inf"), peak, count.to(tl.float32), False, BLOCK, STAGES)
+        kth = _least_with(row, num_values, temp, float("-inf"), peak, count.to(tl.float32), False, BLOCK, STAGES)
         if share < 1.0:
-            whole = _mass(row, num_values, heat, kth, least, peak, count, BLOCK)
+            whole = _mass(row, num_values, temp, kth, least, peak, count, BLOCK)
             some = _some(share * whole)
-            kept = _least_with(row, num_values, heat, tl.maximum(kth, least), peak, some, True, BLOCK, STAGES)
+            kept = _least_with(row, num_values, temp, tl.maximum(kth, least), peak, some, True, BLOCK, STAGES)
             least = tl.maximum(least, kept)
         least = tl.maximum(least, kth)
     elif share < 1.0:
-        whole = _mass(row, num_values, heat, float("-inf"), least, peak, num_values, BLOCK)
-        kept = _least_with(row, num_values, heat, least, peak, _some(share * whole), True, BLOCK, STAGES)
+        whole = _mass(row, num_values, temp, float("-inf"), least, peak, num_values, BLOCK)
+        kept = _least_with(row, num_values, temp, least, peak, _some(share * whole), True, BLOCK, STAGES)
         least = tl.maximum(least, kept)
     tl.store(floor + place, least)
 
@@ -70,15 +70,15 @@ def draw_parts(
     part = tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + place * stride + at, mask=at < num_values, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + place)
-    if heat == 0.0:
+    temp = tl.load(temperature + place)
+    if temp == 0.0:
         scores = values.to(tl.float64)
     else:
-        values = tl.div_rn(values, heat)
+        values = tl.div_rn(values, temp)
         if FILTERED:
             values = tl.where(values < tl.load(floor + place), float("-inf"), values)
         scores = values.to(tl.float64) + _gumbel(tl.load(keys + place), at)
-    # Not a number must not hide a token, nor be one: the caller looks at the logits for that.
+    # NaN must neither exclude the other tokens nor be drawn; the caller checks the logits for it.
     scores = tl.where((scores == scores) & (at < num_values), scores, float("-inf"))
     highest, where = tl.max(scores, 0, return_indices=True)
     parts = tl.num_programs(1)
@@ -88,7 +88,7 @@ def draw_parts(
 
 @triton.jit
 def best_of_parts(best, token, out, parts, BLOCK: tl.constexpr):
-    """out [E] int64: the token of the best part, the first among equals."""
+    """out [E] int64: the token of the best part, the first of equal ones."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     scores = tl.load(best + place * parts + at, mask=at < parts, other=float("-inf"))
@@ -97,30 +97,30 @@ def best_of_parts(best, token, out, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scaled(row, begin, num_values, heat, BLOCK: tl.constexpr):
+def _scaled(row, begin, num_values, temp, BLOCK: tl.constexpr):
     at = begin + tl.arange(0, BLOCK)
     values = tl.load(row + at, mask=at < num_values, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(values, heat)
+    return tl.div_rn(values, temp)
 
 
 @triton.jit
 def _ordered(values):
-    """int32 that compares as the float32 does."""
+    """int32 with the order of the float32."""
     bits = values.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _above(
-    row, num_values, heat, floor, peak, first, second, third,
+    row, num_values, temp, floor, peak, first, second, third,
     MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Count, or mass exp(value - peak), of the values not below `floor` whose order exceeds each of three pivots."""
+    """Count, or with MASS the sum of exp(value - peak), of values from `floor` on whose order exceeds each of three pivots."""
     a = tl.zeros([BLOCK], tl.float32)
     b = tl.zeros([BLOCK], tl.float32)
     c = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, num_values, BLOCK, num_stages=STAGES):
-        values = _scaled(row, begin, num_values, heat, BLOCK)
+        values = _scaled(row, begin, num_values, temp, BLOCK)
         order = _ordered(values)
         inside = (values >= floor) & (values > float("-inf"))
         weight = tl.where(inside, tl.exp(values - peak) if MASS else 1.0, 0.0)
@@ -132,19 +132,19 @@ def _above(
 
 @triton.jit
 def _least_with(
-    row, num_values, heat, floor, peak, bound, MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    row, num_values, temp, floor, peak, bound, MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """The least value t such that the values above t number, or weigh, less than `bound`.
+    """The least value t such that the count, or the mass, of the values above t is less than `bound`.
 
-    What lies above t changes only at the row's values, so t is one of them (or -inf, when all may stay).
+    The values above t change only at the row's values, so t is one of them (or -inf, if all are kept).
     """
     low = tl.full([], -2147483648, tl.int64)
     for turn in range(16):
-        # The answer lies in [low, low + 4 * step): three pivots say in which quarter.
+        # t is in [low, low + 4 * step): three pivots tell in which quarter.
         step = (tl.full([], 1, tl.int64) << 30) >> (2 * turn)
         first, second, third = low + step - 1, low + 2 * step - 1, low + 3 * step - 1
         a, b, c = _above(
-            row, num_values, heat, floor, peak, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32),
+            row, num_values, temp, floor, peak, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32),
             MASS, BLOCK, STAGES,
         )  # fmt: skip
         quarters = (a >= bound).to(tl.int64) + (b >= bound).to(tl.int64) + (c >= bound).to(tl.int64)
@@ -152,22 +152,22 @@ def _least_with(
     order = low.to(tl.int32)
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     value = bits.to(tl.float32, bitcast=True)
-    return tl.where(value == value, value, float("-inf"))  # below -inf lie patterns that are no numbers
+    return tl.where(value == value, value, float("-inf"))  # bit patterns below that of -inf are NaN
 
 
 @triton.jit
 def _some(mass):
-    """Not nothing: the best value stays even when top-p is 0."""
+    """`mass`, but above 0: the largest value is kept even if top-p is 0."""
     return tl.maximum(mass, 1e-30)
 
 
 @triton.jit
-def _mass(row, num_values, heat, kth, least, peak, count, BLOCK: tl.constexpr):
-    """Mass of the `count` best values that are not below `least`; of those equal to the last, as many as fit."""
+def _mass(row, num_values, temp, kth, least, peak, count, BLOCK: tl.constexpr):
+    """Mass of the `count` best values that are not below `least`; of those equal to the last, as many as the count allows."""
     total = tl.zeros([BLOCK], tl.float32)
     larger = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, num_values, BLOCK):
-        values = _scaled(row, begin, num_values, heat, BLOCK)
+        values = _scaled(row, begin, num_values, temp, BLOCK)
         inside = (values > kth) & (values >= least)
         total += tl.where(inside, tl.exp(values - peak), 0.0)
         larger += (values > kth).to(tl.int32)

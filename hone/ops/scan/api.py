@@ -30,10 +30,10 @@ def scan(
     """out_t = scale * q_t S_t with S_t = exp(decay_t) S_{t-1} + k_t^T v_t, causal and in time linear in the length.
 
     q, k [B, S, H, Dk] and v [B, S, H, Dv], head dimensions up to 256; any of them may have fewer heads, a divisor of H,
-    each then serving consecutive heads. `decay` is the logarithm, <= 0 and finite: None (linear attention,
+    each shared by consecutive heads. `decay` is the logarithm, <= 0 and finite: None (linear attention,
     arXiv:2006.16236), [H] (retention, arXiv:2307.08621), [B, S, H] (Mamba-2, arXiv:2405.21060) or [B, S, H, Dk] (gated
     linear attention, arXiv:2312.06635). `state` [B, H, Dk, Dv] float32 is S before the first token (zero if None).
-    `reset` bool [B, S]: a document starts at this token and sees nothing before it, the state included.
+    `reset` bool [B, S]: a document starts at this token; earlier tokens and the state have no effect on it.
     Returns out [B, S, H, Dv] in v's dtype, with `return_state` also the state after the last token. Differentiable in
     q, k, v, decay and state. Raises SpecError naming the argument whose shape, dtype, device or value does not fit.
     """
@@ -65,12 +65,12 @@ def scan_delta(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_t = scale * q_t S_t with S_t = exp(decay_t) (1 - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t: the delta rule.
 
-    The value that the state holds for a key is replaced, not added to. q, k [B, S, H, Dk], keys of length 1; v [B, S, H, Dv];
+    A token replaces the value that the state stores for its key. q, k [B, S, H, Dk], keys of length 1; v [B, S, H, Dv];
     beta [B, S, H] in [0, 1]; decay None (DeltaNet, arXiv:2406.06484), [H] or [B, S, H] (Gated DeltaNet, arXiv:2412.06464).
     Shared heads, `state`, `reset`, `return_state` and dtypes as in `scan`. Differentiable in all but `reset`.
 
-    Plain torch on every device, a GPU too; no kernel. Chunks of 64 tokens one after the other: in each a triangular system
-    gives what every token really adds (the WY form), and the rest is a chunk of `scan`.
+    Plain torch on every device, without a kernel. Chunks of 64 tokens in order: in each the solution of a triangular system
+    is each token's change of the state (the WY form), and the rest is a chunk of `scan`.
     """
     heads = checked_heads(q, k, v, decay, state, reset)
     if beta.shape != (*q.shape[:2], heads):
@@ -78,7 +78,7 @@ def scan_delta(
             f"scan_delta: beta {tuple(beta.shape)} is not {(*q.shape[:2], heads)}", fix="give beta [B, S, H]"
         )
     if decay is not None and decay.dim() == 4:
-        said = f"scan_delta: decay is a number a head or a token, not a channel as in {tuple(decay.shape)}"
+        said = f"scan_delta: decay is one number per head or token, not per channel as in {tuple(decay.shape)}"
         raise SpecError(said, fix="give decay [H] or [B, S, H], or call scan, which takes [B, S, H, Dk]")
     mixed, now = delta_chunks(q, k, v, beta, decay, state=state, reset=reset, scale=scale)
     return (mixed, now) if return_state else mixed
@@ -94,7 +94,7 @@ def _on_gpu(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The kernels, with head dimensions padded to what their descriptors can address: 16 bytes."""
+    """Runs the kernels, with head dimensions padded to the 16 bytes that their descriptors need."""
     dim_k, dim_v = q.shape[-1], v.shape[-1]
     more_k, more_v = -dim_k % 8, -dim_v % 8
     if more_k or more_v:
@@ -118,7 +118,7 @@ def scan_forward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, final state, state each segment starts from: none where a head is one segment)."""
+    """(out, final state, initial state of each segment: empty where a head is one segment)."""
     from hone.ops.scan.triton_kernels import Fall
 
     plan, heads = _plan(q, k, v, decay)
@@ -166,7 +166,7 @@ def scan_backward(
     d_final: Tensor,
     decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of a scan: the forward's own kernels, with the roles of the tensors exchanged and time turned round.
+    """Gradients of a scan: the forward kernels with the roles of the tensors exchanged and time reversed.
 
     With c the cumulative log decay and w = exp(c_s - c_t) the weight of token t at s >= t (scale apart):
 
@@ -174,8 +174,8 @@ def scan_backward(
         dv_t = sum_{s >= t} w (k_t . q_s) do_s      rows k, keys q, values do, states dS, backwards
         dk_t = sum_{s >= t} w (v_t . do_s) q_s      rows v, keys do, values q, states dS^T, backwards
 
-    The states S come from the forward pass; those of dS need one more pass over q and do. Returns dq, dk, dv with all
-    heads apart, d_state [B, H, Dk, Dv], and the gradient of the decays [B, S, H (, Dk)], empty unless `decays`.
+    The states S are from the forward pass; those of dS need one more pass over q and do. Returns dq, dk, dv for all H heads
+    (not summed over shared ones), d_state [B, H, Dk, Dv], and the gradient of the decays [B, S, H (, Dk)], empty unless `decays`.
     """
     from hone.ops.scan.triton_kernels import Fall, decay_gradient
 
@@ -184,7 +184,7 @@ def scan_backward(
     fall = Fall(_addressable(decay) if decay is not None and decay.dim() == 4 else decay, reset)
     if plan.segments == 1:
         starts = None if state is None else state[:, :, None]
-    # Every kernel multiplies by `scale`, but what comes from the final state must not be: divided beforehand.
+    # Every kernel multiplies by `scale`, which must not apply to the final state's gradient: divided beforehand.
     d_final = d_final.contiguous()
     if fall.channels is not None:
         from hone.ops.scan import triton_channel as scan_channel
@@ -213,13 +213,13 @@ def _(q, k, v, decay, state, reset, scale, backend, starts, final, d_out, d_fina
     return dq, dk, dv, torch.empty_like(final), d_decay
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, decay, state, reset, ctx.scale, ctx.backend = inputs
     _, final, starts = output
     ctx.save_for_backward(q, k, v, decay, state, reset, starts, final)
 
 
-def _pull(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _scan_grad(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, decay, state, reset, starts, final = ctx.saved_tensors
     decays = decay is not None and ctx.needs_input_grad[3]
     dq, dk, dv, d_state, d_decay = scan_backward(
@@ -235,11 +235,11 @@ def _pull(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor |
     return *grads, d_decay, d_state if state is not None else None, None, None, None
 
 
-scan_forward.register_autograd(_pull, setup_context=_keep)
+scan_forward.register_autograd(_scan_grad, setup_context=_save_for_backward)
 
 
 def _passes(backend: str, fall: Any, q: Tensor, heads: int) -> tuple[Any, Any]:
-    """The kernels' `segment_states` and `outputs`, the latter told what decays."""
+    """The backend's `segment_states` and `outputs`, the latter bound to the decays."""
     from hone.ops.scan import triton_kernels as portable
 
     known: dict[str, Any] = {"fall": fall}
@@ -253,7 +253,7 @@ def _passes(backend: str, fall: Any, q: Tensor, heads: int) -> tuple[Any, Any]:
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Any, int]:
-    """(tiling, heads) of a scan: the same forward, backward and under fake tensors."""
+    """(tiling, heads) of a scan: equal in forward, backward and under fake tensors."""
     from hone.ops.scan.triton_kernels import tiling
 
     heads = max(q.shape[2], k.shape[2], v.shape[2])

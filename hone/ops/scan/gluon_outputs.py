@@ -1,12 +1,12 @@
-"""The output pass of a scan on Hopper: the next chunk is loaded while this one is multiplied, products overlap (Gluon).
+"""The output pass of a scan on Hopper: loads of the next chunk overlap the products of this one, and products overlap (Gluon).
 
-The same mathematics as `_outputs` in `hone.ops.scan.triton_kernels`, which is the portable form and the oracle. Per chunk of 64
+The same mathematics as `_outputs` in `hone.ops.scan.triton_kernels`, its portable form and reference. Per chunk of 64
 tokens and 64 columns of values, with the state [Dk, 64] in float32 registers and a 16-bit copy in shared memory:
 
     scores = q k^T and out = q S run together; while the masked scores are multiplied with v, v is weighted for the state;
-    while k^T v is added to the state, the outputs leave.
+    while k^T v is added to the state, the outputs are stored.
 
-Two programs share a multiprocessor, so that one multiplies while the other one waits.
+Two programs share a multiprocessor, so that one computes while the other one waits.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 class Facts(NamedTuple):
-    """A chunk's decays and resets, worked out once for all programs of the output pass.
+    """A chunk's decays and resets, computed once for all programs of the output pass.
 
-    `tokens` float32 [B, H, chunks, 4, 64]: log2 decay since the chunk's start, what the incoming state weighs in a token,
-    what the token weighs in the outgoing state, documents begun since the chunk's start. `through` float32 [B, H, chunks]:
-    what the incoming state weighs in the outgoing one. In time's order.
+    `tokens` float32 [B, H, chunks, 4, 64]: log2 decay since the chunk's start, weight of the incoming state in a token's
+    output, weight of the token in the outgoing state, number of documents started since the chunk's start. `through`
+    float32 [B, H, chunks]: weight of the incoming state in the outgoing one. In order of time.
     """
 
     tokens: Tensor
@@ -70,7 +70,7 @@ def _facts(tokens, through, decay, reset, seq_len, chunks, heads, decay_b, decay
 
 
 def facts(fall: Fall, batch: int, heads: int, seq_len: int, device: torch.device) -> Facts | None:
-    """The facts of every chunk; None where nothing decays and no document begins."""
+    """The facts of every chunk; None without decays and resets."""
     if fall.decay is None and fall.reset is None:
         return None
     chunks = triton.cdiv(seq_len, CHUNK)
@@ -102,7 +102,7 @@ def _fetch(q_desc, k_desc, v_desc, facts_desc, q_shared, k_shared, v_shared, fac
 
 @gluon.jit
 def _seen(scores, facts, layout: gl.constexpr, FALLS: gl.constexpr, RESET: gl.constexpr, REVERSE: gl.constexpr):
-    """Scores [row, column] decayed and masked to what a row may see."""
+    """Scores [row, column] decayed and masked."""
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     seen = (column >= row) if REVERSE else (column <= row)
@@ -114,13 +114,13 @@ def _seen(scores, facts, layout: gl.constexpr, FALLS: gl.constexpr, RESET: gl.co
         at_row = facts.slice(0, 64).load(gl.SliceLayout(1, layout))[:, None]
         at_column = facts.slice(0, 64).load(gl.SliceLayout(0, layout))[None, :]
         fall = (at_column - at_row) if REVERSE else (at_row - at_column)
-        scores = scores * gl.exp2(gl.where(seen, fall, 0.0))  # masked first: unseen differences may overflow
+        scores = scores * gl.exp2(gl.where(seen, fall, 0.0))  # masked first: masked differences may overflow
     return gl.where(seen, scores, 0.0)
 
 
 @gluon.jit
 def _weigh(v, into, facts, REVERSE: gl.constexpr):
-    """v, each token by its weight in the outgoing state, into shared memory."""
+    """Stores v, each token times its weight in the outgoing state, to shared memory."""
     BLOCK_V: gl.constexpr = v.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
     weights = facts.slice(64 if REVERSE else 128, 64).load(gl.SliceLayout(1, layout))
@@ -129,7 +129,7 @@ def _weigh(v, into, facts, REVERSE: gl.constexpr):
 
 @gluon.jit
 def _dots(out, theirs, into, first, seq_len, layout: gl.constexpr):
-    """The inner product of every row of `out` with the same row of `theirs`."""
+    """The inner product of every row of `out` with the same row of `theirs`, stored to `into`."""
     tokens = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
     gl.store(into + tokens, gl.sum(out * theirs.to(gl.float32), 1), mask=tokens < seq_len)
 
@@ -145,7 +145,7 @@ def _rows_of(at, stride, first, seq_len, columns, dim_v, layout: gl.constexpr):
 def _multiply(
     q, k, v, state, state_shared, facts, kept, FALLS: gl.constexpr, RESET: gl.constexpr, REVERSE: gl.constexpr
 ):
-    """One chunk: (out, the state after it), both still on their way. `state_shared` holds the state before it."""
+    """One chunk: (out, the state after it), both still in flight. `state_shared` holds the state before it."""
     BLOCK_V: gl.constexpr = v.type.shape[1]
     on_out: gl.constexpr = state.type.layout
     on_scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -164,7 +164,7 @@ def _multiply(
     leaving = v
     if FALLS:
         state = state * kept
-        warpgroup_barrier()  # every warp is done with q S: its place is free
+        warpgroup_barrier()  # every warp has finished q S: its buffer is free
         leaving = state_shared.slice(0, 64, 0)
         _weigh(v, leaving, facts, REVERSE)
         fence_async_shared()
@@ -193,7 +193,7 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, fina
     state_shared = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_V], tiled)
     out_shared = gl.allocate_shared_memory(dtype, [1, 1, 64, BLOCK_V], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    facts_shared = ready  # never looked at unless there are facts
+    facts_shared = ready  # unused without facts
     if FALLS:
         facts_shared = gl.allocate_shared_memory(gl.float32, [2, 4 * 64], facts_desc.layout)
     for i in gl.static_range(2):
@@ -226,7 +226,7 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, fina
         chunk = begin + count - 1 - step if REVERSE else begin + step
         first = chunk * 64
         if FALLS:
-            warpgroup_barrier()  # the last product may still read the weighted values that stand where the state goes
+            warpgroup_barrier()  # the last product may still read the weighted values in the state's buffer
         state_shared.store(state.to(dtype))
         fence_async_shared()
         warpgroup_barrier()
@@ -276,7 +276,7 @@ def outputs(
     final: Tensor | None = None,
     dots_with: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `hone.ops.scan.triton_kernels.outputs`, with what decays as `facts` gave it; bfloat16, chunks of 64, Dk up to 128."""
+    """As `hone.ops.scan.triton_kernels.outputs`, with decays as `Facts`; bfloat16, chunks of 64, Dk up to 128."""
     batch, seq_len, _, dim_k = q.shape
     dim_v = v.shape[-1]
     out = v.new_empty((batch, seq_len, heads, dim_v))

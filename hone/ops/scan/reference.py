@@ -8,10 +8,10 @@ from torch import Tensor
 from hone.ops.scan.checks import checked_heads
 
 CHUNK = 64
-"""Tokens a chunk of the plain torch form."""
+"""Tokens per chunk in plain torch."""
 
 CHANNEL_CHUNK = 16
-"""The same with a decay a channel, whose weights [C, C, Dk] stand in memory one chunk at a time."""
+"""The same for decays per channel, whose weights [C, C, Dk] are stored for one chunk at a time."""
 
 
 def scan_steps(
@@ -53,8 +53,8 @@ def scan_chunks(
 ) -> tuple[Tensor, Tensor]:
     """`scan_steps` in chunks of matrix products: (out in v's dtype, final state float32 or float64). Plain torch.
 
-    No weight is ever the exponential of a positive number: within a chunk it is exp(c_s - c_t), s >= t, of cumulative
-    log decays c, so decays may be as strong as they like.
+    Every weight is the exponential of a number <= 0, within a chunk exp(c_s - c_t), s >= t, of cumulative log decays c, so
+    strong decays cannot overflow.
     """
     heads = checked_heads(q, k, v, decay, state, reset)
     dtype = v.dtype
@@ -85,7 +85,8 @@ def delta_chunks(
 ) -> tuple[Tensor, Tensor]:
     """`hone.ops.scan_delta` in chunks of 64 tokens: (out in v's dtype, final state float32 or float64).
 
-    In each chunk a triangular system gives what every token really adds (the WY form); the rest is a chunk of `scan`.
+    In each chunk the solution of a triangular system is each token's change of the state (the WY form); the rest is a chunk
+    of `scan`.
     """
     heads = checked_heads(q, k, v, decay, state, reset)
     dtype = v.dtype
@@ -98,7 +99,7 @@ def delta_chunks(
         begins = None if reset is None else reset[:, part]
         entering, _, _, drop = _pair_weights(k[:, part], fall, begins)
         missing = v[:, part] - torch.einsum("bshd,bhdv->bshv", entering * k[:, part], now)
-        # added_s + beta_s sum_{t < s} (k_s . k_t) drop_st added_t = beta_s missing_s; what stands on the diagonal is not read.
+        # added_s + beta_s sum_{t < s} (k_s . k_t) drop_st added_t = beta_s missing_s; the diagonal is not read.
         alike = torch.einsum("bshd,bthd,bsth->bhst", beta[:, part] * k[:, part], k[:, part], drop[..., 0])
         wanted = (beta[:, part] * missing).transpose(1, 2)
         added = torch.linalg.solve_triangular(alike, wanted, upper=False, unitriangular=True)
@@ -121,8 +122,8 @@ def _one_chunk(
 
 
 def _pair_weights(like: Tensor, fall: Tensor | None, begins: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What weighs what in a chunk: the incoming state in a token, a token in the outgoing state (both [., C, ., .]), the
-    incoming state in the outgoing one, a column's token in a row's [., row, column, H, .]; the last axis 1 or Dk."""
+    """Weights of a chunk: of the incoming state in a token, of a token in the outgoing state (both [., C, ., .]), of the
+    incoming state in the outgoing one, of a column's token in a row's [., row, column, H, .]; the last axis 1 or Dk."""
     size = like.shape[1]
     if fall is None:
         fall = like.new_zeros(1, size, like.shape[2], 1)
@@ -155,7 +156,7 @@ def _fallen(decay: Tensor, part: slice, like: Tensor) -> Tensor:
 def _widened(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All in float32 or float64, with heads repeated where they are shared, and a state of zeros where there is none."""
+    """All in float32 or float64, with shared heads repeated, and a state of zeros instead of None."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.to(wide).repeat_interleave(heads // x.shape[2], 2) for x in (q, k, v))
     if state is None:

@@ -1,4 +1,4 @@
-"""What happens in every chunk on its own: the weights of pairs, queries and keys, and what pairs add to the gradients."""
+"""Work within single chunks: the weights of pairs, queries and keys, and the gradients' terms of pairs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from hone.ops.scan.triton_kernels import Fall, Tiling, _block, _rows
 
 FEW = 32
-"""Channels that the programs of one chunk take at a time: with 8 warps their weights leave room for two programs."""
+"""Channels per step of a chunk's programs: with 8 warps their weights leave room for two programs per multiprocessor."""
 
 
 @triton.jit
 def documents_of(reset, batch, first, seq_len, reset_b, CHUNK: tl.constexpr, RESET: tl.constexpr):
-    """How many documents begin from the chunk's start up to each token, and in all."""
+    """Number of documents that begin from the chunk's start up to each token, and in the whole chunk."""
     rows = first + tl.arange(0, CHUNK)
     if RESET:
         begins = tl.load(reset + batch * reset_b + rows, mask=rows < seq_len, other=0).to(tl.int32)
@@ -28,7 +28,7 @@ def documents_of(reset, batch, first, seq_len, reset_b, CHUNK: tl.constexpr, RES
 @triton.jit
 def _fall(g_desc, fallen_desc, through, reset, seq_len, chunks, heads, dim_k, reset_b,
           CHUNK: tl.constexpr, FEW: tl.constexpr, RESET: tl.constexpr):  # fmt: skip
-    """Of FEW channels of one chunk of one head: `Weighed.fallen` and `Weighed.through`."""
+    """Computes `Weighed.fallen` and `Weighed.through` for FEW channels of one chunk of one head."""
     place = tl.program_id(0)
     batch = place // chunks // heads
     head = place // chunks % heads
@@ -46,20 +46,20 @@ def _fall(g_desc, fallen_desc, through, reset, seq_len, chunks, heads, dim_k, re
 
 @triton.jit
 def line_of(fallen, batch, head, seq_len, heads, dim_k):
-    """Where a head's `Weighed.fallen` begins."""
+    """Pointer to a head's `Weighed.fallen`."""
     return fallen + (batch.to(tl.int64) * seq_len * heads + head) * dim_k
 
 
 @triton.jit
 def _fallen_at(line, rows, channels, seq_len, heads, dim_k):
-    """Cumulative log decays c of tokens `rows` [:, 1], or of the last one where there are fewer, and `channels` [1, :]."""
+    """Cumulative log decays c of tokens `rows` [:, 1] (at most the last token) and `channels` [1, :]."""
     at = tl.minimum(rows, seq_len - 1) * heads * dim_k + channels
     return tl.load(line + at, mask=channels < dim_k, other=0.0)
 
 
 @triton.jit
 def _from_middle(here, line, first, channels, seq_len, heads, dim_k, level, CHUNK: tl.constexpr):
-    """exp(-|c - c_mid|) with the middle of each token's block of 2 * 2^level tokens, `here` being c."""
+    """exp(-|c - c_mid|) with c_mid at the middle of each token's block of 2 * 2^level tokens; `here` is c."""
     middle = first + ((tl.arange(0, CHUNK) >> level | 1) << level)[:, None] - 1
     return tl.exp2(-tl.abs(here - _fallen_at(line, middle, channels, seq_len, heads, dim_k)))
 
@@ -67,7 +67,7 @@ def _from_middle(here, line, first, channels, seq_len, heads, dim_k, level, CHUN
 @triton.jit
 def edges(here, line, first, channels, document, documents, seq_len, heads, dim_k, CHUNK: tl.constexpr,
              RESET: tl.constexpr, END: tl.constexpr):  # fmt: skip
-    """What the chunk's incoming state weighs in each token or (END) each token in the outgoing one; `here` is c."""
+    """Weights of the chunk's incoming state in each token or (END) of each token in the outgoing one; `here` is c."""
     weight = here
     if END:
         weight = _fallen_at(line, first + CHUNK - 1, channels, seq_len, heads, dim_k) - here
@@ -79,8 +79,8 @@ def edges(here, line, first, channels, document, documents, seq_len, heads, dim_
 
 @triton.jit
 def _levels(CHUNK: tl.constexpr):
-    """[row, column]: HALF <= value < 2 HALF where they lie across the middle of a block of 2 HALF, the row in its second
-    half; -1 above the diagonal, 0 on it."""
+    """[row, column]: HALF <= value < 2 HALF where row and column are in the second and first half of a block of 2 HALF; -1
+    above the diagonal, 0 on it."""
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
     return tl.where(column <= row, row ^ column, -1)
@@ -91,7 +91,7 @@ def _weigh(q_desc, k_desc, fallen_desc, queries_desc, keys_desc, pairs_desc, fal
            share_q, share_k, dim_k, reset_b,
            CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, FEW: tl.constexpr, LEVELS: tl.constexpr,
            RESET: tl.constexpr):  # fmt: skip
-    """Of one chunk of one head: the rest of `Weighed`, FEW channels at a time."""
+    """Computes the rest of `Weighed` for one chunk of one head, FEW channels at a time."""
     place = tl.program_id(0)
     batch = place // chunks // heads
     head = place // chunks % heads
@@ -126,9 +126,9 @@ def _within(q_desc, k_desc, v_desc, fallen_desc, d_out_desc, dq_desc, dk_desc, c
             chunks, heads, share_q, share_k, share_v, dim_k, reset_b,
             CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
             LEVELS: tl.constexpr, RESET: tl.constexpr, CHANGES: tl.constexpr):  # fmt: skip
-    """Of one chunk of one head: what its own pairs add to dq and dk, float32. CHANGES: and to q * dq - k * dk.
+    """The terms of one chunk's pairs in dq and dk of one head, float32. CHANGES: also those in q * dq - k * dk.
 
-    Those are made of the same rounded factors, so that a pair's two terms cancel in sums that run over both.
+    The latter are computed from the same rounded factors, so that a pair's two terms cancel in sums over both tokens.
     """
     place = tl.program_id(0)
     batch = place // chunks // heads
@@ -173,7 +173,7 @@ def _within(q_desc, k_desc, v_desc, fallen_desc, d_out_desc, dq_desc, dk_desc, c
 
 @dataclass(frozen=True)
 class Weighed:
-    """The parts of a scan that need no state; c is the log decays summed within a chunk; zero where documents differ.
+    """The parts of a scan that need no state; c is the sum of log decays within a chunk; zero across documents.
 
     fallen c, in powers of two [B, S, H, Dk] float32; queries q_s exp(c_s) and keys k_t exp(c_end - c_t) [B, S, H, Dk];
     pairs (sum_d q_s k_t exp(c_s - c_t), t <= s) [B, S, H, chunk]; through exp(c_end) [B, H, chunks, Dk] float32.
@@ -218,7 +218,7 @@ def of_pairs(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, plan: Tiling, fallen: Tensor, reset: Tensor | None,
     decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What pairs within chunks add to dq, dk and (if `decays`) q * dq - k * dk, [B, S, H, Dk] float32."""
+    """The terms of pairs within chunks in dq, dk and (if `decays`) q * dq - k * dk, [B, S, H, Dk] float32."""
     seq_len, chunk, chunks = q.shape[1], plan.chunk, triton.cdiv(q.shape[1], plan.chunk)
     heads, block_k, block_v = d_out.shape[2], _block(q.shape[-1]), _block(v.shape[-1])
     few, wide = min(block_k, FEW), min(block_v, 64)

@@ -1,4 +1,4 @@
-"""What goes through the chunks of a segment in order: states, outputs, gradients."""
+"""Passes through the chunks of a segment in order: states, outputs, gradients."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _outputs(q_desc, k_desc, v_desc, pairs_desc, mixed, starts, final, through, 
         out = tl.dot(q.to(STATE_DTYPE), state.to(STATE_DTYPE), input_precision="ieee")
         out = tl.dot(tl.trans(pairs) if REVERSE else pairs, v, out, input_precision="ieee") * scale
         state = tl.dot(tl.trans(k), v, state * falls[:, None], input_precision="ieee")
-        # Not by descriptor: its buffer would leave no room for a second program.
+        # No descriptor here: its buffer would leave no room for a second program.
         tokens = first + tl.arange(0, CHUNK)[:, None]
         into = mixed + ((batch.to(tl.int64) * seq_len + tokens) * heads + head) * dim_v + columns
         tl.store(into, out.to(v.dtype), mask=(tokens < seq_len) & (columns < dim_v))
@@ -96,9 +96,9 @@ def _gradients(rows_desc, columns_desc, weighed_desc, fallen_desc, within_desc, 
                STAGES: tl.constexpr):  # fmt: skip
     """dq (in reverse time: dk) of one segment for BLOCK_K channels, the transposed state carried along.
 
-    CHANGES: dq also adds to q * dq - k * dk what the state gives to it (`with_desc`: weighted queries), and dk (weighted keys)
-    makes of them the gradient of the log decays, their sums over what comes after a token; `later` [B, H, segments, Dk] is
-    the sum over later segments.
+    CHANGES: dq's pass also adds the state's term to q * dq - k * dk (`with_desc`: weighted queries); dk's pass (weighted keys)
+    sums these over later tokens, which is the gradient of the log decays; `later` [B, H, segments, Dk] is the sum over later
+    segments.
     """
     tile = tl.program_id(0) % tiles
     place = tl.program_id(0) // tiles
@@ -144,7 +144,7 @@ def _gradients(rows_desc, columns_desc, weighed_desc, fallen_desc, within_desc, 
                 after = tl.sum(change, 0)
                 change = tl.cumsum(change, 0, reverse=True) + sum_later[None, :]
                 sum_later += after
-                if RESET:  # a decay that a reset undoes has no gradient
+                if RESET:  # a decay at a reset has no effect, so no gradient
                     tokens = first + tl.arange(0, CHUNK)
                     begins = tl.load(reset + batch * reset_b + tokens, mask=tokens < seq_len, other=0)
                     change = tl.where((begins != 0)[:, None], 0.0, change)
@@ -167,7 +167,7 @@ def _segment_states(
 def _mixed(
     weighed: Weighed, v: Tensor, scale: float, plan: Tiling, starts: Tensor | None, final: Tensor, reverse: bool = False
 ) -> Tensor:
-    """Outputs [B, S, H, Dv] of values v, in reverse time what d_out = v makes dv; fills `final` [B, H, Dk, Dv]."""
+    """Outputs [B, S, H, Dv] of values v, or in reverse time dv of d_out = v; fills `final` [B, H, Dk, Dv]."""
     batch, seq_len, heads, dim_k = weighed.queries.shape
     dim_v = v.shape[-1]
     rows, keys = (weighed.keys, weighed.queries) if reverse else (weighed.queries, weighed.keys)
@@ -190,7 +190,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, plan: Tiling, state: Tensor | None, fall: Fall,
     final: Tensor,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(out [B, S, H, Dv], state each segment starts from [B, H, segments, Dk, Dv] or None); fills `final` [B, H, Dk, Dv]."""
+    """(out [B, S, H, Dv], initial state of each segment [B, H, segments, Dk, Dv] or None); fills `final` [B, H, Dk, Dv]."""
     weighed = weigh(q, k, heads, plan, fall)
     starts = None if state is None else state[:, :, None]
     if plan.segments > 1:
@@ -202,7 +202,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, plan: Tiling, starts: Tensor | None, fall: Fall,
     final: Tensor, d_out: Tensor, d_final: Tensor, decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `hone.ops.scan.api.scan_backward`; `starts` [B, H, segments, Dk, Dv], None if a head starts from nothing."""
+    """As `hone.ops.scan.api.scan_backward`; `starts` [B, H, segments, Dk, Dv], None if a head is one segment without an initial state."""
     weighed = weigh(q, k, heads, plan, fall)
     ends = _segment_states(weighed.queries, d_out, heads, plan, d_final / scale, weighed.through, reverse=True)
     d_state = torch.empty_like(final)

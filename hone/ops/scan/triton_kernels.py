@@ -1,11 +1,11 @@
 """Chunked linear attention in Triton: states of whole segments, their prefix, then outputs chunk by chunk.
 
-A head is cut into segments that run in parallel, each a row of chunks gone through in order. Pass 1 reads keys and
-values and leaves every segment's own state; pass 2 turns them into the state each segment starts from; pass 3 reads
-everything once more and writes outputs, the running state [Dk, Dv] in float32 registers. With enough heads to fill the
-machine one segment a head does, and pass 3 is all there is. (Chunk form: arXiv:2006.16236, 2307.08621, 2312.06635.)
+A head is divided into segments that run in parallel, each a sequence of chunks processed in order. Pass 1 reads keys and
+values and writes the state that every segment adds; pass 2 sums them to each segment's initial state; pass 3 reads
+everything again and writes outputs, with the running state [Dk, Dv] in float32 registers. With enough heads to fill the
+GPU, one segment per head needs pass 3 only. (Chunk form: arXiv:2006.16236, 2307.08621, 2312.06635.)
 
-One kernel serves both directions of time, and so the backward pass too (see `hone.ops.scan.api.scan_backward`).
+Each kernel runs in both directions of time; the backward pass uses the reverse (see `hone.ops.scan.api.scan_backward`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
 @triton.jit
 def _decays(decay, reset, batch, head, first, seq_len, decay_b, decay_s, decay_h, reset_b, CHUNK: tl.constexpr,
             MODE: tl.constexpr, RESET: tl.constexpr):  # fmt: skip
-    """Of one chunk: log decay from its start up to each token (that token's too) and in all, resets likewise counted."""
+    """For one chunk: log decay from its start up to and including each token, and in all; the number of resets likewise."""
     places = tl.arange(0, CHUNK)
     rows = first + places
     if MODE == 2:
@@ -55,7 +55,7 @@ def _decays(decay, reset, batch, head, first, seq_len, decay_b, decay_s, decay_h
 
 @triton.jit
 def _edges(fallen, total, document, documents, RESET: tl.constexpr, REVERSE: tl.constexpr):
-    """(a, b, c): what the incoming state weighs in each row, each row in the outgoing state, the incoming in the outgoing."""
+    """Weights (a, b, c): of the incoming state in each row, of each row in the outgoing state, of the incoming in the outgoing."""
     from_start = tl.exp(fallen)
     to_end = tl.exp(total - fallen)
     through = tl.exp(total)
@@ -71,7 +71,7 @@ def _edges(fallen, total, document, documents, RESET: tl.constexpr, REVERSE: tl.
 @triton.jit
 def _inside(scores, fallen, document, CHUNK: tl.constexpr, MODE: tl.constexpr, RESET: tl.constexpr,
             REVERSE: tl.constexpr):  # fmt: skip
-    """Scores [row, column] of one chunk, decayed and masked to what a row may see."""
+    """Scores [row, column] of one chunk, decayed and masked."""
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
     seen = (column >= row) if REVERSE else (column <= row)
@@ -80,7 +80,7 @@ def _inside(scores, fallen, document, CHUNK: tl.constexpr, MODE: tl.constexpr, R
     if MODE != 0:
         fall = fallen[:, None] - fallen[None, :]
         fall = -fall if REVERSE else fall
-        scores = scores * tl.exp(tl.where(seen, fall, 0.0))  # masked first: unseen differences may overflow
+        scores = scores * tl.exp(tl.where(seen, fall, 0.0))  # masked first: masked differences may overflow
     return tl.where(seen, scores, 0.0)
 
 
@@ -89,9 +89,9 @@ def _part_states(k_desc, v_desc, states, passes, decay, reset, seq_len, seg_chun
                  share_k, share_v, dim_k, dim_v, tiles_v, decay_b, decay_s, decay_h, reset_b,
                  CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MODE: tl.constexpr,
                  RESET: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Pass 1: the state [BLOCK_K, BLOCK_V] that a part of a segment alone leaves, and how much of an earlier one survives it.
+    """Pass 1: the state [BLOCK_K, BLOCK_V] that a part of a segment adds, and the factor of an earlier state.
 
-    Of every segment but the last, whose state no other needs (in reverse time: but the first).
+    For every segment but the last, whose state no other needs (in reverse time: but the first).
     """
     place = tl.program_id(0)
     row = place // ((num_segs - 1) * parts)
@@ -129,7 +129,7 @@ def _part_states(k_desc, v_desc, states, passes, decay, reset, seq_len, seg_chun
 @triton.jit
 def _prefix(states, passes, initial, starts, num_segs, parts, size, dim_v, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
             CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Pass 2: from each part's own state to the state each segment starts from."""
+    """Pass 2: each segment's initial state from the parts' states."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -160,7 +160,7 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, starts, final, dots, with_desc, d
              STATE_DTYPE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Pass 3: outputs of one segment for BLOCK_V of the values' columns, chunk by chunk, the state carried along.
 
-    DOTS: also the inner product of every output row with the same row of `with_desc`, a number a row and column tile.
+    DOTS: also the inner product of every output row with the same row of `with_desc`, one number per row and column tile.
     """
     tile_v = tl.program_id(0) % tiles_v
     place = tl.program_id(0) // tiles_v
@@ -213,9 +213,9 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, starts, final, dots, with_desc, d
 def _decay_sums(of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale, seq_len, seg_tokens, num_segs, heads,
                 lines, tiles_q, tiles_k, size, reset_b, RESET: tl.constexpr, STARTS: tl.constexpr,
                 BLOCK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Gradients of one segment's log decays: sums of q.dq - k.dk over what comes after a token, to the segment's end.
+    """Gradients of one segment's log decays: sums of q.dq - k.dk over later tokens, to the segment's end.
 
-    What comes from later segments is the inner product of the state there and its gradient.
+    The term of later segments is the inner product of the state there and its gradient.
     """
     place = tl.program_id(0)
     line = (place // num_segs).to(tl.int64)
@@ -246,7 +246,7 @@ def _decay_sums(of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale,
             change -= tl.load(of_k + (tile * lines + line) * seq_len + tokens, mask=inside, other=0.0)
         sums = tl.cumsum(change, 0, reverse=True) + later
         later += tl.sum(change, 0)
-        if RESET:  # a decay that a reset undoes has no gradient; a document's changes add up to nothing
+        if RESET:  # a decay at a reset has no gradient; a document's terms add up to 0
             begins = tl.load(reset + line // heads * reset_b + tokens, mask=inside, other=0)
             sums = tl.where(begins != 0, 0.0, sums)
         tl.store(d_decay + (line // heads * seq_len + tokens) * heads + line % heads, sums, mask=inside)
@@ -254,9 +254,9 @@ def _decay_sums(of_q, of_k, starts, ends, final, d_final, reset, d_decay, scale,
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a scan is cut: tokens a chunk, columns of v a program, segments a head, warps and buffered chunks of pass 3.
+    """Tiling of a scan: tokens per chunk, columns of v per program, segments per head, warps and buffered chunks of pass 3.
 
-    `parts` is in how many pieces pass 1 takes a segment.
+    `parts` is the number of pieces of a segment in pass 1.
     """
 
     chunk: int
@@ -267,7 +267,7 @@ class Tiling:
     parts: int = 2
 
     def segment_tokens(self, seq_len: int) -> int:
-        """Tokens a segment, the last one's aside."""
+        """Tokens per segment, except the last."""
         return self.chunk * triton.cdiv(triton.cdiv(seq_len, self.chunk), self.segments)
 
 
@@ -277,7 +277,7 @@ def tiling(batch: int, heads: int, seq_len: int, dim_k: int, dim_v: int, num_sms
     block_v = min(_block(dim_v), 64)
     tiles_v = triton.cdiv(dim_v, block_v)
     chunks = triton.cdiv(seq_len, chunk)
-    # Two programs a multiprocessor; a segment shorter than 8 chunks would spend its time on states.
+    # Two programs per multiprocessor; segments shorter than 8 chunks would spend most of their time on states.
     wanted = max(1, 2 * num_sms // (batch * heads * tiles_v))
     segments = max(1, min(wanted, chunks // 8))
     segments = triton.cdiv(chunks, triton.cdiv(chunks, segments))
@@ -290,14 +290,14 @@ def _block(size: int) -> int:
 
 @dataclass(frozen=True)
 class Fall:
-    """What decays and when documents begin, as the kernels take it: decay [H] or [B, S, H], reset bool [B, S], or None."""
+    """Decays and resets as the kernels take them: decay [H] or [B, S, H], reset bool [B, S] (a document starts), or None."""
 
     decay: Tensor | None
     reset: Tensor | None
 
     @property
     def channels(self) -> Tensor | None:
-        """The decays when every key channel has its own."""
+        """The decays if they are per key channel, else None."""
         return self.decay if self.decay is not None and self.decay.dim() == 4 else None
 
     def arguments(self) -> tuple[Tensor | None, Tensor | None]:
@@ -316,7 +316,7 @@ class Fall:
 def segment_states(
     k: Tensor, v: Tensor, heads: int, plan: Tiling, initial: Tensor | None, *, fall: Fall, reverse: bool = False
 ) -> Tensor:
-    """Passes 1 and 2: the state every segment starts from [B, H, segments, Dk, Dv]; in reverse time "starts" means its end.
+    """Passes 1 and 2: the initial state of every segment [B, H, segments, Dk, Dv]; in reverse time the state at its end.
 
     k [B, S, H_k, Dk], v [B, S, H_v, Dv] with H_k and H_v dividing `heads`; `initial` [B, H, Dk, Dv] or None.
     """
@@ -332,7 +332,7 @@ def segment_states(
 def parts_of(
     k: Tensor, v: Tensor, heads: int, plan: Tiling
 ) -> tuple[Tensor, Tensor, tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """What pass 1 fills (states [parts, Dk, Dv], what survives each part [parts]), its grid, arguments and options."""
+    """Pass 1's outputs (states [parts, Dk, Dv], factors of earlier states [parts]), its grid, arguments and options."""
     batch, seq_len, _, dim_k = k.shape
     dim_v = v.shape[-1]
     seg_chunks = plan.segment_tokens(seq_len) // plan.chunk
@@ -353,7 +353,7 @@ def parts_of(
 def prefix(
     states: Tensor, passes: Tensor, initial: Tensor | None, batch: int, heads: int, plan: Tiling, reverse: bool
 ) -> Tensor:
-    """Pass 2; `passes` [parts] or, with a decay a key channel, [parts, Dk]."""
+    """Pass 2; `passes` [parts] or, with decays per key channel, [parts, Dk]."""
     _, dim_k, dim_v = states.shape
     starts = states.new_empty((batch, heads, plan.segments, dim_k, dim_v))
     size, block = dim_k * dim_v, 1024
@@ -378,8 +378,8 @@ def outputs(
     final: Tensor | None = None,
     dots_with: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Pass 3: outputs [B, S, heads, Dv] in v's dtype, and with `dots_with` each row's inner product with its
-    row there, column tiles apart [tiles, B, heads, S].
+    """Pass 3: outputs [B, S, heads, Dv] in v's dtype, and with `dots_with` each row's inner product with the same row of it,
+    per column tile [tiles, B, heads, S].
 
     `starts` [B, H, segments, Dk, Dv] of any strides; `final` [B, H, Dk, Dv] receives the state after the last segment.
     """
@@ -391,7 +391,7 @@ def outputs(
     tiles_v = triton.cdiv(dim_v, block_v)
     dots = None
     if dots_with is not None:
-        dots = q.new_empty((tiles_v, batch, heads, seq_len), dtype=torch.float32)  # a column tile each, to be added up
+        dots = q.new_empty((tiles_v, batch, heads, seq_len), dtype=torch.float32)  # per column tile; the caller adds
     out_rows = _rows(out, plan.chunk, block_v)
     of_starts = (0, 0, 0) if starts is None else starts.stride()[2:]
     _outputs[(batch * heads * plan.segments * tiles_v,)](
@@ -421,7 +421,7 @@ def decay_gradient(
 ) -> Tensor:
     """Gradient of log decays [B, S, H] from q.dq and k.dk [tiles, B, H, S], and states and their gradients (arXiv:2312.06635, 4.3).
 
-    Sums run to the end of a segment only: fewer terms, fewer rounding errors.
+    Sums end at a segment's end: fewer terms, smaller rounding errors.
     """
     tiles_q, batch, heads, seq_len = of_q.shape
     d_decay = of_q.new_empty((batch, seq_len, heads))
@@ -436,13 +436,13 @@ def decay_gradient(
 
 
 def _state_dtype(dtype: torch.dtype) -> Any:
-    """In what a state meets the queries: a sum over many tokens may leave float16's range. The interpreter has no bfloat16."""
+    """Dtype of a state in products with queries: sums over many tokens may exceed float16's range. The interpreter has no bfloat16."""
     if dtype == torch.float16 and not INTERPRETED:
         return tl.bfloat16
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
 def _rows(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x [B, S, H, D] as boxes of `rows` tokens and `columns` numbers of one head; what lies outside reads as zero."""
+    """x [B, S, H, D] as boxes of `rows` tokens and `columns` numbers of one head; reads outside are zero."""
     by_head = x.transpose(1, 2)
     return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), [1, 1, rows, columns])

@@ -193,7 +193,7 @@ def test_wrong_calls_say_so() -> None:
         attend(q, k.to("meta"), v)
     with pytest.raises(SpecError, match=r"k .* has no heads"):
         attend(q, k[:, :, :0], v[:, :, :0])
-    with pytest.raises(SpecError, match=r"q .* heads of no width"):
+    with pytest.raises(SpecError, match=r"q .* heads of width 0"):
         attend(q[..., :0], k[..., :0], v)
     with pytest.raises(SpecError, match="sinks is one number a query head"):
         attend(q, k, v, sinks=torch.zeros(3))
@@ -207,7 +207,7 @@ def test_wrong_calls_say_so() -> None:
         attend(q, k, v, backend="cudnn", softcap=3.0)
     with pytest.raises(SpecError, match="full mask"):
         attend(q, k, v, masks.window(3), backend="cudnn")
-    with pytest.raises(SpecError, match="is for 11 places"):
+    with pytest.raises(SpecError, match="is for 11 positions"):
         attend(q[:, 1:], k, v, masks.documents(IDS))
     # A kernel would read past the end of numbers for too few sequences, and those of other sequences of too many.
     for wrong in (IDS[:1].expand(q.shape[0] + 1, -1), IDS[:1].expand(q.shape[0] + 1, -1)[1:].to("meta")):
@@ -217,7 +217,7 @@ def test_wrong_calls_say_so() -> None:
         attend(q, k, v, masks.block_sparse(torch.ones(3, 1, 1, dtype=torch.bool), 16))
     with pytest.raises(SpecError, match="at least one part"):
         merge([])
-    with pytest.raises(SpecError, match="unlike shapes"):
+    with pytest.raises(SpecError, match="different shapes"):
         merge([(q, torch.zeros(2, 4, 11)), (q[:, 1:], torch.zeros(2, 4, 10))])
 
 

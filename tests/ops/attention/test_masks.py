@@ -277,7 +277,7 @@ def test_wrong_masks_say_so() -> None:
         masks.block_sparse(torch.ones(4, dtype=torch.bool), 16)
     with pytest.raises(SpecError, match="q_data is int32"):
         Mask(odd_rule, (3, 8), torch.zeros(1, 1, 4))
-    with pytest.raises(SpecError, match="k_data is for 4 places, not for 5"):
+    with pytest.raises(SpecError, match="k_data is for 4 positions, not for 5"):
         Mask(odd_rule, (3, 8), None, torch.zeros(1, 1, 4, dtype=torch.int32)).tiles(4, 5, 16, 16, CPU)
     with pytest.raises(SpecError, match="power of two"):
         masks.block_sparse(torch.ones(2, 2, dtype=torch.bool), 24)

@@ -141,7 +141,7 @@ def wrong_calls():
     yield "blocks", lambda: fp8_linear(fp8, torch.ones(8, 1), fp8, ones)
     yield "both must be", lambda: fp8_linear(x, ones, fp8, ones)
     yield "columns", lambda: fp8_codes(x, "1x128")
-    yield "by the four", lambda: compress_24(weight[:, :62])
+    yield "multiples of 4", lambda: compress_24(weight[:, :62])
     yield "kind is 'col'", lambda: fp8_codes(x, "col")
     yield "columns", lambda: fp8_codes(x[:, :0])
     yield "0 scales", lambda: quantized_linear(x, codes, scales[:, :0])

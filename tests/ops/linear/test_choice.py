@@ -33,8 +33,8 @@ FP8 = {"dtype": torch.bfloat16, "rows": 16, "out_features": 4096, "in_features":
 @pytest.mark.parametrize(
     ("where", "change", "backend", "says"),
     [
-        (HOPPER, {}, "triton", "streamed"),
-        (AMPERE, {"rows": 1}, "triton", "streamed"),
+        (HOPPER, {}, "triton", "read once"),
+        (AMPERE, {"rows": 1}, "triton", "read once"),
         (HOPPER, {"rows": 65}, "cublas", "65 rows"),
         (HOPPER, {"plain": False}, "cublas", "gradients"),
         (HOPPER, {"dtype": torch.float32}, "cublas", "float32"),
@@ -42,7 +42,7 @@ FP8 = {"dtype": torch.bfloat16, "rows": 16, "out_features": 4096, "in_features":
         (HOPPER, {"in_features": 4100}, "cublas", "16-byte"),
         (HOPPER, {"in_features": 0}, "cublas", "16-byte"),
         (HOPPER, {"in_rows": False}, "cublas", "transposed"),
-        (CPU, {}, "reference", "CPU"),
+        (CPU, {}, "reference", "no GPU"),
         (Where("cuda", (9, 0), 132, (0, 0)), {}, "reference", "not installed"),
     ],
 )

@@ -56,7 +56,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(SpecError, match=r"expert_ids torch\.float32"):
         permute(x, ids.float(), 2)
     for wrong in (2, -1):  # more ends than experts, or an error of torch's
-        with pytest.raises(SpecError, match=r"experts in 0 \.\.\. 1"):
+        with pytest.raises(SpecError, match=r"experts 0 \.\.\. 1"):
             permute(x, ids.index_fill(0, torch.tensor([1]), wrong), 2)
     with pytest.raises(SpecError, match="weight"):
         grouped_linear(x[:0], torch.randn(0, 3, 6), torch.zeros(0, dtype=torch.int32))

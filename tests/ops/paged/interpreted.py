@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops.paged.triton_launch import Options, Plan, decode_rows, prefill_rows
+from hone.ops.paged.triton_launch import Options, Plan, launch_decode, launch_prefill
 from tests.ops.paged.paged_case import Case, distance
 
 
@@ -16,9 +16,9 @@ def run(case: Case, *, decode: int = 0, prefill: int = 0, programs: int = 5, swa
     counts = torch.tensor(case.counts, dtype=torch.int32)
     if decode:
         plan = Plan(programs, 16, 2, 4, swap)
-        decode_rows(out, *given[:5], given[5], decode, Options(**case.options), plan)
+        launch_decode(out, *given[:5], given[5], decode, Options(**case.options), plan)
     if prefill:
-        prefill_rows(out, *given[:5], counts, prefill, Options(**case.options), 16, 16, 2, 4)
+        launch_prefill(out, *given[:5], counts, prefill, Options(**case.options), 16, 16, 2, 4)
     return out
 
 
@@ -98,5 +98,5 @@ def test_latents():
     q, keys, _, table, lens, _ = case.poisoned()
     out = torch.full((3, 4, 32), float("nan"))
     plan = Plan(4, 16, 2, 4)
-    decode_rows(out, q, keys, keys[..., :32], table, lens, None, 1, Options(**case.options), plan, turned=16)
+    launch_decode(out, q, keys, keys[..., :32], table, lens, None, 1, Options(**case.options), plan, rope_dim=16)
     assert distance(out, case.expected()) < 1e-6

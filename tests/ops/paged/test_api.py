@@ -193,10 +193,10 @@ def test_misuse_names_the_argument():
     case = Case([9, 3])
     q, k, v, table, lens, _ = case.poisoned()
     for arguments, options, word in (
-        ((q[..., :8], k, v, table, lens), {}, "go together"),
+        ((q[..., :8], k, v, table, lens), {}, "fit together"),
         ((q[:, :3], k, v, table, lens), {}, "query heads"),
-        ((q[:1], k, v, table, lens), {}, "one token a sequence"),
-        ((q, k, v, table[:1], lens), {}, "unlike numbers"),
+        ((q[:1], k, v, table, lens), {}, "one token per sequence"),
+        ((q, k, v, table[:1], lens), {}, "different numbers"),
         ((q, k.to(torch.int8), v.to(torch.int8), table, lens), {}, "scales"),
         ((q, k, v, table, lens), {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}, "scales"),
         ((q, k.to(torch.int8), v.to(torch.int8), table, lens), {"k_scale": torch.ones(3)}, "do not fit"),
@@ -214,7 +214,7 @@ def test_misuse_names_the_argument():
         ({"seq_lens": torch.tensor([9, 300])}, "sequence 1 has 1 new tokens of 300"),
         ({"seq_lens": torch.tensor([9, 0])}, "sequence 1 has 1 new tokens of 0"),
         ({"page_table": table[:, :0]}, "sequence 0"),
-        ({"page_table": table[0]}, "unlike numbers"),
+        ({"page_table": table[0]}, "different numbers"),
     ):
         given = {"page_table": table, "seq_lens": lens, "scale": 1.0, **options}
         if word is None:
@@ -224,7 +224,7 @@ def test_misuse_names_the_argument():
             attend_paged(q, k, v, **given)
     with pytest.raises(SpecError, match="without heads"):
         attend_paged(q, k[:, :0], v[:, :0], table, lens, scale=1.0)
-    with pytest.raises(SpecError, match="unlike numbers"):
+    with pytest.raises(SpecError, match="different numbers"):
         attend_latent(q, k[:, 0], table[:1], lens, value_dim=8, scale=1.0)
     with pytest.raises(SpecError, match="scale"):
         attend_paged(q, k, v, table, lens, scale=0.0)
@@ -240,8 +240,8 @@ def test_a_misused_write_names_the_argument():
             "without k_scale",
         ),  # would be cut to integers
         ((k, k, pages, pages, places, places, torch.ones(2), torch.ones(2)), "with k_scale"),
-        ((k[..., :4], k, pages, pages, places, places), "k .* do not go together"),
-        ((k, k[:, :1], pages, pages, places, places), "v .* do not go together"),
+        ((k[..., :4], k, pages, pages, places, places), "k .* do not fit together"),
+        ((k, k[:, :1], pages, pages, places, places), "v .* do not fit together"),
         ((k, k, pages, pages, places[:1], places[:1]), "1 pages"),  # would be spread over all tokens
     ):
         with pytest.raises(SpecError, match=word):

@@ -14,7 +14,7 @@ LATENT = {
     "page_dtype": torch.bfloat16,
     "heads": 128,
     "value_dim": 512,
-    "turned": 64,
+    "rope_dim": 64,
     "rows": 9,
 }
 
@@ -32,7 +32,7 @@ LATENT = {
         (HOPPER, {"head_dim": 512}, "reference", "up to 256 wide"),
         (HOPPER, {"v_dim": 512}, "reference", "up to 256 wide"),
         (HOPPER, {"page_dtype": torch.int8, "head_dim": 32}, "reference", "multiple"),
-        (HOPPER, {"rows": 10000}, "reference", "8192 rows"),
+        (HOPPER, {"rows": 10000}, "reference", "8192 sequences"),
         (Where(), {}, "reference", "no GPU"),
         (Where("cuda", (9, 0), 132), {}, "reference", "not installed"),
     ],
@@ -46,13 +46,13 @@ def test_paged(where, facts, backend, reason):
     ("where", "facts", "backend", "reason"),
     [
         (HOPPER, {}, "triton", "read once"),
-        (HOPPER, {"boxed": True}, "gluon", "bound by products"),
+        (HOPPER, {"boxed": True}, "gluon", "compute-bound"),
         (HOPPER, {"heads": 16, "boxed": True}, "triton", "read once"),
         (Where("cuda", (10, 0), 148, (3, 6)), {"boxed": True}, "triton", "read once"),
         (HOPPER, {"heads": 96}, "reference", "multiple of 64"),
         (HOPPER, {"value_dim": 256}, "reference", "512"),
         (HOPPER, {"page_dtype": torch.int8}, "reference", "16-bit"),
-        (HOPPER, {"rows": 10000}, "reference", "8192 rows"),
+        (HOPPER, {"rows": 10000}, "reference", "8192 sequences"),
         (Where(), {}, "reference", "no GPU"),
     ],
 )

@@ -34,7 +34,7 @@ STRIDES = [
     "vs_head",
     "vs_slot",
 ]
-COUNTS = ["table_row", "num_rows", "window", "sink_tokens"]
+COUNTS = ["table_row", "num_seqs", "window", "sink_tokens"]
 POINTERS = {
     "seq_lens": "*i32",
     "query_lens": "*i32",
@@ -61,7 +61,7 @@ def signature(page: str, **more: str) -> dict[str, str]:
 
 
 def shape(dim: int, page_size: int, rows: int = 64) -> dict[str, int]:
-    return {"DIM": dim, "DIM_V": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "PAGE_SIZE": page_size, "ROWS": rows}
+    return {"DIM": dim, "DIM_V": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "PAGE_SIZE": page_size, "SEQS": rows}
 
 
 def fetched_ahead(record: Compiled) -> bool:
@@ -84,7 +84,7 @@ def test_decode(page, page_size, options):
     record = compile_triton(
         decode,
         signature(page, part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
-        {**shape(128, page_size), **FLAGS, "KV": 8, "GROUP": 4, "TURNED": 0, "BLOCK_M": 16, "BLOCK_N": 64, "STAGES": 3,
+        {**shape(128, page_size), **FLAGS, "KV": 8, "GROUP": 4, "ROPE_DIM": 0, "BLOCK_M": 16, "BLOCK_N": 64, "STAGES": 3,
          "MANY": False, "SWAP": False, "INTEGER": False, "EARLY": True, **options},
         divisible=STRIDES,
         num_warps=4,
@@ -108,11 +108,11 @@ def test_prefill():
 
 def test_latents_of_many_heads():
     half, turned = descriptor("bf16", [1, 64, 256]), descriptor("bf16", [1, 64, 64])
-    sizes = dict.fromkeys(["table_row", "num_rows", "heads", "out_row", "out_head"], "i32")
+    sizes = dict.fromkeys(["table_row", "num_seqs", "heads", "out_row", "out_head"], "i32")
     tensors = {"table": "*i32", "seq_lens": "*i32", "ends": "*i32", "out": "*bf16", "note": "*i32"}
     record = compile_gluon(
         decode_latents,
-        {"q_half": half, "q_turned": turned, "k_half": half, "k_turned": turned, **tensors, "part": "*fp32",
+        {"q_half": half, "q_rope": turned, "k_half": half, "k_rope": turned, **tensors, "part": "*fp32",
          "part_lse": "*fp32", **sizes, "scale_log2": "fp32"},
         {"TILES": 2, "PAGE_SIZE": 64},
         divisible=["out_row", "out_head"],

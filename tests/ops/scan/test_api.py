@@ -215,7 +215,7 @@ def test_where_it_runs():
     ("change", "said"),
     [
         ({"k": torch.zeros(2, 5, 0, 4)}, "k .* no heads"),
-        ({"v": torch.zeros(2, 5, 2, 0)}, "v .* no heads or heads without width"),
+        ({"v": torch.zeros(2, 5, 2, 0)}, "v .* no heads or heads of width 0"),
         ({"k": torch.zeros(2, 5, 2, 4, dtype=torch.float64)}, "k is torch.float64"),
         ({"q": torch.zeros(2, 5, 2, 4, dtype=torch.int64)}, "q is torch.int64"),
         ({"decay": torch.zeros(2, device="meta")}, "decay is on meta"),
