@@ -1,4 +1,4 @@
-"""What requests ask of the sampler: one request's wishes, and those of a step's sequences as arrays."""
+"""Sampling parameters: those of one request, and those of a step's sequences as arrays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hone.serve.request import SamplingParams
 from hone.serve.step import Sampling
 
 _MOST = 2**31 - 1
-"""What larger counts are taken as: no vocabulary and no sequence is longer, and clients may send any integer."""
+"""Upper bound of counts: no vocabulary or sequence is longer, and clients may send any integer."""
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass
 class Chooser:
-    """How one request's tokens are chosen: its parameters, its seed, and the tokens it may not end with yet."""
+    """How one request's tokens are chosen: its parameters, its seed, and the tokens banned below min_tokens."""
 
     params: SamplingParams
     ends: tuple[int, ...] = ()  # end-of-text and stop tokens, banned below min_tokens
@@ -38,7 +38,7 @@ class Chooser:
 
 @dataclass
 class Entry:
-    """One sequence's next token: chosen how, after which tokens, of which the first `num_prompt` are the prompt."""
+    """One sequence's next token: its chooser and the tokens before it, of which the first `num_prompt` are the prompt."""
 
     chooser: Chooser
     tokens: Sequence[int]
@@ -46,7 +46,7 @@ class Entry:
 
 
 def sampling_of(entries: Sequence[Entry]) -> Sampling:
-    """The arrays that a runner samples by: one entry each, for the token after its `tokens`."""
+    """The arrays that a runner samples with: one entry for each, for the token after its `tokens`."""
     floats = np.array([entry.chooser._floats for entry in entries], dtype=np.float64).reshape(-1, len(_FLOATS))
     whole = np.array([entry.chooser._whole for entry in entries], dtype=np.int64).reshape(-1, 3)
     spans = np.zeros((len(entries), 7), dtype=np.int64)

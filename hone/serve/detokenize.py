@@ -1,4 +1,4 @@
-"""Tokens to text one at a time: no half characters, nothing that may become a stop text, and in sum exactly the full decode."""
+"""Incremental detokenization: no incomplete characters, no possible start of a stop text, and in sum the full decode."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hone.model.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONTEXT = 6
-"""Prompt tokens before the output that a sentencepiece decoder sees, so that a leading space is kept."""
+"""Prompt tokens decoded before the output, so that a sentencepiece decoder keeps a leading space."""
 
 
 class Detokenizer:
-    """The text of a growing output. `push` gives what is certain after a token, `flush` the rest at the end."""
+    """The text of a growing output. `push` returns the text that is final after a token, `flush` the rest at the end."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -23,7 +23,7 @@ class Detokenizer:
             self._bytes = codecs.getincrementaldecoder("utf8")(errors="replace")
             return
         self._ids = list(prompt[-_CONTEXT:])
-        self._from = 0  # decoding starts here: far enough back that the text after `_done` comes out right
+        self._from = 0  # decoding starts here: early enough for the text after `_done` to be right
         self._done = len(self._ids)
         self._known = tokenizer.decode(self._ids) if self._ids else ""
 
@@ -32,13 +32,13 @@ class Detokenizer:
         if self._bytes is not None:
             return self._bytes.decode(_piece(self._tokenizer, token))
         self._ids.append(token)
-        # sentencepiece turns a whole run of byte tokens into U+FFFD when one of them is wrong: wait for its end.
+        # sentencepiece decodes a whole run of byte tokens to U+FFFD if one of them is invalid: wait for its end.
         if token in self._tokenizer.special_ids or _BYTE_TOKEN.fullmatch(self._tokenizer.token_text(token)):
             return ""
         return self._advance()
 
     def flush(self) -> str:
-        """What was held back; unfinished characters become U+FFFD."""
+        """The text held back so far; incomplete characters become U+FFFD."""
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         return self._advance()
@@ -62,7 +62,7 @@ def _piece(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class TextStream:
-    """A request's text with its stop texts: `push` and `finish` return what may be shown; `matched` says which stop came."""
+    """A request's text with its stop texts: `push` and `finish` return text to show; `matched` is the stop text found."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TextStream:
         self.matched: str | None = None
 
     def push(self, token: int) -> str:
-        """Text that `token` makes certain; when a stop text is complete, `matched` is set and nothing follows."""
+        """Text that is final after `token`; when a stop text is complete, `matched` is set and nothing follows."""
         self._num_tokens += 1
         return self._take(self._detokenizer.push(token))
 

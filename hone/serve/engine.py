@@ -52,7 +52,7 @@ class Engine:
         self.pool, self.runner, self.proposer = parts.pool, parts.runner, parts.proposer
         self.max_model_len = parts.max_model_len
         self.max_waiting = spec.max_waiting
-        """Requests that may wait; more are turned away."""
+        """Requests that may wait; more are rejected."""
         config = self.model.config
         self.eos_ids = frozenset((*config.eos_token_ids, *(self.tokenizer.eos_ids if self.tokenizer else ())))
         assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sizes are filled in"
@@ -68,13 +68,15 @@ class Engine:
         self._num_params = config.num_params
         self._seqs: dict[str, Seq] = {}
         self._arrivals = count()
-        self._outputs: list[Output] = []  # of aborts, and of other requests' steps in `generate`: the next step's
+        self._outputs: list[
+            Output
+        ] = []  # outputs of aborts, and of other requests during `generate`, for the next step
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._num_drafted = self._num_accepted = 0
 
     @property
     def sizes(self) -> str:
-        """The engine's sizes in one line, those that came from the device included."""
+        """The engine's sizes in one line, including those derived from the device."""
         spec, pool, dtype = self.spec, self.pool, str(self.runner.cache.dtype).removeprefix("torch.")
         return (
             f"max_num_seqs={spec.max_num_seqs} max_num_batched_tokens={spec.max_num_batched_tokens} "
@@ -84,7 +86,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache, the draft model's included."""
+        """Bytes of the KV cache, including the draft model's."""
         guesser = self.runner.guesser
         return self.runner.cache.num_bytes + (guesser.cache.num_bytes if guesser else 0)
 
@@ -148,15 +150,15 @@ class Engine:
         return seq
 
     def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is; its last output (finish "abort") comes with the next step. Unknown ids: nothing."""
+        """Ends a waiting or running request; the next step returns its last output (finish "abort"). Ignores unknown ids."""
         seq = self._seqs.get(request_id)
         if seq is not None:
             self._outputs.append(self._end(seq, self._output(seq), "abort"))
 
     def step(self) -> list[Output]:
-        """Does the next piece of work; returns what is new, at most one output a request.
+        """Runs one step; returns the new outputs, at most one per request.
 
-        What `generate` computed for other requests meanwhile is new too: nothing is lost, and nothing comes twice.
+        They include outputs of other requests computed during `generate`: each is returned exactly once.
         """
         held = bool(self._outputs)
         work, fresh = self.scheduler.schedule()
@@ -170,13 +172,13 @@ class Engine:
         with self._threads(len(step.batch.tokens)):
             results = self.runner.run(step)
         for item, result in [*zip(work, results, strict=True), *broken]:
-            output = self._settle(item, result)
+            output = self._finish_item(item, result)
             if output is not None:
                 self._outputs.append(output)
         return self._deliver(held)
 
     def _input(self, work: list[Work], fresh: list[int]) -> tuple[StepInput, list[Work], list[tuple[Work, SeqResult]]]:
-        """The step's input, the work that is in it, and the work that is not: whose own state cannot be read."""
+        """The step's input, the work that it contains, and the work left out because of an error in its sequence's state."""
         try:
             return self._builder.build(work, fresh), work, []
         except Exception:
@@ -188,7 +190,7 @@ class Engine:
         return self._builder.build(good, fresh), good, [(item, SeqResult(error=error)) for item, error in broken]
 
     def _mistake(self, item: Work) -> str | None:
-        """What keeps an item from being built alone."""
+        """The error of building a step of this item alone, None without one."""
         try:
             StepBuilder(self.spec.block_size).build([item], ())
         except Exception as error:
@@ -196,16 +198,16 @@ class Engine:
         return None
 
     def _deliver(self, held: bool) -> list[Output]:
-        """Everything undelivered. `held`: some of it is older than this step, so a request may have several pieces."""
+        """All undelivered outputs. `held`: some are older than this step, so a request may have several."""
         outputs, self._outputs = self._outputs, []
         return joined(outputs) if held else outputs
 
     @contextmanager
     def _threads(self, num_tokens: int) -> Iterator[None]:
-        """Sets the CPU threads of a step of `num_tokens`; the process gets its own number back.
+        """Sets the CPU threads of a step of `num_tokens`, and restores the process's number afterwards.
 
-        Threads meet after every operation. In small steps the meeting costs more than the sharing saves, and when
-        anything else wants the core, it costs a time slice each.
+        Threads synchronize after every operation. In small steps that costs more than the parallel work saves, and a time
+        slice per operation when another process uses the core.
         """
         before = torch.get_num_threads()
         wanted = step_threads(self.spec, self._num_params, num_tokens, before) if self.device.type == "cpu" else before
@@ -218,8 +220,8 @@ class Engine:
         finally:
             torch.set_num_threads(before)
 
-    def _settle(self, item: Work, result: SeqResult) -> Output | None:
-        """Takes in what a step brought for a sequence; whatever goes wrong here ends this sequence alone."""
+    def _finish_item(self, item: Work, result: SeqResult) -> Output | None:
+        """Applies a step's result to its sequence; an error here ends this sequence only."""
         seq = item.seq
         error = result.error
         if error is None:
@@ -306,7 +308,7 @@ class Engine:
         return output
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start and gauges of now; names end in their unit."""
+        """Counters since the start and current gauges; names end in their unit."""
         scheduler, pool = self.scheduler, self.pool
         return {
             "running": len(scheduler.running),
@@ -335,8 +337,8 @@ class Engine:
     ) -> list[Completion]:
         """Continues every prompt (text or token ids); completions in the order of the prompts.
 
-        One `params` for all, or one each. With a `run`, its progress line shows tokens/s. Raises what `add` raises.
-        Requests queued by `add` before go on beside these prompts; their outputs come with the next `step`.
+        One `params` for all, or one each. With a `run`, its progress line shows tokens/s. Raises the errors of `add`.
+        Requests queued by `add` before run together with these prompts; the next `step` returns their outputs.
         """
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -350,14 +352,14 @@ class Engine:
         others: list[Output] = []
         try:
             self._finish_all(pending, done, others, run or Run(quiet=True))
-        finally:  # interrupted: what is unfinished must not haunt the next call
+        finally:  # interrupted: unfinished requests must not run in the next call
             for request in pending:
                 self.abort(request.id)
             self._outputs = joined(output for output in [*others, *self._outputs] if output.request_id not in done)
         return list(done.values())
 
     def _finish_all(self, requests: list[Request], done: dict[str, Completion], others: list[Output], run: Run) -> None:
-        """Steps until every request of `done` is finished, never with more waiting than may wait.
+        """Steps until every request of `done` is finished, queueing at most `max_waiting` at a time.
 
         Outputs of requests that are not in `done` are added to `others`.
         """

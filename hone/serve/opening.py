@@ -1,4 +1,4 @@
-"""Opens what an engine works with: the model and its draft, the cache that fits the device, the runner over both."""
+"""Opens the parts of an engine: the model and its draft model, the cache that fits the device, the runner."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def open_parts(
     draft: Decoder | Path | str | None,
     device: torch.device,
 ) -> Parts:
-    """Loads what is not loaded yet and allocates the cache; arguments as `Engine` takes them.
+    """Loads models given as folders and allocates the cache; arguments as in `Engine`.
 
-    Raises FitError when weights or cache do not fit, SpecError for what does not go together.
+    Raises FitError when weights or cache do not fit, SpecError for arguments that do not fit together.
     """
     spec = sized(spec, describe(str(device)))
     if not isinstance(model, Decoder):
@@ -79,7 +79,7 @@ def open_parts(
 
 
 def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> Decoder:
-    """The model ready to serve, in `dtype` ("auto": as it is)."""
+    """The model ready to serve, in `dtype` ("auto": the stored one)."""
     kind = None if dtype == "auto" else getattr(torch, dtype)
     if not isinstance(model, Decoder):
         check_weights(str(model), weights_bytes(model), device)
@@ -95,7 +95,7 @@ def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> De
 def _open_draft(
     spec: EngineSpec, model: Decoder | Path | str | None, tokenizer: Tokenizer | None, device: torch.device
 ) -> tuple[Drafter | None, Decoder | None]:
-    """The drafter and its model. A draft model without a drafter named is used by the drafter "draft_model"."""
+    """The drafter and its model. The drafter defaults to "draft_model" when a draft model is given."""
     drafter = spec.drafter
     if drafter is None and model is not None:
         drafter = DRAFTERS.read("draft_model")
@@ -104,7 +104,7 @@ def _open_draft(
     wanted = "draft" in drafter.needs
     if wanted != (model is not None):
         raise SpecError(
-            f"the drafter '{drafter.kind}' {'needs a' if wanted else 'has no use for a'} draft model",
+            f"the drafter '{drafter.kind}' {'needs a' if wanted else 'uses no'} draft model",
             fix="give engine.draft: FOLDER" if wanted else "leave engine.draft out",
         )
     if model is None:

@@ -1,4 +1,4 @@
-"""What a measured serving run will take, from facts: the inputs of `hone.cost.serving`, and the memory beside."""
+"""Estimates of a measured serving run from facts: the inputs of `hone.cost.serving`, and the memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def estimates(
 ) -> dict[str, Estimate]:
     """Estimates of time_s, tokens_per_s, memory_growth_bytes and kv_cache_bytes. `models`: the model, then a draft model.
 
-    With a drafter the gain is unknown before (how many guesses are right), and none is assumed. Raises SpecError for a
-    model that the engine cannot serve, FitError for requests longer than it holds.
+    A drafter's gain depends on how many guesses are accepted; none is assumed. Raises SpecError for a model that the engine
+    cannot serve, FitError for requests longer than max_model_len.
     """
     spec = sized(spec, machine)
     formats = [one.dtype if spec.dtype == "auto" else spec.dtype for one in models]
@@ -66,7 +66,7 @@ def estimates(
 
 
 def pages_bytes(spec: EngineSpec, models: Sequence[CheckpointFacts]) -> int:
-    """Bytes of a page: of every model, since a draft model shares the page numbers."""
+    """Bytes of a page, over all models, because a draft model shares the page numbers."""
     total = 0
     for model in models:
         stored = model.dtype if spec.dtype == "auto" else spec.dtype
@@ -76,7 +76,7 @@ def pages_bytes(spec: EngineSpec, models: Sequence[CheckpointFacts]) -> int:
 
 
 def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine) -> Serving:
-    """How `model` runs on `machine`: in which format, by how many threads, through which kernels."""
+    """How `model` runs on `machine`: its dtype, threads and kernels."""
     dtype, facts = model.dtype if spec.dtype == "auto" else spec.dtype, model.config.facts()
     calibrated = machine.calibration.threads if machine.calibration is not None else machine.num_cores
     return Serving(
@@ -91,11 +91,11 @@ def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine) -> Se
 
 
 def _must_hold(traffic: Traffic, max_model_len: int) -> None:
-    """Raises FitError when a request would be cut short: the run would measure another work than its spec says."""
+    """Raises FitError for requests longer than `max_model_len`: the run would not measure the work of its spec."""
     longest = max(prompt + output for prompt, output in zip(traffic.prompts, traffic.outputs, strict=True))
     if longest > max_model_len:
         raise FitError(
-            f"a request takes {longest} tokens with its prompt, the engine holds {max_model_len} of one",
+            f"a request has up to {longest} tokens with its prompt, max_model_len is {max_model_len}",
             fix="lower shared_prefix, prompt_tokens or output_tokens, or give the engine more pages",
         )
 
@@ -111,8 +111,8 @@ def _growth(
     one: int,
     machine: Machine,
 ) -> Estimate:
-    """Weights + the pages that the run touches + one step's work."""
-    if not machine.device.startswith("cuda"):  # memory that no sequence touches is not resident
+    """Weights + the pages that the run touches + the activations of one step."""
+    if not machine.device.startswith("cuda"):  # untouched memory is not resident
         pages = min(pages, touched_pages(traffic, batching))
     most = max(prompt + output for prompt, output in zip(traffic.prompts, traffic.outputs))
     seqs = min(traffic.concurrency, batching.max_num_seqs)
@@ -137,7 +137,7 @@ def read_weights(facts: ModelFacts, dtype: str, stored: float) -> float | None:
 
 
 def reads_in_place_on(machine: Machine, tensors: Sequence[LayerCache], dtype: str, *, softcap: bool = False) -> bool:
-    """Whether `machine` is a GPU whose kernels read pages of `dtype` where they lie.
+    """Whether `machine` is a GPU whose kernels read pages of `dtype` in place.
 
     `tensors`: `cache_tensors` of the model; `softcap`: its `has_softcap`.
     """

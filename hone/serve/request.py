@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: sampling parameters, requests, outputs, completions."""
+"""Inputs and outputs of the engine: sampling parameters, requests, outputs, completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SamplingParams(Spec):
     """How one request's tokens are chosen and when it ends. Field meanings follow the OpenAI API and its extensions."""
 
     max_tokens: int = Field(16, ge=0, description="Most tokens to generate; 0 only scores the prompt.")
-    min_tokens: int = Field(0, ge=0, description="Tokens before which neither end-of-text nor a stop may end it.")
+    min_tokens: int = Field(0, ge=0, description="Least tokens before end-of-text or a stop may end it.")
     temperature: float = Field(1.0, ge=0, le=100, description="Divides the logits; 0 takes the most likely token.")
     top_k: int = Field(0, ge=0, description="Sample among the k most likely tokens; 0 is all.")
     top_p: float = Field(1.0, gt=0, le=1, description="Sample among the fewest tokens whose probability reaches this.")
@@ -32,10 +32,10 @@ class SamplingParams(Spec):
     stop: tuple[str, ...] = Field((), description="Texts that end the generation.")
     stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end the generation.")
     include_stop: bool = Field(False, description="Keep the stop text in the output.")
-    ignore_eos: bool = Field(False, description="Go on after end-of-text.")
-    logprobs: int | None = Field(None, ge=0, le=1000, description="Alternatives reported beside each token's logprob.")
+    ignore_eos: bool = Field(False, description="Continue after end-of-text.")
+    logprobs: int | None = Field(None, ge=0, le=1000, description="Alternatives reported for each token's logprob.")
     prompt_logprobs: int | None = Field(None, ge=0, le=1000, description="The same for each token of the prompt.")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="Taken off logits of tokens already generated.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="Subtracted from logits of tokens already generated.")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="The same, times the count of the token.")
     repetition_penalty: float = Field(1.0, gt=0, description="Divides logits of tokens in prompt or output (1 is off).")
     logit_bias: dict[int, float] = Field({}, description="Added to the logits of single tokens.")
@@ -53,9 +53,9 @@ class SamplingParams(Spec):
         return self.temperature == 0
 
     def without_engine(self, kind: str) -> dict[str, Any]:
-        """These as options of `hone.model.incremental.write`, for a model that the engine cannot serve for its mixer `kind`.
+        """These as options of `hone.model.incremental.write`, for models whose mixer `kind` the engine cannot serve.
 
-        Raises SpecError for one that only the engine knows.
+        Raises SpecError for one that only the engine supports.
         """
         shared = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
         known = {*shared, "max_tokens", "seed", "stop_token_ids"}
@@ -63,7 +63,7 @@ class SamplingParams(Spec):
             if name not in known and getattr(self, name) != value:
                 raise SpecError(
                     f"{name} needs the engine, which serves no layers of mixer '{kind}'",
-                    fix=f"leave {name} out, or take a model of attention layers",
+                    fix=f"leave {name} out, or use a model of attention layers",
                 )
         return {
             "num_tokens": self.max_tokens,
@@ -95,10 +95,10 @@ class TokenLogprob:
 
 @dataclass
 class Output:
-    """What one engine step brought for one request: new tokens, new text, and whether it is over.
+    """One request's result of one engine step: new tokens, new text, and whether it is finished.
 
-    `prompt_logprobs` comes once, complete, with the first output; its first entry is None. `text` never ends inside a
-    UTF-8 character and holds back what may become a stop text.
+    The first output has all `prompt_logprobs`, the first of them None. `text` never ends inside a UTF-8 character or with
+    the possible start of a stop text.
     """
 
     request_id: str
@@ -114,7 +114,7 @@ class Output:
     num_cached_tokens: int = 0
 
     def extend(self, later: Output) -> None:
-        """Adds what a later step brought for the same request."""
+        """Appends a later output of the same request."""
         self.tokens += later.tokens
         self.text += later.text
         self.logprobs += later.logprobs
@@ -139,7 +139,7 @@ class Completion:
     num_cached_tokens: int = 0
 
     def take(self, output: Output) -> None:
-        """Adds what a step brought."""
+        """Appends an output of the request."""
         self.tokens += output.tokens
         self.text += output.text
         self.logprobs += output.logprobs
@@ -151,7 +151,7 @@ class Completion:
 
 
 def joined(outputs: Iterable[Output]) -> list[Output]:
-    """One output a request: what came in several pieces is put together, up to its end."""
+    """One output per request: several outputs of a request are joined, up to its end."""
     joined: list[Output] = []
     growing: dict[str, Output] = {}
     for output in outputs:

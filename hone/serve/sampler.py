@@ -1,10 +1,10 @@
 """From logits to tokens: penalties, filters, and draws that depend on (seed, position, token) alone, never on the batch.
 
 A draw is Gumbel-max: argmax of logits + noise, with the noise of each (seed, position, token) a hash of the three
-(as in vLLM's second model runner). So a seeded request gives the same text in any company, before or after a
+(as in vLLM's second model runner). So a seeded request gives the same text in any batch, before or after a
 preemption, and no softmax is needed.
 
-Legend: E entries (one per token to choose), V vocabulary.
+Legend: E entries (one per token to draw), V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hone.serve.step import Sampling
 __all__ = ["ACCEPT", "GUMBEL", "RESIDUAL", "Chosen", "Sampler", "logprobs", "uniform"]
 
 _LOGPROB_TOKENS = 256
-"""Tokens whose float32 log-probabilities exist at a time: what scoring a long prompt may need beside the model."""
+"""Tokens whose float32 log-probabilities exist at once: bounds the memory for scoring a long prompt."""
 
 
 @dataclass
 class Chosen:
-    """The token chosen for an entry; `finite` is False when its logits were not numbers (the token is then void)."""
+    """The token chosen for an entry; `finite` is False when its logits had NaN or infinity (the token is then invalid)."""
 
     token: int
     finite: bool
@@ -129,7 +129,7 @@ class Sampler:
         )
 
     def _draw_at_once(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """`draw` in a few kernels: thresholds without a sort, noise made where it is added."""
+        """`draw` in a few kernels: thresholds without a sort, noise computed where it is added."""
         drawn = ~sampling.greedy
         return sample(
             logits,
@@ -141,7 +141,7 @@ class Sampler:
         )
 
     def noise(self, sampling: Sampling, streams: Sequence[int] | None = None) -> Tensor:
-        """Gumbel noise float64 [E, V]: the same for the same (seed, position, token, stream), whatever the batch.
+        """Gumbel noise float64 [E, V]: equal for equal (seed, position, token, stream), in any batch.
 
         `streams` names each entry's stream, GUMBEL when None.
         """
@@ -160,8 +160,8 @@ def _indices(values: np.ndarray, like: Tensor) -> Tensor:
 def logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """Log-probability of tokens[i] under logits[i] (float32 [N, V]) and of the counts[i] most likely tokens.
 
-    A token that is the most likely one has exactly the first alternative's number. When alternatives are asked for and
-    the token is not among them, it stands after them.
+    The most likely token has exactly the first alternative's value. A token that is not among the requested alternatives
+    is appended to them.
     """
     found = []
     for start in range(0, len(tokens), _LOGPROB_TOKENS):

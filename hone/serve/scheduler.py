@@ -1,8 +1,8 @@
-"""Which sequences run in the next step: all that decode, then prompts in chunks with what is left of the token budget.
+"""Chooses the sequences of the next step: all that decode, then prompts in chunks with the rest of the token budget.
 
 Continuous batching: Yu et al. 2022 (Orca, OSDI). Chunked prefill beside decode: Agrawal et al. 2023, arXiv:2308.16369.
-A sequence that finds no free page takes those of the least important newest sequence, which starts again later
-(preemption by recomputation); what it had computed is often still in the prefix cache then.
+When no page is free, the newest sequence of the lowest priority is preempted by recomputation: it frees its pages and
+starts again later, often with a part of its tokens still in the prefix cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = Literal["waiting", "running", "done"]
 
 @dataclass(eq=False)
 class Seq:
-    """One request that is being served: its tokens so far, and how many of them are computed, in which pages."""
+    """One unfinished request: its tokens so far, the number of computed ones, and their pages."""
 
     request: Request
     arrival: int
@@ -34,7 +34,7 @@ class Seq:
     num_computed: int = 0  # tokens whose keys and values are in the pages
     num_cached: int = 0  # of the prompt, found in the prefix cache at first admission
     drafted: int = 0  # tokens whose keys and values are in the draft model's cache
-    published: int = 0  # full pages made findable
+    published: int = 0  # full pages in the prefix cache
     key: bytes = b""  # key of the last published page
     num_preemptions: int = 0
     speculates: bool = False
@@ -48,7 +48,7 @@ class Seq:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Lower is served first."""
+        """The lowest is scheduled first."""
         return (self.request.priority, self.arrival)
 
     @property
@@ -63,10 +63,10 @@ class Seq:
 
 @dataclass
 class Work:
-    """What a sequence does in this step: `count` tokens from `start` on.
+    """One sequence's part of a step: `count` tokens from `start` on.
 
-    `lookahead` is how many guesses may follow. The drafter then says how many do (`num_guesses`), which (`guesses`; empty
-    when a draft model makes them in the step), and what the draft model reads before (`draft_start`, `draft_count`).
+    `lookahead` is the most guesses that may follow. The drafter sets their number (`num_guesses`), the tokens (`guesses`;
+    empty when a draft model computes them in the step), and the draft model's input (`draft_start`, `draft_count`).
     """
 
     seq: Seq
@@ -80,7 +80,7 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """True when the step brings the sequence's next token."""
+        """True when the step computes the sequence's next token."""
         return self.start + self.count == len(self.seq.tokens)
 
 
@@ -121,7 +121,7 @@ class Scheduler:
         self.num_waiting += 1
 
     def finish(self, seq: Seq) -> list[int]:
-        """Takes a sequence out, waiting or running; returns the pages whose content is lost."""
+        """Removes a waiting or running sequence; returns the pages whose content is lost."""
         if seq.state == "waiting":
             self.num_waiting -= 1
         elif seq.state == "running":
@@ -132,11 +132,11 @@ class Scheduler:
         return gone
 
     def waiting(self) -> Iterator[Seq]:
-        """Sequences that wait, in no particular order."""
+        """Waiting sequences, in no particular order."""
         return (seq for _, seq in self._waiting if seq.state == "waiting")
 
     def schedule(self) -> tuple[list[Work], list[int]]:
-        """The next step's work, decoding sequences first, and the pages newly given out (to be wiped before use)."""
+        """The next step's work, decoding sequences first, and the newly allocated pages (to be wiped before use)."""
         fresh: list[int] = []
         work = self._decode(fresh)
         budget = self.max_num_batched_tokens - sum(item.count + item.lookahead for item in work)
@@ -145,7 +145,7 @@ class Scheduler:
         return work + self._chunks(prefilling, budget), fresh
 
     def _decode(self, fresh: list[int]) -> list[Work]:
-        """One token for every decoding sequence, the most important first; others may be preempted to make room."""
+        """One token for every decoding sequence, by rank; the last may be preempted to free pages."""
         work = []
         seqs = [seq for seq in self.running if seq.decoding]
         if any(seq.request.priority for seq in seqs):
@@ -154,7 +154,7 @@ class Scheduler:
         lookahead = self.lookahead if pays else 0
         for seq in seqs:
             if seq.state != "running":
-                continue  # preempted for a sequence before it
+                continue  # preempted by an earlier sequence
             length = len(seq.tokens)
             extra = max(0, min(lookahead, seq.max_tokens - length - 1)) if seq.speculates else 0
             if extra and not self._grow(seq, length + extra, fresh):
@@ -170,7 +170,7 @@ class Scheduler:
         return work
 
     def _grow(self, seq: Seq, length: int, fresh: list[int]) -> bool:
-        """Pages for `length` tokens; False when there are not enough."""
+        """Allocates pages for `length` tokens; False when there are too few."""
         missing = -(-length // self.pool.block_size) - len(seq.pages)
         if missing <= 0:
             return True
@@ -182,7 +182,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Seq, fresh: list[int]) -> None:
-        """Sends a running sequence back to wait; it is computed again later, from its start or what is still cached."""
+        """Moves a running sequence to the waiting ones; it is computed again later, except for tokens still cached."""
         self.running.remove(seq)
         self.pool.free(seq.pages)
         seq.pages = []
@@ -192,7 +192,7 @@ class Scheduler:
         self.add(seq)
 
     def _admit(self, budget: int, prefilling: list[Seq], fresh: list[int]) -> list[Seq]:
-        """Admits waiting sequences in order of rank, as long as places, budget and pages for all their tokens last."""
+        """Admits waiting sequences by rank, while max_num_seqs, token budget and pages for all their tokens allow."""
         admitted: list[Seq] = []
         if self.batching == "static" and self.running:
             return admitted
@@ -211,7 +211,7 @@ class Scheduler:
         return admitted
 
     def _find_pages(self, seq: Seq, fresh: list[int]) -> bool:
-        """Gives a waiting sequence pages for all its tokens, cached ones first; one page a running sequence stays free."""
+        """Allocates pages for all tokens of a waiting sequence, cached ones first; keeps one page per running sequence free."""
         scoring = seq.prompt_logprobs is not None and seq.num_output == 0  # every position must be computed
         cached = [] if scoring else self.pool.match(seq.tokens, seq.request.salt)
         size = self.pool.block_size
@@ -220,7 +220,7 @@ class Scheduler:
             self.pool.free(cached)
             return False
         pages = self.pool.allocate(missing)
-        assert pages is not None, "the pool promised enough pages"
+        assert pages is not None, "the pool had enough pages"
         fresh += pages
         seq.pages = cached + pages
         seq.num_computed = seq.drafted = len(cached) * size
@@ -233,7 +233,7 @@ class Scheduler:
         return True
 
     def _chunks(self, seqs: list[Seq], budget: int) -> list[Work]:
-        """Divides the budget: each prompt gets an equal part at most, and what some leave goes to the others in order."""
+        """Divides the budget: at most an equal part for each prompt; unused parts go to the others in order."""
         work = []
         wants = [len(seq.tokens) - seq.num_computed for seq in seqs]
         for position, (seq, want) in enumerate(zip(seqs, wants)):
@@ -248,9 +248,9 @@ class Scheduler:
         return work
 
     def advance(self, seq: Seq, computed: int, drafted: int | None = None) -> None:
-        """After a step: `computed` tokens of the sequence are in its pages; full pages become findable.
+        """After a step: `computed` tokens of the sequence are in its pages; full pages enter the prefix cache.
 
-        With a draft model a page counts only when the draft's keys are in it too (`drafted` tokens).
+        With a draft model only pages that also hold the draft model's keys (`drafted` tokens) are entered.
         """
         seq.num_computed = computed
         if not self.pool.enable_prefix_caching:

@@ -1,4 +1,4 @@
-"""An engine's sizes from its spec, its model and its device: sequences, tokens a step, pages of the cache, threads."""
+"""An engine's sizes from its spec, its model and its device: sequences, tokens per step, pages of the cache, threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
 """Model and step up to which one CPU thread is faster than several; measured on two cores, idle and busy."""
 
 GPU_SEQS, GPU_TOKENS = 512, 8192
-"""A server's defaults: a step of that many sequences keeps a GPU's products busy, and a prompt of that many tokens
+"""Defaults of a server: a step of that many sequences saturates a GPU's products, and a prefill chunk of that many tokens
 takes a few hundred milliseconds at most. (vLLM: 256 to 1,024 sequences, 2,048 to 16,384 tokens.)"""
 
 SMALL_GPU_BYTES, SMALL_GPU_SEQS = 40 << 30, 256
-"""GPUs with less memory hold the caches of fewer sequences."""
+"""Defaults of GPUs with less memory, which hold the caches of fewer sequences."""
 
 CORE_SEQS, CORE_TOKENS = 32, 512
-"""The same for each CPU core, up to a GPU's: beyond that a step only takes longer."""
+"""The same per CPU core, up to a GPU's: beyond that a step only takes longer."""
 
 
 def sized(spec: EngineSpec, machine: Machine) -> EngineSpec:
@@ -43,7 +43,7 @@ def sized(spec: EngineSpec, machine: Machine) -> EngineSpec:
 
 
 class Memory(NamedTuple):
-    """Memory of a device: what is free, and all of it."""
+    """Free and total bytes of a device's memory."""
 
     device: str
     free: float
@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> Memory:
-        """That of `device` at this moment."""
+        """The memory of `device` now."""
         if device.type == "cuda":
             torch.cuda.empty_cache()
             return cls(str(device), *torch.cuda.mem_get_info(device))
@@ -60,7 +60,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, machine: Machine) -> Memory:
-        """That of a machine before work begins; of this machine's CPU what is free now, since others use it too."""
+        """The memory of an idle machine; for this machine's CPU the memory that is free now."""
         free = machine.free_memory_bytes
         if not machine.device.startswith("cuda"):
             free = min(free, psutil.virtual_memory().available)
@@ -76,21 +76,21 @@ def cache_pages(
     weights: float = 0,
     work: float = 0,
 ) -> int:
-    """Pages for an engine whose page takes `one` bytes (that of a draft model, which shares page numbers, included).
+    """Number of pages for an engine whose page takes `one` bytes (including a draft model's, which shares page numbers).
 
-    `spec` is `sized`. Without a count or bytes: what `max_num_seqs` longest sequences fill, at most
-    `gpu_memory_utilization` of the memory. `weights` bytes are still to be loaded, a step's `work` takes that many
-    more. Raises FitError when not even one page fits.
+    `spec` is `sized`. Without a count or bytes: enough for `max_num_seqs` sequences of `max_model_len`, at most
+    `gpu_memory_utilization` of the memory. `weights` bytes are still to be loaded, and a step needs `work` bytes more.
+    Raises FitError when not even one page fits.
     """
     device, free = memory.device, max(0.0, memory.free - weights)
     if spec.num_pages is not None:
-        # A CPU would hand out pages lazily and be killed for it in the middle of a request.
+        # A CPU allocates memory lazily: without this check the process would be killed in the middle of a request.
         if (spec.num_pages + 1) * one > free:
             raise FitError(
                 f"{spec.num_pages} pages of {human_bytes(one)} are {human_bytes((spec.num_pages + 1) * one)}, "
                 f"{device} has {human_bytes(free)} free",
                 fix=f"at most engine.num_pages={max(0, int(free // one) - 1)} fit now; leave it out to size the cache by "
-                "what is free",
+                "the free memory",
             )
         return spec.num_pages
     if spec.kv_cache_memory_bytes is not None:
@@ -113,7 +113,7 @@ def cache_pages(
 
 
 def work_bytes(facts: ModelFacts, spec: EngineSpec, dtype: str, device: str) -> float:
-    """The most that one step of a `sized` engine holds beside weights and cache."""
+    """Peak bytes of one step of a `sized` engine beside weights and cache."""
     assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sized() fills both in"
     tokens, seqs = spec.max_num_batched_tokens, spec.max_num_seqs
     return serve_bytes(facts, max_tokens=tokens, max_num_seqs=seqs, dtype=dtype, device=device).value
@@ -130,6 +130,6 @@ def check_weights(folder: str, needed: int, device: torch.device) -> None:
 
 
 def step_threads(spec: EngineSpec, num_params: int, num_tokens: int, available: int) -> int:
-    """CPU threads for a step of `num_tokens`: one where meeting after every operation costs more than sharing saves."""
+    """CPU threads for a step of `num_tokens`: one where synchronization costs more than parallel work saves."""
     small = num_params <= _SMALL_PARAMS and 2 * num_params * num_tokens <= _SMALL_FLOPS
     return spec.num_threads or (1 if small else available)

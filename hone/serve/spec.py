@@ -1,6 +1,6 @@
-"""How an engine is set up: number formats, sizes, batching, drafter. Read by the CLI, so free of torch.
+"""The spec of an engine: dtypes, sizes, batching, drafter. Read by the CLI, so it never imports torch.
 
-Fields carry vLLM's names where vLLM has the field.
+Fields have vLLM's names where vLLM has the field.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EngineSpec(Spec):
-    """Number formats, sizes and policies of an `Engine`. Sizes that are empty come from the device."""
+    """Dtypes, sizes and policies of an `Engine`. Empty sizes are derived from the device."""
 
     renamed: ClassVar[dict[str, str | None]] = {
         "page_size": "block_size",
@@ -35,13 +35,13 @@ class EngineSpec(Spec):
     )
     draft: str | None = Field(None, description="Folder of the draft model, for speculative decoding.")
     drafter: Annotated[Technique, Choice(DRAFTERS)] | None = Field(
-        None, description="What guesses tokens ahead; with a draft model, draft_model when empty."
+        None, description="Technique that drafts tokens ahead; empty is draft_model with a draft model, else none."
     )
     max_num_seqs: int | None = Field(
-        None, ge=1, description="Sequences that run at once; empty for what suits the device."
+        None, ge=1, description="Most sequences of one step; empty for the device's default."
     )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="Most tokens of one step, decode and prefill together; empty for what suits the device."
+        None, ge=1, description="Most tokens of one step, decode and prefill together; empty for the device's default."
     )
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output; empty for the model's own.")
     block_size: int = Field(16, ge=1, le=1024, description="Tokens in a page (block) of the KV cache.")
@@ -50,16 +50,16 @@ class EngineSpec(Spec):
         None, ge=1, description="Bytes of the KV cache; empty to size it by gpu_memory_utilization."
     )
     gpu_memory_utilization: float | None = Field(
-        None, gt=0, le=1, description="Part of a GPU's memory for weights, work and cache together (0.9); on a CPU the "
+        None, gt=0, le=1, description="Part of a GPU's memory for weights, activations and cache together (0.9); on a CPU the "
         "part of the free memory for the cache (0.3). The cache takes at most what max_num_seqs longest sequences fill."
     )  # fmt: skip
-    enable_prefix_caching: bool = Field(True, description="Share the pages of equal prompt beginnings.")
+    enable_prefix_caching: bool = Field(True, description="Share the pages of equal prompt prefixes.")
     batching: Literal["continuous", "static"] = Field(
         "continuous", description="static: no request joins a running batch."
     )
-    max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are turned away.")
+    max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are rejected.")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of a step; empty for one in small steps, where threads wait more than work."
+        None, ge=1, description="CPU threads of a step; empty for one in small steps, where synchronization costs more than it saves."
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -67,11 +67,11 @@ class EngineSpec(Spec):
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:
             raise ValueError(
-                f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}: some sequences would never get a token"
+                f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}: some sequences would never be scheduled"
             )
         if self.kv_cache_dtype in ("fp8", "int8"):
             raise SpecError(
                 f"engine.kv_cache_dtype is {self.kv_cache_dtype}: the engine does not serve from 8-bit pages yet",
-                fix="take auto, float32, bfloat16 or float16",
+                fix="use auto, float32, bfloat16 or float16",
             )
         return self

@@ -44,11 +44,11 @@ _WAYS = {
 
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0, "ignore_eos": True}
-"""How the texts are drawn that show what a model writes; the measured requests are greedy."""
+"""Sampling parameters of the sample texts; the measured requests are greedy."""
 
 
 class Serve(Stage):
-    """Serves prompts from the validation text, `concurrency` at a time, greedily, and measures."""
+    """Measures serving of greedy requests with prompts from the validation text, `concurrency` at a time."""
 
     stage: ClassVar[str] = "serve"
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": True, "draft": False}
@@ -66,11 +66,11 @@ class Serve(Stage):
         for name in ("prompt_tokens", "output_tokens"):
             least, most = getattr(self, name)
             if not 1 <= least <= most:
-                raise ValueError(f"{name} {least}..{most} is no range of positive numbers")
+                raise ValueError(f"{name} {least}..{most} is not a range of positive numbers")
         return self
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
-        """Time, rate and memory, from the steps that the engine will take. Raises SpecError when inputs do not go together."""
+        """Time, rate and memory, from the engine's expected steps. Raises SpecError for inputs that do not fit together."""
         from hone.serve.planning import estimates
 
         model, data = need(facts, "model", CheckpointFacts), need(facts, "data", DataFacts)
@@ -89,12 +89,12 @@ class Serve(Stage):
             )
         if self.engine.draft is not None:
             raise SpecError(
-                f"engine.draft is {self.engine.draft}, a folder whose content would be no part of what is measured",
+                f"engine.draft is {self.engine.draft}, a folder whose content would not be recorded with the figures",
                 fix="give the draft model as an input: draft: NAME in a recipe, --from.draft=FOLDER on the command line",
             )
 
     def _traffic(self, text_tokens: int) -> Traffic:
-        """The run's requests in numbers. Exact when data and model share a tokenizer: lengths are drawn with the places."""
+        """The run's requests in numbers; exact when data and model share a tokenizer, because lengths are drawn with the places."""
         most = self.shared_prefix + self.prompt_tokens[1]
         if text_tokens < most:
             raise too_short(text_tokens, most)
@@ -124,7 +124,7 @@ class Serve(Stage):
         with draft.measuring(Window(run.device)):
             engine = Engine(model.folder, self.engine, draft=guesser.folder if guesser else None, device=run.device)
             run.say(engine.sizes)
-            engine.generate([workload.prompts[0]], workload.params(0))  # the first call pays for set-up once
+            engine.generate([workload.prompts[0]], workload.params(0))  # the first call includes one-time set-up
             engine.pool.clear()
             before = engine.stats()
             with Window(run.device) as serving:
@@ -170,7 +170,7 @@ class Serve(Stage):
 
 @dataclass
 class Timing:
-    """When one request's tokens came, in seconds since the run began."""
+    """Arrival times of one request's tokens, in seconds since the run began."""
 
     request: int
     prompt_tokens: int
@@ -234,10 +234,10 @@ def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> lis
 
 
 def _samples(engine: Engine, workload: Workload) -> list[dict[str, Any]]:
-    """Continuations of the first documents, one at a time and seeded: the same whatever ran before.
+    """Continuations of the first documents, one at a time and seeded, so independent of earlier requests.
 
-    Drawn, since the most likely token of a small model is soon the same again and again. A penalty turns speculation
-    off, so that a draft model changes nothing here either.
+    Sampled, because greedy decoding of a small model soon repeats itself. A penalty turns speculation off, so that a draft
+    model changes nothing here either.
     """
     from hone.serve.request import SamplingParams
 

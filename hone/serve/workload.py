@@ -13,7 +13,7 @@ from hone.base.lazy import lazy
 np = lazy("numpy")
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 64
-"""Texts that a run writes after it was measured, and tokens of each."""
+"""Number of sample texts generated after the measurement, and tokens of each."""
 
 _SAMPLE_PROMPT_TOKENS = 24
 
@@ -28,7 +28,7 @@ class Workload:
     sample_prompts: list[list[int]]
 
     def params(self, place: int) -> Any:
-        """Greedy, of exactly the planned length."""
+        """Greedy parameters of request `place`, with exactly the planned length."""
         from hone.serve.request import SamplingParams
 
         return SamplingParams(max_tokens=self.output_tokens[place], temperature=0, ignore_eos=True)
@@ -44,7 +44,7 @@ def make_workload(
     shared_prefix: int,
     seed: int,
 ) -> Workload:
-    """Draws lengths and text places from `seed`; prompts are pieces of the validation split in the model's tokens.
+    """Draws lengths and text positions from `seed`; prompts are pieces of the validation split in the model's tokens.
 
     Raises SpecError when the split is shorter than a prompt.
     """
@@ -75,7 +75,7 @@ def too_short(text_tokens: int, most: int) -> SpecError:
 def draw_requests(
     num_requests: int, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int], text_tokens: int, seed: int
 ) -> list[tuple[int, int, int]]:
-    """(own tokens of the prompt, tokens of the output, place in a text of `text_tokens`) of every request, from `seed`."""
+    """(own prompt tokens, output tokens, position in a text of `text_tokens`) of every request, from `seed`."""
     random = np.random.Generator(np.random.Philox(seed))
     drawn = []
     for _ in range(num_requests):
@@ -86,7 +86,7 @@ def draw_requests(
 
 
 def _in_model_tokens(text: Any, starts: Any, data: Path, model: Path) -> tuple[Any, Any]:
-    """The tokens as they are when data and model share a tokenizer, else decoded and encoded again."""
+    """The tokens unchanged if data and model share a tokenizer, else decoded and encoded again."""
     from hone.model.tokenizer import load_tokenizer, tokenizers_differ
 
     if not tokenizers_differ(data, model):

@@ -238,7 +238,7 @@ def test_a_failing_pass_with_a_draft_ends_only_its_row(monkeypatch):
 def test_drafter_and_draft_model_belong_together():
     with pytest.raises(SpecError, match="needs a draft model"):
         Engine(MODEL, EngineSpec(drafter="draft_model", num_pages=8))
-    with pytest.raises(SpecError, match="no use for a draft model"):
+    with pytest.raises(SpecError, match="uses no draft model"):
         Engine(MODEL, EngineSpec(drafter="prompt_lookup", num_pages=8), draft=DRAFT)
     with pytest.raises(SpecError, match="same tokenizer"):
         Engine(MODEL, EngineSpec(num_pages=8), draft=decoder(0, vocab_size=50))

@@ -73,7 +73,7 @@ def test_figures_and_forecasts_are_there(tmp_path, tiny_llama, data):
 
 
 def test_a_request_that_would_be_cut_short_is_said(tmp_path, tiny_llama, data):
-    with pytest.raises(FitError, match="the engine holds 48 of one"):
+    with pytest.raises(FitError, match="max_model_len is 48"):
         serve(tmp_path, tiny_llama, data, prompt_tokens=(20, 20), output_tokens=(60, 60), engine={"max_model_len": 48})
 
 

@@ -1,4 +1,4 @@
-"""The endpoints of the OpenAI API (and the usual ones beside it) as a FastAPI application."""
+"""The endpoints of the OpenAI API and vLLM's additional ones as a FastAPI application."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_app(front: Front) -> FastAPI:
 
 
 def _wrap(front: Front, path: str, handler: Handler, guarded: bool) -> Handler:
-    """`handler` with the API key checked, its ApiErrors answered, its replies counted."""
+    """Wraps `handler`: checks the API key, turns ApiErrors into replies, and counts replies."""
 
     async def endpoint(request: HttpRequest) -> Response:
         try:
@@ -74,7 +74,7 @@ def _wrap(front: Front, path: str, handler: Handler, guarded: bool) -> Handler:
         except ApiError as error:
             reply = _error_reply(error, {"x-request-id": front.request_id(request)})
         except ClientDisconnect:
-            reply = Response(status_code=400)  # it left while sending; nobody reads this
+            reply = Response(status_code=400)  # the client disconnected while sending
         front.metrics.replied(path, reply.status_code)
         return reply
 
@@ -112,7 +112,7 @@ class Generation:
         """POST /v1/completions."""
         body, headers = await self._front.read(request, CompletionBody)
         given = split_prompts(body.prompt, self._front.prompts.vocab_size)
-        self._front.admit(len(given) * (body.n or 1))  # before any work on them
+        self._front.admit(len(given) * (body.n or 1))  # before any other work
         prompts = await self._front.prompts.of_completion(body, given)
         scores_prompt = body.echo and body.logprobs is not None
         requests = [
@@ -139,7 +139,7 @@ class Generation:
     def _request(
         self, body: GenerationBody, prompt: PromptTokens, copy: int, max_tokens: int, scores_prompt: bool
     ) -> Request:
-        """One sequence. The copies of an `n` take the seeds that follow the first one's."""
+        """The engine's request of one choice. Choice i of `n` uses the seed + i."""
         for kind, ids in (("stop_token_ids", body.stop_token_ids), ("logit_bias", list(body.logit_bias or {}))):
             if ids:
                 check_ids(ids, self._front.prompts.vocab_size, kind)
@@ -171,13 +171,13 @@ class Generation:
         finally:
             job.close()
         if whole is None:
-            return Response(status_code=499)  # it left; nobody reads this
+            return Response(status_code=499)  # the client disconnected
         return Response(whole, headers=headers, media_type="application/json")
 
     def _reply(self, body: GenerationBody, request_id: str, prompts: list[PromptTokens]) -> Reply:
         labels = self._labels[bool(body.return_tokens_as_token_ids)]
         if self._front.prompts.tokenizer is None:
-            body.return_token_ids = True  # nothing else could be read
+            body.return_token_ids = True  # without a tokenizer there is no text
         more: dict[str, Any] = {
             "created": int(time.time()),
             "model": body.model or self._front.settings.names[0],
@@ -230,7 +230,7 @@ class TokenEndpoints:
         return json_reply({"prompt": tokenizer.decode(ids, skip_special_tokens=False)}, headers)
 
     async def info(self, request: HttpRequest) -> Response:
-        """What a remote client needs to know about the tokenizer (lm-eval reads it)."""
+        """Facts about the tokenizer for remote clients (lm-eval reads them)."""
         tokenizer = self._front.prompts.need_tokenizer("model")
         eos = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         return json_reply(
@@ -269,11 +269,11 @@ class StateEndpoints:
         """One served name."""
         name = request.path_params["name"]
         if name not in self._front.settings.names:
-            raise ApiError(404, f"no model '{name[:100]}' here", param="model", code="model_not_found")
+            raise ApiError(404, f"this server has no model '{name[:100]}'", param="model", code="model_not_found")
         return json_reply(self._card(name))
 
     async def health(self, request: HttpRequest) -> Response:
-        """200 while the engine makes progress or has nothing to do; 503 with the reason otherwise."""
+        """200 while the engine makes progress or is idle; 503 with the reason otherwise."""
         engine = self._front.engine
         trouble = engine.trouble(self._front.settings.stall_s)
         value = {

@@ -1,4 +1,4 @@
-"""What stands between HTTP and the engine: reading and admitting requests, and following one until its reply is out."""
+"""The layer between HTTP and the engine: reads and admits requests, and tracks each until its reply is sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """What the HTTP side needs of a `ServerSpec`."""
+    """The fields of a `ServerSpec` that the HTTP side uses."""
 
     names: tuple[str, ...]
     api_key: str = ""
@@ -43,7 +43,7 @@ class FrontSettings:
 
 
 class Front:
-    """Everything the routes share: the engine's handle, the tokenizer, the limits, the metrics."""
+    """State shared by the routes: the engine's handle, the tokenizer, the limits, the metrics."""
 
     def __init__(self, engine: EngineProcess, prompts: Prompts, settings: FrontSettings) -> None:
         self.engine = engine
@@ -58,18 +58,18 @@ class Front:
     # ---- requests in ------------------------------------------------------------------------------------------------
 
     async def read(self, request: HttpRequest, kind: type[AnyBody]) -> tuple[AnyBody, dict[str, str]]:
-        """The checked body of `request` and the headers its reply must carry. Raises ApiError."""
+        """The checked body of `request` and the headers of its reply. Raises ApiError."""
         content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError(415, f"send the header 'Content-Type: application/json', not '{content_type[:80]}'")
         raw = await self._raw(request)
-        # A large body is parsed beside the event loop, which must keep streaming to others.
+        # A large body is parsed in a thread, because the event loop must keep streaming to other clients.
         body = await asyncio.to_thread(parse_body, raw, kind) if len(raw) > _THREAD_BYTES else parse_body(raw, kind)
         model = getattr(body, "model", None)
         if model is not None and model not in self.settings.names:
             raise ApiError(
                 404,
-                f"no model '{bounded(model, 100)}' here; this server has: {', '.join(self.settings.names)}",
+                f"no model '{bounded(model, 100)}'; this server has: {', '.join(self.settings.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -105,14 +105,14 @@ class Front:
             raise ApiError(401, "wrong or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key")
 
     def request_id(self, request: HttpRequest, body: GenerationBody | None = None) -> str:
-        """The client's x-request-id header or request_id field when it is a plain word, else a new one."""
+        """The client's x-request-id header or request_id field if it is one word, else a new one."""
         for given in (request.headers.get("x-request-id"), None if body is None else body.request_id):
             if given and _REQUEST_ID.fullmatch(given):
                 return given
         return uuid.uuid4().hex
 
     def admit(self, count: int) -> None:
-        """Raises ApiError 400 for more sequences than ever fit, 503 with Retry-After when the queue is full."""
+        """Raises ApiError 400 for more sequences than the queue holds, 503 with Retry-After when it is full."""
         capacity = self.engine.facts.max_num_seqs + self.settings.max_queue
         if count > capacity:
             raise ApiError(400, f"{count} sequences in one request; this server holds at most {capacity}", param="n")
@@ -122,18 +122,18 @@ class Front:
             self.metrics.rejected("queue_full")
             raise ApiError(
                 503,
-                f"the queue is full: {self.engine.outstanding} of {capacity} sequences are in work",
+                f"the queue is full: {self.engine.outstanding} of {capacity} sequences are in progress",
                 code="queue_full",
                 retry_s=self.retry_s,
             )
 
     @property
     def retry_s(self) -> int:
-        """Seconds after which a client that was turned away may come again: a second for each round of running sequences."""
+        """Seconds after which a rejected client may retry: one second per round of running sequences."""
         return 1 + self.engine.outstanding // max(self.engine.facts.max_num_seqs, 1)
 
     def job(self, body: GenerationBody, reply: Reply, request_id: str, prompts: list[Request]) -> Job:
-        """Hands `prompts` (one a choice of `reply`, ids still empty) to the engine."""
+        """Submits `prompts` (one per choice of `reply`, without ids) to the engine."""
         for request in prompts:
             self._serial += 1
             request.id = f"{self._serial}-{request_id}"
@@ -146,7 +146,7 @@ class Front:
     # ---- state out --------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
-        """The engine's latest figures and the front's own, for /metrics."""
+        """The latest figures of the engine and of this object, for /metrics."""
         return {
             **self.engine.stats,
             "requests_outstanding": self.engine.outstanding,
@@ -156,7 +156,7 @@ class Front:
 
 
 class Job:
-    """One client request under way: its choices, what the engine delivered for them, its times."""
+    """One client request in progress: its choices, the engine's outputs for them, its times."""
 
     def __init__(self, front: Front, reply: Reply, requests: list[Request]) -> None:
         self._front = front
@@ -175,7 +175,7 @@ class Job:
         self._wake.set()
 
     async def whole(self) -> bytes:
-        """Waits for all choices; the response object as JSON. Raises ApiError when one of them fails."""
+        """Waits for all choices; returns the response object as JSON. Raises ApiError if one of them fails."""
         while self._open:
             await self._wake.wait()
             for _ in self._take():
@@ -185,7 +185,7 @@ class Job:
         return dump(self._reply.whole())
 
     async def events(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Sends every event as it comes, [DONE] at last; an error becomes an event."""
+        """Yields every event when it arrives, then [DONE]; an error becomes an event."""
         self._ping_later()
         parts: list[bytes] = []
         try:
@@ -206,7 +206,7 @@ class Job:
         await send(b"".join(parts))
 
     def _ping_later(self) -> None:
-        # A comment now and then keeps proxies from closing a stream that waits in the queue.
+        # Periodic comments keep proxies from closing a stream whose request waits in the queue.
         def ping() -> None:
             self._wake.set()
             self._ping_later()
@@ -214,7 +214,7 @@ class Job:
         self._timer = asyncio.get_running_loop().call_later(_PING_S, ping)
 
     def close(self) -> None:
-        """Aborts what is not finished: the client went away, or another choice failed."""
+        """Aborts unfinished choices: the client disconnected, or another choice failed."""
         if self._open:
             self._front.engine.abort(self._open)
             for _ in self._open:
@@ -222,7 +222,7 @@ class Job:
             self._open.clear()
 
     def _take(self) -> Iterator[tuple[Choice, Output]]:
-        """What was delivered since the last call, one by one as it is entered into its choice.
+        """Yields the outputs delivered since the last call, each after it is added to its choice.
 
         Raises ApiError for a failed choice.
         """

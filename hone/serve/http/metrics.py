@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server under hone's own names, and on request under another engine's prefix as well."""
+"""Prometheus metrics of the server under the prefix `hone`, and optionally also under another engine's prefix."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _COUNTERS = {*_USUAL_NAMES.values(), "steps"} - {"num_requests_running", "num_re
 class ServerMetrics:
     """Counters and histograms of one server, in a registry of its own.
 
-    `engine_stats` gives the engine's latest figures; each becomes the gauge `hone:<name>`. `alias` ('vllm') repeats
-    every line under that prefix, for dashboards made for another engine.
+    `engine_stats` returns the engine's latest figures; each becomes the gauge `hone:<name>`. `alias` ('vllm') repeats
+    every line under that prefix, for dashboards of another engine.
     """
 
     def __init__(self, model: str, engine_stats: Callable[[], dict[str, float]], alias: str = "") -> None:
@@ -49,31 +49,31 @@ class ServerMetrics:
         self.first_token_s = histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self.between_tokens_s = histogram("inter_token_latency_seconds", "Between two outputs of a request.", _SECONDS)
         self.per_token_s = histogram(
-            "request_time_per_output_token_seconds", "First to last token, a token, per request.", _SECONDS
+            "request_time_per_output_token_seconds", "Time per output token after the first, per request.", _SECONDS
         )
         self.latency_s = histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
         self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_size = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
-        self.choices = histogram("request_params_n", "Choices asked for.", _COUNTS)
-        self.max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", _TOKENS)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens taken.")
+        self.choices = histogram("request_params_n", "Choices requested (n).", _COUNTS)
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens requested.", _TOKENS)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens received.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self.generated_tokens = counter("generation_tokens", "Tokens generated.")
         self._finished = counter("request_success", "Sequences ended, by reason.", "finished_reason")
         self._replies = counter("http_replies", "HTTP replies, by endpoint and status.", "endpoint", "status")
-        self._rejections = counter("admission_rejections", "Requests turned away, by reason.", "reason")
+        self._rejections = counter("admission_rejections", "Requests rejected, by reason.", "reason")
         self._registry.register(_EngineGauges(engine_stats, values))
 
     def finished(self, reason: str) -> None:
-        """One sequence ended with `reason`: stop, length, abort, error."""
+        """Counts one sequence that ended with `reason`: stop, length, abort, error."""
         self._finished.labels(**self._values, finished_reason=reason).inc()
 
     def replied(self, endpoint: str, status: int) -> None:
-        """One HTTP reply began; `endpoint` must be one of the server's own routes (bounded number of series)."""
+        """Counts one HTTP reply; `endpoint` must be one of the server's routes (bounds the number of series)."""
         self._replies.labels(**self._values, endpoint=endpoint, status=str(status)).inc()
 
     def rejected(self, reason: str) -> None:
-        """One request was turned away before the engine saw it."""
+        """Counts one request rejected before it reached the engine."""
         self._rejections.labels(**self._values, reason=reason).inc()
 
     def text(self) -> bytes:
@@ -85,7 +85,7 @@ class ServerMetrics:
 
 
 class _EngineGauges(Collector):
-    """The engine's figures as gauges, read when Prometheus asks."""
+    """The engine's figures as gauges, read when Prometheus scrapes."""
 
     def __init__(self, stats: Callable[[], dict[str, float]], values: dict[str, str]) -> None:
         self._stats = stats
@@ -95,13 +95,13 @@ class _EngineGauges(Collector):
         yield from self._families()
 
     def describe(self) -> Iterable[Metric]:
-        return []  # the names are known once the engine has spoken
+        return []  # the names are known only after the engine's first figures
 
     def _families(self) -> Iterator[Metric]:
         stats = dict(self._stats())
         if stats.get("pages_total"):
             stats["kv_cache_usage_perc"] = stats.get("pages_used", 0) / stats["pages_total"]
-            stats["pages"] = stats.pop("pages_total")  # Prometheus keeps _total for counters
+            stats["pages"] = stats.pop("pages_total")  # Prometheus reserves _total for counters
         for name, value in stats.items():
             name = _USUAL_NAMES.get(name, name)
             kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily

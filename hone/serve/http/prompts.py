@@ -1,4 +1,4 @@
-"""From a client's prompt or messages to token ids that fit the model's context, with the text to echo."""
+"""Turns a client's prompt or messages into token ids that fit the model's context, with the text to echo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hone.serve.http.protocol import (
 )
 from hone.serve.http.replies import PromptTokens
 
-_THREAD_CHARS = 20_000  # longer texts are encoded beside the event loop, which must keep streaming to others
+_THREAD_CHARS = 20_000  # longer texts are encoded in a thread, so that the event loop keeps streaming
 _TEMPLATE_OWN = ("messages", "add_generation_prompt", "self")
 
 
@@ -47,7 +47,7 @@ def read_tokenizer(folder: Path, chat_template: str) -> Tokenizer | None:
 
 
 class Prompts:
-    """Tokenizes for one model. Without a tokenizer only token ids are taken."""
+    """Tokenizes for one model. Without a tokenizer only token ids are accepted."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int) -> None:
         self.tokenizer = tokenizer
@@ -83,7 +83,7 @@ class Prompts:
         continue_final_message: bool,
         variables: dict[str, Any] | None,
     ) -> str:
-        """The text that the chat template makes of `messages`. Raises ApiError 400 when it cannot."""
+        """The text of `messages` in the chat template. Raises ApiError 400 when the template fails."""
         tokenizer = self.need_tokenizer("messages")
         plain = message_dicts(messages)
         if not tokenizer.has_chat_template:
@@ -101,7 +101,7 @@ class Prompts:
             text = tokenizer.chat(plain, add_generation_prompt=opened, **(variables or {}))
         except HoneError as error:
             raise ApiError(400, error.what, param="messages") from None
-        except Exception as error:  # the template is the model's and its variables are the client's: never our bug
+        except Exception as error:  # template and variables are not hone's code
             raise ApiError(400, f"the chat template fails: {type(error).__name__}: {error}", param="messages") from None
         if continue_final_message:
             last = plain[-1]["content"].strip()
@@ -129,7 +129,7 @@ class Prompts:
         tokenizer = self.need_tokenizer(param)
         if len(text) > _THREAD_CHARS:
             return await asyncio.to_thread(tokenizer.encode, text, special)
-        await asyncio.sleep(0)  # many prompts in one body must not hold the loop either
+        await asyncio.sleep(0)  # many prompts in one body must not block the event loop
         return tokenizer.encode(text, special)
 
     async def _encode(self, prompt: Prompt, *, special: bool) -> PromptTokens:
@@ -137,7 +137,7 @@ class Prompts:
             return PromptTokens(prompt)
         ids = await self.encode_text(prompt, special=special)
         if not ids:
-            raise ApiError(400, "the prompt is empty: it gives no token to continue", param="prompt")
+            raise ApiError(400, "the prompt is empty: there is no token to continue", param="prompt")
         return PromptTokens(check_ids(ids, self.vocab_size, "prompt"), prompt)
 
     def _truncate(self, prompt: PromptTokens, limit: int | None) -> None:
@@ -150,7 +150,7 @@ class Prompts:
         limit = self.max_model_len if limit == -1 else limit
         if len(prompt.ids) > limit:
             prompt.ids = prompt.ids[-limit:]
-            prompt.text = ""  # no longer the text that was sent
+            prompt.text = ""  # it no longer equals the prompt that was sent
 
     def max_tokens(self, prompt: PromptTokens, body: GenerationBody, wanted: int | None, default: int | None) -> int:
         """Tokens to generate after `prompt`: `wanted`, else `default` or the rest of the context.

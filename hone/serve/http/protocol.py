@@ -1,7 +1,7 @@
-"""What a client may send: the bodies of the OpenAI API and its usual extensions, checked, and errors in its form.
+"""Request bodies of the OpenAI API and its common extensions, checked, and errors in its form.
 
 Fields follow the OpenAI reference and vLLM's extensions. A field that would change the result and that hone does not
-have is refused by name; an unknown one is accepted and named in a header, as OpenAI's own server accepts it.
+support is an error; an unknown one is accepted and named in a header, as OpenAI's server accepts it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MESSAGE_CHARS = 400
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP `status`, and what goes into `{"error": {message, type, param, code}}`."""
+    """An error reply: HTTP `status`, and the values of `{"error": {message, type, param, code}}`."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON the client gets; its size does not depend on what the client sent."""
+        """The JSON for the client; its size is bounded for any request."""
         kinds = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bounded(text: str, limit: int = _MESSAGE_CHARS) -> str:
-    """`text`, cut in the middle to about `limit` characters, and safe to encode."""
+    """`text`, shortened in the middle to about `limit` characters, and safe to encode."""
     if len(text) > limit:
         text = f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
     return text.encode("utf8", "replace").decode("utf8")
@@ -65,7 +65,7 @@ def _text(value: Any) -> Any:
         try:
             value.encode("utf8")
         except UnicodeEncodeError:
-            raise ValueError("holds half of a surrogate pair, which is no character") from None
+            raise ValueError("contains half of a surrogate pair, which is no character") from None
     return value
 
 
@@ -92,7 +92,7 @@ class Body(BaseModel):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def refuse_what_hone_lacks(self) -> None:
-        """Raises ApiError for the first field in `refused` whose value is none of those that mean 'off'."""
+        """Raises ApiError for the first field in `refused` whose value does not mean 'off'."""
         for name, harmless in self.refused.items():
             value = (self.model_extra or {}).get(name)
             if value is not None and not any(value == off and type(value) is type(off) for off in harmless):
@@ -102,7 +102,7 @@ class Body(BaseModel):
 
     @property
     def unknown(self) -> list[str]:
-        """Names of fields this server does not know and therefore ignores."""
+        """Names of unknown fields, which the server ignores."""
         known = self.without_effect | set(self.refused)
         return [name for name in self.model_extra or {} if name not in known]
 
@@ -135,7 +135,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class GenerationBody(Body):
-    """The fields that both endpoints have."""
+    """The fields of both endpoints."""
 
     model: Text | None = None
     max_tokens: Int | None = None
@@ -170,12 +170,12 @@ class GenerationBody(Body):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """Alternatives to report beside each token; None when no logprobs were asked for."""
+        """Number of alternatives to report for each token; None without logprobs."""
         raise NotImplementedError
 
     @property
     def max_tokens_wanted(self) -> int | None:
-        """Tokens to generate at most; the newer name wins."""
+        """Most tokens to generate; max_completion_tokens has precedence over max_tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def sampling(self, *, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
@@ -221,7 +221,7 @@ class CompletionBody(GenerationBody):
 
 
 class Message(BaseModel):
-    """One chat message; further fields go to the template as they are."""
+    """One chat message; further fields are passed to the template."""
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[Text, Field(min_length=1, max_length=64)]
@@ -320,7 +320,7 @@ _API_NAMES = {"include_stop": "include_stop_str_in_output"}
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first complaint of pydantic as an ApiError, with how many more there are."""
+    """The first error of pydantic as an ApiError, with the number of the others."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
     first = details[0]
     names = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-"))]

@@ -1,4 +1,4 @@
-"""What a client gets back: OpenAI response objects, whole or as server-sent events, with logprobs and usage."""
+"""OpenAI response objects, whole or as server-sent events, with logprobs and usage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hone.serve.request import Output, TokenLogprob
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinity; clients expect this floor
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity; clients expect this minimum
 
 
 class TokenNames(Protocol):
-    """What replies need of a tokenizer."""
+    """The part of a tokenizer that replies use."""
 
     def token_bytes(self, token: int) -> bytes: ...
 
@@ -33,7 +33,7 @@ class PromptTokens:
 
 @dataclass
 class Choice:
-    """What has come so far of one choice of a reply."""
+    """The tokens and text received so far for one choice of a reply."""
 
     index: int
     prompt: PromptTokens
@@ -74,12 +74,12 @@ def floor(logprob: float) -> float:
 
 
 class Labels:
-    """Names tokens: their text, or `bytes:\\xNN` where a token is only a part of a character. Remembers every name."""
+    """Labels of tokens: their text, or `bytes:\\xNN` where a token is only a part of a character. Caches every label."""
 
     def __init__(self, tokenizer: TokenNames | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
-        self._names: dict[int, tuple[bytes, str]] = {}  # at most one a token of the vocabulary
+        self._names: dict[int, tuple[bytes, str]] = {}  # at most one per token of the vocabulary
 
     def bytes(self, token: int) -> bytes:
         return self._name(token)[0]
@@ -100,7 +100,7 @@ class Labels:
 
 
 class CompletionLogprobs:
-    """The four lists of /v1/completions; keeps its place in the text between two chunks of a stream."""
+    """The four lists of /v1/completions; keeps the text offset between two chunks of a stream."""
 
     def __init__(self, labels: Labels, special: frozenset[int]) -> None:
         self._labels = labels
@@ -110,18 +110,18 @@ class CompletionLogprobs:
         self._drop_space = False
 
     def start(self, prompt: PromptTokens) -> None:
-        """Says that the prompt's tokens come first (echo); its text may lack the space SentencePiece puts in front."""
+        """Starts with the prompt's tokens (echo); its text may lack the space that SentencePiece puts in front."""
         first = next((raw for token in prompt.ids if (raw := self._bytes(token))), b"")
         self._drop_space = first.startswith(b" ") and not prompt.text.startswith(" ")
 
     def lists(self, tokens: list[int], scored: list[TokenLogprob | None]) -> dict[str, list[Any]]:
-        """JSON for `tokens` with their `scored` (None: the first token of a prompt, which nothing predicts)."""
+        """JSON for `tokens` with their `scored` (None: the first token of a prompt, which has no logprob)."""
         out: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, one in zip(tokens, scored, strict=True):
             raw = self._bytes(token)
             if self._drop_space and raw:
                 raw, self._drop_space = raw[1:], False
-            if raw and not 0x80 <= raw[0] < 0xC0:  # no continuation: what was begun before stays broken
+            if raw and not 0x80 <= raw[0] < 0xC0:  # not a continuation byte: the character before stays incomplete
                 self._chars += len(self._decoder.decode(b"", final=True))
             out["text_offset"].append(self._chars)
             self._chars += len(self._decoder.decode(raw))
@@ -133,7 +133,7 @@ class CompletionLogprobs:
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, logprob in [*one.top, (one.token, one.logprob)]:
-            top.setdefault(self._labels.text(token), floor(logprob))  # best first: a namesake keeps the higher one
+            top.setdefault(self._labels.text(token), floor(logprob))  # best first: of equal labels the higher stays
         return top
 
     def _bytes(self, token: int) -> bytes:
@@ -154,7 +154,7 @@ def chat_logprobs(labels: Labels, scored: list[TokenLogprob]) -> dict[str, Any]:
 
 
 class Reply:
-    """One answer in the making: fed with engine outputs, read as a whole object or as a stream of events."""
+    """One reply in progress: takes engine outputs, returns a whole object or a stream of events."""
 
     stream_object: str
     whole_object: str
@@ -173,7 +173,7 @@ class Reply:
         self._usage_each = self._include_usage and options is not None and options.continuous_usage_stats
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once however many choices continue it."""
+        """Tokens so far; a prompt counts once for all its choices."""
         prompt = sum(len(prompt.ids) for prompt in self._prompts)
         completion = sum(len(choice.tokens) for choice in self.choices)
         cached = sum(choice.num_cached for choice in self.choices[:: self._n])
@@ -186,7 +186,7 @@ class Reply:
 
     @property
     def num_logprobs(self) -> int:
-        """Log-probabilities in the reply, which are what makes it long."""
+        """Number of log-probabilities, which dominate the size of the reply."""
         return sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Reply:
         return {**head, "choices": [self._whole_choice(choice) for choice in self.choices], "usage": self.usage()}
 
     def events(self, choice: Choice, output: Output) -> bytes:
-        """The events for one new output of `choice` (already taken); b"" when there is nothing to show yet."""
+        """The events for one new output of `choice` (already added to it); b"" when there is nothing to send yet."""
         first = not choice.begun
         shown = output.text or output.finish or output.logprobs or self._wants_ids
         if not (shown or first):
@@ -204,7 +204,7 @@ class Reply:
         return b"".join(self._chunk(part) for part in self._parts(choice, output, first))
 
     def closing(self) -> bytes:
-        """What ends a stream: usage when asked for, then [DONE]."""
+        """The end of a stream: usage if requested, then [DONE]."""
         if not self._include_usage:
             return DONE
         return event({"object": self.stream_object, **self._head, "choices": [], "usage": self.usage()}) + DONE
@@ -256,7 +256,7 @@ class CompletionReply(Reply):
         if self._logprobs is not None:
             writer = self._logprobs[choice.index]
             if echo:
-                assert choice.prompt_logprobs is not None, "the engine gave no prompt logprobs for an echo"
+                assert choice.prompt_logprobs is not None, "the engine returned no prompt logprobs for an echo"
                 writer.start(choice.prompt)
                 value["logprobs"] = writer.lists(choice.prompt.ids + tokens, [*choice.prompt_logprobs, *scored])
             else:
@@ -311,5 +311,5 @@ class ChatReply(Reply):
 
 
 def error_events(error: ApiError) -> bytes:
-    """An error after the headers are out: one event, then [DONE]."""
+    """An error after the headers have been sent: one event, then [DONE]."""
     return event(error.body) + DONE

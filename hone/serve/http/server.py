@@ -35,16 +35,16 @@ class ServerSpec(Spec):
 
     renamed: ClassVar[dict[str, str | None]] = {"draft": "engine.draft", "dtype": "engine.dtype"}
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)  # --api_key=1234 is a text all the same
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # --api_key=1234 is a text too
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every one of this machine.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every address of this machine.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 is any free port.")
     api_key: str = Field(
         "", description=f"Key clients must send; '' reads ${API_KEY_VARIABLE}, and without that, none."
     )
-    served_model_name: str = Field("", description="Name clients use for the model; '' is the folder's name.")
+    served_model_name: str = Field("", description="Name of the model for clients; '' is the folder's name.")
     chat_template: str = Field("", description="Jinja file to use in place of the model's own chat template.")
-    max_queue: int = Field(1024, ge=0, description="Sequences that may wait to run; more get 503 and Retry-After.")
+    max_queue: int = Field(1024, ge=0, description="Sequences that may wait; more get 503 and Retry-After.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body.")
     stall_s: float = Field(30.0, gt=0, description="Seconds without a finished step after which /health is 503.")
     drain_s: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
@@ -57,7 +57,7 @@ class ServerSpec(Spec):
 def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> tuple[EngineLike, EngineFacts]:
     """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served.
 
-    The bound on waiting requests is the front's, which answers at once with 503 and Retry-After: the engine's is higher.
+    The HTTP process limits waiting requests and replies at once with 503 and Retry-After; the engine's limit is higher.
     """
     from hone.serve.engine import Engine
 
@@ -93,7 +93,7 @@ def serve(
 
 
 def _name_of(folder: Path | str) -> str:
-    """What clients call the model where nothing else is said: the folder's name, or OWNER/NAME of one on the Hub."""
+    """The model's default name for clients: the folder's name, or OWNER/NAME of a model on the Hub."""
     text = str(folder)
     return text.removeprefix(HUB) if text.startswith(HUB) else Path(folder).resolve().name
 
@@ -113,11 +113,12 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise MachineError(
-                f"port {port} of {host} is in use", fix=f"stop what listens there, or take another: --port={port + 1}"
+                f"port {port} of {host} is in use",
+                fix=f"stop the process that uses it, or choose another: --port={port + 1}",
             ) from None
         raise MachineError(
             f"cannot listen on {host}:{port}: {error.strerror}",
-            fix="take a port above 1023 and an address of this machine",
+            fix="use a port above 1023 and an address of this machine",
         ) from None
     return sock
 
@@ -158,7 +159,7 @@ async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, 
             timeout_graceful_shutdown=max(1, round(spec.drain_s)),
         )
         server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext  # uvicorn's own would end the process before the engine stops
+        server.capture_signals = contextlib.nullcontext  # uvicorn's handlers would exit before the engine stops
         signals = _Signals(server, front)
         signals.install()
         engine.on_death = signals.drain
@@ -173,7 +174,7 @@ async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, 
     if engine.death is not None:
         raise MachineError(
             engine.death,
-            fix="its last lines above say why; start the server again (smaller --engine.* if memory ran out)",
+            fix="see its last lines above, then start the server again (smaller --engine.* if memory ran out)",
         )
 
 
@@ -188,21 +189,21 @@ def _ready_line(name: str, sock: socket.socket, has_tokenizer: bool, seconds: fl
 
 
 class _Signals:
-    """Turns signals into an orderly end: SIGTERM lets requests finish, Ctrl-C ends them, a second one does not wait."""
+    """Shutdown on signals: SIGTERM lets requests finish, Ctrl-C ends them, a second Ctrl-C does not wait for clients."""
 
     def __init__(self, server: uvicorn.Server, front: Front) -> None:
         self._server = server
         self._front = front
 
     def install(self) -> None:
-        """Takes over SIGINT and SIGTERM on the running event loop (only the main thread may)."""
+        """Installs handlers for SIGINT and SIGTERM on the running event loop (possible in the main thread only)."""
         if threading.current_thread() is threading.main_thread():
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, self.interrupt)
             loop.add_signal_handler(signal.SIGTERM, self.drain)
 
     def drain(self) -> None:
-        """Takes no more requests; running ones finish."""
+        """Rejects new requests; running ones finish."""
         self._front.draining = True
         self._server.should_exit = True
 

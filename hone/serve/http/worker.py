@@ -1,7 +1,7 @@
-"""The engine in its own process: the loop that steps it there, and the handle the HTTP process talks to it through.
+"""The engine in its own process: the loop that runs its steps, and the HTTP process's handle of it.
 
-One socket pair joins them, with length-prefixed pickles both ways. A step's message is also the heartbeat: it carries
-the step counter, so the HTTP process can tell a busy engine from a stuck one without asking it anything.
+A socket pair carries length-prefixed pickles in both directions. A step's message is also the heartbeat: it has the step
+counter, so that the HTTP process can tell a busy engine from a stuck one without a query.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FAILURES_IN_A_ROW = 3
 
 
 class EngineLike(Protocol):
-    """What the loop needs of an engine; `hone.serve.engine.Engine` has it, and so have the fakes of the tests."""
+    """The interface of an engine that the loop uses; `hone.serve.engine.Engine` and the tests' fakes implement it."""
 
     has_work: bool
 
@@ -47,22 +47,22 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the HTTP process must know about the engine before it takes requests."""
+    """Facts about the engine that the HTTP process needs before it accepts requests."""
 
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
     sizes: str = ""
-    """The engine's sizes in one line, to be said once."""
+    """The engine's sizes in one line, to be printed once."""
 
 
 Build = Callable[..., tuple[EngineLike, EngineFacts]]
-"""Makes the engine inside the worker: a module-level function (it is pickled by name)."""
+"""Builds the engine inside the worker: a module-level function (it is pickled by name)."""
 
 
 @dataclass
 class Refused:
-    """The engine would not take a request: the user's mistake (`status` 400), too much to do (503), its own failure (500)."""
+    """A request rejected by the engine: invalid (`status` 400), queue full (503), internal error (500)."""
 
     request_id: str
     message: str
@@ -73,12 +73,12 @@ _values_of = attrgetter(*(field.name for field in fields(Output)))
 
 
 def pack(outputs: list[Output]) -> list[tuple[Any, ...]]:
-    """`outputs` as plain tuples, which pickle twice as fast: with hundreds of sequences a step it matters."""
+    """`outputs` as plain tuples, which pickle twice as fast: significant for hundreds of sequences per step."""
     return [_values_of(output) for output in outputs]
 
 
 def unpack(packed: list[tuple[Any, ...]]) -> list[Output]:
-    """The opposite of `pack`."""
+    """The inverse of `pack`."""
     return [Output(*values) for values in packed]
 
 
@@ -97,7 +97,7 @@ class Channel:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError when the other side is gone."""
+        """The next message. Raises EOFError when the other side has closed the socket."""
         head = self._file.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
             raise EOFError
@@ -105,8 +105,8 @@ class Channel:
 
 
 def worker_main(sock: socket.socket, build: Build, options: dict[str, Any]) -> None:
-    """Entry of the worker process: builds the engine, says ready, then steps it until the parent goes away."""
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent drains first and then closes the socket.
+    """Entry of the worker process: builds the engine, reports ready, then runs steps until the parent ends."""
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group; the parent drains, then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(sock)
@@ -129,16 +129,16 @@ def worker_main(sock: socket.socket, build: Build, options: dict[str, Any]) -> N
 
 
 def _receive(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
-    """Moves messages off the socket at once, so that the parent never waits for a step; ends the process with it."""
+    """Reads messages from the socket at once, so that the parent never waits for a step; exits when the parent ends."""
     while True:
         try:
             inbox.put(channel.receive())
         except (EOFError, OSError):
-            os._exit(0)  # the parent is gone: nobody wants the step in flight
+            os._exit(0)  # the parent has ended: the current step is not needed
 
 
 class Loop:
-    """Adds, aborts, steps, reports. An exception in a step fails the requests in it, not the process."""
+    """Adds and aborts requests, runs steps, reports. An exception in a step fails its requests, not the process."""
 
     def __init__(self, engine: EngineLike, channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
         self._engine = engine
@@ -150,7 +150,7 @@ class Loop:
         self._stats_at = 0.0
 
     def run(self) -> None:
-        """Runs until the process is ended from outside. Raises what the engine raises when it fails again and again."""
+        """Runs until the process is ended from outside. Raises the engine's exception when it fails repeatedly."""
         while True:
             self._take_messages()
             if not self._engine.has_work:
@@ -244,7 +244,7 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, build: Build, options: dict[str, Any]) -> EngineProcess:
-        """Spawns the worker and waits until its engine is built. Raises the HoneError that kept it from starting."""
+        """Spawns the worker and waits until its engine is built. Raises the HoneError of a failed start."""
         ours, theirs = socket.socketpair()
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=worker_main, args=(theirs, build, options), name="hone-engine", daemon=True)
@@ -270,17 +270,17 @@ class EngineProcess:
 
     @property
     def outstanding(self) -> int:
-        """Requests handed to the engine and not finished."""
+        """Requests submitted to the engine and not finished."""
         return len(self._deliver)
 
     def submit(self, requests: list[Request], deliver: Callable[[Output | Refused], None]) -> None:
-        """Hands over `requests`; what comes of each goes to `deliver`, its last Output has `finish` set."""
+        """Submits `requests`; their outputs are passed to `deliver`, the last Output of each with `finish` set."""
         if self.death is not None:
             for request in requests:
                 deliver(Output(request.id, finish="error", error=self.death))
             return
         if not self._deliver:
-            self._progress_at = time.monotonic()  # work starts now: the time without any was no stall
+            self._progress_at = time.monotonic()  # work starts now: idle time before is no stall
         for request in requests:
             self._deliver[request.id] = deliver
         self._send(("add", requests))
@@ -292,7 +292,7 @@ class EngineProcess:
             self._send(("abort", known))
 
     def fail_all(self, text: str) -> None:
-        """Ends every outstanding request with an error; the engine is told to drop them."""
+        """Ends every outstanding request with an error and aborts it in the engine."""
         waiting = dict(self._deliver)
         self.abort(list(waiting))
         for request_id, deliver in waiting.items():
@@ -300,11 +300,11 @@ class EngineProcess:
 
     @property
     def last_progress_s(self) -> float:
-        """Seconds since the engine last finished a step or got its first work."""
+        """Seconds since the engine last finished a step or received work while idle."""
         return time.monotonic() - self._progress_at
 
     def trouble(self, stall_s: float) -> str | None:
-        """Why the engine is not healthy: dead, or work waits and no step ended for max(`stall_s`, 20 median steps)."""
+        """Why the engine is unhealthy: it died, or work waits and no step ended for max(`stall_s`, 20 median steps)."""
         if self.death is not None:
             return self.death
         median_s = statistics.median(self._step_seconds) if self._step_seconds else 0.0
@@ -356,7 +356,7 @@ class EngineProcess:
             for output in unpack(packed):
                 deliver = self._deliver.get(output.request_id)
                 if deliver is None:
-                    continue  # aborted while the step was under way
+                    continue  # aborted during the step
                 if output.finish is not None:
                     del self._deliver[output.request_id]
                 deliver(output)

@@ -1,1 +1,1 @@
-"""The paged KV cache: which pages are whose, their tensors, and the context that reads and writes them."""
+"""The paged KV cache: allocation of pages, their tensors, and the context that reads and writes them."""

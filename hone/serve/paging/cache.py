@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: those that each layer's mixer declares, in pages, allocated once."""
+"""The tensors of the KV cache: those that each layer's mixer declares, in pages allocated at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hone.serve.step import NULL_PAGE
 
 
 def cache_tensors(config: ModelConfig) -> list[LayerCache]:
-    """What every layer keeps in pages. Raises SpecError naming the first whose mixer the engine cannot serve."""
+    """The paged tensors of every layer. Raises SpecError naming the first layer whose mixer the engine cannot serve."""
     unserved = first_unserved(config)
     if unserved is not None:
         index, kind = unserved
         raise SpecError(
-            f"layer {index}: mixer '{kind}' keeps no keys and values in pages, which the engine serves from",
+            f"layer {index}: mixer '{kind}' keeps no keys and values in pages, which the engine needs",
             fix="write with `hone generate` or hone.model.incremental.generate, or serve a model of attention layers",
         )
     return [layer.mixer.cache() for layer in config.layers]
@@ -44,10 +44,10 @@ def has_softcap(config: ModelConfig) -> bool:
 class KVCache:
     """`layers[i][name]` is the paged tensor `name` of layer i: [num_pages + 1, *shape[:-1], block_size, shape[-1]].
 
-    Page 0 is the null page. Tensors of one shape and format lie in one allocation, over all layers. `declared` are the
-    layers' tensors (a layer that uses another's has none); `dtype` is the format of those that name none. `rope_len` is
-    the sequence length that the rotation of its keys is made for, where that depends on the length: as in vLLM the
-    longest that the engine serves, since cached keys are never rotated again.
+    Page 0 is the null page. Tensors of one shape and dtype share one allocation over all layers. `declared` are the
+    layers' tensors (a layer that uses another's has none); `dtype` is the dtype of those that declare none. `rope_len` is
+    the sequence length of the rotary positions of its keys, where they depend on it: the longest that the engine serves,
+    as in vLLM, because cached keys are never rotated again.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class KVCache:
         alike: dict[tuple[tuple[int, ...], str], list[tuple[int, CacheTensor]]] = {}
         for layer, tensors in enumerate(declared):
             for one in tensors:
-                assert one.paged, f"layer {layer}: '{one.name}' is a tensor a sequence, which has no pages"
+                assert one.paged, f"layer {layer}: '{one.name}' has one tensor per sequence and no pages"
                 alike.setdefault((one.shape, name if one.dtype == "auto" else one.dtype), []).append((layer, one))
         try:
             for (shape, kind), members in alike.items():
                 whole = (len(members), num_pages + 1, *shape[:-1], block_size, shape[-1])
-                # Not zeroed at once: pages are wiped when given out, and on a CPU untouched memory takes no room.
+                # Not zeroed here: pages are wiped when allocated, and on a CPU untouched memory is not resident.
                 store = torch.empty(whole, dtype=getattr(torch, kind), device=device)
                 store[:, NULL_PAGE] = 0
                 self._stores.append(store)
@@ -86,7 +86,7 @@ class KVCache:
                     self.layers[layer][one.name] = store[place]
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise FitError(
-                f"a KV cache of {num_pages} pages needs {human_bytes(needed)}, which cannot be had on {device}: "
+                f"a KV cache of {num_pages} pages needs {human_bytes(needed)}, which cannot be allocated on {device}: "
                 f"{str(error).splitlines()[0]}",
                 fix="lower engine.kv_cache_memory_bytes or engine.num_pages, or use a smaller model or number format",
             ) from None
@@ -96,7 +96,7 @@ class KVCache:
         return sum(store.numel() * store.element_size() for store in self._stores)
 
     def wipe(self, pages: Sequence[int], value: float = 0.0) -> None:
-        """Fills `pages` of every layer: zero before a page is given out, so that unwritten slots are finite.
+        """Fills `pages` of every layer: with zero before a page is used, so that unwritten slots are finite.
 
         Attention multiplies unwritten slots by a probability of zero, and zero times NaN would be NaN.
         """

@@ -1,8 +1,8 @@
-"""Which pages of the KV cache are whose: fixed-size pages, shared by reference count and found again by content.
+"""Allocation of the KV cache's pages: fixed-size pages, shared by reference count and found again by content.
 
 Kwon et al. 2023 (PagedAttention, arXiv:2309.06180). `PagePool` only counts; `hone.serve.paging.cache` holds the tensors. A full
-page has a key: a hash chained over everything before it. A freed page keeps its key until the page is needed for
-something else, so the prefix cache costs no memory of its own; the page freed longest ago is taken first.
+page has a key: a hash chained over all tokens up to its end. A freed page keeps its key until it is allocated again, so
+the prefix cache needs no extra memory; the page freed longest ago is allocated first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def root_key(salt: str) -> bytes:
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full page of `tokens` that follows the pages behind `parent`: 16 bytes of BLAKE2b."""
+    """The key of a full page of `tokens` after the page with key `parent`: 16 bytes of BLAKE2b."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class _Content:
-    """What a keyed page holds; compared on a hit, so that a hash collision can never hand out wrong pages."""
+    """The content of a page with a key; compared on a hit, so that a hash collision never returns a wrong page."""
 
     key: bytes
     parent: bytes
@@ -37,11 +37,11 @@ class _Content:
 
 
 class PagePool:
-    """The state of every page: used (its count is above 0), cached (free, its content can be found) or blank."""
+    """The state of every page: used (its count is above 0), cached (free, found by content) or blank."""
 
     def __init__(self, num_pages: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         if num_pages < 1:
-            raise FitError(f"a KV cache of {num_pages} pages holds nothing", fix="give the cache more memory")
+            raise FitError(f"a KV cache of {num_pages} pages is empty", fix="raise engine.num_pages")
         self.num_pages = num_pages
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -58,7 +58,7 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        """Free pages whose content can still be found."""
+        """Free pages that can still be found by content."""
         return len(self._cached)
 
     @property
@@ -66,7 +66,7 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with count 1 and unknown content, or None (nothing taken) when there are not enough."""
+        """Allocates `count` pages with count 1 and undefined content; None, without a change, when there are too few."""
         if count > self.num_free:
             return None
         pages = []
@@ -82,9 +82,9 @@ class PagePool:
         return pages
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The longest run of known pages that hold a proper prefix of `tokens`; each one's count goes up by 1.
+        """The longest run of cached pages that hold a proper prefix of `tokens`; increments the count of each.
 
-        At least one token is always left over, because the model needs a token to compute logits from.
+        At least one token always remains, because the model needs a token to compute logits from.
         """
         pages: list[int] = []
         if not self.enable_prefix_caching:
@@ -112,7 +112,7 @@ class PagePool:
         return content.key
 
     def publish(self, page: int, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Makes the full, computed `page` findable; returns its key, the parent of the next page's."""
+        """Enters the full, computed `page` in the prefix cache; returns its key, the parent of the next page's."""
         assert len(tokens) == self.block_size, f"a page of {len(tokens)} tokens is not full"
         assert self._counts[page] > 0, f"page {page} is published while it is free"
         key = page_key(parent, tokens)
@@ -122,9 +122,9 @@ class PagePool:
         return key
 
     def free(self, pages: Sequence[int]) -> list[int]:
-        """Takes one count off each page; returns those whose content is lost.
+        """Decrements the count of each page; returns those whose content is lost.
 
-        The last page of a sequence goes first, so that of a shared prefix the beginning stays longest.
+        The last page of a sequence is freed first, so that the beginning of a shared prefix is cached longest.
         """
         gone = []
         for page in reversed(pages):
@@ -140,7 +140,7 @@ class PagePool:
         return gone
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Makes the content of `pages` unfindable (it turned out wrong); sequences that use them keep them."""
+        """Removes `pages` with wrong content from the prefix cache; sequences that use them keep them."""
         for page in pages:
             if self._contents[page] is None:
                 continue
@@ -150,7 +150,7 @@ class PagePool:
                 self._blank.append(page)
 
     def clear(self) -> None:
-        """Forgets every page's content."""
+        """Removes every page from the prefix cache."""
         self.forget(list(range(1, self.num_pages + 1)))
 
     def check(self) -> None:

@@ -1,1 +1,1 @@
-"""Speculative decoding: what guesses tokens ahead, and the check that keeps the text exact."""
+"""Speculative decoding: drafters that guess tokens ahead, and the verification that keeps the output distribution exact."""

@@ -1,4 +1,4 @@
-"""Drafter: a small model of the same vocabulary guesses, with a cache of its own under the big model's page numbers."""
+"""Drafter: a small model of the same vocabulary guesses, with its own cache under the target model's page numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch = lazy("torch")
 
 
 class DraftModel(Drafter):
-    """Guess with a smaller model, check with the big one. Leviathan et al. 2023, arXiv:2211.17192."""
+    """Guess with a smaller model, verify with the target model. Leviathan et al. 2023, arXiv:2211.17192."""
 
     paper: ClassVar[str] = "arXiv:2211.17192"
     needs: ClassVar[frozenset[str]] = frozenset({"draft"})
@@ -38,10 +38,10 @@ class DraftModel(Drafter):
 
 
 class DraftProposer(Proposer):
-    """Decides what the draft model reads in a step, and which sequences it guesses for.
+    """Chooses the tokens that the draft model reads in a step, and the sequences that it guesses for.
 
-    A pass of it takes at most `max_num_batched_tokens`, as one of the model does. A sequence that decoded without
-    guesses for long (too many others did) is read over several steps and guessed for once that is done.
+    A pass of the draft model has at most `max_num_batched_tokens` tokens, as one of the model. A sequence that has decoded
+    without guesses for long (too many sequences ran) is read over several steps before it gets guesses.
     """
 
     uses_pages = True
@@ -50,7 +50,7 @@ class DraftProposer(Proposer):
         self._budget = max_num_batched_tokens
 
     def propose(self, work: Sequence[Work]) -> None:
-        # A sequence that decodes without guesses is read when it gets guesses again.
+        # A sequence without guesses is read by the draft model only when it gets guesses again.
         reading = [item for item in work if item.lookahead or not item.samples or item.count > 1]
         for item, count in zip(reading, self._shares([_unread(item) for item in reading])):
             item.draft_start, item.draft_count = item.seq.drafted, count
@@ -58,7 +58,7 @@ class DraftProposer(Proposer):
                 item.num_guesses = item.lookahead
 
     def _shares(self, wants: Sequence[int]) -> list[int]:
-        """How many tokens of each want the budget covers: small wants first, so that most sequences get guesses."""
+        """The tokens of the budget for each sequence's demand: small demands first, so that most sequences get guesses."""
         shares, left = [0] * len(wants), self._budget
         for place in sorted(range(len(wants)), key=wants.__getitem__):
             shares[place] = min(wants[place], left)
@@ -68,13 +68,13 @@ class DraftProposer(Proposer):
     def settle(self, item: Work, num_kept: int) -> None:
         if item.draft_count:
             item.seq.drafted = item.draft_start + item.draft_count
-        if item.num_guesses:  # the last guess was never read, refused ones were read in vain
+        if item.num_guesses:  # the draft model has not read the last guess; keys of rejected guesses are invalid
             item.seq.drafted = item.start + item.count + min(num_kept, item.num_guesses - 1)
 
 
 @dataclass
 class _Guessing:
-    """A sequence that is guessed for: its place in the step, how many guesses, and those made so far."""
+    """A sequence with guesses: its place in the step, the number of guesses, and the guesses so far."""
 
     place: int
     wanted: int
@@ -83,7 +83,7 @@ class _Guessing:
 
 
 class DraftRunner:
-    """The draft model with its cache: reads what a step says, then guesses in rounds."""
+    """The draft model with its cache: reads the step's draft tokens, then guesses one token per round."""
 
     def __init__(self, setting: DraftSetting) -> None:
         from hone.serve.paging.cache import KVCache, cache_tensors
@@ -103,7 +103,7 @@ class DraftRunner:
         )
 
     def guess(self, step: StepInput) -> list[Guess]:
-        """A guess for each of the step's sequences, of `num_guesses` tokens."""
+        """A guess of `num_guesses` tokens for each sequence of the step."""
         guesses = [Guess() for _ in range(step.num_seqs)]
         reading = np.flatnonzero(step.draft_lengths)
         if not len(reading):
@@ -137,7 +137,7 @@ class DraftRunner:
         return self._draft.hidden(context.tokens, context)
 
     def _guess(self, x: Tensor, active: Sequence[_Guessing], step: StepInput, ahead: int) -> None:
-        """One more token for each of `active`; for sampled ones the probabilities it was drawn from too."""
+        """One more token for each of `active`; for sampled ones also the probabilities it was drawn from."""
         sampler, sampling = self._sampler, step.sampling.take([one.place for one in active], ahead)
         logits = sampler.process(self._draft.head(x).float(), sampling)
         tokens = logits.argmax(-1).tolist()
@@ -154,5 +154,5 @@ class DraftRunner:
 
 
 def _unread(work: Work) -> int:
-    """Tokens up to the end of `work` that the draft model has not read."""
+    """Number of tokens up to the end of `work` that the draft model has not read."""
     return work.start + work.count - work.seq.drafted

@@ -1,11 +1,11 @@
-"""Speculative decoding: a drafter guesses tokens ahead, one pass of the model checks them all, the text stays exact.
+"""Speculative decoding: a drafter guesses tokens ahead and one pass of the model verifies them all.
 
-Leviathan et al. 2023, arXiv:2211.17192. A guess d, drawn from q, is kept with probability min(1, p(d) / q(d)); the first
-one refused is replaced by a draw from max(p - q, 0). So sampled text has the model's own distribution and greedy text is
-token-identical, whatever the drafter; it only decides the speed.
+Leviathan et al. 2023, arXiv:2211.17192. A guess d, drawn from q, is accepted with probability min(1, p(d) / q(d)); the first
+one rejected is replaced by a draw from max(p - q, 0). So sampled text has the model's distribution and greedy text is
+token-identical for any drafter, which changes the speed only.
 
-A drafter has two halves: a `Proposer` beside the scheduler, which sees sequences, and (for those that compute) a
-`Guesser` beside the model, which sees a `StepInput` alone.
+A drafter has two parts: a `Proposer` beside the scheduler, which takes sequences, and, if it computes, a `Guesser` beside
+the model, which takes a `StepInput` only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ torch = lazy("torch")
 
 @dataclass(frozen=True)
 class DraftSetting:
-    """What a drafter is opened with. `draft` is the draft model, given exactly when "draft" is among its `needs`."""
+    """The arguments of `Drafter.open`. `draft` is the draft model, given exactly when "draft" is among its `needs`."""
 
     model: Decoder
     draft: Decoder | None
@@ -44,28 +44,28 @@ class DraftSetting:
     block_size: int
     max_num_batched_tokens: int
     cache_dtype: Any
-    """Number format of the draft model's cache; None for that of its weights."""
+    """Dtype of the draft model's cache; None for that of its weights."""
     device: Any
     max_model_len: int | None = None
     """The longest sequence that the engine serves."""
 
 
 class Drafter(Technique):
-    """Base of the slot: how far ahead to guess, and up to how many sequences it pays."""
+    """Base of the slot: the number of tokens to guess ahead, and the most sequences for which to guess."""
 
     renamed: ClassVar[dict[str, str | None]] = {"max_rows": "max_num_seqs"}
 
     num_tokens: int = Field(4, ge=1, le=32, description="Tokens guessed ahead.")
     max_num_seqs: int = Field(
-        32, ge=1, description="Guess only while at most this many sequences decode: many fill the machine."
+        32, ge=1, description="Guess only while at most this many sequences decode: with more, steps are compute-bound."
     )
 
     def open(self, setting: DraftSetting) -> tuple[Proposer, Guesser | None]:
-        """The two halves for one engine; None for a drafter that needs no computation beside the model."""
+        """The two parts for one engine; the `Guesser` is None for a drafter that needs no computation beside the model."""
         raise NotImplementedError
 
     def estimates(self, *, acceptance: float = 0.7, cost: float = 0.1) -> dict[str, Estimate]:
-        """Factor on tokens/s when each guess is kept with probability `acceptance` and costs `cost` of a model step.
+        """Factor on tokens/s when each guess is accepted with probability `acceptance` and costs `cost` of a model step.
 
         Theorem 3.8 of the paper: (1 - a^(n + 1)) / ((1 - a) (n c + 1)).
         """
@@ -82,39 +82,39 @@ class Drafter(Technique):
 
 @dataclass
 class Guess:
-    """Tokens guessed after a sequence's last one; `probs` [len(tokens), V] they were drawn from, None when not drawn."""
+    """Tokens guessed after a sequence's last one, drawn from `probs` [len(tokens), V]; None when not drawn."""
 
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
 
 
 class Proposer:
-    """A drafter's half beside the scheduler. By default it keeps no state and no pages."""
+    """A drafter's part beside the scheduler. By default it keeps no state and no pages."""
 
     uses_pages: bool = False
-    """Whether its guesser keeps a cache under the sequences' page numbers (`Seq.drafted` says how much of them)."""
+    """Whether its guesser keeps a cache under the sequences' page numbers (with `Seq.drafted` tokens of each)."""
 
     def propose(self, work: Sequence[Work]) -> None:
-        """Fills in `num_guesses` (at most `lookahead`) with `guesses`, or with what a draft model reads before guessing."""
+        """Sets `num_guesses` (at most `lookahead`) and `guesses`, or the draft model's input instead of the latter."""
         raise NotImplementedError
 
     def settle(self, item: Work, num_kept: int) -> None:
-        """Called after a step that worked: of the item's guesses the first `num_kept` were right."""
+        """Called after a successful step: the first `num_kept` of the item's guesses were accepted."""
 
 
 class Guesser(Protocol):
-    """A drafter's half beside the model."""
+    """A drafter's part beside the model."""
 
     cache: KVCache
-    """Of its own, under the model's page numbers."""
+    """Its own cache, under the model's page numbers."""
 
     def guess(self, step: StepInput) -> list[Guess]:
-        """A guess for each sequence of the step, of `num_guesses` tokens."""
+        """A guess of `num_guesses` tokens for each sequence of the step."""
         ...
 
 
 def verify(sampler: Sampler, logits: Tensor, sampling: Sampling, guesses: Sequence[Guess]) -> list[list[Chosen]]:
-    """Checks guesses: for each entry of `sampling` the tokens kept and one more.
+    """Verifies guesses: for each entry of `sampling` the accepted tokens and one more.
 
     `logits` [sum(len(guess) + 1), V]: for each entry the model's logits after its last token and after each guess.
     """
@@ -152,13 +152,13 @@ def verify(sampler: Sampler, logits: Tensor, sampling: Sampling, guesses: Sequen
 
 
 def _places(counts: Sequence[int]) -> list[list[int]]:
-    """Which of the logits belong to each entry, of which entry e has counts[e]."""
+    """The places of each entry's logits, counts[e] for entry e."""
     ends = np.cumsum(counts).tolist()
     return [list(range(end - count, end)) for end, count in zip(ends, counts)]
 
 
 def _check_greedy(guess: Guess, best: list[int]) -> list[int]:
-    """The model's own tokens, as far as the guesses before them were right."""
+    """The model's tokens, as long as the guesses before them are equal."""
     kept = 0
     while kept < len(guess.tokens) and guess.tokens[kept] == best[kept]:
         kept += 1
@@ -193,7 +193,7 @@ def _check_drawn(sampler: Sampler, filtered: Tensor, sampling: Sampling, guesses
 def _chances(
     probs: Tensor, guesses: Sequence[Guess], places: Sequence[list[int]]
 ) -> list[tuple[list[float], list[float]]]:
-    """p and q of every guessed token, of each entry, read from the device at once."""
+    """p and q of every guessed token of each entry, read from the device in one copy."""
     rows = [row for place in places for row in place[:-1]]
     tokens = [token for guess in guesses for token in guess.tokens]
     p = probs[rows, tokens]
@@ -215,7 +215,7 @@ def _chances(
 
 
 def _residual(p: Tensor, guess: Guess, step: int, weights: Tensor) -> Tensor:
-    """log of max(p - q, 0) [V]; the plain log-weights when rounding leaves nothing of it."""
+    """log of max(p - q, 0) [V]; the log-weights themselves if rounding makes it 0 everywhere."""
     if guess.probs is None:
         rest = p.clone()
         rest[guess.tokens[step]] = 0

@@ -1,4 +1,4 @@
-"""Drafter: what followed the last few tokens when they stood in the text before; costs no model."""
+"""Drafter: the tokens that followed the last few tokens at their latest earlier occurrence; needs no model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PromptLookup(Drafter):
-    """Guess that text repeats itself: continue the latest earlier place with the same last n tokens. LLMA, arXiv:2304.04487."""
+    """Guess the continuation of the latest earlier occurrence of the last n tokens. LLMA, arXiv:2304.04487."""
 
     paper: ClassVar[str] = "arXiv:2304.04487"
 
@@ -27,7 +27,7 @@ class PromptLookup(Drafter):
 
 
 class LookupProposer(Proposer):
-    """Keeps, per sequence, the latest place after every run of tokens seen."""
+    """Stores, per sequence, the position after the latest occurrence of every run of tokens."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
