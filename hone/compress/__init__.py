@@ -21,7 +21,7 @@ PRUNERS = Table(
 
 
 class Steps(Table):
-    """Several slots read as one, for a list whose steps may come from any of them."""
+    """Several slots combined in one table, for a list of steps from any of them."""
 
     def __init__(self, slot: str, *tables: Table) -> None:
         self.slot = slot
@@ -32,7 +32,7 @@ class Steps(Table):
         return {name: row for table in self.tables for name, row in table.rows.items()}
 
     def slot_of(self, kind: str) -> str:
-        """The slot in which `kind` stands."""
+        """The slot that contains `kind`."""
         return next(table.slot for table in self.tables if kind in table.rows)
 
 

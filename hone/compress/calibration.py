@@ -1,4 +1,4 @@
-"""Calibration: which token sequences a compressed model is fitted to, from packed tokens or from any text.
+"""Calibration: the token sequences that a compressed model is fitted to, from packed tokens or from a text.
 
 Shapes: B sequences, S tokens.
 """
@@ -18,7 +18,7 @@ from hone.model.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Calibration:
-    """`tokens` int64 [B, S]; `document_ids` int32 [B, S], -1 where a position holds nothing, None for whole rows."""
+    """`tokens` int64 [B, S]; `document_ids` int32 [B, S], -1 for padding, None for sequences of one document without padding."""
 
     tokens: np.ndarray
     document_ids: np.ndarray | None
@@ -26,12 +26,12 @@ class Calibration:
 
     @property
     def num_tokens(self) -> int:
-        """Positions that count."""
+        """Positions that are not padding."""
         return int(self.tokens.size if self.document_ids is None else (self.document_ids >= 0).sum())
 
 
 def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:
-    """Shuffled rows of a data artifact's training split, as training sees them.
+    """Shuffled sequences of a data artifact's training split, packed as in training.
 
     Raises SpecError when it holds no tokens.
     """
@@ -60,7 +60,7 @@ def from_text(path: Path, model: Path, *, num_sequences: int, seq_len: int, seed
     except OSError as error:
         raise SpecError(f"calibration_text {path}: {error.strerror}", fix="name a text file") from None
     except UnicodeDecodeError as error:
-        raise SpecError(f"calibration_text {path} is no UTF-8: {error}", fix="name a text file") from None
+        raise SpecError(f"calibration_text {path} is not UTF-8: {error}", fix="name a text file") from None
     ids = np.asarray(load_tokenizer(model).encode(text), np.int64)
     windows = len(ids) // seq_len
     if windows < 1:
@@ -68,7 +68,7 @@ def from_text(path: Path, model: Path, *, num_sequences: int, seq_len: int, seed
             f"calibration_text {path} has {len(ids)} tokens, one sequence needs {seq_len}",
             fix="give a longer text, or lower seq_len",
         )
-    # Raw PCG64 output is the same in every numpy version; Generator.permutation is not promised to be.
+    # Raw PCG64 output is equal in every numpy version; that of Generator.permutation is not guaranteed to be.
     order = np.argsort(np.random.PCG64(seed).random_raw(windows), kind="stable")[:num_sequences]
     tokens = ids[: windows * seq_len].reshape(windows, seq_len)[np.sort(order)]
     return Calibration(tokens, None, {"text_sha256": sha256(path), "tokens": int(tokens.size)})

@@ -1,6 +1,6 @@
 """The calibration pass: hidden states layer by layer, and statistics of the inputs of a layer's linears.
 
-Shapes: B sequences, S tokens, D hidden width, T tokens of a batch that count.
+Shapes: B sequences, S tokens, D hidden width, T tokens of a batch without padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hone.model.decoder import Decoder, DecoderLayer
 
 
 class Flow:
-    """Hidden states of the calibration sequences: `states` [B, S, D], the inputs of the layer that is next."""
+    """Hidden states of the calibration sequences: `states` [B, S, D], the inputs of the next layer."""
 
     def __init__(self, calibration: Calibration, batch_size: int, device: str, dtype: torch.dtype) -> None:
         self.calibration = calibration
@@ -31,17 +31,17 @@ class Flow:
 
     @torch.no_grad()  # a graph would keep the embedding in memory through all layers
     def embed(self, ends: Decoder) -> None:
-        """States in front of the first layer."""
+        """Computes the inputs of the first layer."""
         tokens = torch.from_numpy(self.calibration.tokens)
         self.states = torch.cat([ends.embed(part.to(self.device)).to(self.dtype) for part in tokens.split(64)])
 
     def snapshot(self) -> Tensor:
-        """A copy of the states on the CPU, to be written while the next layer changes them."""
+        """A copy of the states on the CPU, to be written while the next layer is computed."""
         return self.states.to("cpu", copy=True)
 
     def restore(self, path: Path) -> None:
-        """Reads a snapshot that was written as "states", into memory of their own: a mapped file may be aligned differently, and
-        matrix products may then differ in the last bit."""
+        """Reads a snapshot written as "states", into new memory: a mapped file may be aligned differently, and matrix products
+        may then differ in the last bit."""
         try:
             with safe_open(path, framework="pt") as file:
                 self.states = file.get_tensor("states").clone().to(self.device)
@@ -82,11 +82,11 @@ class Flow:
             self.states[piece] = layer(self.states[piece], context)
 
     def _batches(self) -> Iterator[tuple[slice, Context, Tensor | None]]:
-        """(rows, their context, flat mask of tokens that count or None for all)."""
+        """(sequences, their context, flat mask of tokens without padding or None for all)."""
         tokens, ids = self.calibration.tokens, self.calibration.document_ids
         for start in range(0, len(tokens), self.batch_size):
             piece = slice(start, min(start + self.batch_size, len(tokens)))
-            if ids is None or (ids[piece] == 0).all():  # one document a row needs no mask
+            if ids is None or (ids[piece] == 0).all():  # one document per sequence needs no mask
                 yield piece, Causal(torch.from_numpy(tokens[piece]).to(self.device)), None
                 continue
             owners = torch.from_numpy(ids[piece]).to(self.device)
@@ -95,7 +95,7 @@ class Flow:
 
 
 class _Gather:
-    """A hook in front of a linear that adds up statistics of the tokens that count (`counts` bool [T], None for all)."""
+    """A pre-forward hook of a linear that accumulates statistics of its inputs (`counts` bool [T]: no padding; None: all)."""
 
     def __init__(self, wanted: Collection[str], num_tokens: int) -> None:
         self.wanted = sorted(wanted)

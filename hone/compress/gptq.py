@@ -1,10 +1,10 @@
-"""GPTQ: quantize column by column and let the columns that follow compensate each rounding error.
+"""GPTQ: quantize column by column and compensate each rounding error in the following columns.
 
 Legend: N rows, K columns, H [K, K] mean of x x^T, R upper triangular with R R^T = H.
 
 The layer's squared output error is ||E R||^2 for E = W - W'. Column j of E R is e_j R_jj + sum_{i<j} e_i R_ij, so
 rounding w_j + sum_{i<j} e_i R_ij / R_jj makes it as small as the grid allows: this is GPTQ (its "updated weight" is
-that sum) written as Babai's nearest plane, arXiv:2507.18553. One Cholesky factor is all it needs, no inverse.
+that sum) written as Babai's nearest plane, arXiv:2507.18553. It needs one Cholesky factor and no inverse.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ grid = lazy("hone.compress.grid")
 schemes = lazy("hone.model.quantized.scheme")
 
 BLOCK = 64
-"""Columns between two matrix products that bring in the errors of all columns before."""
+"""Columns per block; a matrix product adds the errors of all earlier columns to each block."""
 
 COLUMN_OPS = 17
-"""Starts of operations that one column equals: five kernels and the slices between them (one H200: 86 us a column)."""
+"""Cost of one column in launches of operations: five kernels and the slices between them (one H200: 86 us per column)."""
 
 
 class GPTQ(IntegerQuantizer):
-    """Rounds column by column and lets later columns absorb each error. Frantar et al. 2022, arXiv:2210.17323."""
+    """Rounds column by column and compensates each error in later columns. Frantar et al. 2022, arXiv:2210.17323."""
 
     paper: ClassVar[str] = "arXiv:2210.17323"
     needs: ClassVar[frozenset[str]] = frozenset({"weights:float", "hessian"})
@@ -44,12 +44,13 @@ class GPTQ(IntegerQuantizer):
     )
     damping: float = Field(0.01, gt=0, le=1, description="Added to H's diagonal, as a fraction of its mean.")
     act_order: bool = Field(
-        True, description="Columns of large inputs first; groups stay where they are (static), so files do not change."
+        True,
+        description="Columns of large inputs first; groups are static (by position), so the file format is unchanged.",
     )
 
     def apply(self, matrix: Matrix) -> None:
         hessian = matrix.statistics["hessian"]
-        scheme, shown = self.scheme(matrix.original.shape[1]), matrix.weight  # pruned weights need no place on the grid
+        scheme, shown = self.scheme(matrix.original.shape[1]), matrix.weight  # scales ignore pruned weights
         dtype = self.stored_scale_dtype(matrix.stored_dtype)
         scales = grid.find_scales(shown, self.bits, scheme.group_size, self.scale, dtype, hessian.diagonal())
         factor, order, damping = self._factor(hessian)
@@ -63,7 +64,7 @@ class GPTQ(IntegerQuantizer):
         matrix.stored = schemes.Stored(scheme, codes, scales)
 
     def work(self, rows: int, columns: int) -> Work:
-        """The search, one Cholesky factor, half a matrix product, and the column loop."""
+        """The search over scales, one Cholesky factor, half a matrix product, and the column loop."""
         search = super().work(rows, columns)
         return Work(
             flops=columns**3 / 3 + rows * columns**2,
@@ -92,7 +93,7 @@ class GPTQ(IntegerQuantizer):
 def upper_factor(hessian: Tensor, damping: float) -> Tensor | None:
     """Upper triangular R with R R^T = H + damping * mean(diag H) * I; None when that is not positive definite.
 
-    Columns that no input ever touched (zero on the diagonal) stand alone: they are rounded to nearest.
+    Columns whose inputs are always zero (zero on the diagonal) are rounded to nearest.
     """
     damped = hessian.clone()
     diagonal = damped.diagonal()
@@ -114,16 +115,16 @@ def solve(
     keep: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Codes int8 [N, K] for weights [N, K] on the grid of scales [N, G], errors carried along by `factor` (R, [K, K]).
+    """Codes int8 [N, K] for weights [N, K] on the grid of scales [N, G], errors propagated by `factor` (R, [K, K]).
 
-    `order` int64 [K] is the sequence in which columns are rounded (R is that of the permuted H). `keep` bool [N, K]
-    forces code 0 where False, its error carried along like any other (arXiv:2301.00774).
+    `order` int64 [K] is the order in which columns are rounded (R is that of the permuted H). `keep` bool [N, K] forces
+    code 0 where False, and that error is propagated like any other (arXiv:2301.00774).
     """
     low, high = formats.code_range(bits)
     columns = weights.shape[1]
     order = torch.arange(columns, device=weights.device) if order is None else order
     steps = scales.to(weights.dtype).T[order // (columns // scales.shape[1])]  # [K, N]: a column's scale of every row
-    wanted = weights.T[order].contiguous()  # columns become rows, so that one is a contiguous run
+    wanted = weights.T[order].contiguous()  # transposed, so that a column is contiguous
     kept = None if keep is None else keep.T[order].to(weights.dtype)
     ratio = (factor / factor.diagonal()).contiguous()
     codes = torch.empty_like(wanted)

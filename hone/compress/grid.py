@@ -1,6 +1,6 @@
-"""Scales of integer grids: how the spacing of the grid is chosen for each group of weights.
+"""Scales of integer grids for each group of weights.
 
-Shapes: N rows, K columns, G groups a row, g columns a group.
+Shapes: N rows, K columns, G groups per row, g columns per group.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from hone.ops.formats import code_range
 
 How = Literal["absmax", "signed", "search"]
 SHRINK = [1.0 - 0.02 * step for step in range(21)]
-"""Fractions of the group's largest weight that the search tries as the end of the grid."""
+"""Fractions of the group's largest weight that the search tries as the largest value of the grid."""
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 def find_scales(
     weights: Tensor, bits: int, group_size: int, how: How, dtype: torch.dtype, importance: Tensor | None = None
 ) -> Tensor:
-    """Scales [N, G] in `dtype` for weights [N, K]; never zero, rounded to `dtype` here, before any weight is.
+    """Scales [N, G] in `dtype` for weights [N, K]; never zero, and rounded to `dtype` before weights are rounded.
 
-    absmax: the largest magnitude meets the grid's half-open end, 2 max / (2^bits - 1), as compressed-tensors does.
-    signed: the largest magnitude, with its sign, meets code -2^(bits-1); the scale may be negative.
+    absmax: 2 max / (2^bits - 1), as in compressed-tensors.
+    signed: the value of largest magnitude, with its sign, gets code -2^(bits-1); the scale may be negative.
     search: the best of both signs and `SHRINK`, by squared error weighted with `importance` [K] (the Hessian's diagonal).
     """
     columns = weights.shape[1]
@@ -74,7 +74,7 @@ def _error(groups: Tensor, scales: Tensor, low: int, high: int, importance: Tens
 
 
 def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scales` in `dtype`: all-zero groups get 1, what would round to zero or infinity the nearest finite value."""
+    """`scales` in `dtype`: 1 for all-zero groups, the nearest finite non-zero value for those that would round to zero or infinity."""
     limits = torch.finfo(dtype)
     magnitude = scales.abs().clamp(min=limits.tiny, max=limits.max)
     held = torch.where(scales == 0, torch.ones_like(scales), torch.where(scales < 0, -magnitude, magnitude))

@@ -27,16 +27,16 @@ class Magnitude(Step):
         count = round(self.sparsity * sizes.numel())
         keep = torch.ones_like(sizes, dtype=torch.bool)
         if count:
-            largest = sizes.kthvalue(count).values  # of those that go
+            largest = sizes.kthvalue(count).values  # of the pruned ones
             keep = sizes > largest
-            # Of equal magnitudes the first ones go, so that every run and machine gives the same mask.
+            # Of equal magnitudes the first are pruned, so that the mask is equal on every run and machine.
             ties = (sizes == largest).nonzero().flatten()
             keep[ties[count - int((sizes < largest).sum()) :]] = True
         matrix.prune(keep.view(matrix.original.shape))
 
     def work(self, rows: int, columns: int) -> Work:
-        """A selection and the mask, most of it in reading and writing fresh pages."""
+        """A selection and the mask, mostly the reading and writing of newly allocated memory."""
         return Work(num_bytes=440.0 * rows * columns, num_ops=30, temporaries=12)
 
     def figures(self) -> dict[str, Estimate]:
-        return {"sparsity": Estimate(value=self.sparsity, unit="fraction", formula="the fraction asked for")}
+        return {"sparsity": Estimate(value=self.sparsity, unit="fraction", formula="the option sparsity")}

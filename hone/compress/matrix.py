@@ -1,4 +1,4 @@
-"""One weight matrix on its way through the compression steps, and what every step offers.
+"""A weight matrix in the sequence of compression steps, and the base classes of steps.
 
 Shapes: N output features (rows; q, k, v stacked count as one matrix), K input features, G groups of columns.
 """
@@ -27,7 +27,7 @@ schemes = lazy("hone.model.quantized.scheme")
 
 
 class Errors(NamedTuple):
-    """What a matrix lost: ||W' - W|| / ||W||, ||(W' - W) X|| / ||W X|| (None without calibration inputs X), zeros in W'."""
+    """Errors of a matrix: ||W' - W|| / ||W||, ||(W' - W) X|| / ||W X|| (None without calibration inputs X), zeros in W'."""
 
     weight: float
     output: float | None
@@ -36,11 +36,11 @@ class Errors(NamedTuple):
 
 @dataclass
 class Matrix:
-    """A weight matrix and what the steps have made of it.
+    """A weight matrix and its state after the steps so far.
 
-    `original` [N, K] is float32 or float64. A step replaces `current`, the float weight (never in place); a pruner also
-    says in `keep` (bool [N, K]) which weights must stay zero; a quantizer sets `stored`, whose numbers are the weight from then on.
-    `statistics` holds what the steps asked for of the calibration inputs (see `hone.compress.statistics`).
+    `original` [N, K] is float32 or float64. A step replaces `current`, the float weight (never in place); a pruner also sets
+    `keep` (bool [N, K]), False for weights that must stay zero; a quantizer sets `stored`, whose values are the weight from
+    then on. `statistics` holds those of the calibration inputs that the steps need (see `hone.compress.statistics`).
     """
 
     name: str
@@ -58,17 +58,17 @@ class Matrix:
 
     @property
     def weight(self) -> Tensor:
-        """What the matrix has become, [N, K] in the dtype of `original`."""
+        """The current weight, dequantized if stored, [N, K] in the dtype of `original`."""
         if self.stored is not None:
             return self.stored.weight(self.original.dtype)
         return self.current if self.keep is None else self.current.masked_fill(~self.keep, 0)
 
     def prune(self, keep: Tensor) -> None:
-        """Makes every weight zero where `keep` bool [N, K] is False, for good."""
+        """Sets weights to zero where `keep` bool [N, K] is False; later steps keep them zero."""
         self.keep = keep if self.keep is None else self.keep & keep
 
     def errors(self) -> Errors:
-        """How far `weight` is from `original`, in itself and in its outputs on the calibration inputs."""
+        """The errors of `weight` against `original`: of the weight, and of its outputs on the calibration inputs."""
         weight = self.weight
         change = weight - self.original
         hessian, output = self.statistics.get("hessian"), None
@@ -87,8 +87,8 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
 class Step(Technique):
     """A technique that works on one matrix at a time; a subclass writes `apply`.
 
-    `needs` may also name statistics of the calibration inputs ("hessian", "absmax" ...): the engine then runs the
-    calibration data and fills `Matrix.statistics`.
+    `needs` may also name statistics of the calibration inputs ("hessian", "absmax" ...): the engine then computes them from
+    the calibration data and fills `Matrix.statistics`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"weights:float"})
@@ -97,11 +97,11 @@ class Step(Technique):
         """Raises SpecError when the step cannot work on a matrix of this shape."""
 
     def apply(self, matrix: Matrix) -> None:
-        """Changes `matrix` in place; must be a pure function of what is in it."""
+        """Changes `matrix` in place; must depend on nothing but `matrix`."""
         raise NotImplementedError
 
     def work(self, rows: int, columns: int) -> Work:
-        """What `apply` costs; by default a few passes over the matrix."""
+        """The work of `apply`; by default a few passes over the matrix."""
         return Work(num_bytes=40.0 * rows * columns, num_ops=20)
 
     def figures(self) -> dict[str, Estimate]:
@@ -110,17 +110,17 @@ class Step(Technique):
 
 
 class Quantizer(Step):
-    """A step that decides how weights are stored: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
+    """A step that determines the storage of weights: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
 
     gives: ClassVar[frozenset[str]] = frozenset({"weights:quantized"})
     takes: ClassVar[frozenset[str]] = frozenset({"weights:float"})
 
     scale_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Dtype scales are stored in; auto is the checkpoint's, or float16 for a float32 checkpoint."
+        "auto", description="Dtype of the stored scales; auto is the checkpoint's, or float16 for a float32 checkpoint."
     )
 
     def scheme(self, columns: int) -> Scheme:
-        """How a matrix of `columns` input features is stored."""
+        """The storage scheme of a matrix of `columns` input features."""
         raise NotImplementedError
 
     def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
@@ -133,7 +133,8 @@ class Quantizer(Step):
         problem = self.scheme(columns).problem()
         if problem is not None:
             raise SpecError(
-                f"{self.kind} asks for {problem}, at {name}", fix="choose what hone stores: hone techniques"
+                f"{self.kind} asks for {problem}, at {name}",
+                fix="choose a format that hone stores, see: hone techniques",
             )
 
     def work(self, rows: int, columns: int) -> Work:
@@ -142,15 +143,16 @@ class Quantizer(Step):
 
 
 class IntegerQuantizer(Quantizer):
-    """What every integer quantizer has: bits, and groups of columns that share a scale."""
+    """Base of the integer quantizers: bits, and groups of columns that share a scale."""
 
-    bits: int = Field(4, ge=2, le=8, description="Bits a weight.")
-    group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale a row.")
+    bits: int = Field(4, ge=2, le=8, description="Bits per weight.")
+    group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale per row.")
     uneven: Literal["error", "nearest"] = Field(
-        "error", description="Where group_size does not divide a matrix's columns: stop, or take the nearest divisor."
+        "error", description="Where group_size does not divide a matrix's columns: an error, or the nearest divisor."
     )
     layout: Literal["auto", "pack-quantized", "int-quantized"] = Field(
-        "auto", description="compressed-tensors format; auto is int-quantized for 8 bits a row, else pack-quantized."
+        "auto",
+        description="compressed-tensors format; auto is int-quantized for 8 bits with one scale per row, else pack-quantized.",
     )
 
     def scheme(self, columns: int) -> Scheme:
@@ -172,7 +174,7 @@ class IntegerQuantizer(Quantizer):
     def check(self, name: str, rows: int, columns: int) -> None:
         if self.stored_layout == "int-quantized" and (self.bits != 8 or self.group_size):
             raise SpecError(
-                f"{self.kind}: layout int-quantized stores 8 bits with one scale a row, not {self.bits} bits "
+                f"{self.kind}: layout int-quantized stores 8 bits with one scale per row, not {self.bits} bits "
                 f"with group_size {self.group_size}",
                 fix="set bits=8 and group_size=0, or layout=pack-quantized",
             )
@@ -180,12 +182,12 @@ class IntegerQuantizer(Quantizer):
             divisors = [str(size) for size in range(8, columns + 1) if columns % size == 0]
             raise SpecError(
                 f"{self.kind}: group_size {self.group_size} does not divide the {columns} input features of {name}",
-                fix=f"use one of {', '.join(divisors[-10:])}, 0 for one scale a row, or uneven=nearest",
+                fix=f"use one of {', '.join(divisors[-10:])}, 0 for one scale per row, or uneven=nearest",
             )
         super().check(name, rows, columns)
 
     def work(self, rows: int, columns: int) -> Work:
-        """Rounding, the search over scales where there is one, and packing: by bytes for 4 bits, code by code otherwise."""
+        """Rounding, the search over scales if any, and packing: by bytes for 4 bits, code by code otherwise."""
         passes = 40 if getattr(self, "scale", "") == "search" else 1
         packing = 0 if self.stored_layout == "int-quantized" else 48 if self.bits in (4, 8) else 140
         return Work(num_bytes=(passes * 22.0 + packing) * rows * columns, num_ops=passes * 12)

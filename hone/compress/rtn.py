@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the closest point of its group's grid, no data needed."""
+"""Round to nearest: every weight to the closest point of its group's grid, without calibration data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ grid = lazy("hone.compress.grid")
 
 
 class RoundToNearest(IntegerQuantizer):
-    """Rounds each weight to the nearest point of a symmetric integer grid. The baseline of every quantization paper."""
+    """Rounds each weight to the nearest point of a symmetric integer grid. The baseline of quantization papers."""
 
     scale: Literal["absmax", "signed", "search"] = Field(
         "absmax",

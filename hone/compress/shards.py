@@ -1,4 +1,4 @@
-"""Model folders written shard by shard: durable files, an index, and their exact size ahead of time."""
+"""Model folders written shard by shard: durable files, an index, and their exact size in advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""Dtypes by safetensors' names, in the order in which safetensors lays tensors out, those of one dtype by name."""
+"""Dtypes by safetensors' names, in the order in which safetensors stores tensors (within a dtype by name)."""
 
 
 def shard_name(number: int, count: int) -> str:
@@ -39,7 +39,7 @@ def shard_name(number: int, count: int) -> str:
 
 @contextmanager
 def full_disk_said(path: Path) -> Iterator[None]:
-    """Turns the error of a full disk into a FitError; lets every other error through."""
+    """Turns the error of a full disk into a FitError; other errors pass unchanged."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def full_disk_said(path: Path) -> Iterator[None]:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes `tensors` so that a kill leaves nothing or the whole file. Raises FitError when the disk is full."""
+    """Writes `tensors` atomically: a kill leaves no file or the whole one. Raises FitError when the disk is full."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with full_disk_said(path):
@@ -64,7 +64,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
-    """Writes the index that says which shard holds which tensor."""
+    """Writes the index that maps every tensor to its shard."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     write_atomic(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 

@@ -1,4 +1,4 @@
-"""Exact sizes of a compressed model before it is made: the tensors it has now, and those that take their place."""
+"""Exact sizes of a compressed model in advance: its current tensors, and those that replace them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Entry = tuple[torch.dtype, tuple[int, ...]]
 
 
 def entries(model: CheckpointFacts) -> dict[str, Entry]:
-    """Dtype and shape of every tensor: from the headers of the folder where it exists, else what its config asks for."""
+    """Dtype and shape of every tensor: from the headers of the folder if it exists, else from its config."""
     folder = Path(model.where)
     if (folder / model.mark).is_file():
         return _headers(folder)
@@ -37,7 +37,7 @@ def shard_sizes(
     rest_dtype: torch.dtype | None,
     dtype: torch.dtype,
 ) -> list[int]:
-    """Bytes of every shard, the first with what is outside the layers. `dtype` is the checkpoint's."""
+    """Bytes of every shard, the first with the tensors outside the layers. `dtype` is the checkpoint's."""
     layers: list[dict[str, Entry]] = [{} for _ in targets]
     ends = {}
     for name, (kind, shape) in before.items():
@@ -47,7 +47,7 @@ def shard_sizes(
             ends[name] = (stored_rest(kind, shape, rest_dtype), shape)
     for tensors, linears in zip(layers, targets, strict=True):
         for name, rows, columns in _modules(linears) if quantizer is not None else ():
-            tensors.pop(f"{name}.weight", None)  # one that is missing is said when it is read
+            tensors.pop(f"{name}.weight", None)  # a missing one is an error when it is read
             stored = quantizer.scheme(columns).tensors(rows, columns, quantizer.stored_scale_dtype(dtype))
             tensors.update({f"{name}.{suffix}": entry for suffix, entry in stored.items()})
     return [shard_bytes((name, *entry) for name, entry in tensors.items()) for tensors in (ends, *layers)]
@@ -89,7 +89,7 @@ def _headers(folder: Path) -> dict[str, Entry]:
             with open(path, "rb") as file:
                 header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
         except (ValueError, struct.error, MemoryError, OverflowError):
-            raise ArtifactError(f"{path} is corrupt: its header cannot be read", fix="get the file again") from None
+            raise ArtifactError(f"{path} is corrupt: its header cannot be read", fix="copy the file again") from None
         for name, row in header.items():
             if name == "__metadata__":
                 continue

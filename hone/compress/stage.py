@@ -1,4 +1,4 @@
-"""The compress stage: a model folder in, a smaller one out, by an ordered list of steps."""
+"""The compress stage: writes a smaller model folder from a given one, by an ordered list of steps."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ stream = lazy("hone.compress.stream")
 targets_of = lazy("hone.compress.targets")
 
 DEFAULT_SEQ_LEN = 512
-"""Calibration sequence where none is given and the model's context is longer."""
+"""Default tokens of a calibration sequence for models with a longer context."""
 
 TEXT_BYTES_PER_TOKEN = 3.5
-"""Bytes of text that one token stands for, to say how many sequences a text holds before it is encoded."""
+"""Bytes of text per token, to estimate the number of sequences of a text before it is encoded."""
 
 _BESIDE = 1 << 20
-"""Bytes of config, tokenizer, index and layers.jsonl, about."""
+"""Approximate bytes of config, tokenizer, index and layers.jsonl."""
 
 _WAYS = {MEMORY: ("lower batch_size", "use fewer num_sequences", "compute on another device")}
-_FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: it is computed from calibration inputs"
+_FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: calibration inputs are needed"
 
 
 class Calibrated(NamedTuple):
@@ -61,16 +61,16 @@ class Calibrated(NamedTuple):
 
 
 class CompressPlan(Plan):
-    """A plan with what the engine will do: linears by layer, format of the forward passes, calibration."""
+    """A plan with the engine's job: linears by layer, dtype of the forward passes, calibration."""
 
     targets: tuple[tuple[Any, ...], ...]
     compute_dtype: str
     calibrated: Calibrated | None
     scratch_bytes: int
-    """Hidden states that lie beside the finished folder while it is made."""
+    """Bytes of hidden states stored with the unfinished folder."""
 
     def shortages(self, capacity: Mapping[str, float]) -> list[Shortage]:
-        """What does not fit; the disk must hold the hidden states too."""
+        """The resources that do not suffice; the disk must hold the hidden states too."""
         if DISK in self.estimates and DISK in capacity:
             folder = self.estimates[DISK]
             more = {"value": folder.value + self.scratch_bytes, "formula": f"{folder.formula}, hidden states beside it"}
@@ -86,46 +86,46 @@ class Compress(Stage):
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
-        min_length=1, description="What is done to every matrix, in order: pruners first, at most one quantizer, last."
+        min_length=1, description="Steps for every matrix, in order: pruners first, at most one quantizer, last."
     )
     targets: tuple[str, ...] = Field(
         (r"\.layers\.",),
-        description="Regular expressions; a linear whose checkpoint name one of them finds is worked on.",
+        description="Regular expressions; a linear is compressed if one of them is found in its checkpoint name.",
     )
     ignore: tuple[str, ...] = Field(
-        ("lm_head",), description="Regular expressions; a linear whose name one of them finds is left as it is."
+        ("lm_head",), description="Regular expressions; a linear is left unchanged if one of them is found in its name."
     )
     num_sequences: int = Field(128, gt=0, description="Calibration sequences.")
     seq_len: int = Field(0, ge=0, description="Tokens of one sequence; 0: the model's context, up to 512.")
     batch_size: int = Field(8, gt=0, description="Sequences computed at once.")
-    seed: int = Field(0, ge=0, description="Which sequences are drawn.")
+    seed: int = Field(0, ge=0, description="Seed of the choice of sequences.")
     calibration_text: str | None = Field(None, description="Text file to calibrate with, in place of the role data.")
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Format of the forward passes; auto is float32 on a CPU, bfloat16 on a GPU."
+        "auto", description="Dtype of the forward passes; auto is float32 on a CPU, bfloat16 on a GPU."
     )
 
     rest_dtype: Literal["keep", "bfloat16", "float16"] = Field(
-        "keep", description="Format the embedding and the head are stored in; most of a small model's bytes are there."
+        "keep", description="Dtype of the stored embedding and head, which are most of a small model's bytes."
     )
 
     @model_validator(mode="after")
     def _steps_follow(self) -> Compress:
-        # Whether there is calibration data shows when a plan is made; whether the order is possible shows here.
+        # Checks the order of the steps; `plan` checks whether there is calibration data.
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         for pattern in (*self.targets, *self.ignore):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"'{pattern}' is no regular expression: {error}") from None
+                raise ValueError(f"'{pattern}' is not a regular expression: {error}") from None
         return self
 
     def files(self) -> dict[str, Path]:
-        """The calibration text: another text at the same path is another artifact."""
+        """The calibration text: another text at the same path changes the fingerprint."""
         path = None if self.calibration_text is None else Path(self.calibration_text)
         return {"calibration_text": path} if path is not None and path.is_file() else {}
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
-        """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not fit it."""
+        """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it."""
         model = need(facts, "model", CheckpointFacts)
         data = need(facts, "data", DataFacts) if "data" in facts else None
         if model.quantization is not None:
@@ -174,7 +174,7 @@ class Compress(Stage):
         )
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Writes the model shard by shard, resuming after the last layer that is whole."""
+        """Writes the model shard by shard, resuming after the last complete layer."""
         folder = parents["model"].folder
         checkpoint = hf.Checkpoint(folder)
         samples = self._samples(plan, checkpoint, parents)
@@ -193,7 +193,7 @@ class Compress(Stage):
 
     @property
     def _quantizer(self) -> Any:
-        """The step that decides how weights are stored; None when they stay as they are."""
+        """The step that determines the storage of weights; None without a quantizer."""
         return next((step for step in self.steps if "weights:quantized" in step.gives), None)
 
     @property
@@ -201,7 +201,7 @@ class Compress(Stage):
         return None if self.rest_dtype == "keep" else getattr(torch, self.rest_dtype)
 
     def _calibrated(self, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
-        """How many sequences of which length there will be; None without calibration. Raises SpecError for a source of no use."""
+        """Number and length of the sequences; None without calibration. Raises SpecError for an unusable source."""
         if data is not None and self.calibration_text is not None:
             raise SpecError("both the role data and calibration_text are given", fix="give one of them")
         if data is None and self.calibration_text is None:
@@ -243,9 +243,9 @@ class Compress(Stage):
         return samples
 
     def _estimates(self, model: CheckpointFacts, machine: Machine, work: Compression) -> dict[str, Estimate]:
-        """Sizes to the byte; seconds and memory; what the steps' options say."""
+        """Exact sizes; seconds and memory; figures that follow from the steps' options."""
         size, params = sum(work.shard_bytes), model.config.num_params
-        options: dict[str, Any] = {"formula": "headers, codes, scales and what stays as it is", "tolerance": 0.0}
+        options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
         bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", "tolerance": 0.0}
         found = {
             "model_bytes": Estimate(value=size, unit="B", **options),
@@ -296,19 +296,19 @@ class Compress(Stage):
         weights = sum(row["weights"] for row in rows)
         draft.record("model_bytes", size, "B")
         draft.record(
-            "bits_per_weight", 8 * size / checkpoint.config.num_params, "bits", note="whole folder, scales too"
+            "bits_per_weight", 8 * size / checkpoint.config.num_params, "bits", note="whole folder, scales included"
         )
         draft.record(
             "compression_ratio",
             weights_bytes(folder) / size,
             "times",
-            note=f"against the checkpoint as it is stored, in {str(checkpoint.dtype).removeprefix('torch.')}",
+            note=f"relative to the stored checkpoint in {str(checkpoint.dtype).removeprefix('torch.')}",
         )
         draft.record(
             "sparsity",
             sum(row["zeros"] for row in rows) / weights,
             "fraction",
-            note="zeros among the matrices worked on",
+            note="zeros in the compressed matrices",
         )
         outputs = [row["error"] for row in rows if row["error"] is not None]
         draft.record(
@@ -326,5 +326,5 @@ class Compress(Stage):
             sum(errors) / len(errors),
             "fraction",
             n=len(errors),
-            note="|W' - W| / |W|, mean over matrices; methods that fit the outputs accept a larger one",
+            note="|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error",
         )

@@ -1,4 +1,4 @@
-"""Statistics of a linear's calibration inputs, each by its name: steps say in `needs` which of them they read.
+"""Statistics of a linear's calibration inputs, by name: a step's `needs` names those that it reads.
 
 Shapes: T tokens of a batch, K input features, S samples.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 class Statistic(Protocol):
-    """Added up over batches of inputs [T, K]; made for `num_tokens` tokens of `columns` features in all."""
+    """Base: accumulates over batches of inputs [T, K], in all `num_tokens` tokens of `columns` features."""
 
     def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None: ...
 
     def add(self, x: Tensor) -> None:
-        """Takes in one batch [T, K]."""
+        """Adds one batch [T, K]."""
         ...
 
     def value(self) -> Tensor:
@@ -78,7 +78,7 @@ class AbsMax:
 
 
 class Samples:
-    """Inputs themselves, [S, K] in their own dtype: `LIMIT` tokens at even distances among all, or all where fewer."""
+    """Inputs [S, K] in their dtype: `LIMIT` evenly spaced tokens, or all if there are fewer."""
 
     LIMIT = 512
 

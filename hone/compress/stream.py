@@ -26,7 +26,7 @@ from hone.model.hf import Checkpoint
 
 @dataclass(frozen=True)
 class Job:
-    """What the engine does: `steps` on every linear in `targets[layer]`, computing in `dtype`."""
+    """The engine's job: `steps` on every linear in `targets[layer]`, computing in `dtype`."""
 
     checkpoint: Checkpoint
     steps: tuple[Step, ...]
@@ -34,11 +34,11 @@ class Job:
     device: str
     dtype: torch.dtype
     rest_dtype: torch.dtype | None = None
-    """What the matrices outside the layers (embedding, head) are stored in; None keeps them."""
+    """Dtype of the stored matrices outside the layers (embedding, head); None keeps theirs."""
 
     @property
     def statistics(self) -> frozenset[str]:
-        """Statistics to gather of the calibration inputs: what the steps need, and what the output error is computed from."""
+        """Statistics of the calibration inputs to gather: those of the steps' needs and of the output error."""
         return frozenset({"hessian"}).union(*(step.needs & STATISTICS.keys() for step in self.steps))
 
     @property
@@ -56,7 +56,7 @@ class Job:
 
 
 def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[str, Any]]:
-    """Writes every shard of the compressed model and its index; returns a row for each matrix.
+    """Writes every shard of the compressed model and its index; returns one row per matrix.
 
     Resumes after the last layer whose marker is in `draft.state`. `flow` is None when no calibration inputs are used.
     """
@@ -81,7 +81,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
             del ends
         else:
             flow.restore(_states(draft, done))
-    # One thread writes a finished layer while the next one is computed; a layer's marker comes after its files.
+    # One thread writes a finished layer while the next one is computed; a layer's marker is written after its files.
     with torch.no_grad(), ThreadPoolExecutor(1) as writer, run.progress("compress", count, "layers") as bar:
         bar.advance(done)
         written: Future[None] | None = None
@@ -91,7 +91,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
             if written is not None:
                 written.result()
             written = writer.submit(_keep, job, draft, index, rows, tensors, states)
-            del tensors, states  # the writing thread holds them until they are on disk
+            del tensors, states  # only the writing thread keeps references, until they are on disk
             bar.advance(1, rows[-1]["name"] if rows else "")
         if written is not None:
             written.result()
@@ -101,7 +101,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
 def _keep(
     job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor], states: Tensor | None
 ) -> None:
-    """Makes layer `index` durable: its shard, the states behind it, then the marker that both are there."""
+    """Writes layer `index`: its shard, its output states, then the marker that both are complete."""
     write_shard(draft.folder / shard_name(index + 2, job.num_shards), tensors)
     if states is not None:
         write_shard(_states(draft, index + 1), {"states": states})
@@ -112,7 +112,7 @@ def _keep(
 
 
 def _finished_layers(draft: Draft, job: Job, flow: Flow | None) -> int:
-    """Leading layers whose shard and marker are there (and, with calibration, the states behind them)."""
+    """Number of leading layers whose shard and marker exist (and, with calibration, their output states)."""
     count = job.checkpoint.config.num_layers
     done = 0
     while done < count and _marker(draft, done).exists():
@@ -129,13 +129,13 @@ def _marker(draft: Draft, index: int) -> Path:
 
 
 def _states(draft: Draft, index: int) -> Path:
-    """Where the hidden states in front of layer `index` are kept."""
+    """File of the input states of layer `index`."""
     return draft.state / f"states-{index:05d}.safetensors"
 
 
 def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Rows of the report and the checkpoint tensors of layer `index`; moves `flow` behind the layer."""
-    checkpoint = Checkpoint(job.checkpoint.folder)  # opened anew, so that the pages it maps are freed with it
+    """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` to the layer's outputs."""
+    checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
     layer = checkpoint.build_layer(index, job.device, job.dtype)
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:
@@ -157,7 +157,7 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
 
 
 def _original(computed: Tensor, stored: list[Tensor]) -> Tensor:
-    """The weight in float32 (float64 where the checkpoint has it), from what the layer computes with if that is exact."""
+    """The weight in float32 (float64 if the checkpoint has it), from the layer's weight if its dtype is exact."""
     dtype = torch.promote_types(stored[0].dtype, torch.float32)
     if torch.promote_types(stored[0].dtype, computed.dtype) == computed.dtype:
         return computed.to(dtype)
@@ -178,7 +178,7 @@ def _solve(job: Job, name: str, original: Tensor, statistics: dict[str, Tensor])
 
 
 def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint tensors that take the place of the linear's modules; drops what they replace."""
+    """The checkpoint tensors that replace those of the linear's modules, which are removed from `before`."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, count in linear.modules:
@@ -191,7 +191,7 @@ def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[
 
 
 def _report(job: Job, matrix: Matrix, linear: Linear) -> dict[str, Any]:
-    """What was done to a matrix and what it cost in accuracy: a row of layers.jsonl."""
+    """The steps and errors of a matrix: a row of layers.jsonl."""
     errors = matrix.errors()
     return {
         "name": matrix.name,
@@ -207,7 +207,7 @@ def _report(job: Job, matrix: Matrix, linear: Linear) -> dict[str, Any]:
 
 
 def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
-    """Index over all shards; the rows of all layers; remarks said once."""
+    """Writes the index over all shards; returns the rows of all layers; prints notes once."""
     count = job.num_shards
     weight_map, total, rows = {}, 0, []
     for name in job.ends():

@@ -1,4 +1,4 @@
-"""Which linears of a model are worked on, from its config alone: their names, shapes and inputs."""
+"""The linears of a model to compress, from its config alone: their names, shapes and inputs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a layer as it runs: q, k and v of an attention are one matrix."""
+    """One linear of a layer as computed: q, k and v of an attention are one matrix."""
 
     path: str
-    """Its place below the layer: 'mixer.qkv'."""
+    """Its path in the layer: 'mixer.qkv'."""
     modules: tuple[tuple[str, int], ...]
-    """The checkpoint modules that it holds, each with its rows, in the order in which they are stacked."""
+    """Its checkpoint modules, each with its number of rows, in stacking order."""
     columns: int
     """Input features."""
     reads: str
-    """What feeds it; linears of a layer with the same word have the same input."""
+    """Its input; linears of a layer with an equal value have the same input."""
     experts: int | None = None
-    """With experts, how many matrices it holds."""
+    """With experts, the number of its matrices."""
 
     @property
     def rows(self) -> int:
@@ -36,7 +36,7 @@ class Linear:
 
 
 def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
-    """Every linear of layer `index`, in the order in which they run."""
+    """Every linear of layer `index`, in order of execution."""
     found = []
     for path, spec in config.linears(index).items():
         reads = spec.reads if spec.share == 1.0 else f"{spec.reads}, {spec.share:g} of the tokens"
@@ -45,9 +45,9 @@ def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
 
 
 def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -> tuple[tuple[Linear, ...], ...]:
-    """Per layer, the linears to work on: named by one of `targets` and by none of `ignore` (regular expressions).
+    """Per layer, the linears to compress: matched by one of `targets` and by none of `ignore` (regular expressions).
 
-    Raises SpecError when there is none, or when one is chosen only in part.
+    Raises SpecError when there is none, or when one is matched only in part.
     """
     chosen, names = [], []
     for index in range(config.num_layers):
@@ -57,8 +57,8 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
             taken = [name for name, _ in linear.modules if _found(targets, name) and not _found(ignore, name)]
             if taken and linear.experts is not None:
                 raise SpecError(
-                    f"layer {index}: {linear.path} holds a matrix for each expert, which no step takes yet",
-                    fix=r"leave them as they are: ignore=['lm_head', '\.experts\.']",
+                    f"layer {index}: {linear.path} holds one matrix per expert, which no step supports yet",
+                    fix=r"leave them unchanged: ignore=['lm_head', '\.experts\.']",
                 )
             if len(taken) == len(linear.modules):
                 here.append(linear)
@@ -66,7 +66,7 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
                 apart = [name for name, _ in linear.modules if name not in taken]
                 raise SpecError(
                     f"targets and ignore leave out {', '.join(apart)} of {', '.join(name for name, _ in linear.modules)}",
-                    fix="these run as one matrix: target or ignore them together",
+                    fix="these are one matrix: target or ignore them together",
                 )
         chosen.append(tuple(here))
     if not any(chosen):
@@ -77,15 +77,15 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
 
 
 def check_blocks(linear: Linear, scheme: Scheme) -> None:
-    """Raises SpecError when a block of rows that share a scale would reach from one checkpoint module into the next."""
+    """Raises SpecError when a block of rows that share a scale would extend over two checkpoint modules."""
     if scheme.block is None:
         return
     for name, rows in linear.modules[:-1]:
         if rows % scheme.block[0]:
             raise SpecError(
-                f"blocks of {scheme.block[0]} rows do not divide the {rows} rows of {name}, which runs as one matrix with "
+                f"blocks of {scheme.block[0]} rows do not divide the {rows} rows of {name}, which is one matrix with "
                 f"{linear.modules[-1][0]}",
-                fix="use a block height that divides them, groups, or one scale a row",
+                fix="use a block height that divides them, groups, or one scale per row",
             )
 
 
