@@ -1,1 +1,1 @@
-"""What a thing should cost: seconds from a roofline, bytes from closed forms, both with their formula."""
+"""Estimates: seconds from a roofline, bytes from closed forms, both with their formula."""

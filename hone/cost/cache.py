@@ -1,4 +1,4 @@
-"""What a layer keeps of a sequence between passes, declared as data: shapes and formats of tensors, and their bytes."""
+"""The cache of a layer between passes, declared as data: shapes and dtypes of tensors, and their bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
-"""Bytes of one number by format name."""
+"""Bytes of one number by name of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class CacheTensor:
     """One tensor of a layer's cache, under the name that the mixer stores and reads it by.
 
     `paged`: `shape` is that of one token, and the pages of all sequences together are
-    [num_pages, *shape[:-1], block_size, shape[-1]] (the tokens of a page stand before the last axis). Otherwise `shape`
-    is that of one sequence, whatever its length: a recurrent state.
+    [num_pages, *shape[:-1], block_size, shape[-1]] (the tokens of a page are the axis before the last). Otherwise `shape`
+    is that of one sequence of any length: a recurrent state.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "auto"
-    """Number format; "auto" is the cache's own (`kv_cache_dtype`)."""
+    """Dtype; "auto" is the cache's (`kv_cache_dtype`)."""
     paged: bool = True
 
     @property
@@ -36,7 +36,7 @@ class CacheTensor:
 
 
 LayerCache = tuple[CacheTensor, ...]
-"""Everything that one layer keeps."""
+"""The cache tensors of one layer."""
 
 
 def keys_and_values(num_kv_heads: int, head_dim: int) -> LayerCache:

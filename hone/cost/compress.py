@@ -1,7 +1,7 @@
-"""What compressing a model layer by layer costs: seconds and peak memory, from shapes alone.
+"""Cost of compressing a model layer by layer: seconds and peak memory, from shapes alone.
 
-The engine computes layer i while a thread writes layer i - 1, so of computing and writing the slower one counts. Constants
-are measured where no calibration has the rate; each says on what.
+The engine computes layer i while a thread writes layer i - 1, so the slower of computing and writing counts. Constants are
+measured where no calibration has the rate; each names the machine.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ HOST_BYTES_PER_S = 1.5e9
 """Without a calibration, copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
 
 LAYER_OPS = 1000
-"""Starts of operations that opening the checkpoint, building a layer and writing its shard equal, most of it Python."""
+"""Time of opening the checkpoint, building a layer and writing its shard, in operation starts; most of it is Python."""
 
 MATRIX_OPS = 200
 """The same for each matrix: names, tensors, hooks, errors."""
 
 LOAD_BYTES = 60.0
 """Bytes a weight, at the rate of a large copy, to read it from the mapped file, widen, check and stack it. Most of the time
-the pages of new tensors are mapped for the first time (two-core AMD EPYC: 3 ns a weight)."""
+is page faults of new tensors (two-core AMD EPYC: 3 ns a weight)."""
 
 REPORT_BYTES = 60.0
-"""Bytes a weight of both errors and the number of zeros, and of the numbers that the stored form stands for."""
+"""Bytes per weight of both errors, the number of zeros, and dequantization of the stored form."""
 
 FP32_SHARE = 0.6
-"""Part of a GPU's float32 rate, by its data sheet, that factorization and error products reach."""
+"""Fraction of a GPU's float32 rate on its data sheet that factorization and error products reach."""
 
 
 _LARGE = 1 << 28
@@ -42,18 +42,18 @@ _LARGE = 1 << 28
 
 @dataclass(frozen=True)
 class Work:
-    """What a step costs on one matrix: floating-point operations, bytes moved, tensor operations started."""
+    """Work of a step on one matrix: floating-point operations, bytes moved, tensor operations started."""
 
     flops: float = 0.0
     num_bytes: float = 0.0
     num_ops: float = 0.0
     temporaries: float = 6.0
-    """Float32 tensors of the matrix's size that are there at once."""
+    """Float32 tensors of the matrix's size that exist at once."""
 
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """One matrix [rows, columns] and what each step does to it."""
+    """One matrix [rows, columns] and the work of each step on it."""
 
     rows: int
     columns: int
@@ -66,7 +66,7 @@ class MatrixWork:
 
 @dataclass(frozen=True)
 class Compression:
-    """A compression in numbers: per layer the matrices worked on, shard sizes (the first outside the layers), calibration."""
+    """A compression in numbers: the matrices of each layer, shard sizes (the first outside the layers), calibration."""
 
     facts: ModelFacts
     layers: tuple[tuple[MatrixWork, ...], ...]
@@ -74,7 +74,7 @@ class Compression:
     stored_width: int
     """Bytes of a weight in the checkpoint."""
     dtype: str
-    """Number format of the forward passes."""
+    """Dtype of the forward passes."""
     num_sequences: int = 0
     """Calibration sequences; 0 without calibration."""
     seq_len: int = 0
@@ -92,7 +92,7 @@ class Compression:
 
 
 def compress_seconds(machine: Machine, work: Compression) -> Estimate:
-    """Layers one after another, each loaded, calibrated, solved and judged, while the one before is written."""
+    """Seconds of all layers in order, each loaded, calibrated, solved and evaluated while the one before is written."""
     gpu = machine.device.startswith("cuda")
     parts: dict[str, float] = {}
     forward, bound = _forward(machine, work)
@@ -107,7 +107,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
             "loading and Python": _load(machine, work, index),
             "statistics": forward + _gather(machine, work, matrices) if work.tokens else 0.0,
             "solvers": sum(_solve(machine, one, step) for one in matrices for step in one.steps),
-            "errors": sum(_judge(machine, one, calibrated=bool(work.tokens)) for one in matrices),
+            "errors": sum(_evaluate(machine, one, calibrated=bool(work.tokens)) for one in matrices),
             "second pass": 0.0 if last else forward,
             "copying states": 0.0 if last else _copy(machine, work, gpu),
         }
@@ -126,8 +126,8 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
 
 
 def compress_bytes(machine: Machine, work: Compression) -> Estimate:
-    """What the work adds to memory at its peak: states and the copy being written, a layer as computed and as stored, its
-    Hessians, and one batch or one solve."""
+    """Growth of memory at its peak: states and the copy being written, a layer as computed and as stored, its Hessians, and
+    one batch or one solve."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     layer = max((one.matmul_params for one in work.facts.layers), default=0) * (width + work.stored_width)
     solve = max((_solve_bytes(one, work) for matrices in work.layers for one in matrices), default=0.0)
@@ -139,7 +139,7 @@ def compress_bytes(machine: Machine, work: Compression) -> Estimate:
         "hidden states": work.states_bytes * (1 if gpu else 2),
         "one layer": layer,
         "sums of x x^T": hessians,
-        # A CPU's heap keeps the holes that a batch left: what a solve asks for does not fit them.
+        # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.
         "one batch, one solve": max(solve, batch) if gpu else solve + (1 + FORWARD_GAPS) * batch,
         "code": 0 if gpu else FORWARD_TOUCHED,
     }
@@ -159,7 +159,7 @@ def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:
 
 
 def _gather(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) -> float:
-    """Sums of x x^T in front of every matrix."""
+    """Seconds of the sums of x x^T of every matrix's input."""
     batch = min(work.batch_size, work.num_sequences)
     tokens, batches, total = batch * work.seq_len, work.num_sequences / batch, 0.0
     for columns in [one.columns for one in matrices]:
@@ -181,14 +181,14 @@ def _solve(machine: Machine, one: MatrixWork, step: Work) -> float:
     return _products(machine, step.flops) + _passes(machine, step.num_bytes) + _starts(machine, step.num_ops)
 
 
-def _judge(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:
-    """Errors of the weights, and of the outputs: two products with the Hessian."""
+def _evaluate(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:
+    """Seconds of the errors of the weights and of the outputs: two products with the Hessian."""
     products = _products(machine, 4.0 * one.rows * one.columns**2) if calibrated else 0.0
     return products + _passes(machine, (REPORT_BYTES + (30 if calibrated else 0)) * one.size)
 
 
 def _copy(machine: Machine, work: Compression, gpu: bool) -> float:
-    """The copy of the hidden states that is written."""
+    """Seconds of the copy of the hidden states that is written."""
     return work.states_bytes / _host_rate(machine) if gpu else _passes(machine, 2.0 * work.states_bytes)
 
 
@@ -204,7 +204,7 @@ def _host_rate(machine: Machine) -> float:
 
 
 def _passes(machine: Machine, num_bytes: float) -> float:
-    """Passes over tensors that no cache holds."""
+    """Seconds of passes over tensors that do not fit a cache."""
     return seconds(machine, num_bytes=num_bytes, op_bytes=_LARGE).value
 
 
@@ -213,7 +213,7 @@ def _starts(machine: Machine, num_ops: float) -> float:
 
 
 def _products(machine: Machine, flops: float) -> float:
-    """Products and factorizations in float32."""
+    """Seconds of products and factorizations in float32."""
     calibration = machine.calibration
     if calibration is not None and "float32" in calibration.dtypes:
         return seconds(machine, flops=flops).value

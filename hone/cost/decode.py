@@ -1,4 +1,4 @@
-"""Seconds of a decoding step: on a CPU operation by operation, on a GPU as hone.serve replays it, every weight and key read once."""
+"""Seconds of a decoding step: on a CPU by operations, on a GPU as a CUDA graph that reads every weight and key once."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hone.cost.steps import AROUND_OPS, FORWARD_OPS, Product, moved_values, prod
 from hone.measure.machine import Machine
 
 STREAMED = 0.95
-"""Part of the read rate at which the GPU's kernels stream weights (up to STREAM_ROWS rows) and pages. On an H200
+"""Fraction of the read rate that the GPU's kernels reach for weights (up to STREAM_ROWS rows) and pages. On an H200
 (benchmarks/ledger/ops.jsonl): weights 0.97 to 0.92 with 1 to 16 rows, 0.91 and 0.87 with 64; pages 0.78 with one sequence of
 32,768 tokens, 0.98 with 64 sequences of 4,096."""
 
 QUANTIZED = 0.6
-"""The same of weights in 4 or 8 bits, whose codes are turned into numbers on the way: 0.52 to 0.71 and 0.60 to 0.85 there."""
+"""The same for weights of 4 or 8 bits, which are dequantized in the kernel: 0.52 to 0.71 and 0.60 to 0.85 there."""
 
 STREAM_ROWS = 64
-"""Rows up to which the kernel that streams weights runs (hone.ops.dispatch, `linear`); then the library's."""
+"""Most rows for which hone's memory-bound kernel runs (hone.ops.dispatch, `linear`); beyond, the library's."""
 
 KERNEL_S = 1.5e-6
-"""What a kernel of a CUDA graph costs beside its traffic: starting up, and waiting for the last block of the one before.
-Small kernels of the same ledger take 3.6 to 4.7 us for 0.4 to 1.3 us of traffic; products that stream take 1.0 to 2.3 us
-more than theirs with 1 to 16 rows."""
+"""Seconds of a kernel in a CUDA graph beside its traffic: its start, and the wait for the last block of the one before.
+Small kernels of the same ledger take 3.6 to 4.7 us for 0.4 to 1.3 us of traffic; memory-bound products with 1 to 16 rows
+take 1.0 to 2.3 us more than their traffic."""
 
 LAYER_KERNELS = 7
 """Kernels of an attention layer beside its matmuls: two norms (one with the sum), rotation and page write, attention and
@@ -44,14 +44,14 @@ def decode_step_seconds(
     in_place: bool = False,
     captured: bool = False,
 ) -> Estimate:
-    """One decoding step of `num_seqs` sequences that each see `context` cached positions.
+    """One decoding step of `num_seqs` sequences that each attend to `context` cached positions.
 
-    `weights_bytes` is what is read of the weights (default: all of them in `dtype`; less when they are quantized).
-    `in_place`: a GPU's kernels read the pages where they lie; else they are gathered (read, written), then read.
-    `captured`: the step is the replay of a CUDA graph, in which no kernel waits for its launch; implies `in_place`.
+    `weights_bytes` are the bytes of weights read (default: all of them in `dtype`; less when they are quantized).
+    `in_place`: a GPU's kernels read the pages in place; else they are gathered (read, written), then read.
+    `captured`: the step is the replay of a CUDA graph, without launch overhead of kernels; implies `in_place`.
     """
     width = BYTES[dtype]
-    # Keys and values of what the sequences see.
+    # Keys and values of the sequences' cached positions.
     cached = width * num_seqs * facts.state_values(context)
     if in_place or captured:
         return _in_place(facts, machine, num_seqs, cached, dtype, weights_bytes, captured)
@@ -60,7 +60,7 @@ def decode_step_seconds(
     weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
     parts = {
         f"{len(products)} matmuls": max(product_seconds(machine, products, dtype), weights_s),
-        # Between two uses of a layer's pages those of all layers are touched: a cache holds them only if it holds all.
+        # Between two uses of a layer's pages those of all layers are used: they stay in a cache only if all fit.
         "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered).value,
         "element-wise": traffic_seconds(machine, facts, num_seqs, dtype, backward=False),
     }

@@ -1,4 +1,4 @@
-"""Plain numbers about a model, all that a cost needs to know; `ModelConfig.facts()` makes them."""
+"""The numbers about a model that estimates use; `ModelConfig.facts()` returns them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hone.cost.cache import LayerCache, keys_and_values
 
 
 class Mixing(Protocol):
-    """What a layer's tokens do to see each other, in numbers; every mixer's spec is one."""
+    """FLOPs and state of mixing a layer's tokens; every mixer's spec implements it."""
 
     def mixing_flops(self, seq_len: int) -> float:
-        """FLOPs a token of a sequence of `seq_len` needs on average besides the layer's matmuls."""
+        """Mean FLOPs per token of a sequence of `seq_len` besides the layer's matmuls."""
         ...
 
     def state_values(self, seq_len: int) -> float:
-        """Numbers kept of a sequence of `seq_len` to go on from it, which a decoding step reads."""
+        """Numbers cached for a sequence of `seq_len`, which a decoding step reads."""
         ...
 
 
@@ -28,10 +28,10 @@ class Attending:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    """Positions a query sees at most; None for all before it."""
+    """Most positions that a query attends to; None for all before it."""
 
     def mixing_flops(self, seq_len: int) -> float:
-        """4 a head value a position seen: scores and weighted sum."""
+        """4 per head value and position attended to: scores and weighted sum."""
         return 4.0 * self.num_heads * self.head_dim * mean_positions(seq_len, self.window)
 
     def state_values(self, seq_len: int) -> float:
@@ -40,14 +40,14 @@ class Attending:
 
 
 class Widths(NamedTuple):
-    """Numbers a token that a mixer makes on the way, all kept for the backward pass."""
+    """Intermediate numbers per token of a mixer, all saved for the backward pass."""
 
     projected: int
-    """By its input projections (queries, keys, values)."""
+    """Outputs of its input projections (queries, keys, values)."""
     turned: int
-    """From those before tokens are mixed (rotated queries and keys, feature maps)."""
+    """Values computed from these before tokens are mixed (rotated queries and keys, feature maps)."""
     mixed: int
-    """By the mixing: what the output projection reads."""
+    """Outputs of the mixing: the input of the output projection."""
     extra: int = 0
     """Anything else."""
 
@@ -60,8 +60,8 @@ class Widths(NamedTuple):
 class LayerFacts:
     """One decoder layer: a mixer, then a feed-forward.
 
-    `matmuls` are the products of one token: weight matrices as they are multiplied (fused ones once, of experts those that a
-    token visits), each (out_features, in_features).
+    `matmuls` are the products of one token: weight matrices as multiplied (fused ones once, of experts those used for a
+    token), each (out_features, in_features).
     """
 
     matmuls: tuple[tuple[int, int], ...]
@@ -69,7 +69,7 @@ class LayerFacts:
     widths: Widths
     intermediate_size: int
     cache: LayerCache = ()
-    """What it keeps of a sequence when the engine serves it."""
+    """Its cache tensors in the engine."""
 
     @classmethod
     def attention(
@@ -86,7 +86,7 @@ class LayerFacts:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the pages hold of one token in this layer."""
+        """Numbers per token in the pages of this layer."""
         return sum(one.num_values for one in self.cache if one.paged)
 
     @property
@@ -104,8 +104,8 @@ def attention_widths(num_heads: int, num_kv_heads: int, head_dim: int) -> Widths
 class ModelFacts:
     """A decoder of `layers` between an embedding and a head of `vocab_size` rows.
 
-    `num_params` counts every stored number once, a tied embedding once too; `active_params` leaves out the experts that a
-    token does not visit.
+    `num_params` counts every stored number once, a tied embedding too; `active_params` excludes the experts that are not used
+    for a token.
     """
 
     num_params: int
@@ -131,7 +131,7 @@ class ModelFacts:
         tie_embeddings: bool = False,
         window: int | None = None,
     ) -> ModelFacts:
-        """Facts of a Llama-shaped decoder whose layers are all alike (no biases, two norms a layer, one at the end)."""
+        """Facts of a Llama-shaped decoder with equal layers (no biases, two norms per layer, one at the end)."""
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
         layer = LayerFacts.attention(
             (
@@ -161,29 +161,29 @@ class ModelFacts:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers a paged cache keeps for one token in all layers; times bytes a number gives its bytes."""
+        """Numbers per token in a paged cache over all layers; times bytes per number they are its bytes."""
         return sum(layer.kv_values_per_token for layer in self.layers)
 
     @property
     def matmul_params(self) -> int:
-        """Weights a token is multiplied with: the layers' matrices (of experts those it visits) and the head."""
+        """Weights that a token is multiplied with: the layers' matrices (of experts those used for it) and the head."""
         return sum(layer.matmul_params for layer in self.layers) + self.vocab_size * self.hidden_size
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward floating-point operations a token of a causal sequence of `seq_len` needs on average.
+        """Mean forward floating-point operations per token of a causal sequence of `seq_len`.
 
-        2 a weight, and what each layer's mixing takes (attention: 4 a head value a position seen, (seq_len + 1) / 2 of
-        them on average).
+        2 per weight, and each layer's mixing (attention: 4 per head value and position attended to, on average
+        (seq_len + 1) / 2 of them).
         """
         return 2.0 * self.matmul_params + sum(layer.mixing.mixing_flops(seq_len) for layer in self.layers)
 
     def state_values(self, seq_len: int) -> float:
-        """Numbers that all layers keep of a sequence of `seq_len` to go on from it."""
+        """Numbers that all layers cache for a sequence of `seq_len`."""
         return sum(layer.mixing.state_values(seq_len) for layer in self.layers)
 
 
 def mean_positions(seq_len: int, window: int | None = None) -> float:
-    """Positions a query sees on average in a causal sequence of `seq_len`, at most `window` each."""
+    """Mean number of positions that a query attends to in a causal sequence of `seq_len`, at most `window` each."""
     if window is None or window >= seq_len:
         return (seq_len + 1) / 2
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len

@@ -1,4 +1,4 @@
-"""Bytes that training and serving add to a process or a GPU, in closed form, from what hone's modules keep alive."""
+"""Bytes that training and serving add to a process or a GPU, in closed form, from the tensors of hone's modules."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hone.cost.facts import LayerFacts, ModelFacts
 from hone.cost.update import UpdateCost, adamw
 
 GAPS = 2.5
-"""Gaps that glibc's heap keeps on a CPU, in sets of one layer's temporaries: tensors that are freed leave holes which the
-next ones, of other sizes, do not fill. Measured with hone's trainer, with and without activation checkpointing, at 1 to 96
-rows, in float32 and bfloat16: 1.3 to 4.5 sets. (None with MALLOC_MMAP_THRESHOLD_=65536, which gives every tensor pages of
-its own and takes a third more time.) CUDA's figures count live bytes, so there it is 0."""
+"""Gaps in glibc's heap on a CPU, in sets of one layer's temporaries: freed tensors leave gaps that the next ones, of other
+sizes, do not fill. Measured with hone's trainer, with and without activation checkpointing, at 1 to 96
+sequences, in float32 and bfloat16: 1.3 to 4.5 sets. (None with MALLOC_MMAP_THRESHOLD_=65536, which gives every tensor its own
+pages and takes a third more time.) CUDA's figures count live bytes, so there it is 0."""
 
 TOUCHED = 32 << 20
 """Bytes of program code and small objects that a CPU run brings into memory beside its tensors: measured
@@ -21,7 +21,7 @@ TOUCHED = 32 << 20
 
 FORWARD_GAPS = 0.5
 FORWARD_TOUCHED = 8 << 20
-"""The same two without a backward pass, where little lives long enough to leave gaps; measured while serving and scoring."""
+"""The same two without a backward pass, which leaves few gaps; measured while serving and scoring."""
 
 BUCKET = 1 << 26
 """Gradients that half-precision training widens to float32 at a time."""
@@ -43,18 +43,19 @@ def train_bytes(
     model_loaded: bool = False,
     device: str = "cpu",
 ) -> Estimate:
-    """What training adds at its peak to what was in memory before.
+    """Growth of memory at the peak of training.
 
-    Always there: weights, optimizer state and, in half precision, float32 masters. On top the largest of three moments:
-    `loss` (all activations and the head's logits), `backward` (all activations, the last layer's gradients in the
-    making) and `update` (all gradients and one layer's activations, or one bucket widened).
+    Throughout: weights, optimizer state and, in half precision, float32 master weights. In addition the largest of three
+    moments: `loss` (all activations and the head's logits), `backward` (all activations and the last layer's gradients) and
+    `update` (all gradients and one layer's activations, or one bucket widened).
 
-    `update` is the optimizer's (default: AdamW's). `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`; `accumulate`: a step has several, whose
-    gradients are summed in float32. `packed`: rows of several documents carry an attention mask. `kept_layers` (default:
-    all) is how many layers have their inner activations alive at once and `kept_inputs` how many layer inputs are kept
-    for recomputation. `loss_chunk` is the number of tokens whose logits are alive at once (default: all).
-    `kernels`: attention and loss run in the GPU kernels of hone.ops, which keep no masks, turn logits into their slope in
-    place and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the float32 weights are counted in what was there before.
+    `update` is the optimizer's (default: AdamW's). `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`;
+    `accumulate`: a step has several, whose gradients are summed in float32. `packed`: sequences of several documents have an
+    attention mask. `kept_layers` (default: all) is the number of layers whose inner activations exist at once and
+    `kept_inputs` the number of layer inputs saved for recomputation. `loss_chunk` is the number of tokens whose logits exist
+    at once (default: all). `kernels`: attention and loss run in the GPU kernels of hone.ops, which store no masks, overwrite
+    logits with their gradient and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the
+    float32 weights are in memory before.
     """
     width = BYTES[dtype]
     half = width < 4
@@ -67,7 +68,7 @@ def train_bytes(
     layer = max((saved_values(one, hidden) for one in facts.layers), default=0)
     mask = (
         seq_len if packed and not (kernels and half) else 0
-    )  # each layer's attention keeps its own float mask of the batch
+    )  # each layer's attention saves its own float mask of the batch
     per_layer = batch_tokens * width * (layer + mask)
     activations = kept * per_layer + batch_tokens * width * kept_inputs * hidden
     making = batch_tokens * width * max((_gradient_values(one, hidden) for one in facts.layers), default=0)
@@ -106,14 +107,14 @@ def serve_bytes(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Estimate:
-    """What serving adds at its peak: weights (0 when they were there before), the page pool, one step's work.
+    """Growth of memory at the peak of serving: weights (0 if loaded before), the page pool, one step's activations.
 
     `max_tokens` is the most tokens of one step, `max_num_seqs` the sequences whose logits are computed in it,
     `context_tokens` the cached positions, over all sequences, that a step's attention gathers.
     """
     width = BYTES[dtype]
     step = forward_bytes(facts, tokens=max_tokens, dtype=dtype, context_tokens=context_tokens)
-    # Logits, their float32 copy, and what choosing makes of them (sorted or as probabilities).
+    # Logits, their float32 copy, and the sampler's copy (sorted or as probabilities).
     logits = max_num_seqs * facts.vocab_size * (width + 3 * 4)
     fixed = {"weights": weights_bytes, "pages": kv_bytes}
     return _sum_up(
@@ -130,17 +131,17 @@ def score_bytes(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Estimate:
-    """What scoring `max_tokens` at a time by one model, or by one beside a reference (`models`), adds at its peak.
+    """Growth of memory at the peak of scoring `max_tokens` at a time by one model, or by one and a reference (`models`).
 
-    The larger of two moments: a forward pass, or the logits of `max_rows` tokens with what their loss or divergence makes of
-    them, while the last hidden states of all tokens wait. On a CPU both, and the logits twice: what the heap was given back
-    does not fit what it is asked for next (measured from 1,024 to 16,384 tokens at a time).
+    The larger of two moments: a forward pass, or the logits of `max_rows` tokens and their loss or divergence, beside the last
+    hidden states of all tokens. On a CPU both, and the logits twice: freed heap memory does not fit the next allocations
+    (measured from 1,024 to 16,384 tokens at a time).
     """
     width = BYTES[dtype]
     waiting = [width * max_tokens * one.hidden_size for one in models]
     step = max(forward_bytes(one, tokens=max_tokens, dtype=dtype) for one in models)
-    # In float32: both models' logits, the reference's logarithms, its probabilities, the differences and their product. One
-    # model alone: its logits and their exponentials, or the next ones while these are still held.
+    # In float32: both models' logits, the reference's log-probabilities and probabilities, the differences and their
+    # product. One model alone: its logits and their exponentials, or the next logits while these still exist.
     numbers = 4 * 6 if len(models) > 1 else 4 * 2 + (width if width < 4 else 0)
     logits = max_rows * models[0].vocab_size * numbers
     forward, scoring = step + sum(waiting[:-1]), sum(waiting) + logits
@@ -151,7 +152,7 @@ def score_bytes(
 
 
 def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", context_tokens: int = 0) -> float:
-    """The most that a forward pass without gradients holds at once beside weights and logits.
+    """Peak bytes of a forward pass without gradients beside weights and logits.
 
     In the attention: the residual, its norm, queries, keys and values as projected and rotated, keys and values gathered
     from `context_tokens` cached positions, the result. In the feed-forward: residual, norm, both halves, their product.
@@ -167,10 +168,10 @@ def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", con
 
 
 def saved_values(layer: LayerFacts, hidden_size: int) -> int:
-    """Numbers that one layer keeps of one token for the backward pass.
+    """Numbers per token that one layer saves for the backward pass.
 
-    Two residuals and two normed ones; the mixer's widths (attention: projected queries, keys, values, kept whole because
-    the values are a part of them, rotated queries and keys, the result); gate and up, and their product.
+    Two residuals and two normed ones; the mixer's widths (attention: projected queries, keys, values, saved whole because
+    the values are a view of them, rotated queries and keys, the result); gate and up, and their product.
     """
     return 4 * hidden_size + layer.widths.total + 3 * layer.intermediate_size
 
@@ -184,7 +185,7 @@ def _gradient_values(layer: LayerFacts, hidden_size: int) -> int:
 
 
 def _sum_up(fixed: dict[str, float], moving: dict[str, float], gaps: float, code: int, device: str) -> Estimate:
-    """Sum of all parts; on a CPU the heap's gaps and the code that runs come on top."""
+    """Sum of all parts; on a CPU plus the heap's gaps and the loaded program code."""
     parts = {**fixed, **moving}
     if not device.startswith("cuda"):
         parts |= {"gaps in the heap": gaps, "code": code}

@@ -1,4 +1,4 @@
-"""Seconds an operation should take: the larger of arithmetic and traffic at this machine's measured rates."""
+"""Seconds of an operation: the larger of arithmetic and memory traffic at this machine's measured rates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hone.measure.calibration import Calibration, Layout, MatmulRate
 from hone.measure.machine import Machine
 
 NEAREST = 3
-"""Calibrated shapes that a rate is interpolated from."""
+"""Number of calibrated shapes that a rate is interpolated from."""
 
-# A core nobody calibrated, at its most: 4 GHz, two 16-wide fused multiply-adds a cycle (AVX-512), or one 2,048-operation
-# tile product (AMX) in two-byte formats; 40 GB/s is more than the load buffers of one core sustain.
+# Upper bound of an uncalibrated core: 4 GHz, two 16-wide fused multiply-adds per cycle (AVX-512), or one 2,048-operation
+# tile product (AMX) in two-byte dtypes; 40 GB/s is more than the load buffers of one core sustain.
 _CORE_FLOPS_PER_S = {"float64": 128e9, "float32": 256e9}
 _CORE_TILE_FLOPS_PER_S = 8192e9
 _CORE_BYTES_PER_S = 40e9
@@ -36,9 +36,9 @@ def seconds(
     """max(flops / rate, bytes / bandwidth) + operations x overhead, at the rates of `machine.calibration`.
 
     `matmul` = (m, n, k) looks the rate up among products of that shape and `layout` (and sets `flops` when it is 0);
-    without it the rate is the best one calibrated. `num_bytes` counts reads and writes; `op_bytes` is what one of the
-    operations behind them touches (default: all), which decides whether a cache holds it. Without a calibration,
-    or one that lacks `dtype`, the result is a bound from data-sheet peaks, and says so.
+    without it the rate is the best one calibrated. `num_bytes` counts reads and writes; `op_bytes` is the
+    traffic of one of the operations (default: all), which decides whether it fits a cache. Without a calibration for
+    `dtype` the result is a bound from data-sheet peaks, marked as such.
     """
     if matmul is not None and not flops:
         flops = 2.0 * matmul[0] * matmul[1] * matmul[2]
@@ -76,7 +76,7 @@ def matmul_rate(
 def _gaps(
     calibration: Calibration, dtype: str, shape: tuple[int, int, int], layout: Layout
 ) -> list[tuple[MatmulRate, float]]:
-    """The calibrated products of `layout` (of any when it has none) and how far `shape` is from each, in doublings."""
+    """The calibrated products of `layout` (of any layout if it has none) and the distance of `shape` from each, in doublings."""
     rates = [rate for rate in calibration.matmuls if rate.dtype == dtype]
     found = []
     for rate in [rate for rate in rates if rate.layout == layout] or rates:
@@ -90,8 +90,8 @@ def matmul_seconds(
 ) -> float:
     """Seconds of an [m, k] by [k, n] product that moves `num_bytes`: arithmetic or traffic, whichever is more.
 
-    Between the shapes calibrated on a GPU the part of the roofline that was reached is interpolated, not the rate: with
-    few rows a product streams its weight, and its rate is in proportion to the rows.
+    Between the shapes calibrated on a GPU the reached fraction of the roofline is interpolated, not the rate: with few rows a
+    product is bound by reading its weight, and its rate is proportional to the rows.
     """
     calibration = machine.calibration
     if calibration is None or dtype not in calibration.dtypes or not machine.device.startswith("cuda"):
@@ -126,7 +126,7 @@ def attention_seconds(machine: Machine, flops: float, dtype: str, *, train: bool
 
 
 def _weighted(near: list[tuple[float, float]]) -> float:
-    """Geometric mean of the rates of the NEAREST points, each weighted by 1 / distance^2; an exact hit wins alone."""
+    """Geometric mean of the rates of the NEAREST points, weighted by 1 / distance^2; an exact match is returned alone."""
     near = sorted(near)[:NEAREST]
     if near[0][0] < 1e-6:
         return near[0][1]
@@ -136,7 +136,7 @@ def _weighted(near: list[tuple[float, float]]) -> float:
 
 
 def _bound(machine: Machine, flops: float, num_bytes: float, dtype: str) -> Estimate:
-    """Speed of light of `machine`, from the data sheet of its GPU or of a generous unnamed CPU."""
+    """Lower bound of seconds on `machine`, from the data sheet of its GPU or the upper bound of a CPU core."""
     peak, bandwidth, source = speed_of_light(machine, dtype)
     value = max(flops / peak, num_bytes / bandwidth)
     formula = (

@@ -1,4 +1,4 @@
-"""Seconds of a serving run: its steps as the engine will schedule them, and what each takes on the device and in Python."""
+"""Seconds of a serving run: its steps as scheduled by the engine, and the time of each on the device and in Python."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hone.measure.machine import Machine
 STEP_OPS = 65
 """Scheduling, the step's arrays, and the choice of tokens."""
 LAYER_OPS = 40
-"""Modules, pages and masks of a layer, beside the starts that a forward pass has in any case."""
+"""Modules, pages and masks of a layer, beside the operation starts of a forward pass."""
 GROUP_OPS = 45
-"""The same for each further group of sequences that a layer's attention takes separately: prompts beside decoding ones."""
+"""The same for each further group of sequences in a layer's attention: prompts beside decoding ones."""
 SEQ_OPS = 20
-"""One sequence of a step: its choice, its text, its pages."""
+"""One sequence of a step: its sampling, its text, its pages."""
 
 # Where a GPU's kernels read pages in place (benchmarks/ledger/serve.jsonl, Llama-3-8B's shape, one H200).
 REPLAY_STEP_S = 3e-4
@@ -32,16 +32,16 @@ REPLAY_STEP_S = 3e-4
 REPLAY_SEQ_S = 2e-5
 """Python around one sequence; 1e-5 was measured without text."""
 LAUNCHED_PER_LAYER = 160
-"""Starts that a layer equals when its kernels are launched one by one, out of Python: 31 to 34 ms a step of 32 layers were
+"""Time of a layer in operation starts when Python launches its kernels one by one: 31 to 34 ms per step of 32 layers were
 measured where a start takes about 5 us, 17 ms of 16 layers where it takes 7.5 us."""
 
 MOST_CAPTURED = 512
-"""Sequences up to which decode steps are captured as CUDA graphs: with more, kernels run longer than launching them takes."""
+"""Sequences up to which decode steps are captured as CUDA graphs: with more, kernels take longer than their launches."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests of a closed loop, `concurrency` in flight: tokens of each prompt (the shared beginning included) and output."""
+    """Requests of a closed loop, `concurrency` in flight: tokens of each prompt (the shared prefix included) and output."""
 
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -51,7 +51,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Batching:
-    """How an engine batches."""
+    """Batching parameters of an engine."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -61,7 +61,7 @@ class Batching:
 
 
 class StepKind(NamedTuple):
-    """`repeats` steps alike: sequences that decode at a mean `context`, and prompts' chunks as (tokens before, tokens)."""
+    """`repeats` equal steps: sequences that decode at a mean `context`, and prompts' chunks as (tokens before, tokens)."""
 
     decoding: int
     context: float
@@ -76,7 +76,7 @@ class StepKind(NamedTuple):
 
 @dataclass
 class _Running:
-    """A request under way."""
+    """A running request."""
 
     computed: int
     length: int
@@ -90,13 +90,13 @@ class _Running:
 def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
     """The steps of the run, by the rules of `hone.serve.scheduler`: all that decode, then prompts' chunks.
 
-    The shared beginning is found in the cache by requests that are admitted after the step that computed it; those of
-    the first step compute it each. Pages are taken to suffice.
+    Requests admitted after the step that computed the shared prefix find it in the cache; each of the first step computes
+    it. There are assumed to be enough pages.
     """
     waiting = deque(zip(traffic.prompts, traffic.outputs))
     most = min(traffic.concurrency, batching.max_num_seqs)
     running: list[_Running] = []
-    known = 0  # tokens of the shared beginning that are in the cache
+    known = 0  # tokens of the shared prefix in the cache
     while waiting or running:
         if not (batching.static and running):
             while waiting and len(running) < most:
@@ -125,7 +125,7 @@ def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
 
 
 def _chunks(prompts: list[_Running], budget: int) -> list[tuple[_Running, int]]:
-    """Equal parts of the budget, and what some leave goes to the others."""
+    """Equal parts of the budget; unused parts go to the others."""
     found = []
     wants = [one.length - one.computed for one in prompts]
     rest = sum(wants)
@@ -141,7 +141,7 @@ def _chunks(prompts: list[_Running], budget: int) -> list[tuple[_Running, int]]:
 
 @dataclass(frozen=True)
 class Serving:
-    """A model on a machine, as an engine runs it."""
+    """A model on a machine, with the engine's settings."""
 
     facts: ModelFacts
     machine: Machine
@@ -149,19 +149,19 @@ class Serving:
     threads: int = 1
     """CPU threads of a step; the calibrated rates are of `calibration.threads`."""
     in_place: bool = False
-    """Pages are read by a GPU's kernels where they lie."""
+    """Whether a GPU's kernels read pages in place."""
     captured: bool = True
-    """Decode steps of a GPU are replayed as CUDA graphs (False where a drafter guesses)."""
+    """Whether decode steps of a GPU are replayed as CUDA graphs (False with a drafter)."""
     read_bytes: float | None = None
-    """What a step reads of the weights when they are smaller than in `dtype`."""
+    """Bytes of weights read by a step when they are smaller than in `dtype`."""
 
     def step_seconds(self, step: StepKind) -> Estimate:
-        """One step of that kind."""
+        """Seconds of one step of that kind."""
         return self._on_gpu(step) if self.in_place else self._gathered(step)
 
     @property
     def launched_s(self) -> float:
-        """Seconds in which Python launches a step's kernels one by one; the GPU works meanwhile."""
+        """Seconds of launching a step's kernels one by one from Python, which overlap the GPU's work."""
         return seconds(self.machine, num_ops=LAUNCHED_PER_LAYER * self.facts.num_layers, dtype=self.dtype).value
 
     def _on_gpu(self, step: StepKind) -> Estimate:
@@ -173,7 +173,7 @@ class Serving:
         return Estimate(value=device_s + host_s, unit="s", formula=formula, bound=work.bound)
 
     def _decoding(self, step: StepKind, captured: bool) -> Estimate:
-        """A GPU's work where every sequence brings one token."""
+        """Seconds of a GPU where every sequence has one new token."""
         return decode_step_seconds(
             self.facts,
             self.machine,
@@ -186,7 +186,7 @@ class Serving:
         )
 
     def _mixed(self, step: StepKind) -> Estimate:
-        """A GPU's work where prompts' chunks and decoding sequences share one pass: each weight meets all their tokens."""
+        """Seconds of a GPU where prompts' chunks and decoding sequences share one pass, which reads each weight once."""
         whole = forward_seconds(
             self.facts,
             self.machine,
@@ -200,7 +200,7 @@ class Serving:
         return whole.model_copy(update={"value": whole.value + self._attention(step) + pages})
 
     def _gathered(self, step: StepKind) -> Estimate:
-        """Pages are gathered, then attended; every operation is started from Python, one after another."""
+        """Seconds of a step that gathers pages before attention and starts every operation from Python, one after another."""
         facts, machine, dtype = self.facts, self.machine, self.dtype
         tokens, width = step.num_tokens, BYTES[dtype]
         products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
@@ -234,7 +234,7 @@ class Serving:
         return decoding + sum(self.facts.state_values(before + count) for before, count in step.chunks)
 
     def _attention(self, step: StepKind) -> float:
-        """Of the chunks; a decoding sequence's takes as long as its pages. One that goes on sees all slots, masked."""
+        """Seconds of the chunks' attention (of decoding sequences: the time of their pages). Later chunks compute all slots."""
         flops = 0.0
         for before, count in step.chunks:
             end = before + count
@@ -251,7 +251,7 @@ class Serving:
 def gather_seconds(machine: Machine, num_bytes: float) -> float:
     """Seconds of attention over gathered pages: they are read and written, and the copy is read.
 
-    Between two uses of a layer's pages those of all layers are touched, so a cache holds them only if it holds all.
+    Between two uses of a layer's pages those of all layers are used, so they stay in a cache only if all fit.
     """
     return seconds(machine, num_bytes=3.0 * num_bytes, op_bytes=3.0 * num_bytes).value
 
@@ -277,9 +277,9 @@ def serving_seconds(serving: Serving, traffic: Traffic, batching: Batching) -> E
 
 
 def touched_pages(traffic: Traffic, batching: Batching) -> int:
-    """Pages that the run ever uses: all full ones with a prefix cache (shared ones once), else those used at a time.
+    """Number of pages that the run uses: all full ones with a prefix cache (shared ones once), else those used at one time.
 
-    The first `concurrency` requests begin together, so each has the shared beginning in pages of its own.
+    The first `concurrency` requests start together, so each has its own pages of the shared prefix.
     """
     size, most = batching.block_size, min(traffic.concurrency, batching.max_num_seqs)
     totals = [prompt + output for prompt, output in zip(traffic.prompts, traffic.outputs)]

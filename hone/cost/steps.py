@@ -14,8 +14,8 @@ from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 
 FORWARD_OPS = 60
-"""Starts of small operations that one layer's forward pass equals, matmuls aside: two norms (7 each), rotations (6 each),
-gate, attention, sums, and the Python between them. Measured on one token; a decoder's views count as parts of a start."""
+"""Time of one layer's forward pass without matmuls, in operation starts: two norms (7 each), rotations (6 each), gate,
+attention, sums, and the Python between them. Measured on one token; a decoder's views count as parts of a start."""
 
 BACKWARD_OPS = 300
 """The same for a layer's backward pass through autograd."""
@@ -83,7 +83,7 @@ def train_step_seconds(
         + traffic_seconds(machine, twice, batch_tokens, dtype, backward=False)
         + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True)
-        # The head's gradient is summed, scaled, and joined with the embedding's.
+        # The head's gradient is summed, scaled, and added to the embedding's.
         + seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value,
     }
     starts = len(products) + FORWARD_OPS * len(recomputed) + (FORWARD_OPS + BACKWARD_OPS) * facts.num_layers
@@ -96,11 +96,11 @@ def train_step_seconds(
 
 
 def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool) -> float:
-    """Cross entropy over logits that are there already; with `train` their gradient too, made in their place.
+    """Cross entropy over given logits; with `train` also their gradient, which overwrites them.
 
-    One exponential and 4 float32 values moved a logit; the gradient takes another exponential and 8 more. That is the
-    plain form's work, a bound for the GPU's kernel, which moves 3 values of the logits' own width. Logits come in chunks:
-    4 MiB that stay in a CPU's cache, more than a GPU's cache holds.
+    One exponential and 4 float32 values moved per logit; the gradient needs another exponential and 8 more. That is the
+    work in plain torch, a bound for the GPU's kernel, which moves 3 values of the logits' dtype. Logits come in chunks: of
+    4 MiB, which stay in a CPU's cache, on a GPU larger than its cache.
     """
     count = float(tokens) * vocab_size
     if not count:
@@ -134,17 +134,17 @@ def product_seconds(machine: Machine, products: Iterable[Product], dtype: str) -
 
 
 def traffic_seconds(machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool) -> float:
-    """Seconds of norms, rotations, gate and residual sums, from the numbers that they read and write a token."""
+    """Seconds of norms, rotations, gate and residual sums, from the numbers that they read and write per token."""
     widest = 3 * max([facts.hidden_size, *(layer.intermediate_size for layer in facts.layers)])
     num_bytes = BYTES[dtype] * tokens * moved_values(facts, backward=backward)
     return seconds(machine, num_bytes=num_bytes, op_bytes=BYTES[dtype] * tokens * widest, dtype=dtype).value
 
 
 def moved_values(facts: ModelFacts, *, backward: bool) -> float:
-    """Numbers a token that norms, rotations, gate and residual sums read and write, as the torch calls of hone.ops do it.
+    """Numbers per token that norms, rotations, gate and residual sums read and write in the torch calls of hone.ops.
 
-    Forward: 5 passes a norm, 6 a rotation, 6 the gate, 3 a sum. Backward: 10 a norm, 8 a rotation, 12 the gate, 3 a
-    sum, and 3 to join the gradients of queries, keys and values.
+    Forward: 5 passes per norm, 6 per rotation, 6 for the gate, 3 per sum. Backward: 10 per norm, 8 per rotation, 12 for the
+    gate, 3 per sum, and 3 to concatenate the gradients of queries, keys and values.
     """
     hidden, total = facts.hidden_size, 0.0
     for layer in facts.layers:
@@ -157,9 +157,9 @@ def moved_values(facts: ModelFacts, *, backward: bool) -> float:
 
 
 def sum_up(machine: Machine, parts: dict[str, float], starts: float, dtype: str) -> Estimate:
-    """The parts and the starts of all operations: one after another on a CPU; a GPU works while the next are started.
+    """The parts and the starts of all operations: in sequence on a CPU, overlapped on a GPU.
 
-    No starts: something else launches the work (a CUDA graph).
+    Without starts something else launches the work (a CUDA graph).
     """
     started = seconds(machine, num_ops=starts, dtype=dtype)
     work = sum(parts.values())

@@ -1,4 +1,4 @@
-"""What an optimizer's update of the weights takes: bytes that it keeps and moves, matmuls, seconds."""
+"""Cost of an optimizer's update of the weights: bytes of state and traffic, matmuls, seconds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hone.cost.roofline import matmul_seconds, seconds
 from hone.measure.machine import Machine
 
 AROUND_BYTES = 12
-"""Moved a weight before the optimizer sees its gradient: read for the norm, read and written to be scaled."""
+"""Bytes moved per weight before the optimizer's step: the gradient is read for the norm, read and written to be scaled."""
 
 WIDEN_BYTES = 12
-"""Moved a weight in half precision besides: its gradient widened to float32, its master rounded."""
+"""Bytes moved per weight in half precision in addition: its gradient widened to float32, its master weight rounded."""
 
 
 @dataclass(frozen=True)
@@ -21,30 +21,30 @@ class UpdateCost:
     """An optimizer's update of all weights of one model, in numbers."""
 
     state_bytes: float
-    """Kept from step to step."""
+    """Bytes of optimizer state."""
     moved_bytes: float
-    """Read and written a step."""
+    """Bytes read and written per step."""
     num_ops: int
-    """Operations started a step."""
+    """Operations started per step."""
     work_bytes: float = 0.0
-    """Held at once while it works, beside weights, gradients and state."""
+    """Peak temporary bytes beside weights, gradients and state."""
     op_bytes: float | None = None
-    """What one operation reads, which decides whether a cache holds it; None: all weights."""
+    """Bytes read by one operation, which decides whether they fit a cache; None: all weights."""
     matmuls: tuple[tuple[int, int, int], ...] = ()
-    """Products (rows, columns, inner) that it computes a step..."""
+    """Products (rows, columns, inner) of a step..."""
     num_repeats: float = 1.0
-    """...so many times."""
+    """...and how often each is computed."""
     matmul_dtype: str = "float32"
 
 
 ADAMW_STATE_BYTES = 8.0
-"""A weight's two moments in float32."""
+"""Bytes per weight of two moments in float32."""
 
 ADAMW_MOVED_BYTES = 28.0
-"""A weight, its gradient and its moments read, all but the gradient written: one kernel does it."""
+"""Bytes per weight: it, its gradient and its moments read, all but the gradient written, in one kernel."""
 
 ADAMW_OPS = 40
-"""Starts of a fused update: one operation a list of tensors for the norm, the scaling and the step; reading the norm."""
+"""Starts of a fused update: one operation per list of tensors for the norm, the scaling and the step; reading the norm."""
 
 
 def adamw(facts: ModelFacts) -> UpdateCost:

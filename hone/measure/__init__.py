@@ -1,1 +1,1 @@
-"""What this machine is and what a piece of work took: time, memory, energy."""
+"""Description of this machine, and measurements of a piece of work: time, memory, energy."""

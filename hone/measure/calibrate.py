@@ -33,17 +33,17 @@ from hone.measure.machine import Machine, describe, identity
 torch = lazy("torch")
 
 BUDGET_S = 4.0
-"""Most seconds of measuring; a slow machine gets fewer repetitions, not fewer points."""
+"""Most seconds of measuring; on a slow machine there are fewer repetitions, not fewer points."""
 
 ROUNDS = 3
-"""Times that every point is measured, the others in between: a burst of other work does not meet all of them."""
+"""Number of measurements of every point, interleaved with the others, so that a short disturbance affects few of them."""
 
 _SPREAD = 1.4
-"""Slowest round over fastest, in the median of all points, from which the machine was not at rest. On one core, with other
-work on the core beside it, it was 1.1."""
+"""Slowest round over fastest, in the median of all points, from which the machine counts as busy. On one core, with other
+work on the neighbouring core, it was 1.1."""
 
 _SHARE = 0.8
-"""Part of the processors it computes on that a calibration must have for itself."""
+"""Fraction of the processors used that other work must leave free for a valid calibration."""
 
 _SHAPES = [
     (m, n, k)
@@ -68,15 +68,15 @@ _PAGE_BYTES = 4096
 _READ_BYTES, _GPU_READ_BYTES = 1 << 28, 1 << 30
 _FILE_BYTES = 1 << 25
 _GPU_TRY_S = 1e-3
-"""A try on a GPU is so many calls that waiting for the last of them (10 us) does not count."""
+"""Seconds of a try on a GPU: so many calls that the wait for the last of them (10 us) is negligible."""
 
 
 def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = False) -> Calibration:
     """Rates of `device` for `dtype`, measured in about 5 s on two cores, then kept in the user's cache folder.
 
-    `dtype` defaults to float32 on a CPU and bfloat16 on a GPU. Returns what is kept unless `fresh`; rates of other
-    formats measured earlier stay. What was measured beside other work is returned with a warning and not kept: the
-    next call measures again.
+    `dtype` defaults to float32 on a CPU and bfloat16 on a GPU. Returns the stored rates unless `fresh`; rates of other
+    dtypes measured earlier stay. Rates measured beside other work are returned with a warning and not stored: the next
+    call measures again.
     """
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     machine = describe(device)
@@ -112,7 +112,7 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
 
 
 def disturbance(before: Load, after: Load, threads: int, seconds: Mapping[Hashable, Sequence[float]]) -> str:
-    """What else kept the machine busy between two loads, or how far apart the rounds of `seconds` are; "" when at rest."""
+    """Describes other work on the machine between two loads, or the spread of the rounds of `seconds`; "" when idle."""
     others = after.others_since(before)
     if after.num_processors - others < _SHARE * threads:
         return f"other work took {others:.1f} of its {after.num_processors} processors"
@@ -124,7 +124,7 @@ def disturbance(before: Load, after: Load, threads: int, seconds: Mapping[Hashab
 
 @dataclass(frozen=True)
 class Probe:
-    """Work to be timed for about `budget_s` in all, `inner` calls of it at a time; `amount` is what a call does."""
+    """Work to be timed for about `budget_s` in all, `inner` calls at a time; `amount` is the FLOPs, bytes or values of a call."""
 
     work: Callable[[], object]
     amount: float
@@ -156,7 +156,7 @@ class Timer:
                 return best
 
     def _calls(self, probe: Probe) -> int:
-        """Calls of `work` that make a try of `_GPU_TRY_S`; sees to it that kernels are loaded."""
+        """Number of calls of `work` for a try of `_GPU_TRY_S`; loads the kernels."""
         probe.work()
         self.wait()
         before = self.clock()
@@ -170,9 +170,9 @@ class Timer:
 
 
 def rounds(timer: Timer, probes: Mapping[Hashable, Probe]) -> dict[Hashable, list[float]]:
-    """Seconds of every probe in each of ROUNDS rounds over all of them, after one call each to wake up.
+    """Seconds of every probe in each of ROUNDS rounds over all of them, after one warm-up call each.
 
-    Fewer rounds where they take more than BUDGET_S: on a machine that is busy or very slow.
+    There are fewer rounds where they take more than BUDGET_S, on a busy or very slow machine.
     """
     seconds: dict[Hashable, list[float]] = {name: [] for name in probes}
     begun = timer.clock()
@@ -197,12 +197,12 @@ def _rates(
     probes: Mapping[Any, Probe],
     seconds: Mapping[Any, Sequence[float]],
 ) -> Calibration:
-    """The best round of every probe as rates, beside those of other formats in `kept`."""
+    """The best round of every probe as rates, together with those of other dtypes in `kept`."""
     best = {name: min(each) for name, each in seconds.items()}
     op_s = best["op"]
 
     def rate(name: Hashable, *, started: bool = False) -> float:
-        """Amount a second; `started` takes the start of the operation off where it does not hide behind the one before."""
+        """Amount per second; `started` subtracts the start of the operation where it does not overlap the one before."""
         took = best[name]
         if started and not (cuda and took > 4 * op_s):
             took = max(took - op_s, took / 4)
@@ -246,7 +246,7 @@ def _others(rates: Sequence[Any], dtype: str) -> tuple[Any, ...]:
 
 
 def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
-    """All that is measured, by name; products by (layout, rows, outputs, inputs), copies by ("copy", bytes)."""
+    """All probes by name; products by (layout, rows, outputs, inputs), copies by ("copy", bytes)."""
     forward, gradients = (_GPU_SHAPES, _GPU_GRADIENT_SHAPES) if timer.cuda else (_SHAPES, _GRADIENT_SHAPES)
     layouts: list[tuple[Layout, list]] = [
         ("forward", forward),
@@ -294,15 +294,15 @@ def _disk(folder: Path) -> dict[str, Probe]:
 
 
 class _Numbers:
-    """One buffer that the factors of all products are cut from, larger than the caches: making it once saves a second."""
+    """One buffer, larger than the caches, that all products use slices of: making it once saves a second."""
 
     def __init__(self, timer: Timer, dtype: str, largest: int) -> None:
         number = getattr(torch, dtype)
         wanted = max(largest * number.itemsize, _GPU_READ_BYTES if timer.cuda else _READ_BYTES)
-        # On a CPU the numbers do not matter, and drawing them would take longer than the products; a GPU that multiplies
-        # ones takes less power and is a sixth faster than it ever is on real numbers.
+        # On a CPU the values do not matter, and random ones would take longer than the products; a GPU that multiplies ones
+        # draws less power and is a sixth faster than on real values.
         make = torch.randn if timer.cuda else torch.ones
-        self.products: deque = deque()  # results that are still there while the next ones are made
+        self.products: deque = deque()  # results kept while the next ones are computed
         self.flat = make(-(-wanted // 16384) * 16384 // number.itemsize, dtype=number, device=timer.device)
 
     def cut(self, begin: int, *shape: int) -> Any:
@@ -319,13 +319,13 @@ def _product(layout: Layout, rows: int, outputs: int, inputs: int) -> tuple[int,
 
 
 def _set_size(rows: int, outputs: int, inputs: int) -> int:
-    """Numbers of x, weight and y, each begun at a multiple of 64."""
+    """Number of values of x, weight and y, each aligned to 64."""
     return sum(-(-size // 64) * 64 for size in (rows * inputs, outputs * inputs, rows * outputs))
 
 
 def _matmul(timer: Timer, numbers: _Numbers, name: tuple[Layout, int, int, int], budget_s: float) -> Probe:
     layout, rows, outputs, inputs = name
-    # A model's own products find neither weights nor activations in the nearest cache: go round several of each. A GPU's
+    # In a model neither weights nor activations are in the nearest cache: alternate between several of each. A GPU's
     # weights must not come from its second-level cache.
     size, width = _set_size(rows, outputs, inputs), numbers.flat.itemsize
     cold, most = (_GPU_COLD_BYTES, 64) if timer.cuda else (_COLD_BYTES, 4)
@@ -355,7 +355,7 @@ def _matmul(timer: Timer, numbers: _Numbers, name: tuple[Layout, int, int, int],
 def _attention(timer: Timer, dtype: str) -> dict[str, Probe]:
     batch, heads, seq_len, head_dim = _GPU_ATTENTION if timer.cuda else _ATTENTION
     shape = (3, batch, seq_len, heads, head_dim)
-    # As a decoder has them: heads beside each other in memory.
+    # The layout of a decoder: heads adjacent in memory.
     qkv = torch.randn(shape, device=timer.device).to(getattr(torch, dtype)).transpose(2, 3)
     flops = 4.0 * batch * heads * head_dim * seq_len * (seq_len + 1) / 2
 

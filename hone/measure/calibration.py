@@ -1,4 +1,4 @@
-"""What micro-benchmarks found out about one device of one machine, and the file it is kept in."""
+"""The results of micro-benchmarks of one device of one machine, and their file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
-"""Which way the factors of a product lie: x W^T, y W, or y^T x of a linear layer."""
+"""Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
 
 _METHOD = 3
-"""How rates are found; another number makes those kept on every machine void. 2: not beside other work, a GPU kept busy.
-3: gathered rows, the disk, and copies from a GPU to the host too."""
+"""Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
+3: also gathered rows, the disk, and copies from a GPU to the host."""
 
 
 class MatmulRate(BaseModel):
-    """Rate of an [m, k] by [k, n] product, the overhead of starting it taken off."""
+    """Rate of an [m, k] by [k, n] product without the overhead of starting it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class MatmulRate(BaseModel):
 
 
 class AttentionRate(BaseModel):
-    """Rate of causal attention, in the FLOPs of the forward pass that the mask leaves (4 a head value a visible pair)."""
+    """Rate of causal attention, in FLOPs of the forward pass under the mask (4 per head value and kept pair)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,7 +54,7 @@ class Bandwidth(BaseModel):
 
 
 class Calibration(BaseModel):
-    """Measured rates of one device. Rates of several number formats stand beside each other."""
+    """Measured rates of one device, for one or several dtypes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,8 +63,8 @@ class Calibration(BaseModel):
     torch: str = Field(description="Version of torch.")
     read_bytes_per_s: PositiveFloat = Field(description="Reading a buffer far larger than the caches.")
     copies: tuple[Bandwidth, ...] = Field(description="Copy bandwidth by size: small buffers stay in a cache.")
-    matmuls: tuple[MatmulRate, ...] = Field(description="Matrix product rate by shape and number format.")
-    attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by number format.")
+    matmuls: tuple[MatmulRate, ...] = Field(description="Matrix product rate by shape and dtype.")
+    attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by dtype.")
     op_s: PositiveFloat = Field(description="Seconds to start one small operation (dispatch, allocation).")
     exp_per_s: PositiveFloat = Field(description="Elements per second of a softmax over long rows.")
     gathers: tuple[Bandwidth, ...] = Field(
@@ -76,15 +76,15 @@ class Calibration(BaseModel):
         description="Until a small file and its folder entry are on the current folder's disk; None: not writable.",
     )
     disk_bytes_per_s: PositiveFloat | None = Field(None, description="Writing a large file until it is on that disk.")
-    watts: PositiveFloat | None = Field(None, description="Mean power while all this was measured; None: no sensor.")
+    watts: PositiveFloat | None = Field(None, description="Mean power during the calibration; None: no sensor.")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Number formats with matmul rates."""
+        """Dtypes with matmul rates."""
         return tuple(dict.fromkeys(rate.dtype for rate in self.matmuls))
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
-        """The best rate seen for `dtype`; None when it was not calibrated."""
+        """The best rate measured for `dtype`; None when it was not calibrated."""
         return max((rate.flops_per_s for rate in self.matmuls if rate.dtype == dtype), default=None)
 
     def table(self) -> list[tuple[str, str]]:
@@ -115,17 +115,17 @@ class Calibration(BaseModel):
 
 
 def read_calibration(identity: dict[str, str]) -> Calibration | None:
-    """The calibration kept for `identity` (device, torch version, threads); None when there is none that is whole."""
+    """The calibration stored for `identity` (device, torch version, threads); None when there is no valid one."""
     try:
         return Calibration.model_validate_json(_path(identity).read_text(encoding="utf8"))
-    except (OSError, RuntimeError, ValueError):  # no file, no home, no UTF-8, no calibration
+    except (OSError, RuntimeError, ValueError):  # no file, no home folder, not UTF-8, not a calibration
         return None
 
 
 def keep_calibration(identity: dict[str, str], calibration: Calibration) -> Path | None:
     """Writes `calibration` for `identity` under the user's cache folder; returns the file.
 
-    A cache that cannot be written costs the next run a few seconds, no more: it warns and returns None.
+    A cache that cannot be written only costs the next run a few seconds: then it warns and returns None.
     """
     try:
         path = _path(identity)
@@ -134,7 +134,7 @@ def keep_calibration(identity: dict[str, str], calibration: Calibration) -> Path
         temporary.write_text(calibration.model_dump_json(indent=1), encoding="utf8")
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
-        warnings.warn(f"the calibration is measured again each time, it cannot be kept: {error}", stacklevel=2)
+        warnings.warn(f"the calibration cannot be stored and is measured again each time: {error}", stacklevel=2)
         return None
     return path
 

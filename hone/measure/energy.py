@@ -1,4 +1,4 @@
-"""Joules that a device took, from the counters NVIDIA GPUs (NVML) and Intel or AMD processors (RAPL) keep."""
+"""Joules used by a device, from the counters of NVIDIA GPUs (NVML) and Intel or AMD processors (RAPL)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NVML = "libnvidia-ml.so.1"
 
 
 class Meter:
-    """Energy of one device since `start`. `joules()` is None without a readable counter; `note` says which, or why none."""
+    """Energy of one device since `start`. Without a readable counter `joules()` is None; `note` names the counter or the reason."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._counters: list[RaplCounter | NvmlCounter] = []
@@ -28,7 +28,7 @@ class Meter:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begins to count. A RAPL counter wraps around after minutes, so a thread looks at it now and then."""
+        """Starts counting. A RAPL counter wraps around after minutes, so a thread reads it periodically."""
         self._seen = [counter.read() for counter in self._counters]
         if any(isinstance(counter, RaplCounter) for counter in self._counters):
             threading.Thread(target=self._look, name="hone-energy", daemon=True).start()
@@ -72,12 +72,12 @@ class RaplCounter:
 def rapl_counters(root: Path) -> tuple[list[RaplCounter], str]:
     """Counters of all packages and of DRAM beside them, and a note: their names, or why there are none.
 
-    `core` and `uncore` lie inside a package and `psys` around it; counting them too would count twice.
+    `core` and `uncore` are parts of a package and `psys` contains it; counting them too would count twice.
     """
     found, refused = [], False
     for folder in sorted(root.glob("intel-rapl*:*")):
         if folder.name.startswith("intel-rapl-mmio"):
-            continue  # the same counters by another way
+            continue  # the same counters under another path
         try:
             counter = RaplCounter(folder)
         except PermissionError:
@@ -90,8 +90,8 @@ def rapl_counters(root: Path) -> tuple[list[RaplCounter], str]:
     if found:
         return found, "RAPL: " + ", ".join(counter.name for counter in found)
     if refused:
-        return [], f"no energy: {root}/intel-rapl* may not be read by this user"
-    return [], "no energy: this machine shows no RAPL counter"
+        return [], f"no energy: {root}/intel-rapl* is not readable for this user"
+    return [], "no energy: this machine has no RAPL counter"
 
 
 class NvmlCounter:

@@ -1,4 +1,4 @@
-"""What other processes take of this machine's processors, between two looks."""
+"""Processor time of other processes on this machine between two measurements."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Load(NamedTuple):
 
     at_s: float
     own_s: float
-    """This process's own, all its threads."""
+    """Of this process, all threads."""
     busy_s: float | None
-    """Everybody's, time that a hypervisor took away included; None where the system does not tell (no /proc)."""
+    """Of all processes, including time stolen by a hypervisor; None where the system does not report it (no /proc)."""
     average: float
-    """Processes that ran or waited to run, in the mean of the last minute, wherever they may run."""
+    """Mean number of processes that ran or waited to run in the last minute, on any processor."""
     num_processors: int
 
     def others_since(self, before: Load) -> float:
         """Mean number of processors that other processes kept busy from `before` on.
 
-        Without /proc: the load average of `before`, which holds what this process did in the minute before it.
+        Without /proc: the load average of `before`, which includes this process in the minute before it.
         """
         passed = self.at_s - before.at_s
         if self.busy_s is None or before.busy_s is None or passed <= 0:

@@ -1,4 +1,4 @@
-"""What this machine is: processor, cores and memory this process may use, GPUs, versions."""
+"""Description of this machine: processor, cores and memory that this process may use, GPUs, versions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Gpu(BaseModel):
 
 
 class Machine(BaseModel):
-    """Facts that go into hone.json beside every figure."""
+    """Facts about a machine that hone.json records with every figure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu: str
     num_cores: int = Field(description="Physical cores this process may use.")
     num_threads: int = Field(description="Logical processors this process may use (affinity and cgroup quota).")
-    ram_bytes: int = Field(description="Memory this process may use (cgroup limit, else all there is).")
+    ram_bytes: int = Field(description="Memory this process may use (cgroup limit, else all).")
     gpus: tuple[Gpu, ...] = ()
     os: str
     python: str
@@ -46,37 +46,37 @@ class Machine(BaseModel):
 
     @property
     def processor(self) -> str:
-        """Name of what computes: the GPU's for a CUDA device, else the CPU's."""
+        """Name of the processor of `device`: the GPU's for a CUDA device, else the CPU's."""
         if self.device.startswith("cuda") and self.gpus:
             return self.gpus[_index(self.device)].name
         return self.cpu
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of what computes: the GPU's for a CUDA device, else what this process may use."""
+        """Memory of `device`: the GPU's for a CUDA device, else the memory that this process may use."""
         if self.device.startswith("cuda") and self.gpus:
             return self.gpus[_index(self.device)].memory_bytes
         return self.ram_bytes
 
     @property
     def free_memory_bytes(self) -> float:
-        """`memory_bytes` without what this process holds already (on a GPU, torch's tensors)."""
+        """`memory_bytes` without the memory that this process already uses (on a GPU, torch's tensors)."""
         if not self.device.startswith("cuda"):
             return self.memory_bytes - resident_bytes()
-        torch = sys.modules.get("torch")  # a process that has not imported it holds nothing there
+        torch = sys.modules.get("torch")  # without torch this process has no memory there
         return self.memory_bytes - (torch.cuda.memory_allocated(self.device) if torch is not None else 0)
 
 
 def machine_of(run: Run) -> Machine:
-    """The machine that `run` says it runs on; this one when it says nothing."""
+    """The machine that `run` names; this one by default."""
     return Machine.model_validate(run.machine) if run.machine else describe(run.device)
 
 
 @cache
 def describe(device: str = "cpu") -> Machine:
-    """This machine as work on `device` ('cpu', 'cuda', 'cuda:1') meets it. Imports torch only for a CUDA device.
+    """This machine for work on `device` ('cpu', 'cuda', 'cuda:1'). Imports torch only for a CUDA device.
 
-    Raises MachineError when `device` is not there. Cached; `describe.cache_clear()` after a calibration.
+    Raises MachineError when `device` does not exist. Cached; `describe.cache_clear()` after a calibration.
     """
     allowed = _allowed_processors()
     threads = _quota(len(allowed))
@@ -95,7 +95,7 @@ def describe(device: str = "cpu") -> Machine:
 
 
 def identity(machine: Machine) -> dict[str, str]:
-    """What a calibration depends on: the processor, how much of it, and torch's version."""
+    """The facts that a calibration depends on: the processor, the part of it that is used, and torch's version."""
     threads = "1" if machine.device.startswith("cuda") else os.environ.get("OMP_NUM_THREADS", str(machine.num_cores))
     kind = "cuda" if machine.device.startswith("cuda") else "cpu"
     return {"device": kind, "processor": machine.processor, "threads": threads, "torch": str(machine.torch)}
@@ -158,7 +158,7 @@ def _ram_bytes() -> int:
 
 
 def _cgroup(name: str, controller: str) -> str:
-    """Path of control file `name` of this process's own cgroup, or of the root when its own cannot be seen."""
+    """Path of control file `name` of this process's own cgroup, or of the root when its own is not visible."""
     root = Path("/sys/fs/cgroup") / controller
     for line in _lines("/proc/self/cgroup"):
         _, names, path = line.split(":", 2)

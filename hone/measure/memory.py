@@ -1,4 +1,4 @@
-"""How much memory work held at most: resident bytes of this process, or allocated bytes of a GPU."""
+"""Peak memory of a piece of work: resident bytes of this process, or allocated bytes of a GPU."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _SAMPLE_S = 0.01
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that lie in memory now, mapped files included."""
+    """Resident bytes of this process, mapped files included."""
     return _status("VmRSS")
 
 
 def give_back() -> None:
-    """Returns what this process has freed to the system, so that work which follows does not seem to grow for free.
+    """Returns freed memory of this process to the system.
 
-    glibc keeps freed memory for later; a stage that starts after another would grow into it unseen.
+    glibc keeps freed memory for later; the growth of a later stage into it would not be measured.
     """
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # another C library: nothing to return
+    with contextlib.suppress(AttributeError, OSError):  # another C library: not supported
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class PeakMeter:
-    """The highest memory use between `open` and `close`, for meters that may lie inside one another.
+    """The highest memory use between `open` and `close`, for meters that may be nested.
 
-    The kernel keeps one high-water mark a process and CUDA's allocator one a device. So the marks are shared:
-    whenever a meter opens or closes, the mark since the last such moment is handed to every open meter, then reset.
+    The kernel has one high-water mark per process and CUDA's allocator one per device, so the marks are shared: whenever a
+    meter opens or closes, the mark since the last such moment is given to every open meter, then reset.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -42,7 +42,7 @@ class PeakMeter:
         self.peak_bytes = 0
 
     def open(self) -> None:
-        """Starts watching; `start_bytes` is what is in use now."""
+        """Starts measuring; `start_bytes` is the memory in use now."""
         watch = _watch(self.device)
         with watch.lock:
             if not watch.meters:
@@ -52,7 +52,7 @@ class PeakMeter:
             watch.meters.append(self)
 
     def close(self) -> None:
-        """Stops watching; `peak_bytes` is final."""
+        """Stops measuring; `peak_bytes` is final."""
         watch = _watch(self.device)
         with watch.lock:
             watch.hand_over()
@@ -77,14 +77,14 @@ class _Watch:
         raise NotImplementedError
 
     def peak_and_reset(self) -> int:
-        """The mark since the last call (or since the process began); starts a new one."""
+        """The mark since the last call (or the start of the process); starts a new one."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """The first meter is about to open."""
+        """Called before the first meter opens."""
 
     def rest(self) -> None:
-        """No meter is open any more."""
+        """Called after the last meter closed."""
 
 
 class _Resident(_Watch):
@@ -118,7 +118,7 @@ class _Resident(_Watch):
 
 
 class _Sampler:
-    """A thread that looks at VmRSS every 10 ms: misses shorter peaks, which is why it is only the second choice."""
+    """A thread that reads VmRSS every 10 ms; it misses shorter peaks, so it is only the fallback."""
 
     def __init__(self) -> None:
         self._peak = resident_bytes()
@@ -141,7 +141,7 @@ class _Sampler:
 
 
 class _Allocated(_Watch):
-    """Bytes of live tensors in torch's CUDA allocator; what the driver and libraries hold is not in it."""
+    """Bytes of live tensors in torch's CUDA allocator; without the memory of the driver and libraries."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Allocated(_Watch):
         self._device = torch.device(device)
 
     def settle(self) -> None:
-        gc.collect()  # tensors that only a reference cycle holds would be freed under way and hide growth
+        gc.collect()  # tensors in reference cycles would be freed during the work and hide growth
 
     def now(self) -> int:
         return self._torch.cuda.memory_allocated(self._device)
@@ -162,7 +162,7 @@ class _Allocated(_Watch):
         return peak
 
 
-# The marks belong to the process and the device, not to us, so their watches are one each as well.
+# The marks are per process and per device, so there is one watch for each.
 _WATCHES: dict[str, _Watch] = {}
 _WATCHES_LOCK = threading.Lock()
 

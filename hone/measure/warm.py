@@ -1,4 +1,4 @@
-"""Wakes torch up before anything is measured, so that its own memory and start-up time are not taken for the work's."""
+"""Initializes torch before a measurement, so that its own memory and start-up time are not attributed to the work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ torch = lazy("torch")
 
 
 def warm_up(device: str = "cpu") -> None:
-    """A small product, attention and update, forward and backward: libraries load, thread pools and workspaces come up."""
+    """A small product, attention and update, forward and backward: loads libraries, starts threads, allocates workspaces."""
     x = torch.zeros(64, 64, device=device, requires_grad=True)
     heads = (x @ x).view(1, 4, 16, 64)
     mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)

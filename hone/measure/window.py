@@ -1,4 +1,4 @@
-"""A window over a piece of work: its time, peak memory and energy."""
+"""A measurement window around a piece of work: its time, peak memory and energy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hone.measure.memory import PeakMeter
 
 
 class Window:
-    """Measures what happens inside `with Window(device) as window:`.
+    """Measures the work inside `with Window(device) as window:`.
 
-    Windows may lie inside one another. On a CPU memory is what the process has resident, mapped files
-    included; on a GPU what torch has allocated there, and both ends wait for the device to finish.
+    Windows may be nested. On a CPU memory is the resident memory of the process, mapped files included; on a GPU it is
+    torch's allocated memory, and both ends wait for the device to finish.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -54,12 +54,12 @@ class Window:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most memory in use at one moment of the window."""
+        """Peak memory in use during the window."""
         return self._memory.peak_bytes
 
     @property
     def memory_growth_bytes(self) -> int:
-        """What the work added at its peak to what was there before."""
+        """Peak memory minus the memory in use at the start."""
         return self.peak_memory_bytes - self.start_memory_bytes
 
     def figures(self) -> list[Figure]:

@@ -50,7 +50,7 @@ def test_absent_is_none_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(energy, "_POWERCAP", tmp_path)
     meter = Meter("cpu")
     meter.start()
-    assert meter.joules() is None and "shows no RAPL" in meter.note
+    assert meter.joules() is None and "has no RAPL" in meter.note
     meter.stop()
 
 
@@ -60,4 +60,4 @@ def test_refused_is_none_and_says_so(tmp_path, monkeypatch):
     package = domain(tmp_path, "intel-rapl:0", "package-0", 1)
     (package / "energy_uj").chmod(0)
     counters, note = rapl_counters(tmp_path)
-    assert counters == [] and "may not be read" in note
+    assert counters == [] and "is not readable" in note

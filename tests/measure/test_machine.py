@@ -86,6 +86,6 @@ def test_a_cache_that_cannot_be_kept_or_read_is_not_fatal(tmp_path, monkeypatch)
         path.write_bytes(damage)
         assert read_calibration(who) is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, no folder
-    with pytest.warns(UserWarning, match="cannot be kept"):
+    with pytest.warns(UserWarning, match="cannot be stored"):
         assert keep_calibration(who, kept) is None
     assert read_calibration(who) is None
