@@ -1,6 +1,6 @@
 """Compression: GPTQ against round to nearest in quality, seconds and memory, on a real model or on a random one of a given shape.
 
-python -m benchmarks.compress --model FOLDER --text FILE [--tokens-text FILE]   perplexity on text the calibration did not see
+python -m benchmarks.compress --model FOLDER --text FILE [--tokens-text FILE]   perplexity on text outside the calibration
 python -m benchmarks.compress --shape llama3-8b --layers 2 --device cuda        seconds a layer; output error on random weights
 """
 
@@ -38,7 +38,7 @@ SHAPES = {
 }
 LAYERS = {"tiny": 4, "llama3-8b": 32}
 VOCABULARY = 4096
-"""Rows of a random model's embedding: the layers are what is compressed, a full vocabulary only takes time to draw."""
+"""Rows of a random model's embedding: only layers are compressed, and a full vocabulary takes long to draw."""
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--scratch", type=Path, help="folder for the models it writes; default: the system's")
+    parser.add_argument("--scratch", type=Path, help="folder for temporary models; default: the system's")
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
     if (arguments.model is None) == (arguments.shape is None):

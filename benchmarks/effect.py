@@ -1,4 +1,4 @@
-"""What one thing is worth to a model: arms of several seeds against each other, from the artifacts of a finished recipe.
+"""Effect of one change on a model: arms of several seeds against each other, from the artifacts of a finished recipe.
 
     python -m benchmarks.effect work/curation bits_per_byte eval-on-curated-raw eval-on-curated-curated
     python -m benchmarks.effect work/curricula val_loss train-random train-staged train-warmup
@@ -52,7 +52,7 @@ def row(folder: Path, figure: str, base: str, arm: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes and shows a row an arm."""
+    """Writes and prints one row per arm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("figure")

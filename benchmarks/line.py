@@ -32,7 +32,7 @@ def row(
 
 
 def of_filters(artifact: Artifact) -> Rows:
-    """Share of bytes each filter and deduplication dropped of what reached it."""
+    """Fraction of its input bytes that each filter and deduplication dropped."""
     steps = json.loads((artifact.folder / "stats.json").read_text())["steps"]
     return [
         row(f"{step['slot']}/{step['name']}", f"bytes dropped, {artifact.manifest['spec']['source']} source",

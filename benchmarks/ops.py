@@ -29,7 +29,7 @@ BEGIN, END = (
 
 
 def newest() -> list[dict[str, Any]]:
-    """Of every figure in the ledger the newest row, in the order in which the figures first came."""
+    """The newest row of every figure in the ledger, in the order of the figures' first rows."""
     path = ledger.FOLDER / "ops.jsonl"
     rows: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf8").splitlines() if path.exists() else []:
@@ -39,7 +39,7 @@ def newest() -> list[dict[str, Any]]:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """The rows as docs/ops.md shows them; a ratio or fraction that misses its target stands beside it."""
+    """The table of docs/ops.md; the target is added to a ratio or fraction that misses it."""
     lines = ["| figure | hone | peer | ratio | of limit |", "|---|---|---|---|---|"]
     for row in rows:
         peer = f"{row['peer']}: {row['peer_value']:.4g}" if row.get("peer") else ""

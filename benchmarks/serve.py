@@ -243,7 +243,7 @@ class Bench:
                 self.add(name, batch / step_s, "tokens/s", n=steps, ms=1e3 * step_s, of_limit=of_limit)
 
     def _steps(self, batch: int) -> tuple[float, int, float]:
-        """(median seconds a step, steps, mean length of a row) of `batch` rows that all decode."""
+        """(median seconds per step, steps, mean length) of `batch` sequences that all decode."""
         engine, args = self.engine, self.args
         engine.pool.clear()
         names = [f"d{place}" for place in range(batch)]
@@ -261,7 +261,7 @@ class Bench:
         return statistics.median(spent), len(spent), length
 
     def _step_bytes(self, batch: int, length: float) -> float:
-        """What a decode step must read: every weight but the embedding's unused rows, and the rows' keys and values."""
+        """Bytes that a decode step must read: all weights but the embedding's unused rows, and the sequences' keys and values."""
         config, engine = self.config, self.engine
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         if not config.tie_embeddings:
@@ -314,7 +314,7 @@ class Bench:
         self.add("memory growth at its peak", measured / 2**30, "GiB", n=1, **more)
 
     def _drive(self, prompts: list[list[int]], lengths: list[int]) -> tuple[float, dict[str, float]]:
-        """All requests at once, at most `seconds`; what is unfinished then is aborted and counts as far as it came."""
+        """All requests at once, at most `seconds`; unfinished ones are then aborted, and their tokens count."""
         engine, before = self.engine, self.engine.stats()
         engine.pool.clear()
         names = [f"r{place}" for place in range(len(prompts))]
@@ -352,7 +352,7 @@ class Bench:
             self._add_peer(batch, generate)
 
     def _add_peer(self, batch: int, run: Callable[[int], Any]) -> None:
-        """Its rate from the difference between many tokens and one."""
+        """The peer's rate from the difference between many tokens and one."""
         import transformers
 
         count, spent = min(32, self.args.tokens), []

@@ -1,4 +1,4 @@
-"""Writes docs/techniques.md: every technique with slot, paper, file and the figures the ledger holds for it."""
+"""Writes docs/techniques.md: every technique with slot, paper, file and its figures of the ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def page() -> str:
-    """The page's text, made from the slots' tables and the ledger."""
+    """The page's text, from the slots' tables and the ledger."""
     figures: dict[str, list[str]] = {}
     for path in sorted((ROOT / "benchmarks" / "ledger").glob("*.jsonl")):
         latest: dict[tuple[str, str], dict] = {}

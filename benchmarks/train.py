@@ -61,7 +61,7 @@ SHEET_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 def random_batch(draw: np.random.Generator, vocab: int, rows: int, seq_len: int) -> Batch:
-    """Rows of one document each, so that a plain causal model sees the same."""
+    """Sequences of one document each, so that a plain causal mask is equal."""
     tokens = draw.integers(0, vocab, (rows, seq_len))
     targets = np.concatenate([tokens[:, 1:], np.full((rows, 1), IGNORE)], axis=1)
     return Batch(tokens, targets, np.zeros((rows, seq_len), np.int32))
@@ -114,7 +114,7 @@ def against_transformers(shape: str, rows: int, seq_len: int, repeats: int) -> l
 
 
 def random_decoder(config: ModelConfig, device: str) -> Decoder:
-    """As `build`, drawn on the device itself: eight billion numbers take a second there, minutes on the host."""
+    """As `build`, drawn on the device: eight billion numbers take a second there, minutes on the host."""
     with torch.device("meta"):
         model = Decoder(config)
     model = model.to_empty(device=device)
@@ -153,7 +153,7 @@ def whole_logits_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
 
 @contextmanager
 def torch_only() -> Iterator[None]:
-    """Inside, the trainer runs torch's attention and plain formulas, the loss compiled over whole logits: hone.ops' peer."""
+    """A context in which the trainer runs torch's attention and formulas, with a compiled loss over all logits: hone.ops' peer."""
     kept = dict(dispatch.RULES)
     plain = {"rms_norm": "torch", "rope": "torch", "swiglu": "torch"}
     loss = torch.compile(whole_logits_loss, dynamic=False)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.data [AREA ...] --data FOLDER [--peers PYTHON] [--megabytes N] [--dry]
 
-An area is a module of this folder with `rows(data, peers)`; none named: all. `--peers` is the interpreter of a virtual
-environment that has the peers; without it their columns stay empty.
+An area is a module of this folder with `rows(data, peers)`; the default is all. `--peers` is the interpreter of a virtual
+environment with the peers; without it their columns stay empty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rows_of(area: str, data: Path, peers: str | None, megabytes: float | None) -
 
 
 def main() -> None:
-    """Runs what was asked for; each area's rows are in the ledger before the next begins."""
+    """Runs the named areas; each area's rows are added to the ledger before the next begins."""
     known = areas()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of: {', '.join(known)}")
@@ -46,7 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     unknown = sorted(set(given.areas) - set(known))
     if unknown:
-        parser.error(f"no area {', '.join(unknown)}; there are: {', '.join(known)}")
+        parser.error(f"unknown area {', '.join(unknown)}; known are: {', '.join(known)}")
     for area in given.areas or known:
         rows = rows_of(area, given.data, given.peers, given.megabytes)
         print(table(rows), flush=True)

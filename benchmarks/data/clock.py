@@ -1,4 +1,4 @@
-"""How the data room's benchmarks time a call: process CPU seconds, the best of a few rounds."""
+"""Timing of a call in the data room's benchmarks: process CPU seconds, the best of a few rounds."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     from benchmarks.data.corpus import corpus, grown
     texts = corpus(data, 60)          # list of about 60 MB of texts
-    made = grown(data, 60)            # the same texts, with what is known about each
+    made = grown(data, 60)            # the same texts, with their ground truth
 
 Real documents fill up to 40 % of each kind; the rest are splices of 4 to 12 consecutive words (code: 3 to 10 lines) of
-real text, so that words, lines and statistics are natural while two documents share next to nothing by chance.
+real text, so that words, lines and statistics are natural and two documents share almost nothing by chance.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _EXACT = 0.18
 
 
 class Grown(NamedTuple):
-    """A corpus with what is known about it."""
+    """A corpus with its ground truth."""
 
     texts: list[str]
     kinds: list[str]  # "english", "code" or a language's code, per text
-    real: np.ndarray  # bool [n]: text as a person wrote it, not spliced
+    real: np.ndarray  # bool [n]: an original text, not spliced
     pairs: list[tuple[int, int, float]]  # (text, its altered copy, exact Jaccard similarity of their word 5-grams)
 
 
@@ -208,7 +208,7 @@ def _fill(
 
 
 def _splicer(pool: list[bytes], lines: bool, numbers: np.random.Generator) -> Callable[[int], str]:
-    """A function that makes a text of about so many bytes from runs of words, or of lines, of the `pool`."""
+    """A function (bytes) -> a text of about that size from runs of words, or of lines, of the `pool`."""
     joined = b"\n".join(pool)
     data = np.frombuffer(joined, np.uint8)
     gap = data == 10 if lines else (data == 32) | (data == 10) | (data == 9) | (data == 13)

@@ -1,4 +1,4 @@
-"""Deciding: what other filters would keep, from the columns that an artifact holds, beside reading and measuring the texts again."""
+"""Filtering from the stored columns of an artifact with other filters, against reading and measuring the texts again."""
 
 from __future__ import annotations
 

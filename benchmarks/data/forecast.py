@@ -1,11 +1,11 @@
-"""Forecast: what `hone data` says before each of many runs beside what it then measures.
+"""Forecasts of `hone data` before many runs, compared with their measurements.
 
     python -m benchmarks.data forecast --data FOLDER [--megabytes 20]
 
 Every case is a source made from real text and a spec, run in a process of its own. Sources are skewed on purpose: one large
 file beside many tiny ones, sorted so that the beginning is unlike the end, a filter that keeps a tenth, copies that a
-deduplication takes away, compressed streams, pages. Errors are (estimate - measured) / measured. time_s is told too, but is
-only worth something on a machine that does nothing else.
+deduplication removes, compressed streams, pages. Errors are (estimate - measured) / measured. time_s is included, but is
+only meaningful on an idle machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def rows(data: Path, peers: str | None = None, megabytes: float = 20) -> list[dict[str, Any]]:
-    """A row a case and figure, and a last one a figure: the share of cases within 20 %."""
+    """One row per case and figure, and one per figure with the fraction of cases within 20 %."""
     with tempfile.TemporaryDirectory() as work:
         return ledger_rows([(case.name, run(case, Path(work))) for case in cases(data, Path(work), megabytes)])
 

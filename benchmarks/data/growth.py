@@ -4,7 +4,7 @@
     folder = grow(data, work, num_files=10)     # Parquet files of 100 MB of text
 
 A document is drawn from the sentences (code: runs of lines) of real documents of one language, log-normal in length, so
-that words and sentences are natural while two documents share next to nothing by chance. Stated shares of them are exact
+that words and sentences are natural and two documents share almost nothing by chance. Stated shares of them are exact
 copies of another one (10 %), copies with some words dropped or inserted (10 %), and of low quality (8 %): single sentences,
 one sentence over and over, menus. Copies are made of documents of any earlier file. Fewer files are the first of more.
 """
@@ -26,15 +26,15 @@ from benchmarks.data import corpus
 from hone.data.text.batch import Texts
 
 FILE_BYTES = 100_000_000
-"""Text in a file."""
+"""Bytes of text in a file."""
 SHARES = {"english": 0.75, "code": 0.10, "other": 0.15}
 EXACT, NEAR, POOR = 0.10, 0.10, 0.08
 _GROUP_BYTES = 16 << 20
 _NUMBERS = 1 << 20
-"""Document numbers set apart for each file."""
+"""Document numbers reserved for each file."""
 _MEDIAN_BYTES, _SIGMA, _MOST_BYTES = 2000.0, 1.0, 200_000
 _ENOUGH = 20_000
-"""So many documents every file holds at least."""
+"""Least number of documents of a file."""
 _SENTENCE = re.compile(r"(?<=[.!?])[\"'”’)]*\s+|\n{2,}")
 
 
@@ -113,7 +113,7 @@ def _name(number: int) -> str:
 
 
 def _version() -> str:
-    """Hash of this file: corpora of other rules are not taken over."""
+    """Hash of this file: corpora made by other rules are not reused."""
     return hashlib.blake2b(Path(__file__).read_bytes(), digest_size=4).hexdigest()
 
 
@@ -171,7 +171,7 @@ def _copy(data, begin, end, out, place):
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _own(data, starts, borders, reach, lines, state, out, place):
-    """Writes a document of its own at `place` of `out`; where it ends."""
+    """Writes an original document at `place` of `out`; returns its end."""
     group = _group(state, reach)
     around = np.sqrt(-2 * np.log(1 - _uniform(state))) * np.cos(2 * np.pi * _uniform(state))
     goal = place + min(_MEDIAN_BYTES * np.exp(_SIGMA * around), _MOST_BYTES)

@@ -1,4 +1,4 @@
-"""Joining documents by the keys of their bands: what the tasks and the calling process take, against sorting the keys.
+"""Joining documents by the keys of their bands: cost in the tasks and in the calling process, against sorting the keys.
 
     python -m benchmarks.data joining --data FOLDER
 
@@ -52,7 +52,7 @@ def write_keys(folder: Path, num_documents: int) -> tuple[Path, ...]:
 
 
 def measured(num_documents: int) -> list[dict[str, Any]]:
-    """Rows of joining so many documents; compiled before by a few."""
+    """Rows of joining `num_documents`, after a small run that compiles."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = write_keys(folder, num_documents)
@@ -103,6 +103,6 @@ def against_sorting(num_keys: int = 3_000_000) -> dict[str, Any]:
 
 
 def rows(data: Path, peers: str | None) -> list[dict[str, Any]]:
-    """The rows of this benchmark: bands that a task holds whole, and bands that are dealt into ranges first."""
+    """The rows of this benchmark: bands that fit one task, and bands that are divided into ranges first."""
     measured(10_000)
     return [against_sorting(), *measured(3_000_000), *measured(12_000_000)]

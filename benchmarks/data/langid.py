@@ -1,4 +1,4 @@
-"""Language identification: accuracy on text no identifier was made from, refusal of other languages, speed, and the peers.
+"""Language identification: accuracy on held-out text, refusal of other languages, speed, and the peers.
 
     python -m benchmarks.data.langid --data FOLDER --udhr FOLDER --peers INTERPRETER --fasttext-model lid.176.ftz
 
@@ -38,7 +38,7 @@ _LONG_CHARS, _LONG_TEXTS = 20_000, 60
 
 
 class Trial(NamedTuple):
-    """Texts to identify; `truth` is None where only the speed counts, UNKNOWN where no language should be named."""
+    """Texts to identify; `truth` is None where only speed is measured, UNKNOWN where no language is right."""
 
     name: str
     texts: list[str]
@@ -46,7 +46,7 @@ class Trial(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What an identifier said of a trial's texts, whether it is sure of it, and the CPU seconds."""
+    """An identifier's codes for a trial's texts, its confidence, and the CPU seconds."""
 
     codes: np.ndarray
     passes: np.ndarray
@@ -105,7 +105,7 @@ def ours(trial: Trial, identifier: Identifier) -> Answer:
 
 
 def peer_answer(python: str, peer: str, trial: Trial, folder: Path, model: str | None) -> Answer | None:
-    """A peer's answer; None, told on stderr, where the interpreter or the model is missing."""
+    """A peer's answer; None, with a message on stderr, where the interpreter or the model is missing."""
     if peer == "fasttext" and model is None:
         return None
     source, out = folder / "texts.json", folder / "answer.json"
@@ -187,7 +187,7 @@ def rows(
 def _against(
     row: dict[str, Any], peer: str, trial: Trial, mine: Answer, answer: Answer, among: frozenset[str]
 ) -> dict[str, Any]:
-    """The row over only the languages that `peer` ever names rightly."""
+    """The row over only the languages that `peer` identifies at least once."""
     value, other = (figures(trial, found, among)["accuracy"] for found in (mine, answer))
     note = f"over the {len(among)} languages that {peer} ever names rightly"
     return {**row, "value": value, "peer": peer, "peer_value": other, "ratio": value / other, "note": note}

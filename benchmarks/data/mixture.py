@@ -1,4 +1,4 @@
-"""Mixtures and curricula: how well small runs rank large ones, how near the optimum weights are, what drawing rows costs."""
+"""Mixtures and curricula: rank correlation of small runs with large ones, distance of weights to the optimum, cost of drawing rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hone.data.mix.utilimax import best_portfolio
 
 
 def rows(data: Path, peers: str | None = None) -> list[dict[str, Any]]:
-    """The rows of this benchmark; the peer, scipy, is asked in this process."""
+    """The rows of this benchmark; the peer, scipy, runs in this process."""
     found = [*regression(data / "mixture" / "regmix"), *portfolio(), *shares()]
     with tempfile.TemporaryDirectory() as name:
         packed = _artifact(Path(name))
@@ -75,7 +75,7 @@ def portfolio() -> list[dict[str, Any]]:
 
 
 def shares() -> list[dict[str, Any]]:
-    """How far the rows drawn are off their shares after ten million, at the worst moment and source."""
+    """Largest deviation of the drawn rows from their shares in ten million draws, over all moments and sources."""
     count = 10_000_000
     weights = np.random.default_rng(1).dirichlet(np.ones(12))
     found = Shares(weights, 0).sources(np.arange(count))

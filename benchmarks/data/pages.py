@@ -25,7 +25,7 @@ from hone.data.readers.encodings import decode_page
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
 
-# What FineWeb's pipeline calls, with the trafilatura of the other interpreter.
+# The call of FineWeb's pipeline, with the trafilatura of the other interpreter.
 _PEER = """
 import json, sys, time, trafilatura
 pages = json.load(open(sys.argv[1]))

@@ -130,13 +130,13 @@ def datatrove(folder: Path) -> list[int]:
 
 
 def peak_kilobytes() -> int:
-    """The most resident memory that this process had."""
+    """Peak resident memory of this process."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+)", status)[1])
 
 
 def main() -> None:
-    """Runs one peer and writes what it found."""
+    """Runs one peer and writes its result."""
     peer, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     for _ in texts(folder):  # loads libraries and files
         break

@@ -3,7 +3,7 @@
     python peers_edits.py FOLDER
 
 FOLDER/text.npy holds all texts (uint8), a zero byte after each. Writes FOLDER/marked.npy, bool: bytes of a substring of 100
-bytes that stands before, and prints {"seconds": process CPU time, "extra_megabytes": peak above text and libraries}.
+bytes that occurs earlier, and prints {"seconds": process CPU time, "extra_megabytes": peak above text and libraries}.
 """
 
 from __future__ import annotations

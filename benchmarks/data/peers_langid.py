@@ -17,7 +17,7 @@ _SAME = {"no": "nb", "iw": "he", "zh-Hant": "zh", "zh-hant": "zh", "fil": "tl", 
 
 
 def pycld2() -> Callable[[str], tuple[str, bool]]:
-    """Compact Language Detector 2; it takes no control characters."""
+    """Compact Language Detector 2; it does not accept control characters."""
     import pycld2
 
     def identify(text: str) -> tuple[str, bool]:
@@ -55,7 +55,7 @@ def fasttext(path: str) -> Callable[[str], tuple[str, bool]]:
 
 
 def main(peer: str, source: str, out: str, *model: str) -> None:
-    """Identifies every text, twice; the faster pass counts."""
+    """Identifies every text twice; reports the faster pass."""
     texts = json.loads(Path(source).read_text(encoding="utf8"))
     identify = {"pycld2": pycld2, "py3langid": py3langid, "fasttext": fasttext}[peer](*model)
     found, best = [], float("inf")

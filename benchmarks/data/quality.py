@@ -1,4 +1,4 @@
-"""Scorers of quality: how well each tells good text from bad and how fast, beside scikit-learn and fastText on the same texts.
+"""Scorers of quality: accuracy in separating good text from bad, and speed, against scikit-learn and fastText.
 
     python -m benchmarks.data quality --data FOLDER --peers INTERPRETER_WITH_scikit-learn,fasttext
 
@@ -77,7 +77,7 @@ def rows(data: Path, peers: str | None = None, megabytes: float = 20) -> list[di
 
 
 class Crawl(NamedTuple):
-    """Passages to learn from and, of other documents, to be tested on."""
+    """Passages for training and, of other documents, for testing."""
 
     high: list[str]
     low: list[str]
@@ -173,7 +173,7 @@ def order_of_words(data: Path, peers: str | None) -> list[dict[str, Any]]:
 
 
 def _passages(text: str) -> list[list[str]]:
-    """The words of `text` in runs of about _PASSAGE_CHARS; what is left at the end is left out."""
+    """The words of `text` in runs of about _PASSAGE_CHARS; without the incomplete last run."""
     runs, words, size = [], [], 0
     for word in text.split():
         words.append(word)
@@ -208,7 +208,7 @@ class _Salad:
 
 
 def tasks(data: Path) -> dict[str, tuple[list[str], list[str], list[str], list[str]]]:
-    """{task: good and bad texts to learn from, good and bad ones to be tested on}."""
+    """{task: good and bad texts for training, good and bad ones for testing}."""
     with zipfile.ZipFile(data / "quality" / "movie_reviews.zip") as file:
         names = [name for name in sorted(file.namelist()) if name.endswith(".txt")]
         good, bad = (

@@ -55,7 +55,7 @@ print(best)
 
 
 class Top(Extractor):
-    """The beginning of the page: what reading alone costs."""
+    """The beginning of the page, to measure reading alone."""
 
     def extract(self, page: str) -> str:
         return page[:100]

@@ -1,4 +1,4 @@
-"""Scale: the same `hone data` run at several sizes, what grows with the corpus, and what a terabyte and a trillion tokens would cost.
+"""Scale: the same `hone data` run at several sizes, its growth with the corpus, and the cost of a terabyte and a trillion tokens.
 
     python -m benchmarks.data.scale --data FOLDER --work FOLDER --gigabytes 0.1 1 10 [--workers 2] [--ledger]
 
@@ -32,7 +32,7 @@ from benchmarks.ledger import append
 from hone.data.executors.task import code_version
 
 PRICE = 0.05
-"""Dollars an hour of one core: about what clouds list for one physical core of a compute machine on demand (2024 to 2026)."""
+"""Dollars per hour of one core: about the on-demand list price of a physical core of a compute machine (2024 to 2026)."""
 _RUN = """
 import json, sys
 from hone.base.run import Run
@@ -118,7 +118,7 @@ def tokenizer(data: Path, work: Path) -> Path:
 
 
 class _Disk:
-    """The most bytes that lay at any moment in the folder of a run, looked at every second."""
+    """Peak bytes in the folder of a run, sampled every second."""
 
     def __init__(self, out: Path) -> None:
         self._folders = (out, out.with_name(out.name + ".partial"))
@@ -138,7 +138,7 @@ class _Disk:
 
 
 def _size(folder: Path) -> int:
-    """Bytes below `folder`; what vanishes meanwhile counts as nothing."""
+    """Bytes below `folder`; files removed meanwhile are skipped."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -167,7 +167,7 @@ def fit(found: list[dict[str, Any]], name: str, by: str) -> tuple[float, float, 
 
 
 def costs(found: list[dict[str, Any]], price: float) -> dict[str, float]:
-    """What is extrapolated: core-hours and dollars for a terabyte of raw text and for a trillion kept tokens."""
+    """Extrapolated core-hours and dollars for a terabyte of raw text and for a trillion kept tokens."""
     _, per_gigabyte, error = fit(found, "cpu_seconds", "gigabytes")
     largest = max(found, key=lambda row: row["gigabytes"])
     tokens_a_terabyte = largest["tokens"] / largest["gigabytes"] * 1000
@@ -241,7 +241,7 @@ def ledger_rows(found: list[dict[str, Any]], price: float) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Runs the sizes that were asked for and prints the tables."""
+    """Runs the given sizes and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of real data")
     parser.add_argument("--work", type=Path, required=True, help="folder for the corpus and the runs")

@@ -1,4 +1,4 @@
-"""Signals and rules: speed per core on natural English, and how often the verdicts are datatrove's.
+"""Signals and rules: speed per core on natural English, and agreement of the verdicts with datatrove's.
 
     python -m benchmarks.data signals --data FOLDER --peers INTERPRETER_WITH_datatrove
 
@@ -30,13 +30,13 @@ RULES: dict[str, dict[str, Any]] = {
     "c4": {"punctuated_lines": False},
     "fineweb": {},
 }
-"""Filters with the options of the peer's."""
+"""Filters with the peer's options."""
 _PIECE_CHARS = 6000
 _BATCH_BYTES = 16 << 20
 
 
 def natural(data: Path) -> list[str]:
-    """Natural English as people wrote it: pieces of books and of Wikipedia, the bodies of web pages, news articles."""
+    """Natural English: pieces of books and of Wikipedia, the bodies of web pages, news articles."""
     texts = []
     for path in sorted((data / "books").glob("en-*.gz")):
         book = normalize(gzip.decompress(path.read_bytes()).decode("utf8", "replace"))
@@ -82,7 +82,7 @@ def speed(texts: list[str]) -> tuple[float, int]:
 
 
 def peer(texts: list[str], interpreter: Path) -> dict[str, Any]:
-    """What datatrove says of `texts`: see peers_signals.py."""
+    """datatrove's verdicts on `texts`: see peers_signals.py."""
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "texts.json", Path(folder) / "out.json"
         source.write_text(json.dumps(texts))

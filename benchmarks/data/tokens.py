@@ -49,7 +49,7 @@ def rows(data: Path, peers: str | None = None, megabytes: float = 10) -> list[di
 
 
 def encoders(data: Path, texts: list[str], folder: Path) -> Iterator[tuple[str, Encoder]]:
-    """(name, encoder) of each tokenizer at hand, and of one trained here."""
+    """(name, encoder) of each available tokenizer, and of one trained here."""
     gpt2, qwen2 = data / "tokenizers" / "gpt2", data / "tokenizers" / "qwen2"
     cores = {
         "gpt2": _core((gpt2 / "encoder.json").read_bytes(), (gpt2 / "vocab.bpe").read_bytes(), None),

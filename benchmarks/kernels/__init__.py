@@ -1,1 +1,1 @@
-"""Rows of the kernel table, an area a file: hone and its peer timed in turn, as a fraction of a measured ceiling."""
+"""Rows of the kernel table, one file per area: hone and its peer timed in turn, as a fraction of a measured ceiling."""

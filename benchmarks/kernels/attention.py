@@ -97,7 +97,7 @@ def backward_seconds(runs: list[tuple[Callable[..., Tensor], list[Tensor]]], cal
 
 
 def memory_rows() -> list[dict[str, Any]]:
-    """What a causal forward and backward pass needs a token beside its inputs (16 heads of 128), gradients included.
+    """Memory per token of a causal forward and backward pass beside its inputs (16 heads of 128), gradients included.
 
     `ratio` is the need at 16k over that at this length: 1 where memory is linear in the length.
     """

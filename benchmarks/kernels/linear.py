@@ -92,7 +92,7 @@ def quantized_rows(limit: Ceilings, dense: list[Tensor], bits: int) -> list[dict
 
 
 def fp8_rows(limit: Ceilings, dense: list[Tensor]) -> list[dict[str, Any]]:
-    """A scale a row against torch's scaled product, a scale a block against the bf16 product."""
+    """One scale per row against torch's scaled product, one per block against the bf16 product."""
     found = []
     for blockwise in (False, True):
         weight, scales = fp8_codes(dense[0], "128x128" if blockwise else "row")
@@ -125,7 +125,7 @@ def fp8_row(limit: Ceilings, dense: list[Tensor], weights: list[Tensor], scales:
 
 
 def sparse_rows(limit: Ceilings, dense: list[Tensor]) -> list[dict[str, Any]]:
-    """Two of four weights kept, in torch's format, against the dense product: 16 rows stream it, 2048 rows compute."""
+    """Two of four weights kept, in torch's format, against the dense product: 16 rows are memory-bound, 2048 compute-bound."""
     features, columns = dense[0].shape
     packed = []
     for weight in dense:
@@ -153,7 +153,7 @@ def sparse_rows(limit: Ceilings, dense: list[Tensor]) -> list[dict[str, Any]]:
 
 
 def _timed(ours: Callable[[int], Tensor], theirs: Callable[[int], Tensor]) -> list[float]:
-    """Seconds a call of both, over all copies of the weight."""
+    """Seconds per call of both, over all copies of the weight."""
     runs = [lambda call=call: [call(i) for i in range(COPIES)] for call in (ours, theirs)]
     return interleaved(runs, calls=COPIES, min_time_s=0.05)
 

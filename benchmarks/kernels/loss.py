@@ -16,7 +16,7 @@ from hone.ops import linear_cross_entropy
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 compiled = partial(torch.compile, dynamic=False)
-"""The peer at its best: each shape gets code of its own."""
+"""The peer compiled for each shape, its fastest form."""
 
 
 def rows(limit: Ceilings) -> list[dict[str, Any]]:

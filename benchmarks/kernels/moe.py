@@ -1,4 +1,4 @@
-"""Products of few tokens an expert, and tokens sorted by expert, against torch."""
+"""Products of few tokens per expert, and tokens sorted by expert, against torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
 
 
 def expert_row(limit: Ceilings, experts: int, out: int, width: int, each: int) -> dict[str, Any]:
-    """The product of a decoding step's tokens with their experts' weights; two sets of weights take turns."""
+    """The product of a decoding step's tokens with their experts' weights; two sets of weights alternate."""
     weights = [torch.randn(experts, out, width, **BF16) for _ in range(2)]
     x = torch.randn(experts * each, width, **BF16)
     ends = (torch.arange(experts, device="cuda") + 1).int() * each

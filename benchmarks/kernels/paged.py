@@ -23,7 +23,7 @@ POOLS_BELOW = 400 << 20
 def pools(
     rows: int, length: int, kv_heads: int, widths: tuple[int, ...], dtype: torch.dtype
 ) -> list[tuple[list[Tensor], Tensor]]:
-    """Page pools of random numbers, each with a shuffled page table: as many as keep the L2 cache from helping."""
+    """Page pools of random numbers, each with a shuffled page table: so many that they do not fit the L2 cache."""
     per_row = -(-length // PAGE_SIZE)
     shape = (rows * per_row, kv_heads, PAGE_SIZE)
     num_bytes = rows * length * kv_heads * sum(widths) * dtype.itemsize
@@ -93,7 +93,7 @@ def decode_rows(limit: Ceilings, count: int, length: int, of_target: float) -> l
 
 
 def latent_row(limit: Ceilings, count: int, length: int, heads: int) -> dict[str, Any]:
-    """MLA decode: of the read ceiling for few heads, of the GEMM ceiling for many (FLOPs: 2 * 1088 a head and token)."""
+    """MLA decode: of the read ceiling for few heads, of the GEMM ceiling for many (FLOPs: 2 * 1088 per head and token)."""
     q = torch.randn(count, heads, 576, device="cuda", dtype=torch.bfloat16)
     lens = torch.full((count,), length, device="cuda", dtype=torch.int32)
     made = pools(count, length, 1, (576,), torch.bfloat16)
@@ -111,7 +111,7 @@ def latent_row(limit: Ceilings, count: int, length: int, heads: int) -> dict[str
 
 
 def prefill_row(limit: Ceilings, count: int, chunk: int, length: int) -> dict[str, Any]:
-    """The last `chunk` tokens of `count` rows of `length`; the peer attends contiguous keys, causal from the lower right."""
+    """The last `chunk` tokens of `count` sequences of `length`; the peer has contiguous keys, causal from the lower right."""
     from torch.nn.attention.bias import causal_lower_right
 
     ((k_pages, v_pages), table), *_ = pools(count, length, KV_HEADS, (HEAD_DIM, HEAD_DIM), torch.bfloat16)

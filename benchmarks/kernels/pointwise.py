@@ -19,7 +19,7 @@ from hone.ops import rms_norm, rope, rope_write, swiglu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 compiled = partial(torch.compile, dynamic=False)
-"""The peer at its best: each shape gets code of its own."""
+"""The peer compiled for each shape, its fastest form."""
 
 
 def rows(limit: Ceilings) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def norm_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
 
 
 def gate_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
-    """swiglu: 3 values moved an output, 5 more in the backward pass."""
+    """swiglu: 3 values moved per output, 5 more in the backward pass."""
     gate_up, flow = torch.randn(tokens, 2 * width, **BF16), torch.randn(tokens, width, **BF16)
     theirs, large = compiled(partial(swiglu, backend="reference")), tokens > 1024
     name = f"swiglu {tokens} x 2 x {width}"
@@ -96,7 +96,7 @@ def gate_rows(limit: Ceilings, tokens: int, width: int) -> list[dict[str, Any]]:
 
 
 def rope_row(limit: Ceilings, tokens: int) -> dict[str, Any]:
-    """Queries turned in place, keys turned and filed with values in pages; the peer gives new queries."""
+    """Queries rotated in place, rotated keys and values written to pages; the peer returns new queries."""
     heads, kv_heads, head_dim, page_size = 32, 8, 128, 64
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, **BF16)
     turn = torch.randn(tokens, 1, head_dim // 2, device="cuda")

@@ -17,7 +17,7 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
 
 
 def sample_rows(limit: Ceilings, count: int, vocab: int) -> list[dict[str, Any]]:
-    """A step's draws: noise made where it is added, thresholds without a sort; the peer is the torch reference."""
+    """A step's draws: noise computed where it is added, thresholds without a sort; the peer is the torch reference."""
     logits = torch.randn(count, vocab, device="cuda") * 3
     keys = noise_keys(range(count), range(count), device="cuda")
     heat, share = torch.full((count,), 0.8, device="cuda"), torch.full((count,), 0.9, device="cuda")

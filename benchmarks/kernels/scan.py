@@ -1,4 +1,4 @@
-"""Scan against dense causal attention of the same shape, and against a copy of the bytes it cannot avoid."""
+"""Scan against dense causal attention of the same shape, and against a copy of the bytes that it must move."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _step(limits: Ceilings) -> dict[str, Any]:
-    """One token for each of 64 sequences: the states are read and written, nothing else weighs."""
+    """One token for each of 64 sequences: bound by reading and writing the states."""
     q, k, v = (torch.randn(64, 1, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     decay = -torch.rand(64, 1, 32, device="cuda")
     state = torch.randn(64, 32, 128, 128, device="cuda")

@@ -96,7 +96,7 @@ def kept_flops(mask: Mask, device: torch.device) -> float:
 
 
 def list_row(name: str, mask: Mask, q: Tensor) -> dict[str, Any]:
-    """Milliseconds until the lists of both passes are there (once for a mask, however many layers), and create_block_mask's.
+    """Milliseconds of making the lists of both passes (once per mask for all layers), and of create_block_mask.
 
     By the clock on the wall: both are many small kernels, which the CPU takes longer to start than the GPU to run.
     """

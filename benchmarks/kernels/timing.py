@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 CLOCK_HZ = 2e9
-"""Cycles a second that no H200 exceeds: a sleep of so many is at least a second."""
+"""Cycles per second that no H200 exceeds: a sleep of so many is at least a second."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine did in this run: bytes/s of a copy (read and written both count) and of a read, FLOP/s of a bf16 GEMM."""
+    """Ceilings measured in this run: bytes/s of a copy (read and written both count) and of a read, FLOP/s of a bf16 GEMM."""
 
     copy: float
     read: float
@@ -53,7 +53,7 @@ def median_seconds(run: Callable[[], Any], *, captured: bool = True, min_time_s:
 def interleaved(
     runs: Sequence[Callable[[], Any]], *, captured: bool = True, min_time_s: float = 0.15, calls: int = 1
 ) -> list[float]:
-    """Median seconds a call of each of `runs`, timed in turn so that heat and clocks meet all of them alike."""
+    """Median seconds per call of each of `runs`, timed in turn so that temperature and clocks affect all equally."""
     replays = [_captured(run) if captured else _warmed(run) for run in runs]
     once = max(_event_seconds(replay) for replay in replays)
     lead = 0.0 if captured else 1.5 * max(_launch_seconds(replay) for replay in replays)
@@ -96,7 +96,7 @@ def _warmed(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _launch_seconds(run: Callable[[], Any]) -> float:
-    """Time the CPU takes to launch a call; the GPU has nothing else to do."""
+    """CPU seconds to launch a call on an idle GPU."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     run()
@@ -130,7 +130,7 @@ def row(
     target: float | None = None,
     of_target: float | None = None,
 ) -> dict[str, Any]:
-    """A ledger row: `amount` (FLOP or bytes) a second in `unit` (TFLOP/s or TB/s), against the peer and the ceiling.
+    """A ledger row: `amount` (FLOP or bytes) per second in `unit` (TFLOP/s or TB/s), against the peer and the ceiling.
 
     `ratio` is peer_seconds / seconds. `target` is the least ratio, `of_target` the least fraction of the ceiling, that
     the figure is meant to reach.
