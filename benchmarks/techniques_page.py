@@ -29,7 +29,7 @@ def page() -> str:
     lines = [
         "# Techniques",
         "",
-        "One row per technique; each is one file. Made by `python -m benchmarks.techniques_page` from the slots' tables;",
+        "One row per technique; each is one file. Written by `python -m benchmarks.techniques_page` from the slots' tables;",
         "figures are the latest of `benchmarks/ledger/`.",
     ]
     for slot, table in all_tables().items():
