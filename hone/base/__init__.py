@@ -1,1 +1,1 @@
-"""Typed specs, figures, artifacts, technique tables and errors: what every other room stands on."""
+"""Typed specs, figures, artifacts, technique tables and errors, which every other room uses."""

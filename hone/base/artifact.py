@@ -1,9 +1,9 @@
-"""Artifacts: a folder others can use as it is, plus `hone.json`, written last, that says how it came about.
+"""Artifacts: a folder in a common format plus `hone.json`, written last, which records how it was made.
 
-Life of one: `start` makes `<folder>.partial` (or returns the finished artifact, or resumes a partial one), the stage
-writes into `Draft.folder`, `Draft.commit` hashes and syncs every file, writes hone.json and renames. So a folder with
-hone.json is whole. Two subfolders of a draft are special: `state/` (what a killed stage resumes from) is removed at
-commit, and `log/` (timings, TensorBoard) is kept but is no content: it may differ between two runs of the same spec.
+`start` makes `<folder>.partial` (or returns the finished artifact, or resumes a partial one), the stage
+writes into `Draft.folder`, `Draft.commit` hashes and syncs every file, writes hone.json and renames the folder. So a
+folder with hone.json is whole. Two subfolders of a draft are special: `state/` (from which a killed stage resumes) is removed at
+commit, and `log/` (timings, TensorBoard) is kept but not content: it may differ between two runs of the same spec.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MANIFEST = "hone.json"
 LOG = "log"
 FORMAT = 1
 HUB_FOLDER, NO_FOLDER = "hone.model.folder:fetched", "hone.model.folder:no_folder"
-"""What fetches hf:OWNER/NAME, and what says why a path is no folder; imported on use."""
+"""The functions that fetch hf:OWNER/NAME and that explain why a path is not a folder; imported on use."""
 _FIELDS = {"kind": str, "name": str, "fingerprint": str, "spec": dict, "figures": list, "files": dict}
 _FIELDS |= {"parents": list, "techniques": list}
 
 
 class _Window(Protocol):
-    """What a draft asks of a `measure.Window` (a room above this one)."""
+    """The methods of `measure.Window` (a room above this one) that a draft uses."""
 
     @property
     def start_memory_bytes(self) -> int: ...
@@ -57,7 +57,7 @@ W = TypeVar("W", bound=_Window)
 
 
 class Artifact:
-    """A finished folder, or a foreign one (a Hugging Face folder without hone.json) adopted as it is."""
+    """A finished folder, or a foreign one (a Hugging Face folder without hone.json) used unchanged."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
@@ -65,7 +65,7 @@ class Artifact:
 
     @classmethod
     def read(cls, folder: Path | str) -> Artifact:
-        """The artifact in `folder`; a folder without hone.json is adopted, its files its identity.
+        """The artifact in `folder`; a folder without hone.json is foreign and identified by its files.
 
         Raises ArtifactError when the folder is missing, unfinished (`.partial`) or its hone.json is broken, SpecError for a URL.
         """
@@ -99,7 +99,7 @@ class Artifact:
 
     @property
     def kind(self) -> str:
-        """The stage that made it: data, train, compress, eval, serve; 'foreign' when none did."""
+        """The stage that made it: data, train, compress, eval, serve; 'foreign' when hone did not make it."""
         return self.manifest["kind"]
 
     @property
@@ -112,7 +112,7 @@ class Artifact:
 
     @property
     def techniques(self) -> list[dict[str, Any]]:
-        """What was done to it, in order, its parents' techniques first."""
+        """The techniques applied to it, in order, its parents' first."""
         return self.manifest["techniques"]
 
     @property
@@ -121,7 +121,7 @@ class Artifact:
 
     @property
     def content(self) -> str:
-        """Digest of every content file: two runs of one spec must agree on it, however often they were killed."""
+        """Digest of every content file: equal for two runs of one spec, however often they were killed."""
         return fingerprint(
             {name: row["sha256"] for name, row in self.manifest["files"].items() if not name.startswith(f"{LOG}/")}
         )
@@ -131,17 +131,17 @@ class Artifact:
         for name in files:
             if not (self.folder / name).exists():
                 raise ArtifactError(
-                    f"{self.folder} has no {name}", fix="point at a folder that a hone stage or transformers wrote"
+                    f"{self.folder} has no {name}", fix="give a folder that a hone stage or transformers wrote"
                 )
 
     @property
     def changed(self) -> str | None:
-        """Name of the first content file that is no longer what hone.json says; None when all are (`changed_file`)."""
+        """Name of the first content file that differs from hone.json (`changed_file`); None when all are unchanged."""
         content = {name: row for name, row in self.manifest["files"].items() if not name.startswith(f"{LOG}/")}
         return changed_file(self.folder, content, self.folder / MANIFEST) if content else None
 
     def need_unchanged(self) -> None:
-        """Raises ArtifactError when a content file changed since the artifact was made: its fingerprint would lie."""
+        """Raises ArtifactError when a content file changed since the artifact was made, so that its fingerprint is not true."""
         name = self.changed
         if name is not None:
             raise ArtifactError(
@@ -160,25 +160,25 @@ class Artifact:
 
 
 def parse(content: bytes, where: str, fix: str) -> dict[str, Any]:
-    """The manifest in the hone.json that lies at `where`. Raises ArtifactError, with `fix`, when it is broken."""
+    """The manifest in the hone.json at `where`. Raises ArtifactError, with `fix`, when it is broken."""
     try:
         manifest = json.loads(content)
         known = manifest["format"] == FORMAT
         for name, kind in _FIELDS.items() if known else ():
             if not isinstance(manifest[name], kind):
-                raise TypeError(f"{name} is no {kind.__name__}")
+                raise TypeError(f"{name} is not a {kind.__name__}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{where} is corrupt: {type(error).__name__} {error}", fix=fix) from None
     if not known:
         raise ArtifactError(
-            f"{where} has format {manifest['format']}, this hone reads {FORMAT}",
+            f"{where} has format {manifest['format']}, this version of hone reads {FORMAT}",
             fix="use the hone version that wrote it",
         )
     return manifest
 
 
 class Draft:
-    """An artifact in the making. `resumed` is true when an earlier run of the same spec was interrupted."""
+    """An artifact being made. `resumed` is true when an earlier run of the same spec was interrupted."""
 
     def __init__(
         self, target: Path, identity: dict[str, Any], lock: Any, *, resumed: bool, parents: list[Artifact]
@@ -197,7 +197,7 @@ class Draft:
         self._window: _Window | None = None
         self.state.mkdir(exist_ok=True)
         (self.folder / LOG).mkdir(exist_ok=True)
-        # Once: the stage may clear its state under way.
+        # Stored, because the stage may clear its state while it runs.
         self._spent_before = self._noted("elapsed_s") or 0.0
         self._joules_before = self._noted("energy_j")
 
@@ -207,62 +207,62 @@ class Draft:
 
     @property
     def state(self) -> Path:
-        """What a killed stage resumes from; gone at commit."""
+        """Files from which a killed stage resumes; removed at commit."""
         return self.folder / STATE
 
     @property
     def log(self) -> Path:
-        """Kept, but no content: timings, TensorBoard events."""
+        """Files that are kept but not content: timings, TensorBoard events."""
         return self.folder / LOG
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds spent on this artifact by this process and, as far as `keep_time` was called, by killed ones before it."""
+        """Seconds spent on this artifact by this process and by killed ones before it, up to their last `keep_time`."""
         return self._spent_before + time.monotonic() - self._started
 
     def _noted(self, name: str) -> float | None:
-        """What `keep_time` noted; None when it noted nothing."""
+        """The value that `keep_time` stored under `name`; None without one."""
         try:
             return float((self.state / name).read_text())
         except (OSError, ValueError):
             return None
 
     def keep_time(self) -> None:
-        """Notes the seconds and joules spent so far; call it at every durable step."""
+        """Stores the seconds and joules spent so far; call it at every durable step."""
         write_atomic(self.state / "elapsed_s", repr(self.elapsed_s).encode())
         joules = self._joules()
         if joules is not None:
             write_atomic(self.state / "energy_j", repr(joules).encode())
 
     def _joules(self) -> float | None:
-        """Joules of the window that is open and, as far as `keep_time` was called, of killed runs before it."""
+        """Joules of the open window and of killed runs before it, up to their last `keep_time`."""
         now = self._window.joules() if self._window is not None else None
         return None if now is None else now + (self._joules_before or 0.0)
 
     @contextmanager
     def measuring(self, window: W) -> Iterator[W]:
-        """Opens `window` over the work and records what it saw; what killed runs spent is added to its time and energy."""
+        """Opens `window` during the work and records its measurements; time and energy of killed runs are added."""
         self._window = window
         with window:
-            self._started = time.monotonic()  # imports and warming up before are no part of the work
+            self._started = time.monotonic()  # imports and warm-up before are not part of the work
             yield window
         self._record_window(window)
 
     def predict(self, estimates: dict[str, Estimate]) -> None:
-        """Says before the work what its figures should come to; joined to the figure of the same name."""
+        """Sets the estimates of figures before the work; each is joined to the figure of the same name."""
         self._estimates.update(estimates)
 
     def record(self, name: str, value: float | None, unit: str, **more: Any) -> None:
-        """Adds figure `name` (see `Figure` for `more`). NaN and infinity are no figures: it is absent, and its note says so."""
+        """Adds figure `name` (see `Figure` for `more`). NaN and infinity are recorded as absent, with a note."""
         if value is not None and not math.isfinite(value):
             note = more.get("note")
-            value, more["note"] = None, f"{value}, which is no figure" + (f"; {note}" if note else "")
+            value, more["note"] = None, f"{value}, which is not finite" + (f"; {note}" if note else "")
         self._figures[name] = Figure(name=name, value=value, unit=unit, **more)
 
     def _record_window(self, window: _Window) -> None:
-        """Adds time, peak memory and energy as a `measure.Window` saw them; time includes killed runs.
+        """Adds time, peak memory and energy as measured by a `measure.Window`; time includes killed runs.
 
-        What was in use when the window opened joins the estimate of what the work adds: the estimate of the peak.
+        The estimate of the peak is the memory in use when the window opened plus the estimated growth.
         """
         growth, before = self._estimates.get("memory_growth_bytes"), window.start_memory_bytes
         if growth is not None:
@@ -281,18 +281,18 @@ class Draft:
             self._figures[figure.name] = figure
 
     def did(self, technique: dict[str, Any]) -> None:
-        """Appends one applied technique (its spec with `kind` and `slot`) to what was done to the artifact."""
+        """Appends an applied technique (its spec with `kind` and `slot`) to the artifact's techniques."""
         self._techniques.append(technique)
 
     def command(self, text: str) -> None:
-        """The exact command that makes this artifact again."""
+        """Sets the exact command that makes this artifact again."""
         self._command = text
 
     def __enter__(self) -> Draft:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the folder free for another try; one in which nothing was made yet goes."""
+        """Releases the folder for another attempt; removes it when nothing was written yet."""
         made = any(path.is_file() and path.name != BEGUN for path in self.folder.rglob("*"))
         if not made and not self._lock.closed:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -303,7 +303,7 @@ class Draft:
         files = {}
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             name = path.relative_to(self.folder).as_posix()
-            # A full disk or a kill can leave an earlier attempt at the manifest behind.
+            # A full disk or a kill can leave an incomplete manifest of an earlier attempt.
             if name in (BEGUN, MANIFEST, f"{MANIFEST}.tmp") or name.startswith(f"{STATE}/"):
                 continue
             sync(path)
@@ -337,7 +337,7 @@ def finished(
     files: dict[str, Path],
     run: Run,
 ) -> Artifact | None:
-    """The artifact in `out` when it is whole and made from the same; None when it is to be made. Raises as `start` does."""
+    """The artifact in `out` when it is whole and of the same identity, else None. Raises like `start`."""
     need_local(out, PUSH)
     for parent in parents.values():
         parent.need_unchanged()
@@ -355,9 +355,9 @@ def start(
 ) -> Artifact | Draft:
     """Opens folder `out` for a stage of `kind`: the finished Artifact when it is already there, else a Draft.
 
-    `parents` maps a role ('data', 'model') to the artifact that fills it, `files` a field to a file it names; their
+    `parents` maps a role ('data', 'model') to its artifact, `files` a field to the file it names; their
     content is part of the identity. Raises DriftError when `out` was made from another spec or other inputs (unless
-    `run.redo`), ArtifactError when another process is making it right now, or a file of it or of a parent was changed.
+    `run.redo`), ArtifactError when another process is making it, or a file of it or of a parent was changed.
     """
     need_local(out, PUSH)
     out, run = Path(out), run or Run()
@@ -379,9 +379,9 @@ def reserve(
     parents: dict[str, Artifact],
     kind: type[Spec] | None = None,
 ) -> Artifact | tuple[Any, bool]:
-    """The finished artifact of this identity in `out`; else (lock of its partial folder, whether it was begun for `token`).
+    """The finished artifact of this identity in `out`; else (lock of its partial folder, whether it was started for `token`).
 
-    Raises as `start` does.
+    Raises like `start`.
     """
     there = _finished(out, identity, run, kind)
     if there is not None:
@@ -389,8 +389,8 @@ def reserve(
     _stand_outside(out, parents)
     lock = take(out)
     if run.redo and out.exists():
-        shutil.rmtree(out)  # under the lock: two that make it again do not collide
-    there = _finished(out, identity, run, kind)  # the other process may have finished between the look and the lock
+        shutil.rmtree(out)  # under the lock, so that two processes do not both remove it
+    there = _finished(out, identity, run, kind)  # another process may have finished before we had the lock
     if there is not None:
         lock.close()
         shutil.rmtree(partial_of(out), ignore_errors=True)
@@ -399,40 +399,36 @@ def reserve(
 
 
 def _stand_outside(out: Path, parents: dict[str, Artifact]) -> None:
-    """Raises ArtifactError when `out` lies inside an artifact or an input: writing there would change what that is."""
+    """Raises ArtifactError when `out` is inside an artifact or an input, which writing there would change."""
     taken = {parent.folder.resolve() for parent in parents.values()}
     for folder in out.resolve().parents:
         if folder in taken or (folder / MANIFEST).exists():
             raise ArtifactError(
-                f"{out} lies inside {folder}, which is an input or an artifact", fix="give an output folder beside it"
+                f"{out} is inside {folder}, which is an input or an artifact", fix="give an output folder beside it"
             )
 
 
 def _finished(out: Path, identity: dict[str, Any], run: Run, kind: type[Spec] | None = None) -> Artifact | None:
-    """The artifact in `out` if it is whole and of this identity; None when it is to be made; raises on drift.
+    """The artifact in `out` if it is whole and of this identity; None when there is none; raises on drift.
 
-    `kind` is the spec that made it, as it is today: what an earlier hone made from the same is the same.
+    `kind` is today's class of its spec, with which the spec of an earlier version of hone is read.
     """
     if not out.exists():
         return None
     if not (out / MANIFEST).exists():
         raise ArtifactError(
-            f"{out} exists and is no artifact of hone",
+            f"{out} exists and is not an artifact of hone",
             fix="give another output folder; hone overwrites nothing it did not make",
         )
     there = Artifact.read(out)
     if run.redo:
         return None
     if same(there.manifest, identity, kind):
-        sweep(out)  # its maker may have been killed right after the rename
+        sweep(out)  # its process may have been killed right after the rename
         there.need_unchanged()
         return there
     earlier = by_earlier(there.manifest, kind)
-    keep = (
-        f"go on with it as it is by naming {out} as an input"
-        if earlier
-        else "keep it and give the new one another name"
-    )
+    keep = f"use it as it is by giving {out} as an input" if earlier else "keep it and give the new one another name"
     raise DriftError(
         f"{out} was made from another spec: {drift(there.manifest, identity, kind)}{earlier}",
         fix=f"{keep}, or make it again with --redo={out.name}",

@@ -1,4 +1,4 @@
-"""Files: atomic writes that survive a kill, JSONL, hashes, syncs, and a check of the files that a user names."""
+"""Files: atomic writes that survive a kill, JSONL, hashes, syncs, and checks of files given by the user."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sha256(path: Path) -> str:
 
 
 def sha256_once(path: Path) -> str:
-    """The same, computed again only when the file has changed: many tasks read the same files."""
+    """The same, cached until the file changes, because many tasks read the same files."""
     there = path.stat()
     return _sha256_of(path, there.st_size, there.st_mtime_ns, there.st_ino)
 
@@ -72,7 +72,7 @@ def sync(path: Path) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """What stands at `path` instead of a regular file, as 'a folder'; '' for a regular file. Raises OSError."""
+    """What is at `path` instead of a regular file, such as 'a folder'; '' for a regular file. Raises OSError."""
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
 
 
@@ -83,10 +83,10 @@ def input_file(path: Path | str, field: str) -> Path:
         kind = kind_of(path)
     except (FileNotFoundError, NotADirectoryError):
         raise SpecError(f"{field}: no file {path}", fix="check the path") from None
-    except OSError as error:  # no permission, a link that leads to itself, a name that is too long
+    except OSError as error:  # no permission, a link to itself, a name that is too long
         raise SpecError(f"{field}: {path} cannot be opened: {error.strerror}", fix="check the path") from None
     if kind:
         raise SpecError(
-            f"{field}: {path} is {kind}, not a file", fix="name a file; write what a pipe gives to one first"
+            f"{field}: {path} is {kind}, not a file", fix="give a file; write a pipe's output to a file first"
         )
     return path

@@ -1,11 +1,11 @@
-"""The error tree: every mistake a user can make is one `HoneError` with its values and the way out.
+"""The error tree: every mistake of a user is a `HoneError` with its values and a fix.
 
 HoneError
 ├── SpecError       a field is unknown, missing or has an impossible value
 ├── FitError        something does not fit (memory, disk, context length)
 ├── DriftError      an artifact of this name exists, made from another spec
 ├── ArtifactError   a folder is missing, unfinished, corrupt or of the wrong kind
-├── MachineError    the machine lacks what was asked for (device, port, dtype)
+├── MachineError    the machine lacks what is required (device, port, dtype)
 └── MissingExtra    an optional dependency is not installed
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 
 class HoneError(Exception):
-    """A mistake with a way out: `what` happened, with its values, and `fix`, what to do about it.
+    """A mistake of the user: `what` happened, with its values, and `fix`, what to do about it.
 
     A program bug is never a HoneError; it is an assertion with a message. The CLI prints a HoneError
     as `error: <what>` and `fix: <fix>` and exits with code 2.
@@ -31,7 +31,7 @@ class HoneError(Exception):
         return f"{self.what}\nfix: {self.fix}"
 
     def __reduce__(self) -> tuple:
-        # The keyword-only argument keeps the default pickling from working; errors cross process borders.
+        # The keyword-only argument breaks the default pickling; errors are sent between processes.
         return _rebuild, (type(self), self.what, self.fix)
 
 
@@ -56,7 +56,7 @@ class ArtifactError(HoneError):
 
 
 class MachineError(HoneError):
-    """The machine lacks what was asked for: a device, a port, a number format."""
+    """The machine lacks what is required: a device, a port, a dtype."""
 
 
 class MissingExtra(HoneError):
@@ -64,18 +64,18 @@ class MissingExtra(HoneError):
 
     @classmethod
     def of(cls, what: str, package: str, extra: str) -> MissingExtra:
-        """`what` the user asked for needs `package`, which the extra named `extra` brings."""
+        """The error for `what`, which needs `package` from hone's extra `extra`."""
         return cls(
             f"{what} needs the package '{package}', which is not installed", fix=f"pip install 'hone-llm[{extra}]'"
         )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is most likely a slip of; None when none is near."""
+    """The known name that `name` is probably a misspelling of; None when none is similar."""
     return next(iter(difflib.get_close_matches(str(name), [str(one) for one in known], n=1)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: str = "{}") -> str:
-    """ "did you mean 'NEAREST'? " to begin a `fix` with; empty when no known name is near. `shown` says how it is written."""
+    """The beginning of a `fix`: "did you mean 'NEAREST'? "; empty when no known name is similar. `shown` formats the name."""
     near = nearest(name, known)
     return "" if near is None else f"did you mean '{shown.format(near)}'? "

@@ -1,4 +1,4 @@
-"""A figure: a number with its unit, how it was got, and what had been predicted for it."""
+"""A figure: a number with its unit, how it was obtained, and its estimate."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ How = Literal["measured", "modelled", "quoted"]
 
 
 class Estimate(BaseModel):
-    """What a figure should come to, said before the work is done.
+    """The expected value of a figure, computed before the work.
 
-    `bound` marks a speed-of-light limit (no calibration of this machine was at hand): the measurement may be
-    far from it and it must be shown as a limit, not as a prediction.
+    `bound` marks a speed-of-light limit (without a calibration of this machine): the measurement may be
+    far from it, and it must be shown as a limit, not as a prediction.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     value: float
     unit: str
-    formula: str = Field("", description="How the value came about, in words a reader can check.")
+    formula: str = Field("", description="How the value was computed, in words that a reader can check.")
     bound: bool = False
-    tolerance: float | None = Field(
-        None, description="Largest relative error the estimate promises, if it promises any."
-    )
+    tolerance: float | None = Field(None, description="Largest relative error of the estimate, if it has a bound.")
 
 
 class Figure(BaseModel):
@@ -39,7 +37,7 @@ class Figure(BaseModel):
     n: int = Field(1, description="Number of measurements behind the value.")
     spread: float | None = Field(None, description="Half the range of the measurements, in `unit`.")
     estimate: Estimate | None = None
-    note: str = Field("", description="Conditions needed to read the number: window, join, why it is absent.")
+    note: str = Field("", description="Conditions of the measurement, or why the value is absent.")
 
     @property
     def error(self) -> float | None:
@@ -59,7 +57,7 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`seconds` as a person says them: '0.4 s', '42 s', '6 min 5 s', '3 h 20 min'."""
+    """`seconds` in the units of speech: '0.4 s', '42 s', '6 min 5 s', '3 h 20 min'."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -1,4 +1,4 @@
-"""Identity: what an artifact is made from and its fingerprint, where two differ, and whether its files are still those."""
+"""Identity: the inputs of an artifact and its fingerprint, the difference of two, and whether its files are unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.base.spec import EARLIER, Spec, fingerprint
 
 
 class Parent(Protocol):
-    """What is asked of an artifact that another one is made from."""
+    """The attributes of a parent artifact that identities use."""
 
     @property
     def kind(self) -> str: ...
@@ -28,9 +28,9 @@ class Parent(Protocol):
 def identify(
     out: Path, kind: str, spec: Spec, parents: Mapping[str, Parent], files: Mapping[str, Path], machine: dict[str, Any]
 ) -> dict[str, Any]:
-    """The part of hone.json that is known before the work: what `out` is made from, its fingerprint, and `machine`.
+    """The part of hone.json that is known before the work: the inputs of `out`, its fingerprint, and `machine`.
 
-    The whole spec is kept; its circumstances are no part of the fingerprint.
+    The whole spec is stored; its circumstances are not part of the fingerprint.
     """
     row: dict[str, Any] = {
         "kind": kind,
@@ -46,7 +46,7 @@ def identify(
 
 
 def same(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None) -> bool:
-    """Whether two manifests are of the same: equal fingerprints, or, of an earlier hone's `before`, equal as read today."""
+    """Whether two manifests have the same identity: equal fingerprints, or equal after reading an earlier hone's `before` as `kind`."""
     if before["fingerprint"] == now["fingerprint"]:
         return True
     spec = _today(before, kind)
@@ -54,21 +54,21 @@ def same(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None) -
 
 
 def drift(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None = None) -> str:
-    """The first field in which what two manifests' artifacts are made from differs. `kind`: the spec of `now`."""
+    """The first input in which two manifests differ. `kind`: the spec class of `now`."""
     specs = [_today(one, kind) or one["spec"] for one in (before, now)]
     return difference(*(_made_from(one, spec) for one, spec in zip((before, now), specs, strict=True)))
 
 
 def by_earlier(before: dict[str, Any], kind: type[Spec] | None) -> str:
-    """What to say of a manifest that an earlier hone wrote, whose fields or defaults were others; '' for one of today."""
+    """A clause for a manifest of an earlier version of hone, with other fields or defaults; '' for one of this version."""
     spec = _today(before, kind)
     if kind is None or (spec is not None and fingerprint(_made_from(before, spec)) == before["fingerprint"]):
         return ""
-    return f"; an earlier hone made it, whose {before['kind']} stage had other options or defaults"
+    return f"; it was made by an earlier version of hone, whose {before['kind']} stage had other options or defaults"
 
 
 def _today(manifest: dict[str, Any], kind: type[Spec] | None) -> dict[str, Any] | None:
-    """The identity of a manifest's spec as `kind` reads it today; None when it cannot."""
+    """The identity of a manifest's spec, read as today's `kind`; None when it cannot be read."""
     try:
         return None if kind is None else kind.read(manifest["spec"], EARLIER).identity()
     except SpecError:
@@ -76,7 +76,7 @@ def _today(manifest: dict[str, Any], kind: type[Spec] | None) -> dict[str, Any] 
 
 
 def _made_from(manifest: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """What a fingerprint is of: kind, `spec`, the parents' fingerprints by role, hashes of files if there are any."""
+    """The content of a fingerprint: kind, `spec`, the parents' fingerprints by role, hashes of files if there are any."""
     made_from = {"kind": manifest["kind"], "spec": spec}
     made_from["parents"] = {row["role"]: row["fingerprint"] for row in manifest["parents"]}
     files = manifest.get("input_files", {})
@@ -101,11 +101,11 @@ def difference(before: Any, now: Any, path: str = "") -> str:
 
 
 def changed_file(folder: Path, files: dict[str, Any], manifest: Path) -> str | None:
-    """The first of `files` (name to its recorded `bytes` and `sha256`) that is gone or no longer what `manifest` says.
+    """The first of `files` (name to its recorded `bytes` and `sha256`) that is missing or differs from `manifest`.
 
-    Costs a look at sizes and times: a manifest is written after its files, so only one that is newer is read again, as
-    after an edit or a plain copy of the folder. When such files prove the same, `manifest` is dated after them, which
-    spares the next look the reading. An edit that restores size and time escapes; `Artifact.verify` reads everything.
+    Compares sizes and times: a manifest is written after its files, so only files that are newer are read, as
+    after an edit or a plain copy of the folder. When their content is unchanged, the manifest's time is set after theirs, so
+    that they are not read again. An edit that restores size and time is not found; `Artifact.verify` reads everything.
     """
     made = manifest.stat()
     newest = made.st_mtime_ns
@@ -122,13 +122,13 @@ def changed_file(folder: Path, files: dict[str, Any], manifest: Path) -> str | N
                 return name
             newest = max(newest, found.st_mtime_ns)
     if newest > made.st_mtime_ns:
-        with suppress(OSError):  # a folder that may only be read
+        with suppress(OSError):  # a read-only folder
             os.utime(manifest, ns=(made.st_atime_ns, newest))
     return None
 
 
 def foreign_fingerprint(folder: Path) -> str:
-    """Identity of a folder hone did not make: names and sizes of all files, content of the small ones, ends of the large."""
+    """Identity of a folder not made by hone: names and sizes of all files, content of small ones, both ends of large ones."""
     rows = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size

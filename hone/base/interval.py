@@ -1,4 +1,4 @@
-"""Means with intervals: what a few repetitions can and cannot tell apart, by Student's t."""
+"""Confidence intervals of means of few repetitions, by Student's t."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 LEVEL = 0.95
-"""Share of intervals that hold the true value."""
+"""Confidence level: the share of intervals that contain the true value."""
 
 
 class Difference(NamedTuple):
-    """One mean less another: `by`, and `half` of its interval; `freedom` are Welch's degrees of freedom."""
+    """The difference of two means: `by`, and `half` of its interval; `freedom` are Welch's degrees of freedom."""
 
     by: float
     half: float
@@ -21,22 +21,22 @@ class Difference(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval does not contain 0."""
         return abs(self.by) > self.half
 
 
 def welch(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -> Difference:
-    """The mean of `other` less that of `base`, without taking their variances to be equal.
+    """The mean of `other` minus that of `base`, without assuming equal variances.
 
     Welch 1947, "The generalization of Student's problem when several different population variances are involved".
-    Two values each are the least. Where nothing varies the interval has no width and `freedom` is infinite.
+    At least two values each. Without variance the interval has no width and `freedom` is infinite.
     """
     parts = [statistics.variance(values) / len(values) for values in (base, other)]
     by = statistics.fmean(other) - statistics.fmean(base)
     most = max(parts)
     if most == 0:
         return Difference(by, 0.0, math.inf)
-    shares = [part / most for part in parts]  # squares of very small variances would vanish
+    shares = [part / most for part in parts]  # squares of very small variances would underflow
     freedom = sum(shares) ** 2 / sum(
         share**2 / (len(values) - 1) for share, values in zip(shares, (base, other), strict=True)
     )
@@ -44,20 +44,20 @@ def welch(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -
 
 
 def paired(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -> Difference:
-    """The mean of `other[i] - base[i]`: for values measured in pairs under the same circumstances. Two pairs are the least."""
+    """The mean of `other[i] - base[i]`, for values measured in pairs under the same circumstances; at least two pairs."""
     differences = [after - before for before, after in zip(base, other, strict=True)]
     freedom = len(differences) - 1
     return Difference(statistics.fmean(differences), half_width(differences, level), freedom)
 
 
 def half_width(values: Sequence[float], level: float = LEVEL) -> float:
-    """Half of the interval of the mean of `values`, two at least."""
+    """Half of the interval of the mean of `values`, of which there are at least two."""
     return t_quantile((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @lru_cache(maxsize=256)
 def t_quantile(probability: float, freedom: float) -> float:
-    """The value below which Student's t with `freedom` > 0 degrees of freedom stays with `probability`, in (0, 1)."""
-    from scipy.special import ndtri, stdtrit  # scipy takes a while to load
+    """The quantile at `probability`, in (0, 1), of Student's t distribution with `freedom` > 0 degrees of freedom."""
+    from scipy.special import ndtri, stdtrit  # scipy takes a while to import
 
     return float(ndtri(probability) if math.isinf(freedom) else stdtrit(freedom, probability))

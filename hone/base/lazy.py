@@ -13,15 +13,15 @@ class _Lazy(ModuleType):
 
 
 def lazy(name: str) -> Any:
-    """A stand-in for module `name` that imports it at the first attribute access.
+    """A module object that imports module `name` at the first attribute access.
 
-    Technique files hold a spec (read by the CLI, which must start fast) and the work itself (which needs
+    Files of techniques hold a spec (read by the CLI, which must start fast) and its implementation (which needs
     torch). They write `torch = lazy("torch")` where another file would write `import torch`.
     """
     return _Lazy(name)
 
 
 def resolve(row: str) -> Any:
-    """The object that a table row 'package.module:Name' stands for."""
+    """The object that a table row 'package.module:Name' names."""
     module, _, attribute = row.partition(":")
     return getattr(importlib.import_module(module), attribute)

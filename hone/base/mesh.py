@@ -1,4 +1,4 @@
-"""Mesh: the processes that work on one stage together; one by default, those of torchrun under torchrun."""
+"""Mesh: the processes that run one stage together; one by default, those of torchrun under torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.base.errors import HoneError, MachineError
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=30)
-"""How long a rank waits for another's work: a training may last weeks."""
+"""How long a rank waits for rank 0's work: a training may take weeks."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Mesh:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Mesh:
         """The mesh that torchrun describes by RANK, LOCAL_RANK and WORLD_SIZE; one process without them.
 
-        Raises MachineError when they make no sense.
+        Raises MachineError when they are invalid.
         """
         said = {name: environment.get(name.upper()) for name in ("rank", "local_rank", "world_size")}
         if said["rank"] is None or said["world_size"] is None:
@@ -45,18 +45,18 @@ class Mesh:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which owns artifacts and speaks."""
+        """Whether this is rank 0, which writes artifacts and messages."""
         return self.rank == 0
 
     def from_leader(self, work: Callable[[], T]) -> T:
         """The result of `work`, done by rank 0 alone, on every rank; the others wait. Results must be picklable.
 
         Every rank must call it, in the same order. Raises what `work` raises: a HoneError on every rank, any other error on
-        rank 0 and a MachineError that names it on the others, so that no rank waits for one that is gone.
+        rank 0 and a MachineError that names it on the others, so that no rank waits for a dead one.
         """
         if self.world_size == 1:
             return work()
-        self._connect()  # before the work, so that a rank that ends under way is missed
+        self._connect()  # before the work, so that a rank that dies meanwhile is noticed
         if not self.leads:
             result, error = self._broadcast(None)
             if error is not None:
@@ -84,7 +84,7 @@ class Mesh:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def _broadcast(self, value: Any) -> Any:
-        """Rank 0's `value` on every rank. Raises MachineError when a rank is gone."""
+        """Rank 0's `value` on every rank. Raises MachineError when a rank has died."""
         import torch.distributed as dist
 
         values = [value]

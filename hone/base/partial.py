@@ -1,4 +1,4 @@
-"""Partial: the folder `<out>.partial` in which something is made, locked by its maker, resumed, and renamed when it is whole."""
+"""Partial: the folder `<out>.partial` in which an artifact is made: locked by its process, resumed, renamed when whole."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from hone.base.run import Run
 
 STATE = "state"
 BEGUN = "begun.json"
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # a Path has one slash left; one letter would be a drive
-PULL = "hone pull URL FOLDER brings it here; then give FOLDER"
-PUSH = "give a folder here; hone push FOLDER URL sends it there when it is whole"
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # a Path keeps one slash; a single letter would be a drive
+PULL = "hone pull URL FOLDER copies it here; then give FOLDER"
+PUSH = "give a folder here; hone push FOLDER URL copies it there when it is whole"
 
 
 def need_local(folder: Path | str, fix: str) -> None:
-    """Raises SpecError when `folder` is a URL: stages work in folders. `fix` is PULL or PUSH."""
+    """Raises SpecError when `folder` is a URL: stages work in local folders. `fix` is PULL or PUSH."""
     found = _URL.match(str(folder))
     if found:
         url = f"{found[1]}://{str(folder)[found.end() :]}"
-        raise SpecError(f"{url} is a URL, and a stage reads and makes folders of this machine", fix=fix)
+        raise SpecError(f"{url} is a URL, but a stage reads and writes folders of this machine", fix=fix)
 
 
 def partial_of(folder: Path) -> Path:
-    """Where `folder` is made."""
+    """The folder in which `folder` is made."""
     return folder.with_name(folder.name + ".partial")
 
 
 def take(out: Path) -> Any:
-    """The partial folder's file, locked: a second process is refused, a killed one leaves no lock behind."""
+    """The partial folder's lock file, locked: a second process is refused, a killed one leaves no lock."""
     partial = partial_of(out)
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = open(partial / BEGUN, "a+", encoding="utf8")
     except FileNotFoundError:
-        return take(out)  # another process gave the folder up in between
+        return take(out)  # another process released the folder in between
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -55,7 +55,7 @@ def take(out: Path) -> Any:
         raise ArtifactError(
             f"another process is making {out}", fix="wait for it, or give this run another folder"
         ) from None
-    if not _is_at(lock, partial / BEGUN):  # given up by another process between the opening and the lock
+    if not _is_at(lock, partial / BEGUN):  # released by another process between opening and locking
         lock.close()
         return take(out)
     return lock
@@ -70,7 +70,7 @@ def _is_at(file: Any, path: Path) -> bool:
 
 
 def resume(out: Path, lock: Any, token: str, run: Run) -> bool:
-    """Whether the partial folder was begun for the same `token`; if not it is emptied and begun for it."""
+    """Whether the partial folder was started for the same `token`; if not, it is emptied and started for it."""
     partial = partial_of(out)
     lock.seek(0)
     before = lock.read()
@@ -78,7 +78,7 @@ def resume(out: Path, lock: Any, token: str, run: Run) -> bool:
         run.say(f"resuming {out.name}")
         return True
     if before:
-        run.say(f"{partial} was begun and never finished, and cannot be resumed as asked; starting it again")
+        run.say(f"{partial} was started and not finished, and cannot be resumed with this spec; starting it again")
     for path in partial.iterdir():
         if path.name != BEGUN:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -91,19 +91,19 @@ def resume(out: Path, lock: Any, token: str, run: Run) -> bool:
 
 
 def publish(out: Path, lock: Any) -> None:
-    """Renames the partial folder, whose files are synced and whose manifest is written, to `out` and gives up the lock."""
+    """Renames the partial folder, whose files are synced and whose manifest is written, to `out` and releases the lock."""
     partial = partial_of(out)
     for folder in (path for path in partial.rglob("*") if path.is_dir()):
         sync(folder)
     sync(partial)
     os.rename(partial, out)
     sync(out.parent)
-    # Only now: a kill before the rename must find all it needs to resume.
+    # Last: after a kill before the rename, everything needed to resume must be there.
     sweep(out)
     lock.close()
 
 
 def sweep(folder: Path) -> None:
-    """Removes what only an unfinished artifact needs."""
+    """Removes the files that only an unfinished artifact needs."""
     shutil.rmtree(folder / STATE, ignore_errors=True)
     (folder / BEGUN).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Plans: what a stage will cost and what it will make, said before anything exists; and facts, what an artifact is.
+"""Plans: the estimates and the output of a stage before anything exists; and facts, the description of an artifact.
 
-A stage plans from the facts of its parents and gives the facts of what it will make, so that a whole recipe is planned
-before its first stage runs. Facts are read from a folder that is there (`facts_of`), or come from a plan.
+A stage plans from the facts of its parents and returns the facts of its output, so that a whole recipe is planned
+before its first stage runs. Facts are read from a finished folder (`facts_of`) or come from a plan.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ FACTS: dict[str, str] = {
     "data": "hone.data.facts:DataFacts",
     "model": "hone.model.facts:CheckpointFacts",
 }
-"""What a folder may hold to the class that reads its facts, imported on use. The first whose `mark` lies there is taken."""
+"""The classes that read the facts of a folder, imported on use. The first whose `mark` is in the folder is used."""
 
 MEMORY, DISK = "memory_growth_bytes", "disk_bytes"
-"""The estimates that a machine can be too small for."""
+"""The estimates that can exceed a machine's capacity."""
 
 _DISK_WAYS = ("free some space", "write to another disk: --out or --work", "delete artifacts that are no longer needed")
 
 
 class Machine(Protocol):
-    """What a plan asks of a machine; `hone.measure.machine.Machine` is one."""
+    """The attributes of a machine that plans use; `hone.measure.machine.Machine` is one."""
 
     device: str
     calibration: Any
 
     @property
     def free_memory_bytes(self) -> float:
-        """Memory that work on `device` may still take."""
+        """Memory of `device` that can still be allocated."""
         ...
 
 
 class Facts(BaseModel):
-    """What is known of an artifact without opening its large files. Rooms subclass it for what they make."""
+    """What is known of an artifact without reading its large files. Rooms subclass it for their artifacts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     noun: ClassVar[str] = "artifact"
-    """What messages call it."""
+    """Its name in messages."""
     mark: ClassVar[str] = ""
-    """File that a folder with such facts holds."""
+    """File by which a folder with such facts is recognized."""
 
-    where: str = Field(description="Folder it lies in, or the stage of a recipe that will make it: for messages.")
+    where: str = Field(description="Its folder, or the stage of a recipe that will make it, for messages.")
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """The facts of what lies in `folder`. Raises ArtifactError when a file is missing or corrupt."""
+        """The facts of the artifact in `folder`. Raises ArtifactError when a file is missing or corrupt."""
         raise NotImplementedError(f"{cls.__name__}.of")
 
     @classmethod
     def refuse(cls, folder: Path) -> None:
-        """Raises ArtifactError when `folder`, which lacks `mark`, holds something known that is no such artifact."""
+        """Raises ArtifactError when `folder`, which lacks `mark`, is something known that is not such an artifact."""
 
     @property
     def given(self) -> frozenset[str]:
-        """What it gives to techniques, by the names that `Technique.needs` uses: 'weights:float', 'calibration'."""
+        """The facts it gives to techniques, named as in `Technique.needs`: 'weights:float', 'calibration'."""
         return frozenset()
 
 
@@ -73,7 +73,7 @@ F = TypeVar("F", bound=Facts)
 
 
 def facts_of(artifact: Artifact) -> Facts:
-    """The facts of an artifact, or of a foreign folder. Raises ArtifactError when it is nothing that a stage works from."""
+    """The facts of an artifact, or of a foreign folder. Raises ArtifactError when no stage can use it."""
     marks = []
     for row in FACTS.values():
         cls = resolve(row)
@@ -83,7 +83,7 @@ def facts_of(artifact: Artifact) -> Facts:
         marks.append(f"no {cls.mark} ({cls.noun})")
     raise ArtifactError(
         f"{artifact.folder} has {' and '.join(reversed(marks))}",
-        fix="point at a folder that a hone stage or transformers wrote",
+        fix="give a folder that a hone stage or transformers wrote",
     )
 
 
@@ -92,14 +92,14 @@ def need(facts: Mapping[str, Facts], role: str, kind: type[F]) -> F:
     found = facts[role]
     if not isinstance(found, kind):
         raise ArtifactError(
-            f"{role} is {found.where}, which holds a {found.noun}, not a {kind.noun}",
+            f"{role} is {found.where}, which is a {found.noun}, not a {kind.noun}",
             fix=f"give a folder with {kind.mark} as {role}",
         )
     return found
 
 
 class Shortage(NamedTuple):
-    """An estimate that is more than the machine has."""
+    """An estimate that exceeds the machine's capacity."""
 
     name: str
     needed: float
@@ -113,25 +113,23 @@ class Shortage(NamedTuple):
 
 
 class Plan(BaseModel):
-    """What a stage will cost and make. A stage with more to hand from `plan` to `run` subclasses it.
+    """Estimates and output of a stage. A stage that passes more from `plan` to `run` subclasses it.
 
-    `estimates` are by figure name: `time_s`, `memory_growth_bytes` (what the work adds at its peak to what is in use;
+    `estimates` are by figure name: `time_s`, `memory_growth_bytes` (the peak of the memory that the work adds;
     `peak_memory_bytes` follows from it when the work begins), `disk_bytes` (the finished folder), `energy_j` where a
-    model of it exists, and every figure that can be said before.
+    model of it exists, and every figure that can be estimated.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
     estimates: dict[str, Estimate] = Field(default_factory=dict, description="Estimates by figure name.")
-    facts: SerializeAsAny[Facts] | None = Field(
-        None, description="What will be made; None: nothing a stage works from."
-    )
+    facts: SerializeAsAny[Facts] | None = Field(None, description="The output's facts; None: no stage can use it.")
     ways: dict[str, tuple[str, str, str]] = Field(
-        default_factory=dict, description="By estimate: three ways out when the machine has less."
+        default_factory=dict, description="Three ways out for each estimate that exceeds the machine."
     )
 
     def shortages(self, capacity: Mapping[str, float]) -> list[Shortage]:
-        """What does not fit: estimates larger than the capacity of the same name."""
+        """The estimates that are larger than the capacity of the same name."""
         ways = {DISK: _DISK_WAYS, **self.ways}
         return [
             Shortage(name, estimate.value, capacity[name], estimate.formula, ways.get(name, ()))
@@ -140,13 +138,13 @@ class Plan(BaseModel):
         ]
 
     def must_fit(self, capacity: Mapping[str, float], where: str) -> None:
-        """Raises FitError for the first shortage, with its ways out. `where` names the stage and the device."""
+        """Raises FitError for the first shortage, with ways out. `where` names the stage and the device."""
         for short in self.shortages(capacity):
             raise FitError(f"{where} {short} ({short.formula})", fix="; or ".join(short.ways))
 
 
 def capacity(machine: Machine, out: Path) -> dict[str, float]:
-    """What there is, by the name of the estimate that it limits: memory of `machine`, free space where `out` will lie."""
+    """The capacity for each limited estimate: memory of `machine`, free disk space at `out`."""
     folder = next(parent for parent in out.absolute().parents if parent.is_dir())
     begun = partial_of(out)
     there = sum(path.stat().st_size for path in begun.rglob("*") if path.is_file()) if begun.is_dir() else 0
@@ -154,7 +152,7 @@ def capacity(machine: Machine, out: Path) -> dict[str, float]:
 
 
 class Applied(Protocol):
-    """What `check_order` asks of a technique."""
+    """The attributes of a technique that `check_order` uses."""
 
     kind: str
     needs: ClassVar[frozenset[str]]
@@ -163,14 +161,14 @@ class Applied(Protocol):
 
 
 def check_order(steps: Iterable[Applied], given: frozenset[str], ways: Mapping[str, str]) -> frozenset[str]:
-    """The facts that hold after `steps`, in order, when `given` hold before: each gives some and takes some away.
+    """The facts that hold after `steps`, in order, when `given` hold before: each adds and removes facts.
 
-    Raises SpecError for the first step that needs a fact that does not hold. `ways` says how to come by each fact.
+    Raises SpecError for the first step that needs a missing fact. `ways` gives the fix for each fact.
     """
     taken: dict[str, str] = {}
     for step in steps:
         for fact in sorted(step.needs - given):
-            before = f", which {taken[fact]} before it takes away" if fact in taken else ""
+            before = f", which {taken[fact]} before it removes" if fact in taken else ""
             raise SpecError(
                 f"{step.kind} needs {fact}{before}",
                 fix=f"put {step.kind} before {taken[fact]}" if fact in taken else ways.get(fact, f"give {fact} first"),

@@ -1,4 +1,4 @@
-"""Where a result comes from: the version and commit of hone, versions of the packages under it, the time."""
+"""Provenance of an artifact: the version and commit of hone, versions of packages, the time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _RECORDED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic",
 
 
 def provenance() -> dict[str, Any]:
-    """Who made it: hone's version and commit, package versions; and when: now."""
-    now = datetime.now(UTC).isoformat(timespec="microseconds")  # finer than a stage is short: it tells their order
+    """hone's version and commit, package versions, and the current time."""
+    now = datetime.now(UTC).isoformat(timespec="microseconds")  # fine enough to order stages by time
     return {**_source(), "time": now.replace("+00:00", "Z")}
 
 
 @cache
 def _source() -> dict[str, Any]:
-    """What stays as it is while the process runs."""
+    """The part that does not change while the process runs."""
     packages = {}
     for name in _RECORDED_PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Where and how a stage runs (device, redo, progress): never part of what it computes."""
+"""The circumstances of a run (device, redo, progress), which are never part of what a stage computes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hone.base.mesh import Mesh
 class Run:
     """The circumstances of a stage, outside its identity.
 
-    `device` is a torch device string. `redo` throws a finished artifact away and makes it again. `machine` is the
-    description that goes into hone.json (`measure.machine.describe().model_dump()`); rooms that estimate read the
-    calibration in it. `quiet` silences progress and remarks. `executor` says where the tasks of a data stage run
+    `device` is a torch device string. `redo` replaces a finished artifact. `machine` is the
+    description for hone.json (`measure.machine.describe().model_dump()`), which includes the calibration for estimates.
+    `quiet` silences progress and messages. `executor` is where the tasks of a data stage run
     ('kind' and options of a technique of that slot). `mesh` are the processes that work together.
     """
 
@@ -33,7 +33,7 @@ class Run:
     mesh: Mesh = field(default_factory=Mesh.from_environment)
 
     def say(self, text: str) -> None:
-        """One remark on standard error, above any progress bar."""
+        """Prints a message on standard error, above any progress bar."""
         if not self.quiet and self.mesh.leads:
             from rich.console import Console
 
@@ -41,7 +41,7 @@ class Run:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str = "") -> Iterator[Progress]:
-        """A line with rate and time left that moves on a terminal; without one, a plain line every few seconds."""
+        """A progress bar with rate and time left on a terminal; otherwise a line every few seconds."""
         if self.quiet or not self.mesh.leads:
             bar = Progress(label, total, unit)
         else:
@@ -53,11 +53,11 @@ class Run:
 
 
 LINE_S = 10.0
-"""Without a terminal, seconds from one line of progress to the next; a log that is silent for longer looks hung."""
+"""Seconds between lines of progress without a terminal; a log that is silent for longer seems to hang."""
 
 
 class Progress:
-    """Counts what is done of `total` (None: nobody knows), in `unit`; shows nothing. Subclasses show it."""
+    """Counts what is done of `total` (None: unknown), in `unit`; shows nothing. Subclasses show it."""
 
     def __init__(
         self, label: str, total: float | None, unit: str = "", clock: Callable[[], float] = time.monotonic
@@ -70,26 +70,26 @@ class Progress:
         self._started = clock()
 
     def advance(self, amount: float = 1, text: str = "") -> None:
-        """Counts `amount` as done now; `text` says what came of it."""
+        """Adds `amount` to what is done; `text` is the latest result."""
         self.done += amount
         self.text = text
 
     def skip(self, amount: float) -> None:
-        """Counts `amount` as done by an earlier run: it is no part of the rate."""
+        """Adds `amount` that an earlier run has done, which does not count for the rate."""
         self.done += amount
         self._before += amount
 
     @property
     def rate(self) -> float:
-        """What is done a second, by this run."""
+        """`unit` per second, in this run."""
         return (self.done - self._before) / max(self._clock() - self._started, 1e-9)
 
     def close(self) -> None:
-        """Shows no more."""
+        """Ends the display."""
 
 
 class Bar(Progress):
-    """One line on a terminal that moves, and is gone at the end."""
+    """A bar on a terminal, removed at the end."""
 
     def __init__(self, label: str, total: float | None, unit: str = "") -> None:
         super().__init__(label, total, unit)
@@ -122,7 +122,7 @@ class Bar(Progress):
 
 
 class Lines(Progress):
-    """Plain lines for a log: one every LINE_S, whether or not a step of the work has ended meanwhile."""
+    """Plain lines for a log, one every LINE_S, also during a long step."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Lines(Progress):
         self.say_if_due()
 
     def say_if_due(self) -> None:
-        """Writes the line when the last one is LINE_S old."""
+        """Prints a line when the last one is LINE_S old."""
         with self._lock:
             now = self._clock()
             if now - self._said >= LINE_S and not self._closed.is_set():
@@ -152,7 +152,7 @@ class Lines(Progress):
                 self._write(self.line())
 
     def line(self) -> str:
-        """What is done, how fast, what came of it, and the time left."""
+        """The amount done, the rate, the latest result, and the time left."""
         parts = [f"{self.label}: {self._amount(self.done)}"]
         if self.total:
             parts[0] += f" of {self._amount(self.total)} ({min(self.done / self.total, 1):.0%})"
@@ -169,7 +169,7 @@ class Lines(Progress):
         return human_bytes(value) if self.unit == "B" else f"{value:,.0f}"
 
     def _watch(self) -> None:
-        """A step may take minutes: this thread says that work goes on."""
+        """The thread that prints lines during long steps."""
         while not self._closed.wait(1.0):
             self.say_if_due()
 

@@ -26,14 +26,14 @@ from pydantic import (
 from hone.base.errors import HoneError, SpecError, did_you_mean
 
 EARLIER = {"earlier": True}
-"""Context of `Spec.read` for what an earlier hone wrote."""
+"""Context of `Spec.read` for specs written by earlier versions of hone."""
 
 _WORDS = {"null": None, "none": None, "true": True, "false": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Circumstance:
-    """Marks a field that says how the work is done and not what comes out: it is no part of the spec's identity.
+    """Marks a field that does not change the result: it is not part of the spec's identity.
 
     `compile: Annotated[bool, Circumstance()] = Field(False, description="...")`
     """
@@ -47,10 +47,10 @@ class Quiet:
 
 
 class Spec(BaseModel):
-    """Says what to compute. Frozen; unknown fields are errors; every field has a description, which is its help text.
+    """The description of a computation. Frozen; unknown fields are errors; every field has a description, its help text.
 
-    `renamed` maps what a field was called before to its name today (dotted inside a nested spec; None: it is gone), so that what an earlier hone
-    wrote is understood, and whoever writes the earlier name is told today's.
+    `renamed` maps earlier names of fields to today's (dotted inside a nested spec; None: removed), so that specs of earlier versions
+    are readable, and an error for an earlier name gives today's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -59,7 +59,7 @@ class Spec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_named_today(cls, values: Any, info: ValidationInfo) -> Any:
-        """With the context EARLIER, fields of an earlier hone under the names they have today."""
+        """With the context EARLIER, renames fields of earlier versions to today's names."""
         if not isinstance(values, dict) or info.context != EARLIER:
             return values
         found: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class Spec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_is_a_list_of_one(cls, values: Any) -> Any:
-        """Lets `steps: gptq` stand for `steps: [gptq]` wherever a field is a list of any length."""
+        """Accepts `steps: gptq` for `steps: [gptq]` wherever a field is a list of any length."""
         if not isinstance(values, dict):
             return values
         alone = {
@@ -88,7 +88,7 @@ class Spec(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, field: ValidationInfo) -> Any:
-        """Refuses `--steps` without a value (it reads as true), which would quietly mean 1."""
+        """Refuses `--steps` without a value (read as true), which would silently mean 1."""
         if isinstance(value, bool) and _is_number(cls.model_fields[str(field.field_name)].annotation):
             raise ValueError("this needs a number")
         return value
@@ -103,9 +103,9 @@ class Spec(BaseModel):
 
     @classmethod
     def read(cls, values: Any, context: dict[str, bool] | None = None) -> Self:
-        """A spec from a mapping. Raises SpecError that names the field, its value and the nearest known name.
+        """A spec from a mapping. Raises SpecError with the field, its value and the nearest known name.
 
-        With `context` EARLIER it is a mapping that an earlier hone may have written (see `renamed`).
+        With `context` EARLIER, the mapping may be of an earlier version of hone (see `renamed`).
         """
         if not isinstance(values, dict):
             raise SpecError(
@@ -119,7 +119,7 @@ class Spec(BaseModel):
 
     @classmethod
     def from_overrides(cls, changes: dict[str, str]) -> Self:
-        """A spec from dotted command-line values alone, defaults elsewhere: {'engine.page_size': '32'}.
+        """A spec from dotted command line values and defaults: {'engine.page_size': '32'}.
 
         A value is parsed as YAML, so lists and mappings can be written inline. Raises SpecError.
         """
@@ -131,7 +131,7 @@ class Spec(BaseModel):
                 here = here.setdefault(part, {})
                 if not isinstance(here, dict):
                     raise SpecError(
-                        f"{cls.__name__}.{path}: '{part}' was given a value of its own",
+                        f"{cls.__name__}.{path}: '{part}' is also given as a whole",
                         fix=f"set either {part} or its fields",
                     )
             here[last] = parse_scalar(text)
@@ -151,16 +151,16 @@ class Spec(BaseModel):
         return type(self).read(values)
 
     def identity(self) -> dict[str, Any]:
-        """What it computes: every field but circumstances, here and in the specs it holds, as JSON values."""
+        """The part that determines the result: every field but circumstances, also of nested specs, as JSON values."""
         return _identity(self, self.model_dump(mode="json"))
 
     def to_yaml(self) -> str:
-        """The spec's exact print; `read` of the mapping it says gives an equal spec."""
+        """The spec as YAML; `read` of it gives an equal spec."""
         return dump_yaml(self.model_dump(mode="json"))
 
 
 def _identity(value: Any, dumped: Any) -> Any:
-    """`dumped`, which `value` prints as, without the circumstances of the specs in it."""
+    """`dumped`, the JSON form of `value`, without the circumstances of the specs in it."""
     if isinstance(value, Spec):
         fields = type(value).model_fields
         marked = {name for name in fields if any(isinstance(one, Circumstance) for one in fields[name].metadata)}
@@ -181,8 +181,9 @@ def _is_number(annotation: Any) -> bool:
 
 
 def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
-    """The first of pydantic's complaints as one line with a way out."""
-    detail = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a slip explains what is missing
+    """The first of pydantic's errors as one message with a fix."""
+    # An unknown field comes first: it explains a missing one.
+    detail = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         name = str(detail["loc"][-1])
@@ -198,18 +199,18 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
     message = detail["msg"].removeprefix("Value error, ")
     return SpecError(
         f"{cls.__name__}.{path} = {detail['input']!r}: {message}" if path else f"{cls.__name__}: {message}",
-        fix=f"give {path or 'it'} a value that fits; `hone schema` prints every field with its type",
+        fix=f"give {path or 'it'} a valid value; `hone schema` prints every field with its type",
     )
 
 
 def _renamed(cls: type[BaseModel], path: str, now: str | None) -> SpecError:
-    """What is said to whoever writes the earlier name of a field that is called `now` today (None: it is gone)."""
+    """The error for an earlier name of a field that is called `now` today (None: removed)."""
     fix = f"it is called '{now}' now" if now else "leave it out: it is no longer needed"
     return SpecError(f"{cls.__name__} has no field '{path}'", fix=fix)
 
 
 def _model_at(cls: type[BaseModel], location: tuple) -> type[BaseModel]:
-    """The model found by following `location` from `cls`, as far as types tell."""
+    """The model class found by following `location` from `cls`, as far as the annotations say."""
     for part in location:
         if isinstance(part, int):
             continue
@@ -234,7 +235,7 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def set_dotted(values: Any, path: str, value: Any, *, where: str) -> None:
-    """Sets `path` ('a.b', 'steps.0.bits') in nested dicts and lists. Raises SpecError when a part of it is unknown."""
+    """Sets `path` ('a.b', 'steps.0.bits') in nested dicts and lists. Raises SpecError when a part of it does not exist."""
     here = values
     parts = path.split(".")
     for position, part in enumerate(parts):
@@ -242,7 +243,7 @@ def set_dotted(values: Any, path: str, value: Any, *, where: str) -> None:
         if isinstance(here, list):
             if not part.isdigit() or int(part) >= len(here):
                 raise SpecError(
-                    f"{where}.{path}: '{part}' is no position in a list of {len(here)}",
+                    f"{where}.{path}: '{part}' is not a position in a list of {len(here)}",
                     fix=f"use a position from 0 to {len(here) - 1}",
                 )
             part = int(part)  # type: ignore[assignment]
@@ -262,7 +263,7 @@ def set_dotted(values: Any, path: str, value: Any, *, where: str) -> None:
 
 
 def parse_scalar(text: str) -> Any:
-    """A command-line value: null, true, false, a number, a YAML list or mapping in brackets; anything else is text."""
+    """A command line value: null, true, false, a number, a YAML list or mapping in brackets; anything else is a string."""
     if text.startswith(("[", "{")):
         try:
             return yaml.load(text, Loader=_OneValueAKey)
@@ -289,14 +290,19 @@ def read_yaml(path: Path) -> Any:
         first, second = error.lines
         where = f"line {second}" if first == second else f"lines {first} and {second}"
         raise SpecError(f"{path} gives '{error.key}' twice, in {where}", fix="keep one of the two") from None
-    except (yaml.YAMLError, ValueError, IsADirectoryError, RecursionError) as error:  # ValueError: no UTF-8, no date
+    except (
+        yaml.YAMLError,
+        ValueError,
+        IsADirectoryError,
+        RecursionError,
+    ) as error:  # ValueError: invalid UTF-8 or date
         raise SpecError(
             f"{path} is not a YAML file: {str(error).splitlines()[0]}", fix="correct the file at that place"
         ) from None
 
 
 class _Twice(yaml.YAMLError):
-    """One mapping has `key` in both of `lines`, counted from 1."""
+    """A mapping has `key` on both of `lines`, counted from 1."""
 
     def __init__(self, key: str, lines: tuple[int, int]) -> None:
         super().__init__(f"'{key}' is given twice")
@@ -305,9 +311,9 @@ class _Twice(yaml.YAMLError):
 
 
 class _OneValueAKey(yaml.SafeLoader):
-    """Refuses a mapping that names a key twice: YAML forbids it, the library keeps the last value without a word.
+    """Refuses a mapping with a repeated key: YAML forbids it, but the library silently keeps the last value.
 
-    Keys that a merge (`<<: *base`) brings may be given again beside it: that is what a merge is for.
+    A key from a merge (`<<: *base`) may be overridden: that is the purpose of a merge.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -330,20 +336,20 @@ def dump_yaml(values: Any) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes a value that occurs twice in full twice: anchors are for people to write, not to read."""
+    """Writes repeated values in full: anchors are hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def fingerprint(values: Any) -> str:
-    """SHA-256 (first 16 hex digits) of the canonical JSON of `values`. Raises TypeError on anything JSON cannot say."""
+    """SHA-256 (first 16 hex digits) of the canonical JSON of `values`. Raises TypeError on values that are not JSON."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def describe_fields(cls: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Rows (dotted name, type, default as one would type it, description) of all fields, nested specs expanded."""
+    """Rows (dotted name, type, default as typed on the command line, description) of all fields, nested specs expanded."""
     rows = []
     for name, field in cls.model_fields.items():
         inner = field.annotation
@@ -358,7 +364,7 @@ def describe_fields(cls: type[BaseModel], prefix: str = "") -> list[tuple[str, s
 
 
 def _typed(value: Any) -> str:
-    """A default as the command line takes it: 'null', 'true', '[exact, minhash]'; a technique is its kind."""
+    """A default as typed on the command line: 'null', 'true', '[exact, minhash]'; a technique is its kind."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(_typed(entry) for entry in value)}]"
     word = next((word for word, meant in _WORDS.items() if value is meant), None)
@@ -366,12 +372,12 @@ def _typed(value: Any) -> str:
 
 
 def _tables(metadata: Iterable[Any]) -> list[Iterable[str]]:
-    """The technique tables among an annotation's metadata (`Choice` lives one module up, so by shape)."""
+    """The technique tables in an annotation's metadata (recognized by their attributes, since `Choice` is a module above)."""
     return [item.table for item in metadata if hasattr(item, "table")]
 
 
 def _type_name(annotation: Any, tables: list[Iterable[str]]) -> str:
-    """A type as a reader of `--help` wants it: 'int', 'fp32|bf16', 'list of rtn|gptq'."""
+    """A type as shown in `--help`: 'int', 'fp32|bf16', 'list of rtn|gptq'."""
     if tables:
         return "|".join(name for table in tables for name in table)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

@@ -1,4 +1,4 @@
-"""A stage: a spec that plans and makes one artifact from others. Every verb room has one, in its `stage.py`."""
+"""A stage: a spec that plans and makes one artifact from others. The rooms of the verbs have one each, in `stage.py`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ STAGES: dict[str, str] = {
     "eval": "hone.eval.stage:Eval",
     "serve": "hone.serve.stage:Serve",
 }
-"""Stage kind to the class behind it, imported on use; a recipe and the CLI look here."""
+"""The class of each kind of stage, imported on use by recipes and the CLI."""
 
 MACHINE = "hone.measure.machine:machine_of"
-"""What describes the machine of a run, imported on use."""
+"""The function that describes the machine of a run, imported on use."""
 
 
 class Stage(Spec):
-    """What one stage computes. A subclass sets `stage`, `roles` and writes `plan` and `run`.
+    """What one stage computes. A subclass sets `stage` and `roles` and implements `plan` and `run`.
 
-    `roles` maps each parent's role to True when it is required, False when it may be absent. A role in `several` may be
-    filled by more parents than one, as ROLE.NAME.
+    `roles` maps each parent's role to whether it is required. A role in `several` may have
+    several parents, as ROLE.NAME.
     """
 
     stage: ClassVar[str]
@@ -38,28 +38,28 @@ class Stage(Spec):
     several: ClassVar[frozenset[str]] = frozenset()
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
-        """What the stage will cost on `machine` and what it will make, from the `facts` of its parents by role.
+        """Estimates of the stage on `machine` and the facts of its output, from the `facts` of its parents by role.
 
-        Needs no parent to exist, and reads none. Raises HoneError when the stage cannot be run on such parents.
+        Needs no parent to exist, and reads none. Raises HoneError when the stage cannot run on such parents.
         """
         raise NotImplementedError(f"{type(self).__name__}.plan")
 
     def run(self, plan: Any, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Does the work that `plan` planned inside `draft.folder`, resumably, and records the figures. Leaves parents alone."""
+        """Does the planned work inside `draft.folder`, resumably, and records the figures. Does not change parents."""
         raise NotImplementedError(f"{type(self).__name__}.run")
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """Makes the artifact in folder `out`, or returns it when it is already there; resumes an interrupted one.
 
-        Of several ranks, rank 0 makes it and the others wait until it is whole. Raises SpecError for a missing or unknown
-        role, DriftError when `out` was made from another spec, FitError when the plan says that the machine is too small.
+        With several ranks, rank 0 makes it and the others wait. Raises SpecError for a missing or unknown
+        role, DriftError when `out` was made from another spec, FitError when the plan exceeds the machine.
         """
         run = run or Run()
         folder = run.mesh.from_leader(lambda: self._make(Path(out), parents or {}, run).folder)
         return Artifact.read(folder)
 
     def _make(self, out: Path, parents: dict[str, Artifact], run: Run) -> Artifact:
-        """What `make` says, by one rank."""
+        """`make`, on one rank."""
         self.check_roles(parents)
         inputs: dict[str, Any] = {
             "kind": self.stage,
@@ -83,7 +83,7 @@ class Stage(Spec):
             return opened.commit()
 
     def check_roles(self, given: Mapping[str, Any]) -> None:
-        """Raises SpecError unless every required role is among `given` and the stage has a use for each."""
+        """Raises SpecError unless every required role is in `given` and every given role is one of the stage's."""
         for role, required in self.roles.items():
             if required and not any(role == self._role(name) for name in given):
                 raise SpecError(f"a {self.stage} stage needs a '{role}'", fix=f"add {role}: NAME OR FOLDER")
@@ -95,17 +95,17 @@ class Stage(Spec):
                 )
 
     def _planned(self, out: Path, parents: dict[str, Artifact], run: Run) -> Plan:
-        """The plan of making `out`, checked to fit."""
+        """The plan of making `out`. Raises FitError when it exceeds the machine."""
         machine = resolve(MACHINE)(run)
         planned = self.plan({role: facts_of(parent) for role, parent in parents.items()}, machine)
         planned.must_fit(capacity(machine, out), out.name)
         return planned
 
     def _role(self, given: str) -> str:
-        """The role that a parent given as `given` fills: 'data' for 'data.code' where several data are welcome."""
+        """The role of a parent given as `given`: 'data' for 'data.code' where the role takes several."""
         role, _, name = given.partition(".")
         return role if name and role in self.several else given
 
     def files(self) -> dict[str, Path]:
-        """Field name to a file whose content is part of the identity, beside the spec that names its path."""
+        """Fields that name files whose content is part of the identity, with their files."""
         return {}

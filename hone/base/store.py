@@ -1,7 +1,7 @@
-"""Store: artifacts on object stores (whatever fsspec knows): pushed there, pulled from there, whole or not there.
+"""Store: artifacts on object stores (any that fsspec knows), pushed and pulled atomically.
 
-An object store puts a file whole or not at all, but renames nothing and locks nothing. So `push` sends hone.json last: a
-URL with hone.json holds a whole artifact. `begun.json` says beside it whose push was interrupted, and what it may have sent.
+An object store writes a file atomically, but has no rename and no locks. So `push` writes hone.json last: a
+URL with hone.json holds a whole artifact. `begun.json` records an interrupted push and the files that it may have written.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hone.base.partial import BEGUN, need_local, partial_of, publish
 from hone.base.run import Run
 
 AT_ONCE = 8
-"""Objects under way at a time: each waits for the network most of its time."""
+"""Concurrent transfers, which mostly wait for the network."""
 _HALF = ".hone-tmp"
 T = TypeVar("T")
 
 
 def file_system(url: str, doing: str) -> tuple[Any, str]:
-    """(fsspec file system, path in it) of a URL. `doing` begins an error's line: 'reading s3://bucket/x'.
+    """(fsspec file system, path in it) of a URL. `doing` begins the message of an error: 'reading s3://bucket/x'.
 
-    Raises MissingExtra without fsspec or the package behind the URL's scheme, SpecError when the URL makes no sense.
+    Raises MissingExtra without fsspec or the package for the URL's scheme, SpecError for an invalid URL.
     """
     try:
         from fsspec.core import url_to_fs
@@ -53,20 +53,20 @@ def file_system(url: str, doing: str) -> tuple[Any, str]:
 
 
 def unreachable(url: str, error: BaseException) -> MachineError:
-    """The error for a URL that does not answer, with the first line of what its client said."""
+    """The error for a URL that does not answer, with the first line of its client's error."""
     said = str(error).strip().split("\n")[0][:200] or type(error).__name__
     return MachineError(
         f"{url} cannot be reached: {said}",
-        fix="check address, network and access rights and run it again, or copy it to a local folder",
+        fix="check address, network and access rights and try again, or copy it to a local folder",
     )
 
 
 class Store:
-    """The objects below a URL or an absolute folder, by name. Every operation raises MachineError when the store refuses or does not answer."""
+    """The objects below a URL or an absolute folder, by name. Every method raises MachineError when the store refuses or does not answer."""
 
     def __init__(self, url: str) -> None:
         if "://" not in url and not Path(url).expanduser().is_absolute():
-            raise SpecError(f"'{url}' is no URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
+            raise SpecError(f"'{url}' is not a URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
         self.url = url.rstrip("/") if "://" in url else f"{Path(url).expanduser()}"
         self._system, root = file_system(self.url, f"using {self.url}")
         self._root = root.rstrip("/")
@@ -74,7 +74,7 @@ class Store:
         self._renames = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every object by its name; {} when there is none."""
+        """Bytes of every object by name; {} without objects."""
         with self._reaching(self.url):
             self._system.invalidate_cache()
             try:
@@ -89,7 +89,7 @@ class Store:
         }
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small object; None when it is not there."""
+        """The content of a small object; None when it does not exist."""
         with self._reaching(f"{self.url}/{name}"):
             try:
                 return self._system.cat_file(self._path(name))
@@ -97,17 +97,17 @@ class Store:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts a small object."""
+        """Writes a small object."""
         with self._reaching(f"{self.url}/{name}"), self._whole(name) as path:
             self._system.pipe_file(path, content)
 
     def put(self, file: Path, name: str) -> None:
-        """Puts a file as an object."""
+        """Uploads a file as an object."""
         with self._reaching(f"{self.url}/{name}"), self._whole(name) as path:
             self._system.put_file(str(file), path)
 
     def get(self, name: str, file: Path) -> None:
-        """Fetches an object as a file, synced and renamed. Raises ArtifactError when it is not there."""
+        """Downloads an object to a file, atomically. Raises ArtifactError when it does not exist."""
         file.parent.mkdir(parents=True, exist_ok=True)
         half = file.with_name(f".{file.name}-{secrets.token_hex(4)}.tmp")
         try:
@@ -115,16 +115,14 @@ class Store:
                 try:
                     self._system.get_file(self._path(name), str(half))
                 except FileNotFoundError:
-                    raise ArtifactError(
-                        f"{self.url}/{name} is missing", fix="put it there again from where it is whole"
-                    ) from None
+                    raise ArtifactError(f"{self.url}/{name} is missing", fix="upload it again") from None
             sync(half)
             os.replace(half, file)
         finally:
             half.unlink(missing_ok=True)
 
     def fetch(self, name: str, file: Path, num_bytes: int, digest: str, fix: str) -> None:
-        """As `get`, unless `file` is there already with these bytes. Raises ArtifactError when the object is missing or another."""
+        """`get`, unless `file` has these bytes already. Raises ArtifactError when the object is missing or has another hash."""
         if file.is_file() and file.stat().st_size == num_bytes and sha256_once(file) == digest:
             return
         shown = "" if PurePosixPath(name).name == file.name else f" ({file.name})"
@@ -137,10 +135,10 @@ class Store:
             return
         file.unlink()
         short = f" ({size} bytes, not {num_bytes})" if size != num_bytes else ""
-        raise ArtifactError(f"{self.url}/{name}{shown} is not the file that was put there{short}", fix=fix)
+        raise ArtifactError(f"{self.url}/{name}{shown} is not the file that was uploaded{short}", fix=fix)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes objects, those that are there."""
+        """Removes those of the objects that exist."""
         for name in names:
             with self._reaching(f"{self.url}/{name}"):
                 try:
@@ -153,7 +151,7 @@ class Store:
 
     @contextmanager
     def _whole(self, name: str) -> Iterator[str]:
-        """Where to write object `name`: on a plain file system, beside it, to be renamed when it is whole."""
+        """The path to write object `name` to: on a plain file system a temporary file, renamed when whole."""
         final = self._path(name)
         if not self._renames:
             yield final
@@ -168,7 +166,7 @@ class Store:
 
     @contextmanager
     def _reaching(self, url: str) -> Iterator[None]:
-        """Says what goes wrong in one line; a full disk on this side stays what it is."""
+        """Turns errors of the store into one line; a full local disk stays an OSError."""
         try:
             yield
         except HoneError:
@@ -187,7 +185,7 @@ class Store:
 
 
 def at_once(work: Callable[[T], Any], items: Iterable[T], done: Callable[[T], Any] = lambda item: None) -> None:
-    """Does `work` for every item, AT_ONCE at a time, calls `done` after each; the first error ends it."""
+    """Does `work` for every item, AT_ONCE at a time, calls `done` after each; stops at the first error."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         begun = {threads.submit(work, item): item for item in items}
         try:
@@ -200,15 +198,15 @@ def at_once(work: Callable[[T], Any], items: Iterable[T], done: Callable[[T], An
 
 
 def push(folder: Path | str, url: str, run: Run | None = None) -> int:
-    """Copies an artifact to a URL (s3://, gs://, ...), hone.json last; a killed one resumes. Returns how many files it sent.
+    """Copies an artifact to a URL (s3://, gs://, ...), hone.json last; resumes a killed push. Returns the number of files sent.
 
-    0 when the URL holds it already. Raises DriftError when it holds another (unless `run.redo`, which replaces it),
-    ArtifactError when `folder` is no artifact or changed since it was made, or when the URL holds files of others.
+    0 when the URL has it already. Raises DriftError when it has another (unless `run.redo`, which replaces it),
+    ArtifactError when `folder` is not an artifact or changed since it was made, or when the URL has other files.
     """
     run, artifact = run or Run(), Artifact.read(folder)
     if artifact.kind == "foreign":
         raise ArtifactError(
-            f"{folder} has no {MANIFEST}", fix="push what a stage made; copy other folders by other means"
+            f"{folder} has no {MANIFEST}", fix="push the artifact of a stage; copy other folders with other tools"
         )
     files = artifact.manifest["files"]
     changed = changed_file(artifact.folder, files, artifact.folder / MANIFEST)
@@ -243,8 +241,8 @@ def push(folder: Path | str, url: str, run: Run | None = None) -> int:
     for name, row in files.items():
         if after.get(name) != row["bytes"]:
             raise MachineError(
-                f"{store.url}/{name} has {after.get(name, 0)} bytes after {row['bytes']} were put there",
-                fix="run it again; does somebody else write to this URL?",
+                f"{store.url}/{name} has {after.get(name, 0)} bytes after {row['bytes']} were uploaded",
+                fix="push again, and check that nobody else writes to this URL",
             )
     store.write(MANIFEST, manifest)
     store.remove([BEGUN])
@@ -252,14 +250,14 @@ def push(folder: Path | str, url: str, run: Run | None = None) -> int:
 
 
 def _at(url: str) -> Store:
-    """The store of an artifact. Raises SpecError for a path: folders are copied by other means."""
+    """The store of an artifact. Raises SpecError for a path: folders are copied with other tools."""
     if "://" not in url:
-        raise SpecError(f"'{url}' is no URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
+        raise SpecError(f"'{url}' is not a URL", fix="write scheme://place/folder, such as s3://bucket/data-text")
     return Store(url)
 
 
 def _begun(store: Store) -> dict[str, Any] | None:
-    """Whose push was interrupted, and which files it may have sent; None when none was."""
+    """The record of an interrupted push and the files it may have sent; None without one."""
     content = store.read(BEGUN)
     if content is None:
         return None
@@ -268,13 +266,13 @@ def _begun(store: Store) -> dict[str, Any] | None:
         return {"manifest": str(begun["manifest"]), "files": [str(name) for name in begun["files"]]}
     except (ValueError, KeyError, TypeError):
         raise ArtifactError(
-            f"{store.url}/{BEGUN} is not what a push of hone writes",
+            f"{store.url}/{BEGUN} was not written by hone",
             fix="give a URL of the artifact's own, or remove it",
         ) from None
 
 
 def _same(store: Store, there: bytes, manifest: bytes, artifact: Artifact, run: Run) -> None:
-    """Says that the artifact is there already. Raises DriftError when it is another."""
+    """Reports that the artifact is there already. Raises DriftError when it is another."""
     other = parse(there, f"{store.url}/{MANIFEST}", "remove it, or give another URL")
     if other["fingerprint"] != artifact.fingerprint:
         raise DriftError(
@@ -286,29 +284,29 @@ def _same(store: Store, there: bytes, manifest: bytes, artifact: Artifact, run: 
 
 
 def _clear(store: Store, before: dict[str, int], there: bytes | None, begun: dict[str, Any] | None) -> None:
-    """Removes what earlier pushes put there, hone.json first. Raises ArtifactError when others put something there."""
+    """Removes the files of earlier pushes, hone.json first. Raises ArtifactError when there are files of others."""
     known = set(begun["files"]) if begun else set()
     if there is not None:
         known |= set(parse(there, f"{store.url}/{MANIFEST}", "remove it, or give another URL")["files"])
     foreign = [name for name in before if name not in known and name not in (MANIFEST, BEGUN)]
     if foreign:
         raise ArtifactError(
-            f"{store.url} holds files that hone did not put there: {', '.join(foreign[:3])}",
+            f"{store.url} has files that hone did not write: {', '.join(foreign[:3])}",
             fix="give a URL of the artifact's own; hone overwrites nothing it did not make",
         )
     old = [name for name in before if name in known]
     if there is not None or old:
-        # Whose files these are must stay known, and that they are not the next artifact's, until the last is gone.
+        # Until the last is removed, the record must show whose files these are, and that they are not the new artifact's.
         store.write(BEGUN, json.dumps({"manifest": "", "files": sorted(known)}).encode())
         store.remove([MANIFEST])
         at_once(lambda name: store.remove([name]), old)
 
 
 def pull(url: str, folder: Path | str, run: Run | None = None) -> Artifact:
-    """Copies an artifact from a URL into `folder`, every file checked against its hash; a killed one resumes.
+    """Copies an artifact from a URL into `folder`, checking every file's hash; resumes a killed pull.
 
-    An existing `folder` is reused when it is of the same fingerprint. Raises DriftError when it is of another (unless
-    `run.redo`), ArtifactError when it is no artifact or the URL holds none that is whole.
+    An existing `folder` with the same fingerprint is reused. Raises DriftError when it has another (unless
+    `run.redo`), ArtifactError when it is not an artifact or the URL has no whole one.
     """
     need_local(folder, "hone pull URL FOLDER: a folder of this machine")
     run, out, store = run or Run(), Path(folder), _at(url)
@@ -316,8 +314,8 @@ def pull(url: str, folder: Path | str, run: Run | None = None) -> Artifact:
     if content is None and store.read(BEGUN) is not None:
         raise ArtifactError(f"{store.url} is unfinished: its push was interrupted", fix="run the same push again")
     if content is None:
-        raise ArtifactError(f"{store.url} holds no {MANIFEST}", fix="give the URL that an artifact was pushed to")
-    again = f"push it again from where it is whole: hone push FOLDER {store.url} --redo"
+        raise ArtifactError(f"{store.url} has no {MANIFEST}", fix="give the URL that an artifact was pushed to")
+    again = f"push it again: hone push FOLDER {store.url} --redo"
     manifest = parse(content, f"{store.url}/{MANIFEST}", again)
     files = _need_files(manifest, store, again)
     opened = reserve(out, manifest, f"pull {hashlib.sha256(content).hexdigest()}", run, {})
@@ -329,7 +327,7 @@ def pull(url: str, folder: Path | str, run: Run | None = None) -> Artifact:
         partial = partial_of(out)
         for path in [path for path in partial.rglob("*") if path.is_file() and path.name != BEGUN]:
             if path.relative_to(partial).as_posix() not in files:
-                path.unlink()  # half of a file, of a pull that was killed
+                path.unlink()  # incomplete, from a killed pull
         left = sum(row["bytes"] for name, row in files.items() if not (partial / name).exists())
         free = shutil.disk_usage(partial).free
         if left > free:
@@ -349,7 +347,7 @@ def pull(url: str, folder: Path | str, run: Run | None = None) -> Artifact:
 
 
 def _need_files(manifest: dict[str, Any], store: Store, fix: str) -> dict[str, dict[str, Any]]:
-    """The manifest's files. Raises ArtifactError for a name that would lie outside of the folder."""
+    """The manifest's files. Raises ArtifactError for a name outside of the folder."""
     for name, row in manifest["files"].items():
         parts = PurePosixPath(name).parts
         sound = isinstance(row, dict) and isinstance(row.get("bytes"), int) and isinstance(row.get("sha256"), str)

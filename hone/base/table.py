@@ -1,4 +1,4 @@
-"""A slot's table: technique names to the classes behind them, imported on use."""
+"""A slot's table: technique names and their classes, imported on use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TABLES: tuple[str, ...] = (
     "hone.compress:PRUNERS",
     "hone.serve:DRAFTERS",
 )
-"""Where every slot's table stands; `hone techniques` and the contract tests walk this list."""
+"""Every slot's table; `hone techniques` and the contract tests read this list."""
 
 
 def all_tables() -> dict[str, Table]:
@@ -49,11 +49,11 @@ def all_tables() -> dict[str, Table]:
 
 
 class Technique(Spec):
-    """One alternative of a slot. Its fields are its options; its first docstring line says what it does and cites its paper.
+    """One alternative of a slot. Its fields are its options; its first docstring line describes it and cites its paper.
 
-    `kind` is its name in the slot's table (filled in by the table). `needs`, `gives` and `takes` are facts, never names
+    `kind` is its name in the slot's table (set by the table). `needs`, `gives` and `takes` are facts, never names
     of other techniques: a chain is valid when each step's needs are given by the input or an earlier step, and no step
-    in between took them away (`hone.base.plan.check_order`).
+    in between removes them (`hone.base.plan.check_order`).
     """
 
     kind: str = Field("", description="Name of the technique in its slot.")
@@ -64,7 +64,7 @@ class Technique(Spec):
 
 
 class Table:
-    """Slot `slot`: a literal mapping of technique name to 'module:Class', resolved when a name is looked up."""
+    """Slot `slot`: a literal mapping of technique names to 'module:Class', resolved on lookup."""
 
     def __init__(self, slot: str, rows: dict[str, str]) -> None:
         self.slot = slot
@@ -74,16 +74,16 @@ class Table:
         return iter(self.rows)
 
     def __getitem__(self, name: str) -> type[Technique]:
-        """The class named `name`. Raises SpecError with the nearest name when there is none."""
+        """The class named `name`. Raises SpecError with the nearest name when it does not exist."""
         if name not in self.rows:
             hint = did_you_mean(name, self.rows)
             raise SpecError(f"unknown {self.slot} '{name}'", fix=f"{hint}the {self.slot}s are: {', '.join(self.rows)}")
         return resolve(self.rows[name])
 
     def read(self, value: Any, context: dict[str, bool] | None = None) -> Technique:
-        """A technique from its name, from a mapping with `kind` and options, or from an instance (passed through).
+        """A technique from its name, from a mapping with `kind` and options, or from an instance (returned unchanged).
 
-        `context` as `Spec.read` takes it. Raises SpecError when the kind is missing or unknown, or an option is wrong.
+        `context` as for `Spec.read`. Raises SpecError when the kind is missing or unknown, or an option is wrong.
         """
         if isinstance(value, Technique):
             return value if value.kind else value.model_copy(update={"kind": self.name_of(type(value))})
@@ -96,7 +96,7 @@ class Table:
         return self[value["kind"]].read(value, context)
 
     def name_of(self, cls: type[Technique]) -> str:
-        """The name under which `cls` stands in this table."""
+        """The name of `cls` in this table."""
         target = f"{cls.__module__}:{cls.__name__}"
         for name, row in self.rows.items():
             if row == target:
@@ -109,7 +109,7 @@ class Table:
 class Choice:
     """Marks a spec field as 'one technique of this table': `quantizer: Annotated[Technique, Choice(QUANTIZERS)]`.
 
-    With `default`, a mapping that names no kind holds the options of that technique.
+    With `default`, a mapping without a kind has the options of that technique.
     """
 
     def __init__(self, table: Table, default: str | None = None) -> None:

@@ -132,7 +132,7 @@ def test_two_at_once_is_refused(tmp_path):
 def test_nothing_of_others_is_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ArtifactError, match="no artifact of hone"):
+    with pytest.raises(ArtifactError, match="not an artifact of hone"):
         start(tmp_path / "mine", kind="data", spec=Knobs(), run=Run(quiet=True, redo=True))
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -235,11 +235,11 @@ def test_difference_finds_nested_fields():
 
 def test_nothing_is_made_inside_an_artifact_or_an_input(tmp_path):
     made = finish(tmp_path / "data-a")
-    with pytest.raises(ArtifactError, match="lies inside"):
+    with pytest.raises(ArtifactError, match="is inside"):
         start(made.folder / "more", kind="data", spec=Knobs(), run=QUIET)
     (tmp_path / "foreign").mkdir()
     foreign = Artifact.read(tmp_path / "foreign")
-    with pytest.raises(ArtifactError, match="lies inside"):
+    with pytest.raises(ArtifactError, match="is inside"):
         start(tmp_path / "foreign" / "x" / "y", kind="data", spec=Knobs(), parents={"model": foreign}, run=QUIET)
     assert not any((tmp_path / "foreign").iterdir()) and not (made.folder / "more.partial").exists()
 
@@ -271,8 +271,8 @@ def test_what_is_no_number_is_no_figure_and_said(tmp_path, value):
     draft.record("loss", value, "nats", note="window 8")
     draft.record("other", value, "nats")
     made = Artifact.read(draft.commit().folder)
-    assert made.figures["loss"].value is None and made.figures["loss"].note == f"{value}, which is no figure; window 8"
-    assert made.figures["other"].note == f"{value}, which is no figure"
+    assert made.figures["loss"].value is None and made.figures["loss"].note == f"{value}, which is not finite; window 8"
+    assert made.figures["other"].note == f"{value}, which is not finite"
 
 
 def date_after(path, manifest):

@@ -95,7 +95,9 @@ def test_what_an_earlier_hone_made_from_the_same_is_the_same(tmp_path):
 
 def test_drift_from_an_earlier_hone_names_what_differs_and_no_circumstance(tmp_path):
     earlier(tmp_path / "job-a", {"compile": True, "steps": 9, "remat": "none", "gone": 7})
-    with pytest.raises(DriftError, match=r"made from another spec: spec\.steps was 9, is 3; an earlier hone made it"):
+    with pytest.raises(
+        DriftError, match=r"made from another spec: spec\.steps was 9, is 3; it was made by an earlier version of hone"
+    ):
         start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET)
     start(tmp_path / "job-b", kind="job", spec=Job(steps=9), run=QUIET).commit()
     with pytest.raises(DriftError, match=r"spec\.steps was 9, is 3\n"):
@@ -105,10 +107,10 @@ def test_drift_from_an_earlier_hone_names_what_differs_and_no_circumstance(tmp_p
 def test_what_an_earlier_hone_could_and_this_one_cannot_is_said(tmp_path):
     earlier(tmp_path / "job-a", {"steps": 3, "wings": 2})
     with pytest.raises(
-        DriftError, match=r"wings was 2.*an earlier hone made it, whose job stage had other options"
+        DriftError, match=r"wings was 2.*it was made by an earlier version of hone, whose job stage had other options"
     ) as caught:
         start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET)
-    assert "naming" in caught.value.fix and "--redo=job-a" in caught.value.fix
+    assert "as an input" in caught.value.fix and "--redo=job-a" in caught.value.fix
 
 
 def test_an_earlier_name_is_an_error_that_says_todays():

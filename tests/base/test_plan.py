@@ -59,7 +59,7 @@ def test_facts_of_a_model_folder(tiny_llama):
     assert facts.weights_bytes == (tiny_llama / "model.safetensors").stat().st_size
     assert facts.given == {"weights:float"} and facts.loaded_bytes("bfloat16") == 2 * facts.config.num_params
     assert need({"model": facts}, "model", CheckpointFacts) is facts
-    with pytest.raises(ArtifactError, match=r"data is .* which holds a model, not a data set"):
+    with pytest.raises(ArtifactError, match=r"data is .* which is a model, not a data set"):
         need({"data": facts}, "data", DataFacts)
 
 
@@ -82,7 +82,7 @@ def test_facts_of_data_are_read_from_its_description(tmp_path):
     (tmp_path / "data" / "tokens" / "meta.json").write_text(json.dumps(meta))
     facts = facts_of(Artifact.read(tmp_path / "data"))
     assert isinstance(facts, DataFacts) and facts.exact and facts.tokenizer is None
-    assert facts.split("train").num_rows(100) == 10 and facts.split("train").num_rows(300) == 4
+    assert facts.split("train").num_sequences(100) == 10 and facts.split("train").num_sequences(300) == 4
     assert facts.given == {"calibration"}
     with pytest.raises(SpecError, match="has no split 'val'"):
         facts.split("val")
@@ -116,7 +116,7 @@ def test_the_order_of_techniques_is_checked_by_facts():
     fit = step("fit", {"weights:float", "calibration"}, {"weights:int"}, {"weights:float"})
     given = frozenset({"weights:float", "calibration"})
     assert check_order([prune, fit], given, {}) == {"weights:int", "calibration"}
-    with pytest.raises(SpecError, match="prune needs weights:float, which fit before it takes away") as wrong:
+    with pytest.raises(SpecError, match="prune needs weights:float, which fit before it removes") as wrong:
         check_order([fit, prune], given, {})
     assert wrong.value.fix == "put prune before fit"
     with pytest.raises(SpecError, match="fit needs calibration") as missing:

@@ -174,7 +174,7 @@ def test_a_push_that_ends_early_is_unfinished_and_resumes(tmp_path, bucket, monk
     whole = "/bucket/line/data-a/hone.json" in objects()
     assert whole == (moment == 7)
     if not whole:
-        with pytest.raises(ArtifactError, match="its push was interrupted" if moment else "holds no hone.json"):
+        with pytest.raises(ArtifactError, match="its push was interrupted" if moment else "has no hone.json"):
             pull(bucket, tmp_path / "back", QUIET)
         assert not (tmp_path / "back").exists() and not (tmp_path / "back.partial").exists()
     Faulty.done.clear()
@@ -240,11 +240,11 @@ def test_a_push_touches_nothing_of_others(tmp_path, bucket):
     made = finish(tmp_path / "data-a")
     Store(bucket).write("notes.txt", b"mine")
     for run in (QUIET, REDO):
-        with pytest.raises(ArtifactError, match=r"hone did not put there: notes\.txt"):
+        with pytest.raises(ArtifactError, match=r"hone did not write: notes\.txt"):
             push(made.folder, bucket, run)
     assert list(objects().values()) == [b"mine"]
     Store(bucket).write("begun.json", b"{}")
-    with pytest.raises(ArtifactError, match="not what a push of hone writes"):
+    with pytest.raises(ArtifactError, match="was not written by hone"):
         push(made.folder, bucket, QUIET)
 
 
@@ -314,9 +314,9 @@ def test_an_existing_folder_is_reused_or_refused(tmp_path, bucket, capsys):
         pull(bucket, other.folder, QUIET)
     assert pull(bucket, other.folder, REDO).content == made.content
     (tmp_path / "plain").mkdir()
-    with pytest.raises(ArtifactError, match="is no artifact of hone"):
+    with pytest.raises(ArtifactError, match="is not an artifact of hone"):
         pull(bucket, tmp_path / "plain", QUIET)
-    with pytest.raises(ArtifactError, match="lies inside"):
+    with pytest.raises(ArtifactError, match="is inside"):
         pull(bucket, made.folder / "inner", QUIET)
 
 
@@ -331,9 +331,9 @@ def damage(change) -> None:
         (lambda system, root: system.pipe_file(f"{root}/a.txt", b"alp"), r"a\.txt is not the file .*3 bytes, not 5"),
         (
             lambda system, root: system.pipe_file(f"{root}/a.txt", b"ALPHA"),
-            r"a\.txt is not the file that was put there",
+            r"a\.txt is not the file that was uploaded",
         ),
-        (lambda system, root: system.rm_file(f"{root}/hone.json"), r"holds no hone\.json"),
+        (lambda system, root: system.rm_file(f"{root}/hone.json"), r"has no hone\.json"),
         (lambda system, root: system.pipe_file(f"{root}/hone.json", b"{"), r"hone\.json is corrupt"),
         (lambda system, root: system.pipe_file(f"{root}/hone.json", b'{"format": 99}'), "has format 99"),
     ],
@@ -370,7 +370,7 @@ def test_refusals_and_absent_packages_are_said(tmp_path, bucket, monkeypatch):
         with pytest.raises(MachineError, match=said):
             push(made.folder, bucket, QUIET)
     for url, kind, said in (
-        ("data-a", SpecError, "is no URL"),
+        ("data-a", SpecError, "is not a URL"),
         ("nowhere://x", SpecError, "Protocol not known"),
         ("s3://b/x", MissingExtra, "s3fs"),
     ):
@@ -395,7 +395,7 @@ def test_a_put_that_lied_is_found(tmp_path, bucket, monkeypatch):
             self.pipe_file(rpath, b"al")
 
     monkeypatch.setattr(Faulty, "put_file", short)
-    with pytest.raises(MachineError, match=r"a\.txt has 2 bytes after 5 were put"):
+    with pytest.raises(MachineError, match=r"a\.txt has 2 bytes after 5 were uploaded"):
         push(made.folder, bucket, QUIET)
     assert "/bucket/line/data-a/hone.json" not in objects()
 
