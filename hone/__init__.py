@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hone.serve.request import SamplingParams
     from hone.serve.spec import EngineSpec
 
-# Name to home. Everything loads on first use, so that `import hone` and the CLI stay fast.
+# Names and their modules. Everything loads on first use, so that `import hone` and the CLI start fast.
 _HOMES = {
     "Artifact": "hone.base.artifact",
     "Engine": "hone.serve.engine",

@@ -1,4 +1,4 @@
-"""Recipes: a list of stages with their parents and branches, run in order, resumed where they stopped."""
+"""Recipes: a list of stages with their parents and branches, made in order and resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _RESERVED = ("stage", "name", "from", "each", "repeats")
 class Node(Spec):
     """One stage of a recipe after its branches are expanded."""
 
-    stage: str = Field(description="Which stage: one of data, train, compress, eval, serve.")
+    stage: str = Field(description="Kind of stage: one of data, train, compress, eval, serve.")
     name: str = Field(description="The artifact's name within its stage; its folder is STAGE-NAME.")
     inputs: dict[str, str] = Field(
-        default_factory=dict, description="Role to an earlier stage's folder name, or a folder."
+        default_factory=dict, description="For each role an earlier stage's folder name, or a folder."
     )
     spec: dict[str, Any] = Field(default_factory=dict, description="The stage's own fields.")
 
@@ -45,12 +45,12 @@ class Node(Spec):
 
 
 class Recipe(Spec):
-    """A line of work: stages in order, each made from earlier ones or from folders.
+    """A list of stages, in order, each made from earlier ones or from folders.
 
     In YAML a stage is a mapping with `stage`, `name`, `from` (role: earlier stage or folder), `each` (one role: a list,
-    which makes one branch per value), `repeats` (how often it is made, each time with the next `seed`) and, beside them, the
-    stage's own fields. Neighbours that are repeated equally often are made in turn, round by round, so that a machine whose
-    speed drifts is equally unfair to all of them.
+    with a branch per value), `repeats` (how often it is made, each time with the next `seed`) and, beside them, the
+    stage's own fields. Neighbours with equal `repeats` are made in turn, round by round, so that a drift of the machine's
+    speed affects all of them alike.
     """
 
     line: str = Field(description="Name of the line; its artifacts go to WORK/LINE/.")
@@ -60,13 +60,13 @@ class Recipe(Spec):
     def load(cls, path: Path | str) -> Recipe:
         """The recipe in a YAML file. Raises SpecError."""
         recipe = cls.read(read_yaml(Path(path)))
-        recipe.nodes()  # a mistake shows now, not an hour into the run
+        recipe.nodes()  # finds mistakes now, not an hour into the run
         return recipe
 
     def nodes(self) -> list[Node]:
         """The stages with branches expanded and references checked."""
         if Path(self.line).name != self.line or self.line in ("", ".", ".."):
-            raise SpecError(f"line '{self.line}' is no folder name", fix="write line: NAME, without slashes")
+            raise SpecError(f"line '{self.line}' is not a folder name", fix="write line: NAME, without slashes")
         found: dict[str, Node] = {}
         for nodes in _in_turn([_rounds(entry, f"stages.{place}") for place, entry in enumerate(self.stages)]):
             for node in nodes:
@@ -85,7 +85,7 @@ class Recipe(Spec):
         return list(found.values())
 
     def full(self) -> str:
-        """The recipe with every field of every stage: YAML that is a recipe again."""
+        """The recipe with every field of every stage, as YAML that `load` reads."""
         stages = [
             {
                 "stage": node.stage,
@@ -100,7 +100,7 @@ class Recipe(Spec):
     def override(self, changes: dict[str, str]) -> Recipe:
         """A copy with changes such as {'data.source': PATH} or {'train-base.steps': '20'}.
 
-        The first part of a path is a stage, when only one of that kind is there, or its folder name.
+        The first part of a path is a kind of stage, if the recipe has only one of it, or a stage's folder name.
         """
         stages = [dict(entry) for entry in self.stages]
         for path, text in changes.items():
@@ -122,9 +122,9 @@ class Recipe(Spec):
         return changed
 
     def plan(self, work: Path | str = "work", run: Run | None = None, redo: tuple[str, ...] = ()) -> list[Planned]:
-        """What every stage will take and make, before anything is made; `redo` as `run` takes it.
+        """The plans of all stages, before anything is made; `redo` as in `run`.
 
-        A stage that is there gives its facts, every other those of its plan, so the next one is planned from them.
+        A finished stage gives its facts, every other one those of its plan, from which the next is planned.
         """
         run, nodes = run or Run(), self.nodes()
         line, machine = Path(work) / self.line, machine_of(run)
@@ -157,7 +157,7 @@ class Recipe(Spec):
         return planned
 
     def _to_redo(self, redo: tuple[str, ...], nodes: list[Node]) -> tuple[str, ...]:
-        """The folders to make again. Raises SpecError for a name that is none."""
+        """The folders to make again. Raises SpecError for an unknown name."""
         known = {node.folder for node in nodes}
         redo = tuple(folder for name in redo for folder in self._repeats(name) or [name])
         for name in redo:
@@ -169,7 +169,7 @@ class Recipe(Spec):
         return redo
 
     def _repeats(self, name: str) -> list[str]:
-        """The folders of the entry called `name` when it is repeated, else none."""
+        """The folders of the entry called `name` if it is repeated, else none."""
         for entry in self.stages:
             if "repeats" in entry and f"{entry['stage']}-{entry.get('name')}" == name:
                 return [f"{name}-{repeat}" for repeat in range(entry["repeats"])]
@@ -177,7 +177,7 @@ class Recipe(Spec):
 
     def _entry(self, stages: list[dict[str, Any]], where: str, field: str) -> dict[str, Any]:
         if not field:
-            raise SpecError(f"'{where}' names no field", fix="write --STAGE.FIELD=VALUE, such as --data.source=PATH")
+            raise SpecError(f"'{where}' has no field", fix="write --STAGE.FIELD=VALUE, such as --data.source=PATH")
         matches = [entry for entry in stages if where in (entry["stage"], f"{entry['stage']}-{entry.get('name', '')}")]
         names = [f"{entry['stage']}-{entry['name']}" if entry.get("name") else entry["stage"] for entry in stages]
         if not matches:
@@ -197,11 +197,11 @@ class Recipe(Spec):
         redo: tuple[str, ...] = (),
         watch: Callable[[int, int, Node, Artifact, bool], None] | None = None,
     ) -> Path:
-        """Makes every stage that is not there yet and returns the line's folder.
+        """Makes every missing stage and returns the line's folder.
 
-        `redo` names stages to make again; what was made from them follows when it changed. 'all' is every stage,
+        `redo` names stages to make again; stages made from them follow when they changed. 'all' is every stage,
         'drifted' every one that was made from another spec or other inputs.
-        `watch(position, total, node, artifact, made)` is called after each stage; `made` is False when it was there already.
+        `watch(position, total, node, artifact, made)` is called after each stage; `made` is False when it existed already.
         Raises DriftError when an artifact of the line was made from another spec.
         """
         need_local(work, PUSH)
@@ -243,7 +243,7 @@ class Recipe(Spec):
 
 
 class _Waits(Exception):
-    """No plan says what stage `source` will make."""
+    """No plan gives the facts of stage `source`."""
 
     def __init__(self, source: str) -> None:
         super().__init__(source)
@@ -251,9 +251,9 @@ class _Waits(Exception):
 
 
 class Planned(NamedTuple):
-    """A stage before it is made: `plan` (None when it is there, or cannot be planned) and what stands in its way.
+    """A stage before it is made: `plan` (None when it exists, or cannot be planned) and its `problem`, if any.
 
-    `state` is 'there', 'to make', or 'waits for NAME' when no plan says what one of its inputs will be.
+    `state` is 'there', 'to make', or 'waits for NAME' when no plan gives the facts of that input.
     """
 
     name: str
@@ -263,7 +263,7 @@ class Planned(NamedTuple):
 
 
 def plan_stage(stage: Stage, out: Path, parents: Mapping[str, Artifact], run: Run) -> Planned:
-    """What making `out` will take."""
+    """The plan of making `out`."""
     try:
         facts = {role: facts_of(parent) for role, parent in parents.items()}
         return _plan(stage, out, facts, machine_of(run), taken=0)
@@ -272,7 +272,7 @@ def plan_stage(stage: Stage, out: Path, parents: Mapping[str, Artifact], run: Ru
 
 
 def _plan(stage: Stage, out: Path, facts: Mapping[str, Facts], machine: Machine, taken: float) -> Planned:
-    """A stage's plan, with what does not fit when earlier stages have `taken` so many bytes of disk."""
+    """A stage's plan; its problem, if any, when earlier stages have `taken` so many bytes of disk."""
     plan = stage.plan(facts, machine)
     has = capacity(machine, out)
     try:
@@ -283,7 +283,7 @@ def _plan(stage: Stage, out: Path, facts: Mapping[str, Facts], machine: Machine,
 
 
 def _finished(stage: Stage, out: Path, parents: Any, run: Run, *, forgive: bool) -> Artifact | None:
-    """The finished artifact of a stage; None when it is to be made. With `forgive`, one that drifted is to be made."""
+    """The finished artifact of a stage; None when it must be made. With `forgive`, also when it drifted."""
     try:
         return finished(out, kind=stage.stage, spec=stage, parents=parents, files=stage.files(), run=run)
     except DriftError:
@@ -293,12 +293,12 @@ def _finished(stage: Stage, out: Path, parents: Any, run: Run, *, forgive: bool)
 
 
 def _outside(source: str, nodes: list[Node]) -> Artifact | None:
-    """The artifact in a folder that an input names; None for a stage of the recipe."""
+    """The artifact in a folder given as an input; None for a stage of the recipe."""
     return None if any(node.folder == source for node in nodes) else Artifact.read(source)
 
 
 def _facts(source: str, planned: Mapping[str, Facts], there: Artifact | None) -> Facts:
-    """The facts of an input. Raises _Waits when no plan says what it will be."""
+    """The facts of an input. Raises _Waits when no plan gives them."""
     if there is not None:
         return facts_of(there)
     if source not in planned:
@@ -307,14 +307,14 @@ def _facts(source: str, planned: Mapping[str, Facts], there: Artifact | None) ->
 
 
 def _in_turn(entries: list[list[list[Node]]]) -> Iterator[list[Node]]:
-    """Every round of every entry; of neighbours with as many rounds the first of each, then the second of each, ..."""
+    """Every round of every entry; for neighbours with equal numbers of rounds the first of each, then the second of each, ..."""
     for _, group in groupby(entries, key=len):
         for together in zip(*group, strict=True):
             yield from together
 
 
 def _rounds(entry: dict[str, Any], where: str) -> list[list[Node]]:
-    """The nodes of one recipe entry, a list a repeat: one node, or one per value of `each`."""
+    """The nodes of one recipe entry, a list per repeat: one node, or one per value of `each`."""
     if not isinstance(entry, dict) or "repeats" not in entry:
         return [list(_branches(entry, where))]
     repeats, cls = entry["repeats"], stage_class(entry.get("stage", ""))
@@ -387,11 +387,15 @@ def make(
 
 
 def describe_artifact(artifact: Artifact) -> str:
-    """An artifact in a few lines for a terminal: what it is, its figures beside their estimates, its files' size."""
-    size = sum(row["bytes"] for row in artifact.manifest["files"].values())
+    """An artifact in a few lines for a terminal: its name, its figures with their estimates, its files' size."""
+    foreign = artifact.kind == "foreign"
+    on_disk = [path.stat().st_size for path in artifact.folder.rglob("*") if foreign and path.is_file()]
+    sizes = on_disk if foreign else [row["bytes"] for row in artifact.manifest["files"].values()]
     lines = [
-        f"{artifact.kind}-{artifact.name}  {artifact.fingerprint}  {human_bytes(size)} in {len(artifact.manifest['files'])} files"
+        f"{artifact.kind}-{artifact.name}  {artifact.fingerprint}  {human_bytes(sum(sizes))} in {len(sizes)} files"
     ]
+    if foreign:
+        return f"{lines[0]}\n  a Hugging Face folder without hone.json"
     for role in artifact.manifest["parents"]:
         lines.append(f"  from {role['role']}: {role['name']} ({role['fingerprint']})")
     for figure in artifact.figures.values():

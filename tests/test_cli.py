@@ -13,6 +13,7 @@ import sys
 import pytest
 import yaml
 
+from hone.base.figure import human_bytes
 from hone.base.spec import dump_yaml
 from hone.cli import main
 from hone.cli.options import parse
@@ -302,8 +303,24 @@ def test_a_refused_command_leaves_nothing(model, tmp_path, capsys):
     out = tmp_path / "out" / "eval-a"
     arguments = ["eval", str(model), f"--from.data={model}", f"--out={out}"]
     assert main(arguments) == 2
-    assert "holds a model, not a data set" in capsys.readouterr().err
+    assert "is a model, not a data set" in capsys.readouterr().err
     assert not out.parent.exists()
+
+
+def test_data_refuses_a_source_given_twice(capsys):
+    assert main(["data", "texts", "--source=books", "--out=nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "texts and --source=books" in said and "fix: " in said
+
+
+def test_show_counts_the_files_of_a_hugging_face_folder(model, capsys):
+    (model / "hone.json").unlink()
+    files = [path.stat().st_size for path in model.rglob("*") if path.is_file()]
+    assert main(["show", str(model)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"{human_bytes(sum(files))} in {len(files)} files" in said and "Hugging Face folder without hone.json" in said
+    )
 
 
 def test_data_takes_several_sources(monkeypatch):

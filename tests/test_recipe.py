@@ -207,7 +207,7 @@ def test_wrong_redo_and_wrong_override_name_the_stages(tmp_path):
 
 @pytest.mark.parametrize("line", ["../x", "a/b", "", ".."])
 def test_a_line_stays_in_its_folder(line):
-    with pytest.raises(SpecError, match="is no folder name"):
+    with pytest.raises(SpecError, match="is not a folder name"):
         Recipe(line=line, stages=[dict(entry) for entry in ENTRIES]).nodes()
 
 
@@ -281,7 +281,7 @@ def test_what_does_not_fit_has_ways_out_and_what_follows_is_planned_all_the_same
 
 def test_a_stage_that_cannot_be_planned_is_said_and_so_is_what_waits_for_it(tmp_path):
     planned = recipe((1, {"from": {"data": "data-text", "teacher": "data-text"}})).plan(tmp_path, QUIET)
-    assert planned[1].problem.what == "teacher is data-text, which holds a text, not a plant"
+    assert planned[1].problem.what == "teacher is data-text, which is a text, not a plant"
     assert planned[2].state == "waits for train-base" and planned[2].problem is None
 
 

@@ -1,4 +1,4 @@
-"""One command from its arguments to its exit code: finds the verb, runs it, and says a user's mistake in two lines."""
+"""Dispatches a command: finds the verb, runs it, prints a user's mistake in two lines and returns the exit code."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ HELP = """hone: language models cheap to build and cheap to run, and what every 
 
 usage: hone VERB [ARGUMENT] [--field=value ...]
 
-a whole line
-  plan RECIPE       what every stage will take and whether it fits, before anything is made
-  run RECIPE        make every stage of a recipe that is not there yet, then its report
-  report LINE       draw the report of a line's artifacts again
-one stage (hone VERB --help lists its fields; --plan says what it will take)
+a whole recipe
+  plan RECIPE       time, memory and disk of every stage, and whether it fits, before anything is made
+  run RECIPE        make every missing stage of a recipe, then its report
+  report LINE       write the report of a line's artifacts again
+one stage (hone VERB --help lists its fields; --plan prints its estimates)
   data SOURCE ...   text to curated, tokenized, packed shards
   train DATA        a model from packed shards
   compress MODEL    quantize, prune
   eval MODEL        perplexity, bits per byte, distance to a reference
   bench MODEL       a measured serving run: tokens/s, latency, memory
 object stores (s3://, gs://, ...)
-  push FOLDER URL   copy an artifact there; a URL with hone.json is whole
-  pull URL FOLDER   copy an artifact here, every file checked
+  push FOLDER URL   copy an artifact to a URL; one with hone.json is whole
+  pull URL FOLDER   copy an artifact from a URL, checking every file
 using a model
   serve MODEL       an OpenAI-compatible server
   generate MODEL PROMPT   continue a text
 looking
-  show THING        a recipe, an artifact or a model folder in words
-  redecide DATA     what other filters would keep of what a data stage read
+  show THING        print a recipe, an artifact or a model folder
+  redecide DATA     what other filters would keep of a data stage's input
   schema [STAGE]    the JSON schema of a stage, or of all
   techniques [SLOT] every technique: slot, name, paper, file
   calibrate         measure this machine's bandwidth and matmul rates, for estimates
@@ -56,11 +56,11 @@ VERBS = {
     "techniques": "hone.cli.look:techniques",
     "calibrate": "hone.cli.look:calibrate",
 }
-"""Verb to the function that runs it, `(words, options) -> exit code`, imported on use."""
+"""The function of each verb, `(words, options) -> exit code`, imported on use."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 done, 2 a user's mistake, 130 interrupted."""
+    """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted."""
     from hone.base.errors import HoneError
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(what: str, fix: str) -> int:
-    """Prints a mistake and its way out, on rank 0 of several ranks only; the exit code of a mistake."""
+    """Prints a mistake and its fix, only on rank 0; returns the exit code."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {what}\nfix: {fix}", file=sys.stderr)
     return 2

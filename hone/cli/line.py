@@ -1,4 +1,4 @@
-"""Verbs over a whole line: plan, run, report."""
+"""Verbs over a whole recipe or line: plan, run, report."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _OF_PLAN = ("work", "device", "redo")
 
 
 def plan(words: list[str], options: dict[str, str]) -> int:
-    """Prints what every stage of a recipe will take; 2 when something does not fit."""
+    """Prints the estimates of every stage of a recipe; returns 2 when something does not fit."""
     from hone.cli.tables import show_plan
     from hone.recipe import Recipe
 
     if "help" in options:
         print(
             "usage: hone plan RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n\n"
-            "Says what every stage that is not there yet will take: seconds, memory, disk, energy where it can be said; and\n"
-            "what does not fit, with ways out. Nothing is made. The exit code is 2 when something does not fit."
+            "Prints the estimates of every missing stage: seconds, memory, disk, energy where a model of it exists; and\n"
+            "what does not fit, with ways out. Makes nothing. The exit code is 2 when something does not fit."
         )
         return 0
     recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_PLAN))
@@ -32,7 +32,7 @@ def plan(words: list[str], options: dict[str, str]) -> int:
 
 
 def run(words: list[str], options: dict[str, str]) -> int:
-    """Plans, makes every stage that is not there yet, and draws the report."""
+    """Plans, makes every missing stage, and writes the report."""
     from hone.base.artifact import Artifact
     from hone.base.errors import FitError
     from hone.cli.tables import compact
@@ -42,9 +42,9 @@ def run(words: list[str], options: dict[str, str]) -> int:
         print(
             "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n"
             "       [--executor=processes|ray] [--workers=N]\n\n"
-            "Makes every stage of the recipe that is not there yet, resumes an interrupted one, then draws the report.\n"
+            "Makes every missing stage of the recipe, resumes an interrupted one, then writes the report.\n"
             "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
-            "name (--train-base.steps=100). hone show RECIPE prints all fields; hone plan RECIPE says what it will take."
+            "name (--train-base.steps=100). hone show RECIPE prints all fields; hone plan RECIPE prints the estimates."
         )
         return 0
     recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_RUN))
@@ -56,7 +56,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
     here.say(compact(planned))
     for row in planned:
         if isinstance(row.problem, FitError):
-            raise row.problem  # what else is wrong is said when the stage is reached: its inputs may turn out otherwise
+            raise row.problem  # other problems are raised when the stage is reached, with its actual inputs
         if row.problem is not None:
             here.say(f"{row.name}: {row.problem.what}")
 
@@ -87,7 +87,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
 
 
 def invoked() -> str:
-    """How this program was called, so that a printed command works as it stands: `hone` where the shell finds it."""
+    """How this program was called, so that printed commands work as printed: `hone` if it is on the PATH."""
     program = Path(sys.argv[0])
     if program.stem != "hone":
         return f"{os.path.relpath(sys.executable)} -m hone"
@@ -98,13 +98,13 @@ def invoked() -> str:
 
 
 def _redo(options: dict[str, str]) -> tuple[str, ...]:
-    """The stages to make again; a bare --redo is all of them."""
+    """The stages to make again; --redo without a value is all of them."""
     names = tuple(name for name in options.get("redo", "").split(",") if name)
     return ("all",) if names == ("true",) else names
 
 
 def report(words: list[str], options: dict[str, str]) -> int:
-    """Draws a line's report."""
+    """Writes a line's report."""
     from hone.base.partial import PULL, need_local
     from hone.report import build
 

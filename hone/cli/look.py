@@ -1,4 +1,4 @@
-"""Verbs that only look: show, redecide, schema, techniques, calibrate."""
+"""Verbs that only read: show, redecide, schema, techniques, calibrate."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from hone.cli.options import at_most, circumstances, dtype_on, list_fields, need, only
 
 _ABOUT = {
-    "show": "RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (the print is a recipe again), or an artifact with its figures.",
-    "redecide": "DATA_FOLDER [--field=value ...]\n\nSays what other filters would keep of all that a data stage read, in seconds: the "
+    "show": "RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (a valid recipe), or an artifact with its figures.",
+    "redecide": "DATA_FOLDER [--field=value ...]\n\nPrints what other filters would keep of a data stage's input, in seconds: the "
     "texts are not read again.",
     "schema": "[STAGE]\n\nPrints the JSON schema of one stage, or of all and of a recipe.",
     "techniques": "[SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique.",
-    "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and keeps them for estimates.",
+    "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and stores them for estimates.",
 }
 
 
 def _explained(words: list[str], options: dict[str, str]) -> bool:
-    """Prints what a verb does when --help asks for it."""
+    """Prints a verb's usage for --help; returns whether it did."""
     if "help" in options:
         print(f"usage: hone {words[0]} {_ABOUT[words[0]]}")
     return "help" in options

@@ -8,7 +8,7 @@ _OF_SERVE = ("device", "quiet")
 
 
 def serve(words: list[str], options: dict[str, str]) -> int:
-    """Serves a model folder over HTTP until it is told to stop."""
+    """Serves a model folder over HTTP until stopped."""
     from hone.base.partial import PULL, need_local
     from hone.serve.http import ServerSpec
     from hone.serve.http import serve as serve_forever

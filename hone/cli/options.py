@@ -1,4 +1,4 @@
-"""Words and options of a command line: read, and checked so that none is dropped without a word."""
+"""Words and options of a command line: parsed, and checked so that none is silently ignored."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from typing import Any
 
 FLAGS = ("redo", "quiet", "help", "version", "plan")
-"""Options that stand alone; --redo may have a value, after `=`."""
+"""Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
-"""Options that say where and how, not what."""
+"""Options that do not change the result."""
 _VALUED = ("out", "work", "device", "executor", "workers")
 MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
-"""Verb to the role of the folder that is its argument."""
+"""The role of the folder that is a verb's argument."""
 STAGE_OF = {"bench": "serve"}
-"""Verb to its stage, where that has another name."""
+"""The stage of a verb, where it has another name."""
 
 
 def parse(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Splits arguments into words and options: `--a.b=c`, `--a.b c`, or an option that stands alone (value 'true').
+    """Splits arguments into words and options: `--a.b=c`, `--a.b c`, or an option without a value (value 'true').
 
-    Flags stand alone, and so do the boolean fields of the command's spec. After `--` all are words. Raises SpecError for an
-    option without a value, or with two.
+    Flags and the boolean fields of the command's spec have no value. After `--` all are words. Raises SpecError for an
+    option without its value, or with two.
     """
     from hone.base.errors import SpecError
 
@@ -56,7 +56,7 @@ def parse(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _is_boolean(verb: str, name: str) -> bool | None:
-    """Whether field `name` of the verb's spec is true or false; None when the spec has no such field."""
+    """Whether field `name` of the verb's spec is boolean; None when the spec has no such field."""
     if name in _VALUED:
         return False
     kinds = {row: kind for cls in _specs(verb) for row, kind in _kinds(cls)}
@@ -85,12 +85,12 @@ def _kinds(cls: Any) -> list[tuple[str, str]]:
 
 
 def need(words: list[str], what: str) -> str:
-    """The one argument of a verb. Raises SpecError when there is none, or more."""
+    """The only argument of a verb. Raises SpecError when there is none, or more."""
     from hone.base.errors import SpecError
 
     if len(words) < 2 or not words[1]:
         raise SpecError(
-            f"hone {words[0]} needs {what}", fix=f"hone {words[0]} {what}; hone {words[0]} --help says more"
+            f"hone {words[0]} needs {what}", fix=f"hone {words[0]} {what}; hone {words[0]} --help explains it"
         )
     at_most(words, 1, f"one {what}")
     return words[1]
@@ -108,7 +108,7 @@ def at_most(words: list[str], count: int, takes: str) -> None:
 
 
 def only(words: list[str], options: dict[str, str], known: Iterable[str] = ()) -> None:
-    """Raises SpecError for the first option that is none of `known` (a name that ends in '.' stands for all it begins)."""
+    """Raises SpecError for the first option that is not in `known` (a name that ends in '.' is a prefix)."""
     from hone.base.errors import SpecError, did_you_mean
 
     known = [*known]
@@ -120,7 +120,7 @@ def only(words: list[str], options: dict[str, str], known: Iterable[str] = ()) -
 
 
 def fields(options: dict[str, str], *circumstances: str) -> dict[str, str]:
-    """The options that are fields of a spec: all but `circumstances` (a name that ends in '.' stands for all it begins)."""
+    """The options that are fields of a spec: all but `circumstances` (a name that ends in '.' is a prefix)."""
     return {
         name: value
         for name, value in options.items()
@@ -129,7 +129,7 @@ def fields(options: dict[str, str], *circumstances: str) -> dict[str, str]:
 
 
 def circumstances(options: dict[str, str]) -> Any:
-    """The Run that `--device`, `--redo`, `--quiet` and `--executor` ask for; checks that the device exists."""
+    """The Run for `--device`, `--redo`, `--quiet` and `--executor`; checks that the device exists."""
     from hone.base.errors import MachineError
     from hone.base.run import Run
     from hone.data.executors.choose import from_options
@@ -153,12 +153,12 @@ def circumstances(options: dict[str, str]) -> Any:
 
 
 def dtype_on(device: str) -> str:
-    """The number format that work on `device` mostly runs in."""
+    """The dtype of most work on `device`."""
     return "float32" if device == "cpu" else "bfloat16"
 
 
 def calibrated(run: Any) -> Any:
-    """Fills in this machine's calibration (measured once, then cached), so that estimates are predictions, not bounds."""
+    """Adds this machine's calibration (measured once, then cached) to `run`, so that estimates are predictions, not bounds."""
     from hone.measure.calibrate import calibrate
     from hone.measure.machine import machine_of
 

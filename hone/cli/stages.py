@@ -24,7 +24,7 @@ _OF_DATA = (*_OF_A_STAGE, "executor", "workers", "executor.")
 
 
 def make(words: list[str], options: dict[str, str]) -> int:
-    """Makes one artifact from a stage's fields and its parents' folders; with --plan says what that will take."""
+    """Makes one artifact from a stage's fields and its parents' folders; with --plan prints the estimates instead."""
     from hone.base.artifact import Artifact
     from hone.base.errors import SpecError
     from hone.recipe import describe_artifact, plan_stage, stage_class
@@ -39,6 +39,11 @@ def make(words: list[str], options: dict[str, str]) -> int:
     changes = fields(options, *known)
     if verb == "data":
         if len(words) > 1:
+            if "source" in changes:
+                raise SpecError(
+                    f"two sources are given: {' '.join(words[1:])} and --source={changes['source']}",
+                    fix="give all of them before the options: hone data SOURCE ... --out=FOLDER",
+                )
             several = all(words[1:]) and len(words) > 2
             changes["source"] = json.dumps(words[1:], ensure_ascii=False) if several else need(words, "SOURCE")
     elif len(words) > 1 or MAIN_ROLE[verb] not in inputs:
@@ -73,14 +78,14 @@ def _help(verb: str, cls) -> str:
         (cls.__doc__ or "").strip().splitlines()[0],
     ]
     if roles:
-        lines += ["", f"inputs: {roles}; give one with --from.ROLE=FOLDER"]
+        lines += ["", f"inputs: {roles}; set one with --from.ROLE=FOLDER"]
     lines += ["", "fields:"]
-    lists = "Lists and techniques with options stand in brackets: --field='[NAME, {kind: NAME, option: value}]'."
-    return "\n".join([*lines, list_fields(cls), "", f"{lists} `hone techniques SLOT` says what they are."])
+    lists = "Lists and techniques with options are in brackets: --field='[NAME, {kind: NAME, option: value}]'."
+    return "\n".join([*lines, list_fields(cls), "", f"{lists} `hone techniques SLOT` describes them."])
 
 
 def copy(words: list[str], options: dict[str, str]) -> int:
-    """Sends an artifact to a URL, or brings one here."""
+    """Copies an artifact to a URL or from one."""
     from hone.base import store
     from hone.base.errors import SpecError
     from hone.base.run import Run
@@ -95,7 +100,7 @@ def copy(words: list[str], options: dict[str, str]) -> int:
     only(words, options, ("redo", "quiet"))
     at_most(words, 2, takes)
     if len(words) != 3:
-        raise SpecError(f"hone {words[0]} takes {takes}, --redo and --quiet", fix=f"hone {words[0]} --help says more")
+        raise SpecError(f"hone {words[0]} takes {takes}, --redo and --quiet", fix=f"hone {words[0]} --help explains it")
     run = Run(redo="redo" in options, quiet="quiet" in options)
     if words[0] == "push":
         print(f"{words[2]}: {store.push(words[1], words[2], run)} files sent")

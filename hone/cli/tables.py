@@ -1,4 +1,4 @@
-"""Plans as a terminal shows them: a table of stages with what each takes, what does not fit, and the ways out."""
+"""Plans in a terminal: a table of stages with their estimates, what does not fit, and the ways out."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def show_plan(rows: Sequence[Planned], run: Run) -> int:
 
 
 def compact(rows: Sequence[Planned]) -> str:
-    """A plan in a line: how many stages, how long, how much memory and disk."""
+    """A plan in one line: number of stages, time, memory and disk."""
     new = [row for row in rows if row.state != "there"]
     totals = totals_of(rows)
     parts = [f"{len(new)} stages to make" if new else "nothing to make"]
     if len(new) < len(rows):
-        parts.append(f"{len(rows) - len(new)} are there")
+        parts.append(f"{len(rows) - len(new)} exist")
     names = {"time_s": "", MEMORY: " of memory at most", DISK: " of disk", "energy_j": ""}
     parts += [f"{_cell(name, totals[name])}{more}" for name, more in names.items() if name in totals]
     unknown = sum(row.plan is None for row in new)
@@ -61,7 +61,7 @@ def compact(rows: Sequence[Planned]) -> str:
 
 
 def totals_of(rows: Sequence[Planned]) -> dict[str, Estimate]:
-    """Sums over the stages to make, of memory the largest; a limit when a part of it is one."""
+    """Sums over the stages to make, the maximum of memory; a bound when a part of it is one."""
     found: dict[str, list[Estimate]] = {}
     for row in rows:
         for name, estimate in (row.plan.estimates if row.plan else {}).items():
