@@ -1,4 +1,4 @@
-"""Reads artifacts and draws one page about them; no stage ever calls it."""
+"""Reads artifacts and writes one page about them; stages never import it."""
 
 from hone.report.write import build, picture
 

@@ -1,4 +1,4 @@
-"""Arms over seeds: artifacts that differ in their seed alone, gathered, and set against each other with intervals."""
+"""Arms over seeds: artifacts that differ only in their seed, grouped and compared with confidence intervals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LESS = {
     "bits_per_byte", "perplexity", "loss", "val_loss", "val_bits_per_byte", "kl_to_reference",
     "relative_output_error", "time_s", "joules_per_token", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s",
 }  # fmt: skip
-"""Figures of which less is better; so are all that start with 'val_loss_'. The last training loss is not among them: it is of
-whatever text came last."""
+"""Figures of which less is better; so are all that start with 'val_loss_'. The last training loss is not among them, because
+it depends on the last batch of text."""
 MORE = {
     "top1_agreement", "accuracy", "tokens_per_s", "requests_per_s", "mfu", "acceptance_rate", "prefix_hit_rate",
 }  # fmt: skip
@@ -28,7 +28,7 @@ QUALITY = (
     "val_loss", "bits_per_byte", "perplexity", "loss", "val_bits_per_byte", "kl_to_reference", "top1_agreement",
     "accuracy", "relative_output_error", "tokens_per_s",
 )  # fmt: skip
-"""What a trial is about: the first of these that its arms have."""
+"""What a trial compares: the first of these figures that its arms have."""
 _SPEED = {
     "time_s",
     "joules_per_token",
@@ -51,14 +51,14 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """What the artifacts' names have in common: 'plain' of plain-0, plain-1 and plain-2."""
+        """The common part of the artifacts' names: 'plain' of plain-0, plain-1 and plain-2."""
         if len(self.rows) == 1:
             return self.rows[0].name
         return stem([row.name for row in self.rows]).rstrip("-_.") or self.rows[0].name
 
     @property
     def label(self) -> str:
-        """'curriculum: staged'; what the artifacts' names have in common when no field tells the arms apart."""
+        """'curriculum: staged'; the common part of the artifacts' names when the arms differ in no field."""
         if not self.fields:
             return stem([row.id for row in self.rows]).rstrip("-_.") or self.rows[0].id
         words = [f"{field}: {value}" for field, value in self.fields[:_MOST_FIELDS]]
@@ -71,7 +71,7 @@ class Arm:
         return ", ".join(value for _, value in self.fields[:_MOST_FIELDS]) or self.label
 
     def change_from(self, base: Arm) -> str:
-        """The settings in which this serving arm differs from `base`, as it has them: 'batching static', 'model int4'."""
+        """The settings in which this serving arm differs from `base`, with its values: 'batching static', 'model int4'."""
         before = dict(base.fields)
         words = [
             f"{field.removeprefix('engine ').removeprefix('enable ')} {value}"
@@ -82,20 +82,20 @@ class Arm:
 
     @property
     def model(self) -> str:
-        """The id of the model that a serving run or an evaluation was made from; '' when none was."""
+        """The id of the model of a serving run or an evaluation; '' without one."""
         parent = self.rows[0].parent("model")
         return parent.id if parent else ""
 
     def values(self, name: str) -> list[float]:
-        """The figure of every seed that has it."""
+        """The figure's values over the seeds that have it."""
         return [value for row in self.rows if (value := row.value(name)) is not None]
 
     def by_seed(self, name: str) -> dict[Any, float]:
-        """Seed to the figure of its run, for the runs that have it."""
+        """The figure's value by seed, for the runs that have it."""
         return {row.spec.get("seed"): value for row in self.rows if (value := row.value(name)) is not None}
 
     def conditions(self, name: str) -> set[tuple[str, str]]:
-        """(unit, note) of the figure, over the seeds: what its values must share to be compared."""
+        """(unit, note) of the figure, over the seeds, which must be equal for values to be compared."""
         return {
             (row.figures[name].unit, "" if name in _SPEED else row.figures[name].note)
             for row in self.rows
@@ -105,8 +105,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Effect:
-    """One figure of one arm, and how far it lies from the baseline's; without `difference` when it is the baseline or cannot
-    be compared, and `verdict` says why."""
+    """One figure of one arm, and its difference from the baseline's; `difference` is None for the baseline, and where the two
+    cannot be compared, which `verdict` explains."""
 
     arm: Arm
     values: tuple[float, ...]
@@ -119,7 +119,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Trial:
-    """Arms of one stage that were judged alike; the first is the baseline. `name` says on what, where that matters."""
+    """Arms of one stage that were evaluated alike; the first is the baseline. `name` is the data, where there are several."""
 
     kind: str
     name: str
@@ -139,7 +139,7 @@ class Trial:
 
     @property
     def figures(self) -> list[str]:
-        """Figures that two or more seeds of some arm have and that either judge quality or vary with the seed; the main first."""
+        """Figures with two or more seeds in some arm that measure quality or vary with the seed; the main one first."""
         names = dict.fromkeys(name for arm in self.arms for row in arm.rows for name in row.figures)
         found = [name for name in names if any(len(arm.values(name)) > 1 for arm in self.arms) and self._tells(name)]
         base = self.arms[0]
@@ -151,13 +151,13 @@ class Trial:
         if name in QUALITY or name.startswith("val_loss_"):
             return True
         if name.endswith(("memory_bytes", "growth_bytes")) or name == "energy_j":
-            return False  # of the whole process, in which other stages ran before
+            return False  # of the whole process, including earlier stages
         if name.startswith(("epochs_", "weight_")):
-            return False  # what was set, to within a row
+            return False  # a setting, up to one sequence
         return any(len(set(arm.values(name))) > 1 for arm in self.arms)
 
     def effects(self, name: str) -> list[Effect]:
-        """The figure of every arm that has it, the baseline's first."""
+        """The figure's effect for every arm that has it, the baseline's first."""
         base = self.arms[0]
         found = []
         for arm in self.arms:
@@ -193,20 +193,20 @@ class Trial:
         return found, verdict(name, fmean(before), found, len(before), len(after), runs=self.kind == "serve")
 
     def _paired(self, before: dict[Any, float], after: dict[Any, float]) -> Difference | None:
-        """The mean difference of serving runs of equal seed: they answered the same requests, one soon after the other."""
+        """The mean difference of serving runs of equal seed, which answered the same requests, one soon after the other."""
         if self.kind != "serve" or set(before) != set(after) or len(before) < 2:
             return None
         return paired([before[seed] for seed in before], [after[seed] for seed in before])
 
 
 def stem(ids: Sequence[str]) -> str:
-    """What `ids` begin with alike, not the whole of any."""
+    """The longest common prefix of `ids` that is not the whole of any."""
     letters = zip(*(id[:-1] for id in ids), strict=False)
     return "".join(same[0] for same in takewhile(lambda some: len(set(some)) == 1, letters))
 
 
 def verdict(name: str, base: float, found: Difference, *seeds: int, runs: bool = False) -> str:
-    """What a difference says, in words: 'better: 3.4 % lower', or that it is none that so many seeds (or runs) can show."""
+    """A difference in words: 'better: 3.4 % lower', or that this many seeds (or runs) show none."""
     if not found.clear:
         count = seeds[0] if len(set(seeds)) == 1 else "these"
         return f"no difference that {count} {'runs' if runs else 'seeds'} can show"
@@ -218,12 +218,12 @@ def verdict(name: str, base: float, found: Difference, *seeds: int, runs: bool =
 
 
 def direction(name: str) -> int:
-    """1 for a figure of which more is better, -1 for one of which less is, 0 when nobody said."""
+    """1 for a figure of which more is better, -1 for one of which less is, 0 for others."""
     return 1 if name in MORE else -1 if name in LESS or name.startswith("val_loss_") else 0
 
 
 def serving(line: Line) -> list[Arm]:
-    """The serving runs, those equal but for their seed as one arm; `fields` are the settings in which the arms differ."""
+    """The serving runs; those equal but for their seed are one arm. `fields` are the settings in which the arms differ."""
     key, groups = _grouped(line)
     arms = [rows for rows in groups.values() if rows[0].kind == "serve"]
     seeded = {name for name, group in groups.items() if len(group) > 1}
@@ -235,7 +235,7 @@ def serving(line: Line) -> list[Arm]:
 
 
 def _grouped(line: Line) -> tuple[Callable[[Row], str], dict[str, list[Row]]]:
-    """(signature of a row, rows by signature): the rows of one signature are equal but for their seed."""
+    """(signature of a row, rows by signature): rows of equal signature differ only in their seed."""
     key = _signatures(line)
     groups: dict[str, list[Row]] = {}
     for row in line.rows:
@@ -246,10 +246,10 @@ def _grouped(line: Line) -> tuple[Callable[[Row], str], dict[str, list[Row]]]:
 
 
 def trials(line: Line) -> list[Trial]:
-    """Every comparison of arms over seeds that the line holds, in its order; those of one arm alone last.
+    """Every comparison of arms over seeds in the line, in its order; those of a single arm last.
 
-    An arm are two or more artifacts of one stage whose specs are equal but for `seed`, and whose parents are equal or arms
-    over seeds themselves. Arms are set against each other when they were judged on the same data: a training's held-out loss on
+    An arm is two or more artifacts of one stage whose specs are equal but for `seed`, and whose parents are equal or arms
+    over seeds themselves. Arms are compared when they were evaluated on the same data: a training's held-out loss on
     other data is another quantity.
     """
     key, groups = _grouped(line)
@@ -282,12 +282,12 @@ def _name(line: Line, id: str) -> str:
 
 
 def _signatures(line: Line) -> Callable[[Row], str]:
-    """What tells an artifact from all but its twins of other seeds: its spec and its parents' signatures, seeds left out."""
+    """The signature of an artifact: its spec and its parents' signatures, without seeds."""
     known: dict[str, str] = {}
 
     def signature(row: Row) -> str:
         if row.id not in known:
-            known[row.id] = row.fingerprint  # what hand-made manifests that name each other in a circle get
+            known[row.id] = row.fingerprint  # for hand-made manifests with circular parents
             parents = sorted((parent.role, _parent_key(line, signature, parent)) for parent in row.parents)
             known[row.id] = fingerprint([row.kind, _plain(_without_seeds(row.spec)), parents])
         return known[row.id]
@@ -301,7 +301,7 @@ def _parent_key(line: Line, key: Callable[[Row], str], parent: Any) -> str:
 
 
 def _without_seeds(value: Any) -> Any:
-    """`value` without fields called 'seed', however deep."""
+    """`value` without fields called 'seed', at any depth."""
     if isinstance(value, dict):
         return {key: _without_seeds(entry) for key, entry in value.items() if key != "seed"}
     return [_without_seeds(entry) for entry in value] if isinstance(value, list) else value
@@ -317,7 +317,7 @@ def _plain(value: Any) -> Any:
 
 
 def varied(line: Line, rows: Sequence[Row], key: Callable[[Row], str], seeded: set[str]) -> dict[str, list[str]]:
-    """Field to the words of each row, for what differs between them: spec fields and inputs, and what differs in inputs that
+    """The fields in which rows differ, with each row's words: spec fields, inputs, and fields of inputs that
     are arms over seeds themselves."""
     found = _differing([_without_seeds(row.spec) for row in rows])
     roles = dict.fromkeys("data" if parent in _data(row) else parent.role for row in rows for parent in row.parents)
@@ -342,7 +342,7 @@ def varied(line: Line, rows: Sequence[Row], key: Callable[[Row], str], seeded: s
 
 
 def _differing(values: Sequence[Any], path: str = "") -> dict[str, list[str]]:
-    """Dotted field to each value's words, where the values differ; techniques of other kinds are told apart as a whole."""
+    """The dotted fields in which values differ, with each value's words; techniques of different kinds differ as a whole."""
     if all(value == values[0] for value in values):
         return {}
     tables = [value for value in values if isinstance(value, dict)]

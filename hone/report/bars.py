@@ -26,7 +26,7 @@ class Bar:
 
 
 _FARTHEST = 1e9
-"""Ratios beyond this stand at the axis' end."""
+"""Ratios beyond this are drawn at the axis' end."""
 _RATIO_TICKS = (
     (2.0, (0.7, 1, 1.4)),
     (5.0, (0.5, 1, 2)),
@@ -35,11 +35,11 @@ _RATIO_TICKS = (
     (10_000.0, (0.01, 0.1, 1, 10, 100)),
     (math.inf, (0.0001, 0.01, 1, 100, 10_000)),
 )
-"""Marks of a ratio axis that reaches from 1 / limit to limit."""
+"""Ticks of a ratio axis from 1 / limit to limit."""
 
 
 def bars(rows: Sequence[Bar], width: float, unit: str, label: str) -> Markup:
-    """Horizontal bars from zero with their values; an absent value says why instead of drawing nothing as 0."""
+    """Horizontal bars from zero with their values; an absent value shows its note instead of a bar of 0."""
     step, size = 30.0, 13.0
     name_width = min(width * 0.36, max(text_width(row.label, size) for row in rows) + 12)
     value_width = (
@@ -74,7 +74,7 @@ def bars(rows: Sequence[Bar], width: float, unit: str, label: str) -> Markup:
 
 
 def ranges(rows: Sequence[tuple[str, float, float]], width: float, unit: str, label: str) -> Markup:
-    """A line from the low to the high value of each row, on one logarithmic axis when they span decades."""
+    """A line from the low to the high value of each row, on a common axis, logarithmic when they span decades."""
     step, size = 32.0, 13.0
     name_width = min(width * 0.36, max(text_width(name, size) for name, *_ in rows) + 12)
     values = [value for _, *pair in rows for value in pair]
@@ -101,9 +101,9 @@ def ranges(rows: Sequence[tuple[str, float, float]], width: float, unit: str, la
 def means(
     rows: Sequence[tuple[str, Sequence[float], float | None]], width: float, words: Sequence[str], label: str
 ) -> Markup:
-    """Of each (name, values, half of the mean's interval): the values as dots, their mean as a larger one on its interval.
+    """For each (name, values, half of the mean's interval): the values as small dots, their mean as a large one on its interval.
 
-    The first row's mean is drawn through all rows; `words` stand at the rows' ends.
+    The first row's mean is drawn through all rows; `words` are written at the rows' ends.
     """
     step, size = 36.0, 13.0
     name_width = min(width * 0.42, max(text_width(name, size) for name, *_ in rows) + 14)
@@ -132,9 +132,9 @@ def means(
 
 
 def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = False, band: float = 0.2) -> Markup:
-    """Estimate / measurement of one figure for each artifact on a log axis around 1; bounds are open and say 'limit'.
+    """Estimate / measurement of one figure for each artifact on a log axis around 1; bounds are open and labelled 'limit'.
 
-    The shaded band is +-`band`. `mixed` rows are of several figures and named after both.
+    The shaded band is +-`band`. `mixed` rows are of several figures and labelled with both names.
     """
     step, size, top = 30.0, 13.0, 22.0
     name_width = min(
@@ -161,7 +161,7 @@ def _row_name(check: Check, mixed: bool) -> str:
 
 def _ratio_row(check: Check, name: str, x: Scale, middle: float, width: float) -> Markup:
     figure, left = check.figure, x.start
-    assert figure.estimate is not None, "a check has an estimate"
+    assert figure.estimate is not None, "a check must have an estimate"
     estimate, value = units.exact(figure.estimate.value, figure.estimate.unit), units.exact(figure.value, figure.unit)
     said = f"{name}: estimated {estimate}, measured {value}"
     label = text(left - 10, middle + 4, fit(name, left - 10, 13), "barlabel", "end")
@@ -171,7 +171,7 @@ def _ratio_row(check: Check, name: str, x: Scale, middle: float, width: float) -
     end = x(min(max(check.ratio, 1 / _FARTHEST), _FARTHEST))
     if check.bound:
         d = f"M{end:.1f} {middle - 7:.1f}V{middle + 7:.1f}M{end:.1f} {middle:.1f}H{x(1):.1f}"
-        said += "; a speed-of-light limit, no prediction"
+        said += "; a speed-of-light limit, not a prediction"
         return group(
             said, label, el("path", d=d, class_="limit"), text(width - 4, middle + 4, "limit", "absent", "end")
         )
@@ -186,7 +186,7 @@ def _ratio_row(check: Check, name: str, x: Scale, middle: float, width: float) -
 
 
 def waterfall(steps: Sequence[tuple[str, float, float]], width: float, unit: str, label: str) -> Markup:
-    """What went in, what each step took away (hanging bars), what came out."""
+    """The input, what each step removed (hanging bars), and the output."""
     step, size = 30.0, 13.0
     shown = [
         ("in", steps[0][1], 0.0, "whole"),

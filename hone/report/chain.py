@@ -1,4 +1,4 @@
-"""The chain as a picture: artifacts as nodes, inputs as lines, laid out from the parents alone."""
+"""The chain as a picture: artifacts as nodes, inputs as lines, laid out from the parents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Node:
 
 
 def facts(row: Row) -> list[str]:
-    """The two figures that say most about an artifact of this kind, in words."""
+    """The two most informative figures of an artifact of this kind, in words."""
     words = {
         "kept_bytes": "{} kept",
         "num_params": "{} parameters",
@@ -73,7 +73,7 @@ def facts(row: Row) -> list[str]:
 
 
 def _mean_facts(arm: arms.Arm) -> list[str]:
-    """The rate of a serving arm that ran several times, as the mean of its runs."""
+    """The rate of a serving arm with several runs, as the mean of its runs."""
     rates = arm.values("tokens_per_s")
     return [f"{units.show(fmean(rates), 'tokens/s').replace('tokens/s', 'tok/s')} on average"] if rates else []
 
@@ -81,7 +81,7 @@ def _mean_facts(arm: arms.Arm) -> list[str]:
 def layout(line_: Line) -> list[Node]:
     """Nodes with columns (longest path from an input; measurements in the last) and disjoint vertical bands.
 
-    Each node hangs below one main parent: its model, else the first parent no longer path leads to. Of the other
+    Each node is placed below one main parent: its model, else the first parent without a longer path to it. Of the other
     inputs only those that no longer path implies are kept as `others`. Serving runs of one arm are one node.
     """
     nodes = {
@@ -148,9 +148,9 @@ def _bands(nodes: dict[str, Node]) -> None:
 
 
 def chain(line_: Line, width: float, anchors: dict[str, str] | None = None) -> Markup:
-    """The picture, left to right; as an outline from top to bottom where `width` is a phone's.
+    """The picture, left to right; from top to bottom as an outline for a phone's `width`.
 
-    `anchors` maps artifact ids to the page's anchors that their boxes link to; without it nothing is linked.
+    `anchors` maps artifact ids to the page's anchors, to which their boxes are linked.
     """
     anchors = anchors or {}
     nodes = layout(line_)
@@ -185,7 +185,7 @@ def chain(line_: Line, width: float, anchors: dict[str, str] | None = None) -> M
 
 
 def _curve(x1: float, y1: float, x2: float, y2: float, gap: float, class_: str, title: str) -> Markup:
-    """Bends within the first gap, then runs straight: the target's band is free all the way."""
+    """A curve that bends within the first gap, then runs straight, because the target's band is free up to it."""
     turn = x1 + gap
     d = f"M{x1:.1f} {y1:.1f}C{x1 + gap * 0.6:.1f} {y1:.1f} {turn - gap * 0.6:.1f} {y2:.1f} {turn:.1f} {y2:.1f}L{x2:.1f} {y2:.1f}"
     return el("path", el("title", title), d=d, class_=class_)
@@ -210,12 +210,12 @@ def _box(node: Node, x: float, y: float, width: float) -> Markup:
 
 
 def _linked(node: Node, box: Markup, anchors: dict[str, str]) -> Markup:
-    """The box as a link to the artifact's figures, where there is a page to link to."""
+    """The box, linked to the artifact's figures if `anchors` has it."""
     return el("a", box, href=f"#{anchors[node.id]}", aria_label=node.tooltip) if node.id in anchors else box
 
 
 def _outline(nodes: dict[str, Node], width: float, label: str, anchors: dict[str, str]) -> Markup:
-    """Top to bottom with indents: what a narrow screen can show without scrolling sideways."""
+    """Top to bottom with indents, for a narrow screen without horizontal scrolling."""
     parts: list[Markup] = []
     height = 48.0
 

@@ -28,7 +28,7 @@ from hone.report.svg import (
 
 
 def loss_series(row: Row) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """(step, training loss) and (step, validation loss) of a train artifact, as far as steps.jsonl has them."""
+    """(step, training loss) and (step, validation loss) of a train artifact, from its steps.jsonl."""
     steps = row.content.get("steps.jsonl") or []
     train = finite((entry.get("step"), entry.get("loss")) for entry in steps)
     val = finite((entry.get("step"), entry.get("val_loss")) for entry in steps)
@@ -46,14 +46,14 @@ def smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[flo
 
 
 def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
-    """At most about `most` of the points, evenly taken, the last one kept."""
+    """About `most` of the points at most, evenly spaced, including the last."""
     stride = max(1, math.ceil(len(points) / most))
     kept = points[::stride]
     return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
 
 
 def loss(row: Row, width: float, domain: tuple[float, float]) -> Markup:
-    """Training loss (faint: every step; firm: running mean) and validation loss (dots) over steps."""
+    """Training loss (faint: every step; dark: running mean) and validation loss (dots) over steps."""
     train, val = loss_series(row)
     height, left, right, top, bottom = 260.0, 44.0, 16.0, 14.0, 34.0
     xs = [x for x, _ in train + val]
@@ -87,7 +87,7 @@ def loss(row: Row, width: float, domain: tuple[float, float]) -> Markup:
 def _end_labels(
     words: list[str], classes: list[str], ends: list[tuple[float, float]], right: float, top: float
 ) -> list[Markup]:
-    """Series names, right-aligned above where the curves end (curves fall, so there is air), the higher curve first."""
+    """Series names, right-aligned above the ends of the curves (which fall, so there is space), the higher curve first."""
     order = sorted(range(len(words)), key=lambda index: ends[index][1])
     base = max(top + 12 + 16 * (len(words) - 1), min((y for _, y in ends), default=top) - 46)
     return [
@@ -97,7 +97,7 @@ def _end_labels(
 
 
 def loss_domain(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """One loss axis for these training runs; None without a loss."""
+    """A common loss axis for these training runs; None without a loss."""
     values = [loss_ for row in rows for series in loss_series(row) for _, loss_ in series]
     if not values:
         return None
@@ -106,7 +106,7 @@ def loss_domain(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 
 def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Markup:
-    """Each model a point, size against quality (both: less is better), the Pareto line through the unbeaten ones."""
+    """Each model as a point, size against quality (both: less is better), with the Pareto line."""
     height, left, right, top, bottom = 340.0 if width > 600 else 320.0, 52.0, 18.0, 22.0, 44.0
     sizes, values = [point.num_bytes for point in points], [point.quality for point in points]
     log_x, log_y = max(sizes) / min(sizes) > 3, min(values) > 0 and max(values) / min(values) > 3

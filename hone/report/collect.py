@@ -1,4 +1,4 @@
-"""Manifests to rows: reads a line's artifact folders and joins them by their parents; writes nothing, runs nothing."""
+"""Reads a line's artifact folders into rows and joins them by their parents; writes nothing, runs nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hone.base.spec import read_yaml
 
 _ABSURD = 1e30
 KINDS = ("foreign", "data", "train", "compress", "eval", "serve")
-"""Stages in the order in which a line runs them; unknown kinds come last."""
+"""Stages in the order of a recipe; unknown kinds come last."""
 RECIPE = "recipe.yaml"
-"""What `hone run` leaves in a line's folder; the report takes the order of the stages from it."""
+"""File that `hone run` writes into a line's folder; the report reads the order of the stages from it."""
 CONTENT = {
     "data": ("stats.json", "dropped.jsonl", "sample.jsonl", "contamination.jsonl"),
     "train": ("steps.jsonl", "mixture.json"),
@@ -32,7 +32,7 @@ CONTENT = {
 class Parent:
     """One input of an artifact. `id` is its folder name when it is in the line, else 'foreign:<name>'.
 
-    `stale` is true when the line holds an artifact of that name made from another spec than the one used.
+    `stale` is true when the line has an artifact of that name made from another spec than the one used.
     """
 
     role: str
@@ -44,7 +44,7 @@ class Parent:
 
 @dataclass
 class Row:
-    """One artifact, read: `id` is its folder's name, `content` its side files by name (absent ones missing)."""
+    """One artifact: `id` is its folder's name, `content` its side files by name (without missing ones)."""
 
     id: str
     kind: str
@@ -60,7 +60,7 @@ class Row:
     parents: list[Parent] = field(default_factory=list)
 
     def value(self, name: str) -> float | None:
-        """The figure's value; None when it is unknown, absent or not sound."""
+        """The figure's value; None when it is unknown, absent or not a sound number."""
         figure = self.figures.get(name)
         return figure.value if figure is not None and sound(figure.value) else None
 
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def command(self) -> str:
-        """The command that makes it again; '' when the manifest does not say."""
+        """The command that makes it again; '' when the manifest has none."""
         return str(self.provenance.get("command") or "")
 
 
@@ -90,11 +90,11 @@ class Line:
 
     @property
     def foreign(self) -> list[Parent]:
-        """Inputs that come from outside the line, each once."""
+        """Inputs from outside the line, each once."""
         return list({parent.id: parent for row in self.rows for parent in row.parents if ":" in parent.id}.values())
 
     def label(self, id: str) -> str:
-        """A short name for an artifact: without its stage where that is still unique among the models."""
+        """A short name of an artifact: without its stage where that is unique among the models."""
         row = self.get(id)
         if row is None:
             return id.partition(":")[2] or id
@@ -102,14 +102,14 @@ class Line:
         return row.name if len(twins) <= 1 else row.id
 
     def own_techniques(self, row: Row) -> list[dict[str, Any]]:
-        """What this stage did, without what its first parent already brought along."""
+        """The techniques of this stage, without those of its first parent."""
         first = self.get(row.parents[0].id) if row.parents else None
         before = first.techniques if first else []
         return row.techniques[len(before) :] if row.techniques[: len(before)] == before else row.techniques
 
 
 def collect(folder: Path | str) -> Line:
-    """Reads every artifact folder in `folder`. Raises ArtifactError when there is none that can be read.
+    """Reads every artifact folder in `folder`. Raises ArtifactError when none can be read.
 
     A broken hone.json, a broken side file and an unfinished stage become `problems`; the rest is still read.
     """
@@ -131,12 +131,12 @@ def collect(folder: Path | str) -> Line:
             except ArtifactError as error:
                 problems.append((path.name, error.what.replace(f"{folder}/", "")))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                problems.append((path.name, f"{MANIFEST} does not read as a manifest: {_first_line(error)}"))
+                problems.append((path.name, f"{MANIFEST} is not a valid manifest: {_first_line(error)}"))
     if not rows:
         broken = "".join(f"; {name}: {what}" for name, what in problems)
         raise ArtifactError(
-            f"nothing to report: {folder} holds no finished artifact{broken}",
-            fix="run the line first (`hone run RECIPE`), or point at the folder that holds its artifacts",
+            f"nothing to report: {folder} has no finished artifact{broken}",
+            fix="run the line first (`hone run RECIPE`), or give the folder of its artifacts",
         )
     _join(rows, problems)
     return Line(folder.resolve().name, folder, _parents_first(rows, _recipe_order(folder)), problems)
@@ -185,14 +185,14 @@ def _read_content(path: Path) -> Any:
         return values
     rows = [
         json.loads(line) for line in text.split("\n") if line.strip()
-    ]  # texts may hold U+2028, a line end to splitlines
+    ]  # texts may contain U+2028, a line end for splitlines
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("a line is not a JSON object")
     return rows
 
 
 def _join(rows: list[Row], problems: list[tuple[str, str]]) -> None:
-    """Fills in each parent's `id`: the artifact of the same fingerprint, by preference also of the same name."""
+    """Sets each parent's `id`: the artifact of the same fingerprint, preferably also of the same name."""
     by_id = {row.id: row for row in rows}
     for row in rows:
         joined = []
@@ -203,13 +203,13 @@ def _join(rows: list[Row], problems: list[tuple[str, str]]) -> None:
             stale = not same and parent.name in by_id
             id = same[0][1] if same else parent.name if stale else f"foreign:{parent.name.removeprefix('foreign-')}"
             if stale:
-                problems.append((row.id, f"was made from an earlier {parent.name} than the one that is there now"))
+                problems.append((row.id, f"was made from an earlier {parent.name} than the current one"))
             joined.append(Parent(parent.role, parent.name, id, parent.fingerprint, stale))
         row.parents = joined
 
 
 def _recipe_order(folder: Path) -> list[str]:
-    """Names of the stages in the recipe that lies with the line, those with branches without what the branches add."""
+    """Names of the stages in the line's recipe, without the suffixes of branches."""
     try:
         recipe = read_yaml(folder / RECIPE)
     except (SpecError, OSError):
@@ -219,7 +219,7 @@ def _recipe_order(folder: Path) -> list[str]:
 
 
 def _parents_first(rows: list[Row], recipe: list[str]) -> list[Row]:
-    """Topological order; among the free, by stage, then by their places in the recipe, then by when they were made."""
+    """Topological order; among available rows by stage, then by position in the recipe, then by time."""
     places: dict[str, int] = {}
     for row in rows:
         known = [name for name in recipe if f"{row.id}-".startswith(f"{name}-")]
@@ -234,7 +234,7 @@ def _parents_first(rows: list[Row], recipe: list[str]) -> list[Row]:
     ids = {row.id for row in rows}
     while waiting:
         free = [row for row in waiting if all(parent.id in placed or parent.id not in ids for parent in row.parents)]
-        row = (free or waiting)[0]  # hand-made manifests may name each other in a circle
+        row = (free or waiting)[0]  # hand-made manifests may have circular parents
         waiting.remove(row)
         ordered.append(row)
         placed.add(row.id)
@@ -246,12 +246,12 @@ def _first_line(error: Exception) -> str:
 
 
 def mappings(value: Any) -> list[dict[str, Any]]:
-    """The mappings in a list; [] for anything else: side files are read as far as they make sense."""
+    """The mappings in a list; [] for anything else, since side files may be malformed."""
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def sound(value: Any) -> bool:
-    """Whether `value` is a number that can be drawn: finite, and no slip of the pen beyond 1e30."""
+    """Whether `value` is a number that can be drawn: finite, and at most 1e30."""
     return isinstance(value, int | float) and math.isfinite(value) and abs(value) < _ABSURD
 
 

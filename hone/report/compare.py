@@ -1,4 +1,4 @@
-"""What the figures say against each other: the Pareto line of models, estimates against measurements."""
+"""Comparisons of figures: the Pareto line of models, and estimates against measurements."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hone.report import units
 from hone.report.collect import Line, Row, sound
 
 NEAR = 0.1
-"""Models worse than the best by more than this are left out of the closer look."""
+"""Models worse than the best by more than this are left out of the detailed chart."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluated model: its size and its quality (lower is better), `on_line` when nothing beats it in both.
+    """One evaluated model: its size and its quality (lower is better), `on_line` when no model is better in both.
 
-    `tokens` is what it and the models whose weights it began with were trained on; `longer` says that this is more than
-    the base model's. Such a model is not on the line: the others might be as good after as much training.
+    `tokens` is the number of training tokens of it and of the models whose weights it was initialised from; `longer` tells that
+    it is more than the base model's. Such a model is not on the line: others might be as good after as much training.
     """
 
     id: str
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Check:
-    """One estimate beside its measurement. `ratio` is estimate / measurement, None when it cannot be formed."""
+    """One estimate with its measurement. `ratio` is estimate / measurement, None when undefined."""
 
     row: Row
     figure: Figure
@@ -47,7 +47,7 @@ class Check:
 
 
 def pareto(points: list[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other beats in both coordinates (smaller is better), by the first coordinate.
+    """Indices of the points that no other is better than in both coordinates (smaller is better), by the first coordinate.
 
     Of equal points only the first is taken.
     """
@@ -59,7 +59,7 @@ def pareto(points: list[tuple[float, float]]) -> list[int]:
 
 
 def quality_metric(line: Line) -> str:
-    """The quality figure that most evaluations have: perplexity, else bits per byte, else loss."""
+    """The quality figure of most evaluations: perplexity, else bits per byte, else loss."""
     counts = Counter(
         name
         for row in line.of("eval")
@@ -88,7 +88,7 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
     points = []
     for row in rows:
         model = row.parent("model")
-        assert model is not None, "grouped above only with a model"
+        assert model is not None, "rows without a model were left out above"
         tokens = tokens_seen(line, model.id)
         points.append(
             Point(
@@ -108,7 +108,7 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
 
 
 def quality_views(points: list[Point]) -> list[tuple[str, list[Point]]]:
-    """(title, points) of the charts to draw: all, and a closer look at the good where bad ones squeeze them together."""
+    """(title, points) of the charts to draw: all, and the good ones alone where bad ones compress the scale."""
     best = min(point.quality for point in points)
     near = [point for point in points if point.quality <= best * (1 + NEAR)]
     if best <= 0 or not 2 <= len(near) < len(points):
@@ -117,7 +117,7 @@ def quality_views(points: list[Point]) -> list[tuple[str, list[Point]]]:
 
 
 def model_bytes(line: Line, row: Row) -> float | None:
-    """Size of the model behind an evaluation or a serving run; None when nobody measured it."""
+    """Size of the model of an evaluation or a serving run; None when unknown."""
     own = row.value("model_bytes")
     model = row.parent("model")
     behind = line.get(model.id) if model else None
@@ -125,7 +125,7 @@ def model_bytes(line: Line, row: Row) -> float | None:
 
 
 def tokens_seen(line: Line, id: str) -> float | None:
-    """Training tokens behind a model's weights: its own, and those of the model that its weights were copied from."""
+    """Training tokens of a model's weights: its own, and those of the model from which it was initialised."""
     row = line.get(id)
     if row is None:
         return None
@@ -139,7 +139,7 @@ def tokens_seen(line: Line, id: str) -> float | None:
 
 
 def stored_bits(line: Line, id: str) -> float | None:
-    """Bits a weight of a model's folder, scales and all; None when its size or its parameters are not known."""
+    """Bits per weight of a model's folder, scales included; None when its size or its parameters are not known."""
     row = line.get(id)
     if row is None:
         return None
@@ -148,7 +148,7 @@ def stored_bits(line: Line, id: str) -> float | None:
 
 
 def base_model(line: Line) -> str | None:
-    """Id of the model that the variants come from: the train artifact or foreign model most compressions start from."""
+    """Id of the model that the variants were made from: the train artifact or foreign model of most compressions."""
     sources = Counter(parent.id for row in line.of("compress") if (parent := row.parent("model")) is not None)
     roots = {id: count for id, count in sources.items() if (row := line.get(id)) is None or row.kind == "train"}
     if roots:
@@ -170,7 +170,7 @@ def technique_words(techniques: list[dict[str, Any]]) -> str:
 
 
 def lineage_words(line: Line, id: str) -> str:
-    """What was done to a model since it was trained: 'magnitude 50 % sparse, gptq 4-bit', 'distilled from base'."""
+    """The techniques applied to a model after training: 'magnitude 50 % sparse, gptq 4-bit', 'distilled from base'."""
     words: list[str] = []
     row = line.get(id)
     while row is not None and row.kind == "compress":
@@ -183,7 +183,7 @@ def lineage_words(line: Line, id: str) -> str:
 
 
 def short(value: Any) -> str:
-    """A spec's value in a few words: 'on', 'none', 'model (num tokens 4)', techniques as `technique_words` has them."""
+    """A spec's value in a few words: 'on', 'none', 'model (num tokens 4)', techniques by `technique_words`."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
@@ -200,7 +200,7 @@ def short(value: Any) -> str:
 
 
 def checks(line: Line) -> list[Check]:
-    """Every estimate of the line beside its measurement, in the line's order."""
+    """Every estimate of the line with its measurement, in the line's order."""
     found = []
     for row in line.rows:
         for figure in row.figures.values():

@@ -1,4 +1,4 @@
-"""What the data room wrote beside its drops: scores, groups, evaluation examples that were found, packing, mixtures."""
+"""The data room's results beside drops: scores, groups, evaluation examples that were found, packing, mixtures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GROUPS = {"language": "language", "group": "source"}
 
 
 def of(row: Row) -> dict[str, Any]:
-    """All that a data artifact holds of these."""
+    """All of these results of a data artifact."""
     stats = row.content.get("stats.json") or {}
     return {
         "scorers": scorers(stats),
@@ -36,7 +36,7 @@ def of(row: Row) -> dict[str, Any]:
 
 
 def scorers(stats: dict[str, Any]) -> list[dict[str, str]]:
-    """A row of each scorer: what is known of it from texts it did not learn from, what it was made from, what was dear."""
+    """A row per scorer: its quality on held-out texts, its training data, and the share sent to an expensive scorer."""
     found = []
     for row in mappings(stats.get("scorers")):
         figures = {str(name): value for name, value in row.items() if sound(value)}
@@ -62,7 +62,7 @@ def scorers(stats: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _part(name: str) -> tuple[str, str]:
-    """('cheap', 'auc') of 'cheap_auc': a cascade has two scorers."""
+    """('cheap', 'auc') of 'cheap_auc', as a cascade has two scorers."""
     part, _, bare = name.partition("_")
     return (part, bare) if part in ("cheap", "dear") and bare else ("", name)
 
@@ -72,7 +72,7 @@ def _parts(words: dict[str, list[str]]) -> str:
 
 
 def groups(stats: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tables of what became of each language and each source, and sentences on steps that take far more of one than of the rest."""
+    """Tables of the outcome for each language and each source, and sentences on steps that drop a much larger share of one than of the rest."""
     found = []
     tables = stats.get("groups")
     for column, table in tables.items() if isinstance(tables, dict) else ():
@@ -135,7 +135,7 @@ def _group_table(column: str, table: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def stands_out(count: float, size: float, other: float, rest: float) -> bool:
-    """Whether `count` of `size` is a share at least twice that of `other` of `rest`, by more than chance (three deviations)."""
+    """Whether the share `count` of `size` is at least twice the share `other` of `rest`, by more than chance (three deviations)."""
     if count < 5 or size <= 0 or rest <= 0:
         return False
     share, beside, both_ = count / size, other / rest, (count + other) / (size + rest)
@@ -161,7 +161,7 @@ def _share(value: float) -> str:
 
 
 def contamination(row: Row) -> list[dict[str, Any]]:
-    """For each decontamination: its evaluation sets with how many examples were found, and the examples most documents hold."""
+    """For each decontamination: its evaluation sets with the number of examples found, and the examples in most documents."""
     stats = row.content.get("stats.json") or {}
     hits = row.content.get("contamination.jsonl") or []
     found = []
@@ -219,7 +219,7 @@ def _example(hit: dict[str, Any]) -> dict[str, Any]:
 
 
 def packing(stats: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """(row length, way, rows, share of positions that teach nothing, documents parted) of the training split."""
+    """(sequence length, packing, sequences, share of positions without a target, split documents) of the training split."""
     table = stats.get("packing")
     found = []
     for length, ways in table.items() if isinstance(table, dict) else ():
@@ -241,7 +241,7 @@ def skipped(stats: dict[str, Any]) -> str:
 
 
 def mixtures(line: Line) -> list[dict[str, Any]]:
-    """What each mixture chose, trainings that were given the same shares together: a chart, a table with reasons, its notes."""
+    """The shares of each mixture, trainings with equal shares together: a chart, a table with reasons, its notes."""
     found: dict[str, dict[str, Any]] = {}
     for row in line.of("train"):
         content = row.content.get("mixture.json")

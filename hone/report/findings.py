@@ -10,14 +10,14 @@ from hone.report import arms, compare, units
 from hone.report.collect import Line, Row, mappings
 
 TOLERATED = 0.05
-"""Quality a finding may cost before another variant is preferred."""
+"""Loss of quality that a finding may have before another variant is preferred."""
 CLOSE = 0.2
-"""Relative error up to which an estimate counts as right in the head of the page."""
+"""Relative error up to which the head of the page counts an estimate as accurate."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence for the head of the page: `value` large, `text` below it, `about` the section it comes from."""
+    """One sentence for the head of the page: `value` in large type, `text` below it, `about` the section it comes from."""
 
     value: str
     text: str
@@ -31,7 +31,7 @@ def findings(line: Line) -> list[Finding]:
 
 
 def _effect(line: Line) -> Finding | None:
-    """The clearest effect of an arm over seeds; where no arm has one, the first comparison."""
+    """The clearest effect of an arm over seeds; without a clear one, the first comparison."""
     found = [
         (trial, trial.figures[0], effect)
         for trial in arms.trials(line)
@@ -48,7 +48,7 @@ def _effect(line: Line) -> Finding | None:
 
     trial, name, effect = max(found, key=strength) if any(e.difference.clear for *_, e in found) else found[0]
     difference = effect.difference
-    assert difference is not None, "left out above"
+    assert difference is not None, "entries without one were left out above"
     base = trial.arms[0]
     seeds = f"{len(effect.values)} seeds" if len(effect.values) == len(base.values(name)) else "these seeds"
     half = units.fixed(difference.half, units.decimals(difference.half))
@@ -105,7 +105,7 @@ def _serving(line: Line) -> Finding | None:
             if ratio >= 1:
                 found.append((ratio, f"serving with {after} instead of {before}"))
             elif "model" not in dict(effect.arm.fields) or base.model == effect.arm.model:
-                # A variant that serves slower than the model it came from is no finding: it was made to be smaller.
+                # A slower variant is no finding against it: it was made to be smaller.
                 found.append((1 / ratio, f"serving with {before} instead of {after}"))
     if found:
         ratio, words = max(found)
@@ -133,7 +133,7 @@ def _data(line: Line) -> Finding | None:
 
 
 def step_bytes(row: Row) -> list[tuple[str, float, float]]:
-    """(step, bytes in, bytes out) of a data artifact's steps, as far as its stats.json says."""
+    """(step, bytes in, bytes out) of a data artifact's steps, from its stats.json."""
     steps = mappings((row.content.get("stats.json") or {}).get("steps"))
     return [
         (str(step.get("name", "?")), float(step["bytes_in"]), float(step["bytes_out"]))

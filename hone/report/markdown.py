@@ -1,4 +1,4 @@
-"""The report as Markdown: the same figures as tables, readable where HTML is not shown."""
+"""The report as Markdown: the figures as tables, for readers without HTML."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hone.report.collect import Line, Row
 from hone.report.findings import findings
 
 _EFFECT = (
-    "Artifacts that differ in nothing but their seed are one arm; each is set against the first of its kind in the recipe. "
-    "The interval is of the difference of their means (Welch's): where it holds 0, these seeds show no difference."
+    "Artifacts that differ only in their seed are one arm; each is compared with the first of its kind in the recipe. "
+    "The interval is of the difference of their means (Welch's): where it contains 0, these seeds show no difference."
 )
 
 _PAIRED = (
     "Runs of one arm answer different requests, runs of one seed in different arms the same ones, one soon after the other. "
-    "The interval is of the mean difference of runs of one seed (paired t): where it holds 0, these runs show no difference."
+    "The interval is of the mean difference of runs of one seed (paired t): where it contains 0, these runs show no difference."
 )
 _ONCE = (
     "Each of these ran once. A second run of the same thing differs too: `repeats: 3` in the recipe runs the arms in turn "
@@ -30,7 +30,7 @@ def render(line: Line) -> str:
     parts = [f"# {escape(line.name)}", "", escape(origin.summary(line)), ""]
     parts += [f"- **{escape(finding.value)}** {escape(finding.text)}" for finding in findings(line)]
     if line.problems:
-        parts += ["", "## Not everything is here", ""]
+        parts += ["", "## Problems", ""]
         parts += [f"- {code(name)}: {escape(what)}" for name, what in line.problems]
     parts += ["", "## The chain", *_chain(line)]
     parts += (
@@ -48,7 +48,7 @@ def render(line: Line) -> str:
 
 
 def escape(text: str) -> str:
-    """Plain text that Markdown and the HTML in it leave alone; one line."""
+    """Plain text with Markdown and HTML escaped, on one line."""
     text = " ".join(text.split())
     for char in "\\`*_[]|~":
         text = text.replace(char, f"\\{char}")
@@ -56,7 +56,7 @@ def escape(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """A code span that holds `text` whatever it holds."""
+    """A code span of any `text`."""
     text = " ".join(text.split()).replace("|", "¦")
     longest = max((len(run) for run in "".join(c if c == "`" else " " for c in text).split()), default=0)
     fence, pad = "`" * (longest + 1), " " if text.startswith("`") or text.endswith("`") else ""
@@ -92,7 +92,7 @@ def _effects(line: Line) -> list[str]:
 
 
 def _trials(found: list[dict[str, Any]]) -> list[str]:
-    """The tables of trials, the artifacts of each arm below them."""
+    """The tables of trials, with the artifacts of each arm below them."""
     parts: list[str] = []
     head = ("arm", "verdict", "seeds", "mean", "standard deviation", "difference", "95 % interval")
     for entry in found:
@@ -141,9 +141,9 @@ def _quality(line: Line) -> list[str]:
     ]
     head = (
         "model",
-        "done to it",
+        "techniques",
         "training tokens",
-        "bits a weight",
+        "bits per weight",
         "size",
         "smaller",
         units.label(metric),
@@ -225,7 +225,7 @@ def _estimates(line: Line) -> list[str]:
         if check.figure.estimate is not None
     ]
     return [
-        "## Said beforehand, measured afterwards",
+        "## Estimates and measurements",
         *table(("artifact", "figure", "estimate", "measured", "error"), rows, numbers=2),
     ]
 
@@ -246,7 +246,7 @@ def _data(line: Line) -> list[str]:
         ]
         if rules:
             parts += table(
-                ("filter", "reason", "a document stays if", "drops alone", "only it drops"), rules, numbers=3
+                ("filter", "reason", "a document is kept if", "drops alone", "only it drops"), rules, numbers=3
             )
         parts += _more_data(row)
     return parts
@@ -267,7 +267,7 @@ def _more_data(row: Row) -> list[str]:
             ]
             for entry in groups["rows"]
         ]
-        head = ("group", "takes far more of it than of the rest", "documents read", "dropped")
+        head = ("group", "steps that drop a much larger share of it", "documents read", "dropped")
         head += tuple(f"mean {escape(score)}" for score in groups["scores"])
         parts += [f"### Drop rates by {escape(groups['title'])}", *table(head, rows, numbers=2)]
     if found["scorers"]:
@@ -279,10 +279,17 @@ def _more_data(row: Row) -> list[str]:
             ]
             for scorer in found["scorers"]
         ]
-        head = ("scorer", "column", "on texts it did not learn from", "made from", "sent to the dear scorer")
+        head = ("scorer", "column", "on held-out texts", "trained on", "sent to the expensive scorer")
         parts += ["### Scores", *table(head, rows, numbers=5)]
     for step in found["contamination"]:
-        head = ("evaluation set", "examples", "too short", "found", "of those looked for", "documents that hold any")
+        head = (
+            "evaluation set",
+            "examples",
+            "too short",
+            "found",
+            "of those searched for",
+            "documents that contain any",
+        )
         rows = [[escape(name), *counts] for name, *counts in step["sets"]]
         parts += [f"### Evaluation examples found in the text: {escape(step['name'])}", *table(head, rows)]
         parts += [f"- {escape(example['name'])}: {example['words']}" for example in step["examples"]]

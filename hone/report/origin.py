@@ -1,4 +1,4 @@
-"""Where the figures come from: machines, versions and commits, in words."""
+"""The origin of the figures: machines, versions and commits, in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.report.collect import Line, mappings
 
 
 def summary(line: Line) -> str:
-    """The line below the title: how many artifacts, on what machine, how long, when."""
+    """The line below the title: number of artifacts, machine, duration, date."""
     words = [f"{len(line.rows)} artifact{'s' if len(line.rows) != 1 else ''}"]
     times = [value for row in line.rows if (value := row.value("time_s")) is not None]
     if times:
@@ -44,7 +44,7 @@ def machines(line: Line) -> list[dict[str, Any]]:
 
 
 def machine_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a machine is, in words; nested descriptions are flattened."""
+    """A machine's description in words; nested descriptions are flattened."""
     facts = []
     for key, value in machine.items():
         if key.endswith("_bytes") and isinstance(value, int | float):
@@ -62,7 +62,7 @@ def machine_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def version_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """hone, commit and packages; the time and the command belong to single artifacts and are left out."""
+    """hone, commit and packages, without the time and the command, which belong to single artifacts."""
     commit = provenance.get("commit")
     facts = [("hone", str(provenance.get("hone", "unknown")))]
     facts.append(
@@ -76,7 +76,7 @@ def version_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def calibration_facts(calibration: dict[str, Any]) -> list[tuple[str, str]]:
-    """The measured rates of a machine: memory, the best matmul of each number format, one small operation."""
+    """The measured rates of a machine: memory, the best matmul per dtype, the overhead of an operation."""
     facts = []
     read, op = calibration.get("read_bytes_per_s"), calibration.get("op_s")
     if isinstance(read, int | float):

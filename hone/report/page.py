@@ -18,7 +18,7 @@ from hone.report.svg import drawing, el
 
 
 def render(line: Line) -> str:
-    """The page of `line` as HTML text; the same rows always give the same bytes."""
+    """The page of `line` as HTML text; deterministic."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"show": units.show, "exact": units.exact, "label": units.label, "heading": units.heading}
     return environment.from_string(_asset("page.html")).render(**_context(line)) + "\n"
@@ -79,7 +79,7 @@ def _context(line: Line) -> dict[str, Any]:
 
 
 def stylesheet() -> str:
-    """All styles: the page's, the charts', and the dark colors once for the system's wish, once for the toggle."""
+    """All styles: the page's, the charts', and the dark colors twice, for the system's setting and for the toggle."""
     dark = _asset("dark.css")
     themes = f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{\n{dark}}} }}\n:root[data-theme="dark"] {{\n{dark}}}'
     printed = f"@media print {{ :root:root:root {{{_light()}}} }}"
@@ -87,7 +87,7 @@ def stylesheet() -> str:
 
 
 def standalone(svg: Markup, padding: float = 24) -> str:
-    """A chart as a file of its own: light colors written in, on a light ground that a dark page may surround."""
+    """A chart as a separate file: with the light colors and a light background, also for dark pages."""
     width, height = size_of(svg)
     colors = dict(re.findall(r"(--[a-z]+): ([^;]+);", _light()))
     css = re.sub(r"var\((--[a-z]+)\)", lambda name: colors[name.group(1)].replace('"', "'"), _asset("chart.css"))
@@ -113,14 +113,14 @@ def standalone(svg: Markup, padding: float = 24) -> str:
 def size_of(svg: str) -> tuple[float, float]:
     """Width and height of a drawing."""
     found = re.search(r'viewBox="0 0 (\S+) (\S+)"', svg)
-    assert found is not None, "every drawing has a viewBox"
+    assert found is not None, "every drawing must have a viewBox"
     return float(found.group(1)), float(found.group(2))
 
 
 def _light() -> str:
     """The light colors, as page.css declares them."""
     found = re.search(r":root \{(.*?)\}", _asset("page.css"), re.DOTALL)
-    assert found is not None, "page.css starts with the light colors"
+    assert found is not None, "page.css must start with the light colors"
     return found.group(1)
 
 

@@ -1,4 +1,4 @@
-"""What each section of the page shows: tables, sentences and charts, computed from the collected rows."""
+"""The contents of the page's sections: tables, sentences and charts, computed from the collected rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hone.report import arms, bars, charts, compare, units
 from hone.report.collect import Line, Row, finite
 
 FULL, HALF, PHONE = 1098.0, 516.0, 326.0
-"""Chart widths in pixels: a whole row of the page, half of one, a phone."""
+"""Chart widths in pixels: the full width of the page, half of it, a phone."""
 SERVING = (
     "tokens_per_s",
     "ttft_p50_s",
@@ -65,7 +65,7 @@ def taught(row: Row) -> bool:
 
 
 def effects(line: Line) -> list[dict[str, Any]]:
-    """Every trial of arms over seeds but serving runs: its chart, its table, and the tables of its other figures."""
+    """Every trial of arms over seeds except serving runs: its chart, its table, and the tables of its other figures."""
     return [_effect(trial) for trial in arms.trials(line) if trial.kind != "serve"]
 
 
@@ -76,13 +76,13 @@ def _effect(trial: arms.Trial) -> dict[str, Any]:
 
 
 def comparisons(found: list[dict[str, Any]]) -> int:
-    """How many differences with an interval these trials show."""
+    """The number of differences with an interval in these trials."""
     tables = [table for entry in found for table in (entry["main"], *entry["others"])]
     return sum(bool(row["interval"]) for table in tables for row in table["rows"])
 
 
 def _effect_table(trial: arms.Trial, name: str) -> dict[str, Any]:
-    """One figure of a trial's arms, in words of one precision; fractions in percent."""
+    """One figure of a trial's arms as text of equal precision; fractions in percent."""
     effects = trial.effects(name)
     figure = next(row.figures[name] for arm in trial.arms for row in arm.rows if row.value(name) is not None)
     percent = name in units.PERCENT or figure.unit == "fraction"
@@ -121,7 +121,7 @@ def _effect_table(trial: arms.Trial, name: str) -> dict[str, Any]:
 
 
 def _arm_label(trial: arms.Trial, arm: arms.Arm) -> str:
-    """An arm of a table: by the fields that tell the arms apart; a serving arm by its name and what it changes."""
+    """The label of an arm in a table: the fields in which arms differ; for a serving arm its name and its changes."""
     if trial.kind != "serve":
         return arm.label
     return arm.name if arm is trial.arms[0] else f"{arm.name}: {arm.change_from(trial.arms[0])}"
@@ -175,8 +175,8 @@ def quality(line: Line) -> dict[str, Any] | None:
     longer = [point.label for point in points if point.longer]
     if longer:
         note += (
-            f"{', '.join(longer)}: trained on more tokens than the model of the line, so that a better figure need not come "
-            "from what was done to it; left out of the line. "
+            f"{', '.join(longer)}: trained on more tokens than the model of the line, so that a better figure may not come "
+            "from its techniques; left out of the line. "
         )
     if left_out:
         note += f"Not comparable (other data, other window, or no figure) and left out: {', '.join(row.id for row in left_out)}."
@@ -199,10 +199,10 @@ def _smaller(before: float, after: float) -> str:
 
 
 def _layers(line: Line) -> list[tuple[str, Markup, str]]:
-    """(title, chart, sentence) of the errors layer by layer: of outputs; of weights where no run saw calibration text.
+    """(title, chart, sentence) of the errors layer by layer: of outputs; of weights where no run had calibration text.
 
     A method that uses calibration text accepts larger weight errors for smaller output errors, so that weight errors of
-    methods with and without it say nothing against each other.
+    methods with and without it cannot be compared.
     """
     for key, title, words in (
         ("error", "Output error, layer by layer", "Relative error of each linear's output on the calibration text."),
@@ -229,7 +229,7 @@ def _layers(line: Line) -> list[tuple[str, Markup, str]]:
 def speeds(line: Line) -> list[tuple[str, Markup, str]]:
     """(title, chart, sentence) for training speed, generation speed and energy per token."""
     found = []
-    served = [arm.rows[0] for arm in arms.serving(line) if len(arm.rows) == 1]  # repeated ones are in their own section
+    served = [arm.rows[0] for arm in arms.serving(line) if len(arm.rows) == 1]  # repeated ones have their own section
     for title, rows, words in (
         ("Training, tokens per second", line.of("train"), _mfu_words(line)),
         ("Generation, tokens per second", served, ""),
@@ -261,7 +261,7 @@ def speeds(line: Line) -> list[tuple[str, Markup, str]]:
             (
                 "Joules per token",
                 Markup('<p class="absent">Not measured: {}.</p>').format(why.rstrip(".").removeprefix("no energy: ")),
-                "An absent sensor is not a zero: nothing is drawn for it.",
+                "There is no sensor, so nothing is drawn.",
             )
         )
     return found
@@ -282,7 +282,7 @@ def _bar(row: Row, name: str) -> bars.Bar:
 
 
 def serving(line: Line) -> dict[str, Any] | None:
-    """Comparisons of repeated serving runs, and a table of all of them: a row an arm, with the settings that differ."""
+    """Comparisons of repeated serving runs, and a table of all of them: a row per arm, with the settings that differ."""
     found = arms.serving(line)
     if not found:
         return None
@@ -314,7 +314,7 @@ def serving(line: Line) -> dict[str, Any] | None:
 
 
 def _with_spread(arm: arms.Arm, name: str) -> str:
-    """A figure's mean over an arm's runs, with their standard deviation where there are several: '1,480 ± 31'."""
+    """A figure's mean over an arm's runs, with their standard deviation if there are several: '1,480 ± 31'."""
     values = arm.values(name)
     if not values:
         return ""
@@ -359,6 +359,6 @@ def estimates(line: Line) -> dict[str, Any] | None:
         )
     if few:
         said = "Other figures: estimate over measurement"
-        room = FULL if len(groups) % 2 == 0 else HALF  # alone in its row, or beside another
+        room = FULL if len(groups) % 2 == 0 else HALF  # alone on its line, or beside another
         groups.append(("Other figures", both(lambda width: bars.ratios(few, width, said, mixed=True), room)))
     return {"charts": groups, "rows": [(check, compare.error_words(check)) for check in checks]}

@@ -1,4 +1,4 @@
-"""SVG by hand: elements, scales, ticks, text widths; every text is escaped, every color is a class of chart.css."""
+"""SVG elements, scales, ticks and text widths; every text is escaped, every color is a class of chart.css."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDE = set("mwMWQO@%")
 
 
 def el(name: str, *children: Any, **attributes: Any) -> Markup:
-    """Element `name`; children that are no Markup are escaped; `class_` -> class, `stroke_width` -> stroke-width."""
+    """Element `name`; children that are not Markup are escaped; `class_` -> class, `stroke_width` -> stroke-width."""
     shown = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _number(value))
         for key, value in attributes.items()
@@ -58,18 +58,18 @@ def path(points: list[tuple[float, float]], class_: str) -> Markup:
 
 
 def group(title: str, *children: Any, **attributes: Any) -> Markup:
-    """Children under a tooltip."""
+    """Children with a tooltip."""
     return el("g", el("title", title), *children, **attributes)
 
 
 def text_width(content: str, size: float = 12) -> float:
-    """About how wide `content` runs in a proportional system font, on the wide side."""
+    """An upper estimate of the width of `content` in a proportional system font."""
     units_wide = sum(0.34 if c in _NARROW else 0.9 if c in _WIDE else 0.7 if c.isupper() else 0.57 for c in content)
     return units_wide * size * 1.03
 
 
 def fit(content: str, width: float, size: float = 12) -> str:
-    """`content`, cut with an ellipsis where it would run wider than `width`."""
+    """`content`, cut with an ellipsis if wider than `width`."""
     if text_width(content, size) <= width:
         return content
     while content and text_width(content + "…", size) > width:
@@ -79,7 +79,7 @@ def fit(content: str, width: float, size: float = 12) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to pixels [start, end], linearly or by logarithm."""
+    """Maps [low, high] to pixels [start, end], linearly or logarithmically."""
 
     low: float
     high: float
@@ -128,9 +128,9 @@ def _log_ticks(low: float, high: float, unit: str) -> list[float]:
 
 
 def spread_domain(values: list[float], *, log: bool, pad: float = 0.08, least: float = 0.0) -> tuple[float, float]:
-    """A domain around `values` with air on both sides; a single value gets air too.
+    """A domain around `values` with space on both sides, also for a single value.
 
-    `least` is the least relative span: nearly equal values are not blown up to fill the axis.
+    `least` is the least relative span, so that nearly equal values do not fill the axis.
     """
     low, high = min(values), max(values)
     if high > low and high - low < least * abs(high):
@@ -171,7 +171,7 @@ def overlap(one: Box, other: Box) -> bool:
 
 
 def distance(box: Box, x: float, y: float) -> float:
-    """From a point to the nearest edge of `box`; 0 inside it."""
+    """Distance from a point to the nearest edge of `box`; 0 inside it."""
     return math.hypot(max(box[0] - x, 0, x - box[2]), max(box[1] - y, 0, y - box[3]))
 
 
@@ -186,8 +186,8 @@ def place_labels(
 ) -> list[Box]:
     """A box for each label, nearer to its own anchor than to any other, inside `frame`, overlapping no other label, no point and no obstacle.
 
-    Tries the nearest places first, then further rings around the point. In a crowd it gives up, in this order: being
-    nearest to its own anchor, keeping off points and obstacles, keeping off other labels.
+    Tries the nearest positions first, then further rings around the point. If there is no space, it drops these conditions in
+    order: nearest to its own anchor, no overlap with points and obstacles, no overlap with other labels.
     """
     points = [(x - radius, y - radius, x + radius, y + radius) for x, y in anchors]
     placed: list[Box] = []

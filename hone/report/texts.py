@@ -1,4 +1,4 @@
-"""What the page shows of text: what each data step dropped, with samples, and what the models write."""
+"""The texts on the page: samples of what each data step dropped, and the models' samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.report.collect import Line, Row, finite, mappings, sound
 from hone.report.sections import both
 
 CUT_OUT = "cut_out"
-"""The reason under which stats.json counts what was cut out of documents that stay."""
+"""The reason under which stats.json counts text cut out of kept documents."""
 
 
 def data(line: Line, row: Row) -> dict[str, Any]:
@@ -102,15 +102,15 @@ def _reasons(steps: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> list
 
 
 def _cut_words(step: dict[str, Any], size: float) -> str:
-    """What an edit took out of documents that stay."""
+    """What an edit cut out of kept documents."""
     figures = step.get("figures")
     documents = figures.get("cut_documents") if isinstance(figures, dict) else None
     where = units.show(float(documents), "documents") if sound(documents) else "documents"
-    return f"{units.show_bytes(size)} out of {where} that stay"
+    return f"{units.show_bytes(size)} out of {where} that are kept"
 
 
 def _rules(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rules that meet documents: (filter, reason, expression, bytes dropped alone, bytes only it drops); how many meet none."""
+    """Rules that drop documents: (filter, reason, expression, bytes dropped alone, bytes only it drops); how many drop none."""
     rows, idle = [], 0
     for step in steps:
         for rule in mappings(step.get("rules")):
@@ -134,7 +134,7 @@ def _sample(entry: dict[str, Any]) -> dict[str, str]:
 
 
 def sayings(line: Line, most: int = 6) -> list[dict[str, Any]]:
-    """For each prompt the distinct texts, with the runs that wrote them and where they leave the first one."""
+    """For each prompt the distinct texts, with the runs that generated them and where they differ from the first."""
     texts: dict[str, dict[str, list[str]]] = {}
     for arm in arms.serving(line):
         for entry in arm.rows[0].content.get("samples.jsonl") or []:
@@ -153,7 +153,7 @@ def sayings(line: Line, most: int = 6) -> list[dict[str, Any]]:
 
 
 def sampling_words(line: Line) -> str:
-    """How the texts were drawn: 'temperature 0.7, top p 0.9'; '' when the runs do not say."""
+    """The sampling parameters of the texts: 'temperature 0.7, top p 0.9'; '' when the runs have none."""
     drawn = next(
         (entry.get("sampling") for row in line.of("serve") for entry in row.content.get("samples.jsonl") or []), None
     )
@@ -163,7 +163,7 @@ def sampling_words(line: Line) -> str:
 
 
 def _agreeing(one: str, other: str) -> int:
-    """How many characters two texts share from the start."""
+    """The length of the common prefix of two texts, in characters."""
     return next(
         (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

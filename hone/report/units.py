@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits, SI or binary prefixes, exact values kept for tooltips."""
+"""Numbers for readers: three significant digits, SI or binary prefixes, exact values for tooltips."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def heading(name: str) -> str:
 
 
 def first_upper(words: str) -> str:
-    """`words` with a capital first letter, the rest as it is."""
+    """`words` with a capital first letter, otherwise unchanged."""
     return words[:1].upper() + words[1:]
 
 
@@ -79,7 +79,7 @@ def three(value: float, digits: int = 3) -> str:
 
 
 def show(value: float | None, unit: str = "", name: str = "", digits: int = 3) -> str:
-    """`value` in `unit` for reading: '1.25 MiB', '4 min 12 s', '12.3 k tokens/s', '41.3 %'; ABSENT for None."""
+    """`value` in `unit` for readers: '1.25 MiB', '4 min 12 s', '12.3 k tokens/s', '41.3 %'; ABSENT for None."""
     if value is None:
         return ABSENT
     if not math.isfinite(value):
@@ -100,7 +100,7 @@ def show(value: float | None, unit: str = "", name: str = "", digits: int = 3) -
 
 
 def ticks(values: Sequence[float], unit: str = "") -> list[str]:
-    """Words for an axis: no trailing zeros, and digits enough that no two ticks read the same."""
+    """Texts of an axis' ticks: no trailing zeros, and digits enough that no two are equal."""
     for digits in range(3, 9):
         words = [_bare(show(value, unit, digits=digits)) for value in values]
         if len(set(words)) == len(set(values)):
@@ -160,12 +160,12 @@ def _small_prefix(value: float, unit: str, digits: int) -> str:
 
 
 def decimals(step: float) -> int:
-    """Decimals with which `step` shows three significant digits: 0.138 -> 3, 12.4 -> 1; none for 0."""
+    """Decimals at which `step` has three significant digits: 0.138 -> 3, 12.4 -> 1; none for 0."""
     return min(max(0, 2 - math.floor(math.log10(step * (1 + 1e-9)))), 9) if step > 0 and math.isfinite(step) else 0
 
 
 def fixed(value: float, places: int, *, signed: bool = False) -> str:
-    """`value` with so many decimals: '-0.144', '14,008'."""
+    """`value` with `places` decimals: '-0.144', '14,008'."""
     text = f"{value:+,.{places}f}" if signed else f"{value:,.{places}f}"
     return text.lstrip("+-") if float(text.replace(",", "")) == 0 else text
 

@@ -16,14 +16,14 @@ from hone.report.findings import findings
 from hone.report.svg import drawing, el
 
 SCHEMA = 1
-"""Version of report.json's layout; it changes when a key is renamed, removed or gets another meaning."""
+"""Version of report.json's layout; incremented when a key is renamed, removed or changes its meaning."""
 
 
 def build(line_folder: Path | str, out: Path | str | None = None) -> Path:
     """Reads the artifacts in `line_folder`, writes the report into `out` (default: its subfolder `report`).
 
     Returns the path of index.html. Raises ArtifactError when there is nothing to report. Reads hone.json and
-    the text files beside it, never a weight; the same artifacts give byte-identical reports.
+    the text files beside it, no weights; the same artifacts give byte-identical reports.
     """
     line = collect(line_folder)
     out = Path(out) if out is not None else Path(line_folder) / "report"
@@ -37,7 +37,7 @@ def build(line_folder: Path | str, out: Path | str | None = None) -> Path:
 
 
 def picture(line_folder: Path | str, out: Path | str) -> Path:
-    """Writes one SVG file of the chain and the quality chart, light ground included. Returns its path.
+    """Writes one SVG file of the chain and the quality chart, with a light background. Returns its path.
 
     Raises ArtifactError when there is nothing to draw.
     """
@@ -101,7 +101,7 @@ def rows(line: Line) -> dict[str, Any]:
 
 
 def _trial(trial: arms.Trial) -> dict[str, Any]:
-    """Arms over seeds of one stage, each figure of each with what sets it apart from the first arm's."""
+    """One stage's arms over seeds: each figure of each arm, with its difference from the first arm's."""
     return {
         "kind": trial.kind,
         "on": trial.name,
@@ -129,7 +129,7 @@ def _trial(trial: arms.Trial) -> dict[str, Any]:
 
 
 def without_nan(values: Any) -> Any:
-    """`values` with every number that JSON cannot say written as a string: 'nan', 'inf', '-inf'."""
+    """`values` with every number that is not valid JSON as a string: 'nan', 'inf', '-inf'."""
     if isinstance(values, dict):
         return {str(key): without_nan(value) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -139,7 +139,7 @@ def test_trainings_with_the_same_shares_stand_together(mixed: Path) -> None:
     assert books["reason"].endswith("held at the cap of 4 epochs") and books["utility"] == "0.830"
     assert (code["epochs"], code["loss"], code["utility"]) == ("0.300", "", "")
     walk = Walk(page.render(collect(mixed)))
-    assert "utilimax: train-a-0, train-a-1" in walk.text and "A gray bar is held down by the cap." in walk.text
+    assert "utilimax: train-a-0, train-a-1" in walk.text and "A gray bar is limited by the cap." in walk.text
     assert ("href", "#mixture") in walk.attributes
     assert "## Mixture utilimax: `train-a-0`, `train-a-1`" in markdown.render(collect(mixed))
 
@@ -158,8 +158,8 @@ def test_without_these_files_nothing_is_shown(copy) -> None:
         "Drop rates",
         "Evaluation examples",
         "Mixture",
-        "Sent to the dear scorer",
-        "Rows of the training text",
+        "Sent to the expensive scorer",
+        "Sequences of the training text",
     ):
         assert words not in walk.text
     assert "Reasons, with samples" in walk.text
