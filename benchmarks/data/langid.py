@@ -197,7 +197,7 @@ def confusions(udhr: Path | None) -> str:
     """Markdown: languages whose pieces get another code in more than one of 100, and which."""
     known, _ = _declaration(udhr)
     identifier = Identifier()
-    lines = ["| language | pieces | right | taken for |", "|---|---|---|---|"]
+    lines = ["| language | pieces | accuracy | confused with |", "|---|---|---|---|"]
     for code, texts in known.items():
         found = Counter(identifier.identify_all(Texts.of(texts))[0].tolist())
         right = found.pop(code, 0)

@@ -105,10 +105,10 @@ def orders(packed: PackedTokens) -> list[dict[str, Any]]:
     """Seconds until the first batch of a training of one epoch, a million rows, is known."""
     result = []
     seq_len = packed.num_tokens // 1_000_000
-    total = packed.num_rows(seq_len)
+    total = packed.num_sequences(seq_len)
     for name in CURRICULA:
         curriculum = CURRICULA.read(name)
-        spent, _ = best_of(2, lambda c=curriculum: c.sequence(packed, seq_len, total, 0)(np.arange(64)))
+        spent, _ = best_of(2, lambda c=curriculum: c.order(packed, seq_len, total, 0)(np.arange(64)))
         note = f"{total} rows of {seq_len} tokens, {packed.num_documents} documents, reading their columns included"
         result.append(_row(f"curriculum_{name}_s", spent, "s", 2, "", None, note))
     return result

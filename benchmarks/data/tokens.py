@@ -22,7 +22,7 @@ import tokenizers
 
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import grown
-from hone.data.tokens.rows import best_fit_rows
+from hone.data.tokens.packing import best_fit_index
 from hone.data.tokens.tokenizer import Encoder, Tokenizer, load, train
 
 _QWEN2 = (
@@ -119,8 +119,8 @@ def packing(lengths: np.ndarray) -> list[dict[str, Any]]:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     found = []
     for seq_len in (256, 1024, 4096):
-        index = best_fit_rows(starts, seq_len)
-        positions = index.num_rows * seq_len
+        index = best_fit_index(starts, seq_len)
+        positions = index.num_sequences * seq_len
         total = int(starts[-1]) - 1
         stream = -(-total // seq_len) * seq_len
         last = starts[:-1] + np.maximum(lengths - 2, 0)
@@ -152,12 +152,12 @@ def placing(num_documents: int = 2_000_000, seq_len: int = 4096) -> dict[str, An
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(6, 1.2, num_documents), 200_000).astype(np.int64) + 2
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    seconds, index = best_of(2, lambda: best_fit_rows(starts, seq_len))
+    seconds, index = best_of(2, lambda: best_fit_index(starts, seq_len))
     least = -(-int((lengths - 1).sum()) // seq_len)
     return {
         "figure": f"pack, {num_documents} documents into rows of {seq_len}",
         "value": seconds,
         "unit": "s",
         "n": num_documents,
-        "note": f"{index.num_rows} rows, {index.num_rows - least} more than any packing needs",
+        "note": f"{index.num_sequences} rows, {index.num_sequences - least} more than any packing needs",
     }

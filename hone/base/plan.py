@@ -168,7 +168,7 @@ def check_order(steps: Iterable[Applied], given: frozenset[str], ways: Mapping[s
     taken: dict[str, str] = {}
     for step in steps:
         for fact in sorted(step.needs - given):
-            before = f", which {taken[fact]} before it removes" if fact in taken else ""
+            before = f", which {taken[fact]} removes" if fact in taken else ""
             raise SpecError(
                 f"{step.kind} needs {fact}{before}",
                 fix=f"put {step.kind} before {taken[fact]}" if fact in taken else ways.get(fact, f"give {fact} first"),

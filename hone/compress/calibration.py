@@ -38,7 +38,7 @@ def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int) -> C
     packed = PackedTokens(folder, "train")
     if packed.num_tokens < 2:
         raise SpecError(f"{folder} holds no training tokens to calibrate with", fix="give a data stage with text in it")
-    batch = packed.rows(np.arange(min(num_sequences, packed.num_rows(seq_len))), seq_len, seed)
+    batch = packed.sequences(np.arange(min(num_sequences, packed.num_sequences(seq_len))), seq_len, seed)
     return Calibration(batch.tokens, batch.document_ids, {"split": "train", "tokens": int(batch.tokens.size)})
 
 

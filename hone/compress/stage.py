@@ -227,7 +227,7 @@ class Compress(Stage):
                     f"the tokens in {data.where} were made with another tokenizer than {model.where}'s",
                     fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
                 )
-            there = max(data.split("train").num_rows(seq_len), 1)
+            there = max(data.split("train").num_sequences(seq_len), 1)
         return Calibrated(min(self.num_sequences, there), seq_len)
 
     def _samples(self, plan: CompressPlan, checkpoint: Any, parents: dict[str, Artifact]) -> Any:

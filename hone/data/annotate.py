@@ -1,4 +1,4 @@
-"""Annotate: input files to one Parquet shard of documents with all their signal columns, a batch of text at a time."""
+"""Annotate: reads input files into one Parquet shard of documents with all signal columns, a batch of documents at a time."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
 TASK_BYTES = 4 << 20
-"""Input bytes a task gathers: the unit that a kill can cost. A larger file is a task of its own, or several (readers/parts.py)."""
+"""Input bytes of a task, which is what a killed process has to redo. A larger file is a task of its own, or several (readers/parts.py)."""
 _BATCH_DOCUMENTS = 1 << 16
 _SAMPLES = 3
 
 
 class Opened(Protocol):
-    """What annotation needs of an opened scorer: more columns of a batch, of the same names and types for every batch, an empty one too."""
+    """The interface of an opened scorer: it adds columns, whose names and types are the same for every batch, also an empty one."""
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]: ...
 
 
 class Care(NamedTuple):
-    """How to go through documents of which one killed the process: each is noted in `note` before it is touched.
+    """How to process documents of which one killed the process: the name of each is written to `note` before it is processed.
 
-    Those in `killers`, as notes say them, are set aside instead.
+    Documents whose names are in `skip` are set aside instead.
     """
 
     note: Path
-    killers: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
 
-    def deadly(self, step: str, which: str) -> bool:
-        """Whether document `which` is known to kill in `step`; if not, notes that it comes next."""
+    def must_skip(self, step: str, which: str) -> bool:
+        """Whether document `which` is known to kill the process in `step`; if not, writes its name to `note`."""
         line = f"{step} {which}"
-        if line in self.killers:
+        if line in self.skip:
             return True
         self.note.write_text(line, encoding="utf8")
         return False
 
 
 def tasks(files: Sequence[File], options: Options) -> list[list[File]]:
-    """`files` in order, cut into groups of about TASK_BYTES; each part of a file that is cut is a group."""
+    """`files` in order, in groups of about TASK_BYTES; each part of a file that is split is a group of its own."""
     groups: list[list[File]] = []
     size = TASK_BYTES
     for file in files:
@@ -81,7 +81,7 @@ def annotate(
     max_bytes: int | None = None,
     care: Care | None = None,
 ) -> dict[str, Any]:
-    """Reads `files` into the Parquet shard `out` with all columns; returns what `annotate_items` says."""
+    """Reads `files` into the Parquet shard `out` with all columns; returns the summary of `annotate_items`."""
     items = _items(files, options, care)
     return annotate_items(items, out, identifier=identifier, scorers=scorers, max_bytes=max_bytes, care=care)
 
@@ -95,9 +95,9 @@ def annotate_items(
     max_bytes: int | None = None,
     care: Care | None = None,
 ) -> dict[str, Any]:
-    """Writes what readers hand on into the Parquet shard `out` with all columns; returns what it holds and what was broken.
+    """Writes batches of documents into the Parquet shard `out` with all columns; returns a summary.
 
-    Stops before the document that would bring the text above `max_bytes`. With `care` documents are gone through one by
+    Stops before the document that would bring the text above `max_bytes`. With `care`, documents are processed one by
     one. The summary: rows, bytes, full, broken {reason: {documents, bytes}}, samples of the broken.
     """
     broken: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
@@ -133,17 +133,17 @@ def annotate_items(
                 end = waiting.add(item, first, room)
                 if waiting.is_full or end == first:
                     summary["full"] = end == first and not waiting.num_texts
-                    flush()  # also when there is no room left: a document that fails here makes some
+                    flush()  # also when `max_bytes` is reached: documents that fail here leave room for others
                 first = end
             if summary["full"]:
                 break
         flush()
-    summary["broken"] = dict(broken)  # it travels between processes
+    summary["broken"] = dict(broken)  # a plain dict, because it is sent to another process
     return summary
 
 
 def extra_fields(scorers: Sequence[Opened]) -> list[tuple[str, Any]]:
-    """(name, Arrow type) of the columns that `scorers` add, found by asking them about no text."""
+    """(name, Arrow type) of the columns that `scorers` add, read off the result for an empty batch."""
     nothing = Texts(np.empty(0, np.uint8), np.zeros(1, np.int64))
     return [
         (name, pa.from_numpy_dtype(values.dtype))
@@ -153,7 +153,7 @@ def extra_fields(scorers: Sequence[Opened]) -> list[tuple[str, Any]]:
 
 
 class _Waiting:
-    """Documents gathered for a batch. Where a batch ends depends on the documents alone, not on how they come."""
+    """Documents gathered for a batch. Where a batch ends depends on the documents alone, not on how they arrive."""
 
     def __init__(self) -> None:
         self.clear()
@@ -167,7 +167,7 @@ class _Waiting:
         return self.num_bytes >= BATCH_BYTES or self.num_texts >= _BATCH_DOCUMENTS
 
     def add(self, batch: Batch, first: int, room: int | None) -> int:
-        """Takes documents of `batch` from number `first` on until it is full or holds `room` bytes; returns the next number."""
+        """Adds documents of `batch` from number `first` on until it is full or holds `room` bytes; returns the next number."""
         ends = np.cumsum(np.diff(batch.texts.offsets[first:])) + self.num_bytes
         count = min(int(np.searchsorted(ends, BATCH_BYTES, "left")) + 1, len(ends), _BATCH_DOCUMENTS - self.num_texts)
         if room is not None:
@@ -179,7 +179,7 @@ class _Waiting:
         return first + count
 
     def gathered(self) -> Batch:
-        """All of them as one."""
+        """All gathered documents as one batch."""
         if len(self.parts) == 1:
             return self.parts[0]
         columns = ([value for part in self.parts for value in part[index]] for index in range(1, len(Batch._fields)))
@@ -193,7 +193,7 @@ def part_of(batch: Batch, which: slice) -> Batch:
 
 
 def _joined(parts: Sequence[Texts]) -> Texts:
-    """All texts end to end, copied."""
+    """All texts concatenated, copied."""
     data = [part.data[part.offsets[0] : part.offsets[-1]] for part in parts]
     sizes = np.concatenate([np.diff(part.offsets) for part in parts])
     return Texts(np.concatenate(data), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
@@ -206,7 +206,7 @@ def _items(files: Sequence[File], options: Options, care: Care | None) -> Iterat
             continue
         items = read_file(file, options)
         for number in itertools.count():
-            if care.deadly("read", f"{file.name}#{number}"):  # the reader cannot step over it: what follows is lost too
+            if care.must_skip("read", f"{file.name}#{number}"):  # a reader cannot skip a document: the rest is lost too
                 yield Broken("killed_the_reader", file.name, "", file.size if number == 0 else 0)
                 break
             item = next(items, None)
@@ -227,7 +227,7 @@ def _annotated(
     set_aside: Callable[[Broken], None],
     care: Care | None,
 ) -> Iterator[dict[str, Any]]:
-    """The batch as {rows, bytes, arrays}; of one that raises, what is left once each poison document is set aside."""
+    """The batch as {rows, bytes, arrays}; when processing raises, without the documents that raise alone."""
     if not waiting.num_texts:
         return
     batch = waiting.gathered()
@@ -242,7 +242,7 @@ def _annotated(
     for number in range(waiting.num_texts):
         one = part_of(batch, slice(number, number + 1))
         reason = ""
-        if care is not None and care.deadly("annotate", one.ids[0]):
+        if care is not None and care.must_skip("annotate", one.ids[0]):
             reason = "killed_the_worker"
         else:
             try:
@@ -260,7 +260,7 @@ def _annotated(
 
 
 def _picked(batch: Batch, numbers: Sequence[int]) -> Batch:
-    """The documents `numbers`, copied."""
+    """The documents with the indices `numbers`, copied."""
     texts = _joined([part_of(batch, slice(number, number + 1)).texts for number in numbers])
     return Batch(texts, *([column[number] for number in numbers] for column in batch[1:]))
 

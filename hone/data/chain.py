@@ -1,4 +1,4 @@
-"""Chain: filters, deduplications, edits and decontamination over one corpus, each step with what it took away and why."""
+"""Chain: applies filters, deduplications, edits and decontamination to a corpus and records what each step removed and why."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from hone.data.work import decide, decide_tasks, decided_path, rounds
 
 
 class NothingLeft(SpecError):
-    """A step dropped every document that reached it."""
+    """A step dropped all documents that were left."""
 
 
 class Chain:
-    """The steps in the order in which they are called: which documents are kept so far, and why the others were dropped.
+    """The steps in the order of the calls: which documents are kept so far, and why the others were dropped.
 
-    `gone_by` (uint16 [num_documents]) is 1 + the place in `causes` of the (step, reason) that dropped a document, 0 of the kept.
-    `dropped` holds samples of what each step dropped, `pieces` of what was cut out, `steps` the rows of stats.json.
+    `dropped_by` (uint16 [num_documents]) is 0 for a kept document, else 1 + the index in `causes` of the (step, reason) that dropped it.
+    `dropped` holds samples of the documents that each step dropped, `pieces` of the spans that were cut, `steps` the rows of stats.json.
     """
 
     def __init__(self, spec: Settings, corpus: Corpus, run: Run, pool: Pool) -> None:
         self.spec, self.corpus, self.run, self.pool = spec, corpus, run, pool
-        self.alive = np.ones(len(corpus), bool)
+        self.kept = np.ones(len(corpus), bool)
         self.steps: list[dict[str, Any]] = []
         self.dropped: list[Dropped] = []
-        self.gone_by = np.zeros(len(corpus), np.uint16)
+        self.dropped_by = np.zeros(len(corpus), np.uint16)
         self.causes: list[tuple[str, str]] = []
         self.pieces: list[dict[str, str]] = []
         self.warnings: list[str] = []
 
     def filter(self, draft: Draft) -> None:
-        """Applies every filter to the columns, a shard at a time. Raises SpecError when one leaves nothing."""
+        """Applies every filter to the columns, a shard at a time. Raises SpecError when a filter drops all documents."""
         filters, few = self.spec.filters, self.spec.num_samples
         if not filters:
             return
@@ -57,8 +57,8 @@ class Chain:
         samples: list[dict[str, list[tuple[str, int]]]] = [{} for _ in filters]
         with self.run.progress("filter", len(planned)) as bar:
             for part, summary in zip(self.corpus.parts(), self.pool.map(decide, planned)):
-                gone_by = np.load(state / decided_path(part))
-                self.gone_by[part.first : part.first + len(gone_by)] = gone_by
+                dropped_by = np.load(state / decided_path(part))
+                self.dropped_by[part.first : part.first + len(dropped_by)] = dropped_by
                 for best, row in zip(samples, summary["filters"]):
                     for reason, found in row.pop("samples").items():
                         here = [(ident, number + part.first) for ident, number in found]
@@ -67,7 +67,7 @@ class Chain:
                 bar.advance()
         need_known(state, planned)
         self.causes = [(filters[place].kind, reason) for place, reason in causes(filters)]
-        self.alive = self.gone_by == 0
+        self.kept = self.dropped_by == 0
         for technique, row, best in zip(filters, totals, samples):
             self.steps.append({"name": technique.kind, "slot": "filter", **filter_row(row)})
             reasons = self.steps[-1]["reasons"]
@@ -83,30 +83,30 @@ class Chain:
         """Applies every deduplication."""
         for number, technique in enumerate(self.spec.dedups):
             state = self._prepared(technique, draft, f"dedup-{number}")
-            stands = technique.representatives(self.corpus, self.alive, state)
+            stands = technique.representatives(self.corpus, self.kept, state)
             self.corpus.columns.forget("text_hash")
-            before = self.alive
-            self.alive = before & (stands == np.arange(len(stands), dtype=stands.dtype))
+            before = self.kept
+            self.kept = before & (stands == np.arange(len(stands), dtype=stands.dtype))
             sizes = self.corpus.columns["bytes"]
-            self.steps.append(step_row(technique.kind, "dedup", sizes, before, self.alive, technique.reason))
+            self.steps.append(step_row(technique.kind, "dedup", sizes, before, self.kept, technique.reason))
             self._settle(technique, "dedup", before, stands)
-            if self.alive.sum() == before.sum():
+            if self.kept.sum() == before.sum():
                 self._warn(f"dedup '{technique.kind}' dropped nothing")
 
     def edit(self, draft: Draft) -> None:
-        """Cuts parts out of documents; those with nothing left are dropped."""
+        """Cuts spans out of documents and drops documents of which nothing is left."""
         for number, technique in enumerate(self.spec.edits):
             state = self._prepared(technique, draft, f"edit-{number}")
-            cuts = technique.cuts(self.corpus, self.alive, state)
+            cuts = technique.cuts(self.corpus, self.kept, state)
             nobody = np.zeros(len(self.corpus), bool)
             self._cut(technique, "edit", nobody, cuts, figures(cuts))
 
     def decontaminate(self, draft: Draft) -> None:
-        """Takes out what evaluation sets hold; contamination.jsonl tells which of their examples were found, and where."""
+        """Removes text of evaluation sets; contamination.jsonl lists the examples that were found, and in which documents."""
         rows = []
         for number, technique in enumerate(self.spec.decontaminations):
             state = self._prepared(technique, draft, f"decontamination-{number}")
-            found = technique.contaminated(self.corpus, self.alive, state)
+            found = technique.contaminated(self.corpus, self.kept, state)
             for warning in found.warnings:
                 self._warn(f"decontamination '{technique.kind}': {warning}")
             self._cut(technique, "decontamination", found.dropped, found.cuts, found.figures)
@@ -115,10 +115,10 @@ class Chain:
             write_jsonl(draft.folder / "contamination.jsonl", rows)
 
     def _prepared(self, technique: Technique, draft: Draft, name: str) -> Path:
-        """The state folder of a technique, with what it wants to know of each shard, and of all together, already in it."""
+        """The state folder of a technique, after its `prepare` has run on each shard and on the whole corpus."""
         state = draft.state / name
         state.mkdir(exist_ok=True)
-        for function, tasks in rounds(technique, self.corpus, self.alive, state):
+        for function, tasks in rounds(technique, self.corpus, self.kept, state):
             with self.run.progress(technique.kind, len(tasks)) as bar:
                 for _ in self.pool.map(function, tasks):
                     bar.advance()
@@ -128,21 +128,21 @@ class Chain:
     def _cut(
         self, technique: Any, slot: str, dropped: np.ndarray, cuts: Sequence[Cuts], counts: dict[str, Any]
     ) -> None:
-        """Leaves `cuts` out and drops the documents in `dropped` and those that have nothing left."""
-        name, before = technique.kind, self.alive
+        """Applies `cuts`; drops the documents in `dropped` and those of which nothing is left."""
+        name, before = technique.kind, self.kept
         self.pieces += self._samples(name, cuts)
         sizes = self.corpus.columns["bytes"]
         self.corpus.cut(cuts)
         left = self.corpus.columns["bytes"]
-        self.alive = before & ~(dropped | (left == 0))
-        row = step_row(name, slot, sizes, before, self.alive, technique.reason, left)
+        self.kept = before & ~(dropped | (left == 0))
+        row = step_row(name, slot, sizes, before, self.kept, technique.reason, left)
         self.steps.append({**row, "figures": counts})
         self._settle(technique, slot, before)
-        if self.alive.sum() == before.sum() and not any(len(one.document) for one in cuts):
+        if self.kept.sum() == before.sum() and not any(len(one.document) for one in cuts):
             self._warn(f"{slot} '{name}' cut nothing" if slot == "edit" else f"{slot} '{name}' found nothing")
 
     def _samples(self, name: str, cuts: Sequence[Cuts]) -> list[dict[str, str]]:
-        """The first piece cut out of each of a few documents, those with the lowest ids."""
+        """The first span cut out of each of a few documents, those with the lowest ids."""
         touched = np.unique(np.concatenate([np.empty(0, np.int64), *(one.document for one in cuts)]))
         rows = []
         few = lowest(self.corpus.columns["id"], touched, self.spec.num_samples)
@@ -160,22 +160,22 @@ class Chain:
         return rows
 
     def _settle(self, technique: Any, slot: str, before: np.ndarray, stands: np.ndarray | None = None) -> None:
-        """Notes samples of the dropped; `stands` (int [n]) is the document that each is a copy of. Raises SpecError when none is left."""
-        gone = np.flatnonzero(before & ~self.alive)
+        """Records samples of dropped documents; `stands` (int [n]) is the document that each is a copy of. Raises SpecError when none is left."""
+        gone = np.flatnonzero(before & ~self.kept)
         self.causes.append((technique.kind, technique.reason))
-        self.gone_by[gone] = len(self.causes)
+        self.dropped_by[gone] = len(self.causes)
         few = lowest(self.corpus.columns["id"], gone, self.spec.num_samples).tolist()
         self.dropped += [
             Dropped(technique.kind, technique.reason, index, index if stands is None else int(stands[index]))
             for index in few
         ]
-        if not self.alive.any():
+        if not self.kept.any():
             self._none_left(f"'{technique.kind}'", slot, int(before.sum()), technique.reason, len(gone))
 
     def _none_left(self, name: str, slot: str, num_before: int, reason: str, num_gone: int) -> None:
         raise NothingLeft(
-            f"{slot} {name} dropped all {num_before} documents that reached it, {num_gone} of them for '{reason}'",
-            fix=f"loosen or remove {slot} {name}, or give it other text",
+            f"{slot} {name} dropped all {num_before} documents, {num_gone} of them for '{reason}'",
+            fix=f"loosen or remove {slot} {name}, or give another source",
         )
 
     def _warn(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Corpus: documents and their signal columns in Parquet shards on disk; columns are held in memory, texts are not."""
+"""Corpus: documents and their signal columns in Parquet shards on disk; columns are read into memory, texts in batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ parquet = lazy("pyarrow.parquet")
 
 _LONG = ("source", "url", "metadata")
 BATCH_BYTES = 16 << 20
-"""Text that is held in memory and looked at at once: a row group of a shard."""
+"""Bytes of text that are in memory and processed at once: a row group of a shard."""
 
 
 def need_parquet() -> None:
@@ -35,7 +35,7 @@ def need_parquet() -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Makes a finished file visible under its name: synced, then renamed."""
+    """Makes a finished file visible under its final name: synced, then renamed."""
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, final)
@@ -48,16 +48,16 @@ def digest(*arrays: np.ndarray) -> str:
 
 
 def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
-    """The Arrow schema of a shard; `more` are the (name, type) of columns after those that every shard has."""
+    """The Arrow schema of a shard; `more` are (name, type) of additional columns."""
     kinds = {**DOCUMENT, **SIGNALS}
     return pa.schema([*((name, getattr(pa, kind)()) for name, kind in kinds.items()), *more])
 
 
 class Columns(Mapping[str, np.ndarray]):
-    """Columns of all shards by name, each [num_documents], read when it is first asked for and then kept.
+    """Columns of all shards by name, each [num_documents], read on first use and then kept in memory.
 
     Short texts (group, kind, language) are numpy strings, ids numpy bytes (strings unless `compact`); the others are
-    object arrays that hold each text once.
+    object arrays in which equal texts are one object.
     """
 
     def __init__(self, shards: Sequence[Path], names: Sequence[str], *, compact: bool = True) -> None:
@@ -74,7 +74,7 @@ class Columns(Mapping[str, np.ndarray]):
         return self._read[name]
 
     def read(self, names: Iterable[str]) -> None:
-        """Reads several columns at once, so that every shard is opened once; unknown names are passed over."""
+        """Reads several columns at once, so that every shard is opened once; ignores unknown names."""
         wanted = [name for name in self._names if name in set(names) and name not in self._read]
         tables = []
         for shard in self._shards:
@@ -84,8 +84,8 @@ class Columns(Mapping[str, np.ndarray]):
             self._read[name] = self._joined(name, (table.column(name) for table in tables))
 
     def _joined(self, name: str, parts: Iterable[Any]) -> np.ndarray:
-        """Column `name` of all shards from what each has of it."""
-        if name == "id" and self._compact:  # one shard after the other: what reading takes is gone before the next
+        """Column `name` of all shards, concatenated from the shards' `parts`."""
+        if name == "id" and self._compact:  # shard by shard: memory of one is freed before the next
             return np.concatenate([np.empty(0, "S1"), *map(_ascii, parts)])
         known = schema()
         if name in known.names and not pa.types.is_string(kind := known.field(name).type):
@@ -97,7 +97,7 @@ class Columns(Mapping[str, np.ndarray]):
         return _as_numpy(pa.chunked_array(chunks, kind), name)
 
     def forget(self, *names: str) -> None:
-        """Lets go of the memory of columns as the shards hold them; they are read again when they are asked for again."""
+        """Frees the memory of columns; they are read again from the shards on next use."""
         for name in names:
             self._read.pop(name, None)
 
@@ -115,7 +115,7 @@ class Columns(Mapping[str, np.ndarray]):
 
 
 def _ascii(column: Any) -> np.ndarray:
-    """An Arrow column of ASCII strings, mostly of one length, as numpy bytes."""
+    """An Arrow column of ASCII strings, most of them of one length, as numpy bytes."""
     strings = pa.concat_arrays(column.cast(pa.large_string()).chunks or [pa.array([], pa.large_string())])
     texts = Texts.from_arrow(strings)
     sizes = np.diff(texts.offsets)
@@ -126,7 +126,7 @@ def _ascii(column: Any) -> np.ndarray:
 
 
 def _as_numpy(column: Any, name: str) -> np.ndarray:
-    """An Arrow column as numpy; equal strings are one object, of none ''."""
+    """An Arrow column as numpy; equal strings are one object, null is ''."""
     if not pa.types.is_string(column.type):
         return column.to_numpy()
     if column.null_count:
@@ -144,14 +144,14 @@ def _as_numpy(column: Any, name: str) -> np.ndarray:
 
 
 class Labels(NamedTuple):
-    """A column of texts of which there are few: `names` sorted, `codes` (int32 [num_documents]) the place of each document's."""
+    """A column of few distinct texts: `names` are the sorted texts, `codes` (int32 [num_documents]) the index of each document's."""
 
     names: list[str]
     codes: np.ndarray
 
 
 class Part(NamedTuple):
-    """One shard of a corpus and its place there, small enough to be sent to another process."""
+    """One shard of a corpus and its position in it, small enough to send to another process."""
 
     number: int
     shard: Path
@@ -159,14 +159,14 @@ class Part(NamedTuple):
     cuts: Cuts
 
     def identity(self) -> list[Any]:
-        """What a task that reads the texts of this part depends on."""
+        """What identifies the texts of this part: the inputs of a task that reads them."""
         return [self.shard.name, self.shard.stat().st_size, self.first, digest(*self.cuts)]
 
 
 class Corpus:
-    """All documents of `shards` in order. `columns` maps each column but the text to a numpy array [num_documents].
+    """All documents of `shards` in order. `columns` maps each column except the text to a numpy array [num_documents].
 
-    `cuts` (one a shard) are left out of the texts; the shards stay as they are.
+    `cuts` (one per shard) are applied to the texts on reading; the shards are not rewritten.
     """
 
     def __init__(self, shards: Sequence[Path]) -> None:
@@ -180,18 +180,18 @@ class Corpus:
 
     @classmethod
     def of(cls, part: Part) -> Corpus:
-        """The part alone: its shard's number and its documents' indices are those of the whole; `columns` holds its own rows."""
+        """The part alone: shard number and document indices are those of the whole corpus; `columns` has only its own documents."""
         corpus = cls([part.shard])
         corpus.cuts = [part.cuts]
         corpus._from = (part.number, part.first)
         return corpus
 
     def parts(self) -> list[Part]:
-        """All shards, each to be worked on anywhere."""
+        """All shards, each to be processed by any worker."""
         return [Part(number, shard, first, cuts) for (number, shard, first, _), cuts in zip(self.spans(), self.cuts)]
 
     def cut(self, cuts: Sequence[Cuts]) -> None:
-        """Leaves `cuts` (one a shard, counted in the texts as they are now) out of the texts from here on; 'bytes' shrinks."""
+        """Leaves `cuts` (one per shard, as byte offsets in the current texts) out of the texts from here on and reduces 'bytes'."""
         sizes = self.columns["bytes"].copy()
         for one in cuts:
             np.subtract.at(sizes, one.document, one.end - one.start)
@@ -207,7 +207,7 @@ class Corpus:
         return int(self.columns["bytes"].sum())
 
     def held(self, shard: Path) -> Columns:
-        """The columns of one shard alone, as it holds them (ids as strings)."""
+        """The columns of one shard alone, with ids as strings."""
         return Columns([shard], list(self.columns), compact=False)
 
     def labels(self, name: str) -> Labels:
@@ -221,14 +221,14 @@ class Corpus:
                 here = chunk.indices.to_numpy(zero_copy_only=False)
                 codes[first : first + len(here)] = np.array(found, np.int32)[here]
                 first += len(here)
-            assert first == end, "a shard has as many labels as documents"
+            assert first == end, "a shard must have as many labels as documents"
         names = sorted(place)
         order = np.zeros(len(names), np.int32)
         order[[place[name] for name in names]] = np.arange(len(names), dtype=np.int32)
         return Labels(names, order[codes] if names else codes)
 
     def at(self, name: str, indices: Sequence[int]) -> dict[int, Any]:
-        """{index: value of column `name`} for a few documents; the column of all is not read."""
+        """{index: value of column `name`} for a few documents, without reading the whole column."""
         found = {}
         wanted = np.unique(np.asarray(indices, np.int64))
         for _, shard, first, end in self.spans():
@@ -239,9 +239,9 @@ class Corpus:
         return found
 
     def without(self, url_field: str, metadata_fields: Sequence[str]) -> list[tuple[str, str]]:
-        """(option, name) of the fields asked for that no document has, read a shard at a time until all are seen.
+        """(option, name) of the requested fields that no document has; reads shard by shard until all are found.
 
-        Nobody asked for the default of `url_field`.
+        The default of `url_field` is left out, because the user did not ask for it.
         """
         left = [("metadata", "metadata_fields", name, f"{json.dumps(name)}:") for name in metadata_fields]
         left += [("url", "url_field", url_field, "")] if url_field not in ("", "url") else []
@@ -249,7 +249,7 @@ class Corpus:
             if not left:
                 break
             table = parquet.read_table(shard, columns=sorted({column for column, *_ in left}))
-            found = {  # a key of JSON, whatever its value; any address
+            found = {  # the field's JSON key, whatever its value; any URL
                 row: compute.any(
                     compute.match_substring(table.column(row[0]), row[3])
                     if row[3]
@@ -261,16 +261,16 @@ class Corpus:
         return [(option, name) for _, option, name, _ in left]
 
     def spans(self) -> Iterator[tuple[int, Path, int, int]]:
-        """(number, path, first, end) of each shard: documents `first`..`end` of the corpus lie in it."""
+        """(number, path, first, end) of each shard: it holds documents `first`..`end` of the corpus."""
         start, first = self._from
         for number, (shard, size) in enumerate(zip(self.shards, self.sizes), start):
             yield number, shard, first, first + size
             first += size
 
     def batches(self, shard: Path, first: int, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, Texts]]:
-        """(indices int64 [k], their Texts) of the documents of `shard`, whose first is number `first`, where `chosen` (bool [num_documents]).
+        """(indices int64 [k], their Texts) of the documents of `shard` where `chosen` (bool [num_documents]); `first` is the index of its first.
 
-        A batch is a row group: about BATCH_BYTES, or one longer document. When all of it is chosen no text is copied.
+        A batch is a row group: about BATCH_BYTES, or one longer document. When all of it is chosen, no text is copied.
         """
         cuts = self.cuts[self._numbers[shard]]
         with parquet.ParquetFile(shard) as file:
@@ -285,6 +285,6 @@ class Corpus:
                 first += rows
 
     def texts(self, shard: Path, first: int, chosen: np.ndarray) -> Iterator[tuple[int, str]]:
-        """(index, text) of the same documents one by one."""
+        """(index, text) of the same documents, one by one."""
         for indices, texts in self.batches(shard, first, chosen):
             yield from zip(indices.tolist(), texts.strings())

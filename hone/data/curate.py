@@ -1,4 +1,4 @@
-"""Curate: the data stage's steps in order, each durable, so that a killed run ends with the same bytes."""
+"""Curate: the steps of the data stage in order, each durable, so that a resumed run writes the same bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hone.measure.window import Window
 
 
 def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
-    """Runs the whole stage into `draft`. Raises SpecError when nothing is left at any step, naming what took it away."""
+    """Runs the whole stage into `draft`. Raises SpecError, naming the step and the reason, when a step drops all documents."""
     executor = EXECUTORS.read(run.executor)
     with draft.measuring(Window("cpu")), executor.open() as pool:
         listing = _list(spec, draft, run)
@@ -60,17 +60,17 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         for step in (chain.deduplicate, chain.edit, chain.decontaminate):
             step(draft)
             clock.done(step.__name__)
-        splits = split(corpus, chain.alive, spec.validation_fraction)
+        splits = split(corpus, chain.kept, spec.validation_fraction)
         encoder = take_or_train(spec.tokenizer, corpus, splits["train"], draft)
         corpus.columns.forget("family")
         if encoder.why_slow:
-            run.say(f"tokenizing the slow way (about a fifth of tiktoken's speed): {encoder.why_slow}")
+            run.say(f"tokenizing with the slow tokenizer (about a fifth of tiktoken's speed): {encoder.why_slow}")
         clock.done("tokenizer")
         rows = tokenize(spec.packing, corpus, splits, encoder, draft, run, pool)
         clock.done("tokenize")
         write_tables(corpus, splits, chain, draft, run, pool)
         others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
-        write_samples(corpus, chain.dropped, chain.alive, others, spec.num_samples, draft.folder)
+        write_samples(corpus, chain.dropped, chain.kept, others, spec.num_samples, draft.folder)
         _write_stats(spec, listing, reading, chain, scorers, draft)
         clock.done("write")
     _record(draft, corpus, chain, rows, reading["bytes_out"])
@@ -91,7 +91,7 @@ def _write_stats(
     scorers: list[dict[str, Any]],
     draft: Draft,
 ) -> None:
-    """stats.json: what every step took away, by language, source, reason and rule."""
+    """Writes stats.json: what every step removed, by language, source, reason and rule."""
     corpus, sizes = chain.corpus, chain.corpus.columns["bytes"]
     labels = {name: corpus.labels(name) for name in ("language", "group")}
     scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
@@ -99,26 +99,28 @@ def _write_stats(
         draft.folder / "stats.json",
         {
             "steps": [reading, *chain.steps],
-            "languages": count_by(labels["language"], sizes, chain.alive),
-            "sources": count_by(labels["group"], sizes, chain.alive),
+            "languages": count_by(labels["language"], sizes, chain.kept),
+            "sources": count_by(labels["group"], sizes, chain.kept),
             "packing": packing(draft.folder, spec.packing.lengths),
             "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
             "scorers": scorer_rows(scorers, corpus.columns),
-            "groups": {name: by_group(values, chain.causes, chain.gone_by, scores) for name, values in labels.items()},
+            "groups": {
+                name: by_group(values, chain.causes, chain.dropped_by, scores) for name, values in labels.items()
+            },
             "warnings": chain.warnings,
         },
     )
 
 
 class Clock:
-    """Seconds of each step in the artifact's log/seconds.json, those of killed runs before this one added."""
+    """Seconds of each step in the artifact's log/seconds.json; those of earlier, killed runs are added."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft, self._path = draft, draft.log / "seconds.json"
         self._begun = time.monotonic()
 
     def done(self, step: str) -> float:
-        """Notes the seconds since the step before, and returns those of all runs; a durable step of the stage."""
+        """Records the seconds since the previous step, and returns the step's seconds over all runs."""
         now = time.monotonic()
         seconds = json.loads(self._path.read_text(encoding="utf8")) if self._path.exists() else {}
         seconds[step] = seconds.get(step, 0.0) + now - self._begun
@@ -128,35 +130,35 @@ class Clock:
         return seconds[step]
 
 
-def split(corpus: Corpus, alive: np.ndarray, fraction: float) -> dict[str, np.ndarray]:
-    """{'train', 'val'}: bool [num_documents] each. Validation takes the families whose hash is below `fraction`.
+def split(corpus: Corpus, kept: np.ndarray, fraction: float) -> dict[str, np.ndarray]:
+    """{'train', 'val'}: bool [num_documents] each. Families of documents whose hash is below `fraction` are the validation split.
 
-    At least one family goes to each side when `fraction` > 0 and there are two.
+    Each split gets at least one family when `fraction` > 0 and there are two.
     """
     families = corpus.columns["family"]
-    there = np.unique(families[alive])
+    there = np.unique(families[kept])
     num_below = int(np.searchsorted(there, np.uint64(int(fraction * 2**64))))
     if fraction > 0 and len(there) > 1:
         num_below = min(max(num_below, 1), len(there) - 1)
-    val = alive & (families <= there[num_below - 1]) if num_below else np.zeros(len(alive), bool)
-    return {"train": alive & ~val, "val": val}
+    val = kept & (families <= there[num_below - 1]) if num_below else np.zeros(len(kept), bool)
+    return {"train": kept & ~val, "val": val}
 
 
 def packing(folder: Path, lengths: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
-    """{row length: {packing: {rows, waste, parted}}} of the training split: what both ways of making rows leave without a
-    target, and how many documents they part."""
+    """{sequence length: {packing: {rows, waste, parted}}} of the training split without a token budget: padding and split documents
+    of both packings."""
     train = PackedTokens(folder)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for seq_len in lengths:
         both = {kind: train.packing(seq_len, kind) for kind in ("stream", "best_fit")}
         found[str(seq_len)] = {
-            kind: {"rows": row.rows, "waste": row.waste, "parted": row.parted} for kind, row in both.items()
+            kind: {"rows": row.num_sequences, "waste": row.waste, "parted": row.parted} for kind, row in both.items()
         }
     return found
 
 
 def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
-    """The source's files. A resumed run whose input has changed meanwhile, or may have, starts again."""
+    """The source's files. A resumed run starts again when its input has changed or may have changed."""
     listing = list_source(spec.source)
     note = draft.state / "input"
     now = f"{listing.digest} {listing.seen}"
@@ -169,12 +171,12 @@ def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_atomic(draft.log / SEEN, listing.seen.encode())
-        write_atomic(note, now.encode())  # last: without it the next run clears again
+        write_atomic(note, now.encode())  # written last: without it the next run starts again
     return listing
 
 
 def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) -> None:
-    """Raises FitError when the disk cannot hold shards, documents and tokens, each at most about the kept text."""
+    """Raises FitError when the disk cannot hold shards, documents and tokens, each about as large as the kept text at most."""
     text = estimates["kept_bytes"].value if "kept_bytes" in estimates else listing.num_bytes
     free = shutil.disk_usage(draft.folder).free
     if free < 2 * text:
@@ -187,7 +189,7 @@ def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) 
 def _read(
     spec: Settings, listing: Listing, models: Models, draft: Draft, run: Run, pool: Pool
 ) -> tuple[Corpus, dict[str, Any]]:
-    """All documents as a Corpus in `draft.state`, and the 'read' row of stats.json with samples of the broken."""
+    """All documents as a Corpus in `draft.state`, and the row 'read' of stats.json with samples of unreadable documents."""
     options = spec.options
     state = draft.state / "read"
     state.mkdir(exist_ok=True)
@@ -207,7 +209,7 @@ def _read(
     with run.progress("read", listing.num_bytes, "B") as bar, closing(pool.map(read, planned, careful)) as results:
         for number, summary in enumerate(results):
             if spec.max_bytes is not None and summary["bytes"] > spec.max_bytes - num_bytes:
-                results.close()  # the limit lies in this one: read again up to there, and no further
+                results.close()  # `max_bytes` is reached in this task: read it again up to there, and stop
                 planned[number] = task(number, spec.max_bytes - num_bytes)
                 summary = next(pool.map(read, planned[number : number + 1], careful))
             shards.append(state / planned[number].arguments[0])
@@ -238,7 +240,7 @@ def _read(
     }
     corpus = Corpus(shards)
     step["warnings"] = [
-        f"{field} '{name}' has a value in no row of {num_documents} documents: check how the rows spell it"
+        f"{field} '{name}' has a value in none of {num_documents} documents: check its spelling"
         for field, name in corpus.without(spec.url_field, spec.metadata_fields)
     ]
     for warning in step["warnings"]:
@@ -247,7 +249,7 @@ def _read(
 
 
 def _few(samples: list[dict[str, str]], most: int = 3) -> list[dict[str, str]]:
-    """At most `most` samples a reason."""
+    """At most `most` samples for each reason."""
     seen: Counter[str] = Counter()
     kept = []
     for row in sorted(samples, key=lambda row: row["reason"]):
@@ -266,7 +268,7 @@ def _tell(
     spec: Settings,
     run: Run,
 ) -> None:
-    """Says what could not be read. Raises SpecError when nothing could."""
+    """Reports what could not be read. Raises SpecError when nothing could."""
     found = ", ".join(f"{row['documents']} {reason}" for reason, row in reasons.items())
     if not num_documents:
         fixes = []
@@ -279,7 +281,7 @@ def _tell(
         if "wrong_encoding" in reasons:
             fixes.append(f"set encoding, which is '{spec.encoding}' now")
         raise SpecError(
-            f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}) and no document in them ({found})",
+            f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}) without a document in them ({found})",
             fix="; ".join(fixes) or "give a source with text in it",
         )
     num_bad = sum(row["documents"] for row in reasons.values())
@@ -291,8 +293,8 @@ def _tell(
 
 
 def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]], input_bytes: int) -> None:
-    """The stage's figures and what was done."""
-    kept = chain.alive
+    """Records the stage's figures and its techniques."""
+    kept = chain.kept
     draft.record("input_bytes", input_bytes, "B")
     draft.record("input_documents", len(corpus), "documents")
     draft.record("kept_documents", int(kept.sum()), "documents")

@@ -29,7 +29,7 @@ _ARITHMETIC = {
 
 
 def parse(text: str) -> ast.expr:
-    """The syntax tree of `text`. Raises SpecError when it is no expression or uses more than the allowed parts.
+    """The syntax tree of `text`. Raises SpecError when it is not an expression or uses other syntax than allowed.
 
     Allowed: column names, numbers, strings, comparisons (chained too), `in` a tuple, and, or, not, + - * / %.
     """
@@ -37,17 +37,17 @@ def parse(text: str) -> ast.expr:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SpecError(
-            f"'{text}' is no expression: {error}", fix="write one such as: words >= 50 and kind != 'code'"
+            f"'{text}' is not an expression: {error}", fix="write one such as: words >= 50 and kind != 'code'"
         ) from None
     _check(tree, text)
     return tree
 
 
 def need_sense(text: str, kinds: Mapping[str, str]) -> None:
-    """Raises SpecError where `text` compares strings with numbers, reckons with strings, or is no truth.
+    """Raises SpecError where `text` compares strings with numbers, calculates with strings, or has no truth value.
 
-    `kinds` maps columns to 'text' or 'number'; of others everything is allowed. numpy says nothing of `language == 5`, and
-    it holds for no document.
+    `kinds` maps columns to 'text' or 'number'; other columns are not checked. numpy raises no error for `language == 5`, which
+    is false for every document.
     """
     tree = parse(text)
     _need_truth(tree, text, kinds)
@@ -55,11 +55,11 @@ def need_sense(text: str, kinds: Mapping[str, str]) -> None:
 
 def _need_truth(node: ast.expr, text: str, kinds: Mapping[str, str]) -> None:
     if _kind(node, text, kinds) == "text":
-        raise _senseless(text, f"'{ast.unparse(node)}' is text, not a truth", "compare it with another text")
+        raise _senseless(text, f"'{ast.unparse(node)}' is text, not true or false", "compare it with another text")
 
 
 def _kind(node: ast.expr, text: str, kinds: Mapping[str, str]) -> str:
-    """'text', 'number' (a truth is one) or '' of what is not known; raises SpecError where the parts do not fit."""
+    """'text', 'number' (also for a truth value) or '' for an unknown kind; raises SpecError where kinds do not match."""
     match node:
         case ast.BoolOp(values=values):
             for value in values:
@@ -71,7 +71,7 @@ def _kind(node: ast.expr, text: str, kinds: Mapping[str, str]) -> str:
         case ast.BinOp(left=left, right=right):
             for part in (left, right):
                 if _kind(part, text, kinds) == "text":
-                    raise _senseless(text, f"'{ast.unparse(part)}' is text", "reckon with numbers only")
+                    raise _senseless(text, f"'{ast.unparse(part)}' is text", "calculate with numbers only")
             return "number"
         case ast.Compare(left=left, ops=ops, comparators=rights):
             if isinstance(ops[0], ast.In | ast.NotIn):
@@ -100,12 +100,12 @@ def _senseless(text: str, why: str, fix: str) -> SpecError:
 
 
 def columns_of(text: str) -> set[str]:
-    """Names of the columns that `text` looks at."""
+    """Names of the columns that `text` uses."""
     return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)}
 
 
 def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """`text` over `columns` (each [n]) as a bool array [n]. Raises SpecError for an unknown column or a type that does not fit."""
+    """`text` over `columns` (each [n]) as a bool array [n]. Raises SpecError for an unknown column or a type that does not match."""
     tree = parse(text)
     for name in sorted(columns_of(text)):
         if name not in columns:
@@ -119,7 +119,7 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
             value = np.asarray(_value(tree, columns))
             if value.dtype.kind not in "biuf":
-                raise TypeError("its value is text, not a truth")
+                raise TypeError("its value is text, not true or false")
             return np.broadcast_to(value.astype(bool), (length,))
     except (TypeError, ValueError) as error:  # numpy's UFuncNoLoopError is a TypeError
         raise SpecError(
@@ -128,7 +128,7 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _check(node: ast.expr, text: str) -> None:
-    """Raises SpecError unless `node` is built of the allowed parts only."""
+    """Raises SpecError unless `node` consists of allowed syntax."""
     match node:
         case ast.BoolOp(values=parts):
             pass
@@ -140,7 +140,7 @@ def _check(node: ast.expr, text: str) -> None:
             parts = [left, *right.elts]
         case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.Constant() | ast.Name() as right]):
             raise SpecError(
-                f"'{text}': what stands after `in` is no list, brackets around one value make none",
+                f"'{text}': `in` needs a list, and brackets around one value make none",
                 fix=f"write a comma after it: ({ast.unparse(right)},)",
             )
         case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
@@ -151,7 +151,7 @@ def _check(node: ast.expr, text: str) -> None:
             parts = []
         case _:
             raise SpecError(
-                f"'{text}' uses {type(node).__name__}, which an expression may not",
+                f"'{text}' uses {type(node).__name__}, which is not allowed in an expression",
                 fix="use column names, numbers, strings, comparisons, `in (..)`, and, or, not, + - * / %",
             )
     for part in parts:

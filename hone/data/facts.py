@@ -1,4 +1,4 @@
-"""Facts of a data artifact: tokens of each split, vocabulary and tokenizer, without opening a shard."""
+"""Facts of a data artifact: tokens of each split, vocabulary and tokenizer, without reading a shard."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hone.model.folder import read_json
 
 
 class SplitFacts(BaseModel):
-    """How much one split holds. Of a data stage that has not run yet, estimates."""
+    """Size of one split. Estimates for a data stage that has not run yet."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tokens: int = Field(ge=0, description="Tokens, the end-of-text token of every document included.")
+    tokens: int = Field(ge=0, description="Tokens, including the end-of-text token of every document.")
     documents: int = Field(ge=0, description="Documents.")
     bytes: int = Field(ge=0, description="UTF-8 bytes of their text.")
 
-    def num_rows(self, seq_len: int) -> int:
-        """Rows of `seq_len` positions that the split is cut into, as a stream; best-fit packing makes a few more."""
+    def num_sequences(self, seq_len: int) -> int:
+        """Sequences of `seq_len` tokens that the split is cut into, as a stream; best-fit packing makes a few more."""
         return max(-(-(self.tokens - 1) // seq_len), 0)
 
 
 class DataFacts(Facts):
-    """What packed tokens are, those on disk or those a data stage will make."""
+    """Facts of packed tokens, on disk or planned."""
 
     noun: ClassVar[str] = "data set"
     mark: ClassVar[str] = "tokens/meta.json"
@@ -36,10 +36,10 @@ class DataFacts(Facts):
     vocab_size: int = Field(description="Tokens of the vocabulary.")
     eos_token_id: int | None = Field(description="The end-of-text token.")
     tokenizer: str | None = Field(
-        description="Identity of its tokenizer (`Tokenizer.identity`); of one that is still to be trained any text of its own."
+        description="Identity of its tokenizer (`Tokenizer.identity`); for one that is not trained yet, a unique text."
     )
-    packing: str = Field("stream", description="How documents become rows: 'stream' or 'best_fit'.")
-    exact: bool = Field(True, description="Whether the counts are of tokens that exist.")
+    packing: str = Field("stream", description="How documents are packed into sequences: 'stream' or 'best_fit'.")
+    exact: bool = Field(True, description="False for estimates.")
 
     @classmethod
     def of(cls, folder: Path) -> Self:

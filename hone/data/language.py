@@ -1,6 +1,6 @@
-"""Language identification as two columns: the code and how sure the identifier is.
+"""Language identification as two columns: the code and the identifier's confidence.
 
-The identifier is the package's own (hone/data/langid). It knows 75 languages and says "unknown" of everything else: text
+The identifier is hone's own (hone/data/langid). It knows 75 languages and returns "unknown" for everything else: text
 with no letters or few of them (tables, program text), too short to tell, in a script that none of the languages uses,
 with more than half of its letters in other scripts, or unlike the texts of the language it comes closest to.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from hone.data.langid.model import Model
 
 NO_LANGUAGE = "code"
-"""What stands in the language column of program text."""
+"""Value of the language column for program text."""
 UNKNOWN = "unknown"
-"""What stands there when no language can be named; its score is 0."""
+"""Value of the language column when no language is identified; its score is 0."""
 
 
 _MEANT = {
@@ -32,11 +32,11 @@ _MEANT = {
     "in": "id", "ger": "de", "deu": "de", "fre": "fr", "fra": "fr", "spa": "es", "jpn": "ja", "chi": "zh", "zho": "zh", "kor": "ko",
     "por": "pt", "dut": "nl", "nld": "nl", "cze": "cs", "gre": "el", "ell": "el", "pol": "pl", "swe": "sv",
 }  # fmt: skip
-"""What countries' and three-letter codes that are taken for a language's are meant to be."""
+"""Languages that are probably meant by country codes and three-letter codes."""
 
 
 def need_known(languages: Sequence[str], known: Sequence[str] = ()) -> None:
-    """Raises SpecError, with the code that was probably meant, unless all of `languages` are `known`; none: the package's."""
+    """Raises SpecError with suggestions unless all of `languages` are `known` (default: those of the package's model)."""
     known = known or shipped_languages()
     unknown = sorted(set(languages) - set(known))
     if unknown:
@@ -56,16 +56,16 @@ def _meant(code: str, known: Sequence[str]) -> str | None:
 
 @functools.cache
 def shipped_languages() -> tuple[str, ...]:
-    """The codes of the package's model, sorted, from the first line of its file."""
+    """The codes of the package's model, sorted, read from the first line of its file."""
     with open(Path(__file__).parent / "langid" / "languages.bin", "rb") as file:
         return tuple(sorted(code for script in json.loads(file.readline())["scripts"] for code in script["languages"]))
 
 
 class Identifier:
-    """Identifies the language of texts among `candidates` (ISO 639 codes; empty: all it knows).
+    """Identifies the language of texts among `candidates` (ISO 639 codes; empty: all languages of the model).
 
-    Texts of other languages tend to come out as unknown, and always do when no candidate is written in their script.
-    Raises MissingExtra without numba, SpecError for a language that it does not know.
+    Texts of other languages are mostly identified as unknown, always when no candidate is written in their script.
+    Raises MissingExtra without numba, SpecError for an unknown language.
     """
 
     def __init__(self, candidates: Sequence[str] = ()) -> None:
@@ -80,14 +80,14 @@ class Identifier:
 
     @classmethod
     def of(cls, model: Model, candidates: Sequence[str] = ()) -> Identifier:
-        """One with another model than the package's, trained by hone.data.langid.train."""
+        """One with another model, trained by hone.data.langid.train."""
         identifier = cls.__new__(cls)
         identifier._use(model, candidates)
         identifier._made_by = (cls.of, (model, identifier.languages))
         return identifier
 
     def __reduce__(self) -> tuple:
-        # Other processes read the package's model themselves: a few bytes cross instead of megabytes.
+        # Other processes read the package's model themselves, so that a few bytes are sent instead of megabytes.
         return self._made_by
 
     def _use(self, model: Model, candidates: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class Identifier:
     def identify_all(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
         """(codes object [n], probabilities float64 [n]) of a batch.
 
-        Texts of up to 4 KiB are read whole, of longer ones eight windows of 512 bytes from the first to the last.
+        Texts of up to 4 KiB are read whole, longer ones in eight windows of 512 bytes from the first to the last.
         """
         from hone.data.langid.kernels import frozen, identify
 

@@ -20,14 +20,14 @@ pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
 CUT_OUT = "cut_out"
-"""The reason under which stats.json counts what was cut out of documents that stay."""
+"""The reason under which stats.json counts text cut out of kept documents."""
 DROPPED = ("dropped_by", "reason")
-"""The columns of signals/*.parquet after those of a shard: the step that dropped a document, and its reason there."""
+"""The columns of signals/*.parquet after those of a shard: the step that dropped a document, and its reason."""
 _MOST_ROWS = 40
 
 
 class Dropped(NamedTuple):
-    """A sample of what step `step` dropped: document `index`; `like` is the document that stands for it, itself if none does."""
+    """A sample of what step `step` dropped: document `index`; `like` is its representative, or itself."""
 
     step: str
     reason: str
@@ -44,9 +44,9 @@ def step_row(
     reason: str,
     left: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """One step of stats.json that drops for one reason. `sizes` bytes, `before` and `after` bool, all [num_documents].
+    """A row of stats.json for a step that drops for one reason. `sizes` bytes, `before` and `after` bool, all [num_documents].
 
-    `left` are the bytes after a step that cuts; what it takes from documents that stay is counted as CUT_OUT.
+    `left` are the bytes after a step that cuts; bytes cut out of kept documents are counted as CUT_OUT.
     """
     left = sizes if left is None else left
     gone = before & ~after
@@ -75,7 +75,7 @@ def counted(labels: np.ndarray, sizes: np.ndarray) -> dict[str, dict[str, int]]:
 
 
 def added(one: Any, other: Any) -> Any:
-    """Counts of two shards together: numbers are added, what stands inside of lists and mappings too, names stay."""
+    """The sum of two shards' counts: numbers are added, also inside lists and mappings; names are kept."""
     if isinstance(one, dict):
         both = {key: added(one[key], other[key]) if key in other else one[key] for key in one}
         return both | {key: value for key, value in other.items() if key not in one}
@@ -85,8 +85,8 @@ def added(one: Any, other: Any) -> Any:
 
 
 def filter_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The counts of a filter (filters/decide.py) over all shards as stats.json has them, in an order of their own: a task that was done
-    before tells them in another."""
+    """The counts of a filter (filters/decide.py) over all shards as in stats.json, in a fixed order, since resumed tasks
+    return them in another."""
     names = ("documents_in", "bytes_in", "documents_out", "bytes_out")
     rules = [
         {
@@ -104,7 +104,7 @@ def _pair(row: dict[str, int]) -> dict[str, int]:
 
 
 def ranked(rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Most bytes first; beyond 40 labels the rest is '(other)'."""
+    """Most bytes first; from the 41st label on, all are summed as '(other)'."""
     order = sorted(rows, key=lambda label: (-rows[label]["bytes"], label))
     shown = {label: _pair(rows[label]) for label in order[:_MOST_ROWS]}
     for label in order[_MOST_ROWS:]:
@@ -122,7 +122,7 @@ def count_by(labels: Labels, sizes: np.ndarray, chosen: np.ndarray) -> dict[str,
 
 
 def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
-    """Those `count` of `indices` (int [k]) whose `ids` (bytes [n]) are lowest, in their order: a fixed random choice."""
+    """The `count` of `indices` (int [k]) with the lowest `ids` (bytes [n]), in order of ids: a fixed random choice."""
     if not count:
         return indices[:0]
     if len(indices) > count:
@@ -132,19 +132,19 @@ def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
 
 
 def by_group(
-    labels: Labels, causes: Sequence[tuple[str, str]], gone_by: np.ndarray, scores: Mapping[str, np.ndarray]
+    labels: Labels, causes: Sequence[tuple[str, str]], dropped_by: np.ndarray, scores: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
-    """What became of each group: {label: {documents, dropped: {'step: reason': documents}, scores: {column: mean}}}.
+    """The result for each group: {label: {documents, dropped: {'step: reason': documents}, scores: {column: mean}}}.
 
-    `gone_by` (uint16 [num_documents]) is 1 + the place in `causes` of the (step, reason) that dropped a document, 0 where none
-    did. Most documents first; beyond 40 labels the rest is '(other)'. A score that is no number anywhere in a group has no mean.
+    `dropped_by` (uint16 [num_documents]) is 1 + the index in `causes` of the (step, reason) that dropped a document, 0 for a kept
+    one. Most documents first; from the 41st label on, all are summed as '(other)'. A score that is NaN for a whole group has no mean.
     """
     names, codes = labels
     order = np.argsort(-np.bincount(codes, minlength=len(names)), kind="stable")
     codes = np.minimum(np.argsort(order, kind="stable").astype(np.int32), _MOST_ROWS)[codes]
     shown = [names[place] for place in order[:_MOST_ROWS]] + ["(other)"] * (len(names) > _MOST_ROWS)
     width = len(causes) + 1
-    counts = np.bincount(codes * width + gone_by, minlength=len(shown) * width).reshape(len(shown), width)
+    counts = np.bincount(codes * width + dropped_by, minlength=len(shown) * width).reshape(len(shown), width)
     dropped: list[dict[str, int]] = [{} for _ in shown]
     for place, cause in zip(*np.nonzero(counts[:, 1:])):
         key = ": ".join(causes[cause])
@@ -161,7 +161,7 @@ def by_group(
 
 
 def scorer_rows(scorers: Sequence[dict[str, Any]], columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """What is known of each scorer, with the share of documents that a cascade gave to its dear one."""
+    """The figures of each scorer, with the share of documents that a cascade gave to its expensive scorer."""
     dear = [columns.get(f"{row['column']}_dear") for row in scorers]
     return [
         {**row, "dear_share": float(read.mean())} if read is not None and len(read) else dict(row)
@@ -170,9 +170,9 @@ def scorer_rows(scorers: Sequence[dict[str, Any]], columns: Mapping[str, np.ndar
 
 
 def write_kept(part: Part, splits: Mapping[str, np.ndarray], out: Path) -> int:
-    """Writes the kept documents of one shard with all their columns and their split to the Parquet file `out`; how many.
+    """Writes the kept documents of one shard with all columns and their split to the Parquet file `out`; returns their number.
 
-    `splits` maps a split to those of the shard's documents that are in it (bool).
+    `splits` maps each split to a bool mask of the shard's documents.
     """
     kept = np.logical_or.reduce(list(splits.values()))
     names = np.full(len(kept), "", object)
@@ -191,11 +191,11 @@ def write_kept(part: Part, splits: Mapping[str, np.ndarray], out: Path) -> int:
     return int(kept.sum())
 
 
-def write_signals(part: Part, gone_by: np.ndarray, causes: Sequence[tuple[str, str]], out: Path) -> int:
-    """Writes all columns but the text of every document of one shard to the Parquet file `out`, with what dropped it; how many.
+def write_signals(part: Part, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], out: Path) -> int:
+    """Writes all columns except the text of every document of one shard to the Parquet file `out`, with what dropped it; returns their number.
 
-    `gone_by` (uint16 [the shard's documents]) is 1 + the place in `causes` of the (step, reason), 0 of those that stay, whose
-    `dropped_by` and `reason` are null. All columns are as they were measured, 'bytes' too: cuts change what stays, not what it was.
+    `dropped_by` (uint16 [the shard's documents]) is 1 + the index in `causes` of the (step, reason), 0 for kept ones, whose
+    `dropped_by` and `reason` are null. Columns have the values before any cut, also 'bytes'.
     """
     steps, reasons = ([None, *(cause[side] for cause in causes)] for side in (0, 1))
     with parquet.ParquetFile(part.shard) as source:
@@ -207,7 +207,7 @@ def write_signals(part: Part, gone_by: np.ndarray, causes: Sequence[tuple[str, s
             done = 0
             for group in range(source.num_row_groups):
                 table = source.read_row_group(group, columns=names)
-                codes = pa.array(gone_by[done : done + len(table)])
+                codes = pa.array(dropped_by[done : done + len(table)])
                 done += len(table)
                 for name, labels in zip(DROPPED, (steps, reasons)):
                     table = table.append_column(name, pa.array(labels, pa.string()).take(codes))
@@ -216,7 +216,7 @@ def write_signals(part: Part, gone_by: np.ndarray, causes: Sequence[tuple[str, s
 
 
 def _without_cuts(table: Any, cuts: Cuts, first: int) -> Any:
-    """Rows that begin at document `first`, with their texts and 'bytes' as they are after `cuts`."""
+    """Rows from document `first` on, with their texts and 'bytes' after `cuts`."""
     if not len(cuts.document) or not len(table):
         return table
     documents = np.arange(first, first + len(table))
@@ -236,7 +236,7 @@ def write_samples(
 ) -> None:
     """Writes dropped.jsonl (`others`, then `dropped`) and sample.jsonl (the kept ones with the lowest ids)."""
     shown = lowest(corpus.columns["id"], np.flatnonzero(kept), 4 * num_samples).tolist()
-    # Of what was dropped its text as it was read: an edit may have cut all of it.
+    # Dropped documents are shown as they were read: an edit may have cut all of their text.
     texts = _texts(Corpus(corpus.shards), [one.index for one in dropped])
     kept_texts = _texts(corpus, shown)
     source = corpus.at("source", [*shown, *(index for one in dropped for index in (one.index, one.like))])

@@ -1,4 +1,4 @@
-"""Settings: the fields of the data stage, what every step is told."""
+"""Settings: the fields of the data stage, which all steps read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.data import DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, SCORERS
 from hone.data.signals import DOCUMENT, SIGNALS
-from hone.data.tokens.rows import Rows
+from hone.data.tokens.packing import PackingSpec
 from hone.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 _LATER = ("split", "dropped_by", "reason")
-"""Columns that the stage's own tables get when all is decided."""
+"""Columns that the stage adds to its own tables at the end."""
 
 
 class Settings(Stage):
-    """What to curate and how; `Data` in stage.py does it."""
+    """The source and the steps of curation; `Data` in stage.py runs them."""
 
     source: str | tuple[str, ...] = Field(
         "python",
@@ -32,26 +32,26 @@ class Settings(Stage):
         "hf:OWNER/NAME[:CONFIG][:SPLIT], or several of them.",
     )
     max_bytes: int | None = Field(None, gt=0, description="Most bytes of text to read, in order of file names.")
-    text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
-    url_field: str = Field("url", description="Field or column that holds the address a text was found at.")
-    metadata_fields: tuple[str, ...] = Field((), description="Other fields or columns to carry along, as JSON.")
+    text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables with the text.")
+    url_field: str = Field("url", description="Field or column with the URL of a text.")
+    metadata_fields: tuple[str, ...] = Field((), description="Other fields or columns to copy, as JSON.")
     encoding: str = Field(
-        "utf-8", description="Encoding of text files without a byte order mark; 'auto': found out for each document."
+        "utf-8", description="Encoding of text files without a byte order mark; 'auto': detected for each document."
     )
     extractor: Annotated[Technique, Choice(EXTRACTORS)] = Field(
         "fast",  # type: ignore[arg-type]
         validate_default=True,
-        description="What takes the main text out of web pages.",
+        description="Extractor of the main text of web pages.",
     )
     max_document_chars: int = Field(
         400_000, ge=1000, description="Longer text files are cut into documents of at most so many characters."
     )
     languages: tuple[str, ...] = Field(
         (),
-        description="Languages (ISO 639) the identifier chooses among; none: all it knows. Keeping only some is a filter.",
+        description="Languages (ISO 639) that the identifier chooses among; none: all of its languages. To keep only some, add a filter.",
     )
     scorers: tuple[Annotated[Technique, Choice(SCORERS)], ...] = Field(
-        (), description="Models that give every document a score, each a column that filters can look at."
+        (), description="Models that give every document a score, each a column for filters."
     )
     filters: tuple[Annotated[Technique, Choice(FILTERS)], ...] = Field(
         ("length", "gopher_quality", "gopher_repetition"),  # type: ignore[arg-type]
@@ -61,17 +61,17 @@ class Settings(Stage):
     dedups: tuple[Annotated[Technique, Choice(DEDUPS)], ...] = Field(
         ("exact", "minhash"),  # type: ignore[arg-type]
         validate_default=True,
-        description="Duplicate removals in order.",
+        description="Deduplications in order.",
     )
     edits: tuple[Annotated[Technique, Choice(EDITS)], ...] = Field(
-        (), description="What is cut out of documents, in order, after the duplicates are gone."
+        (), description="Edits that cut text out of documents, in order, after deduplication."
     )
     decontaminations: tuple[Annotated[Technique, Choice(DECONTAMINATIONS)], ...] = Field(
-        (), description="Evaluation sets whose examples must not be in the text; after all else."
+        (), description="Removal of evaluation sets' examples from the text, after the other steps."
     )
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of documents held out, chosen by hash.")
-    tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to take.")
-    packing: Rows = Field(Rows(), description="How tokens become rows: stream or best_fit.")
+    tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to reuse.")
+    packing: PackingSpec = Field(PackingSpec(), description="How tokens are packed into sequences: stream or best_fit.")
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class Settings(Stage):
 
     @property
     def options(self) -> Options:
-        """What readers are told."""
+        """The options of the readers."""
         from hone.data.readers.documents import Options
 
         return Options(

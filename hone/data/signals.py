@@ -1,4 +1,4 @@
-"""Signals: one look at a document gives the columns that every rule decides by (Gopher, C4, FineWeb, RefinedWeb and more)."""
+"""Signals: the columns that all rules use (Gopher, C4, FineWeb, RefinedWeb and more), from one pass over a document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENT: dict[str, str] = {
     "language": "string",
     "language_score": "float64",
 }
-"""What reading knows of a document, column name to type; the signals come after."""
+"""Type of each column known from reading; the signals follow."""
 
 SIGNALS: dict[str, str] = {
     "text_hash": "uint64",
@@ -76,33 +76,33 @@ SIGNALS: dict[str, str] = {
     "phones": "int64",
     "cards": "int64",
 }
-"""Column name to type. Ratios are per word or per character, fractions are of lines, words or characters; 0 where the
-document has none. Words end at Unicode white space; lengths are in characters. What is not plain by its name:
+"""Type of each column. Ratios are per word or per character, fractions are of lines, words or characters; 0 where the
+document has none. Words end at Unicode white space; lengths are in characters. Columns not explained by their names:
 
-text_hash: 64 bits of the words, the spaces and line breaks between them: equal texts, equal hashes.
-unique_words: different words without case and the punctuation around, per word.
+text_hash: 64-bit hash of the words and the spaces and line breaks between them.
+unique_words: distinct words without case and surrounding punctuation, per word.
 compression_ratio: bytes per byte of zstd at level 1, each document alone; repetition raises it.
-dup_*, top_*: of lines, paragraphs and word n-grams seen before in the document, and of the most frequent n-gram; exact.
-mtld: mean length of stretches of words until the share of different ones sinks to 0.72 (McCarthy and Jarvis 2010,
+dup_*, top_*: of lines, paragraphs and word n-grams that occurred before in the document, and of the most frequent n-gram; exact.
+mtld: mean length of stretches of words until the share of distinct ones falls to 0.72 (McCarthy and Jarvis 2010,
 doi:10.3758/BRM.42.2.381). flesch: reading ease (Flesch 1948, doi:10.1037/h0057532), English syllables as vowel groups.
-upper_lines: lines of which more than half is upper case. boilerplate_words: words RefinedWeb's line rules take away.
+upper_lines: lines of which more than half is upper case. boilerplate_words: words removed by RefinedWeb's line rules.
 c4_lines: lines that C4 keeps; c4_sentences: sentences in them; c4_loose_sentences: the same without the rule that a line
 ends with punctuation, as FineWeb runs it. long_lines: lines of 200 characters or more.
-emails, public_ips, phones, cards: what looks like personal data and passes its check (RFC 5321 shape, public IPv4 range,
+emails, public_ips, phones, cards: matches of personal data that pass a check (RFC 5321 shape, public IPv4 range,
 E.164 or North American grouping, Luhn).
 """
 
 MAX_MARKS = 300
-"""No script piles up marks like this: Unicode's own stream-safe format allows 30 (UAX 15, 13)."""
+"""More consecutive combining marks occur in no script: Unicode's stream-safe format allows 30 (UAX 15, 13)."""
 _SPLIT_MARKS = {"\u0f73": "\u0f71\u0f72", "\u0f75": "\u0f71\u0f74", "\u0f81": "\u0f71\u0f80"}
-"""Tibetan vowels that count as no marks and fall apart into two."""
+"""Tibetan vowels that are no marks and decompose into two."""
 
 
 def is_piled(text: str) -> bool:
-    """Whether more than MAX_MARKS combining marks follow each other, not in the order of NFC.
+    """Whether more than MAX_MARKS combining marks in a row are not in the order of NFC.
 
-    Putting those in order takes the square of their number: hours for a megabyte. A run that long holds every
-    MAX_MARKS-th character, so that only these are looked at.
+    Sorting them takes time quadratic in their number: hours for a megabyte. A run that long contains every
+    MAX_MARKS-th character, so only these are checked first.
     """
     sample = text[::MAX_MARKS]
     if sample.isascii():
@@ -128,13 +128,13 @@ def _is_mark(character: str) -> bool:
 
 
 def normalize(text: str) -> str:
-    """Text that is not `is_piled` as hone keeps it: NFC, line ends as '\\n', no trailing space at line ends, nothing around it."""
+    """Text that is not `is_piled` as stored: NFC, line ends as '\\n', no space at line ends or around the text."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     return "\n".join([line.rstrip(" \t") for line in text.split("\n")]).strip("\n").rstrip()
 
 
 def signals_of(texts: Texts) -> dict[str, np.ndarray]:
-    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type that SIGNALS names."""
+    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type in SIGNALS."""
     try:
         from hone.data.text import measure
     except ImportError as error:

@@ -26,11 +26,11 @@ class Data(Settings):
     roles: ClassVar[dict[str, bool]] = {}
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
-        """As every stage; says so when the finished artifact it finds was made from files that have changed since, or may have."""
+        """As every stage; warns when the finished artifact was made from files that have changed since, or may have."""
         for source in (self.source,) if isinstance(self.source, str) else self.source:
             if source != PYTHON and Path(source).expanduser().resolve() in Path(out).resolve().parents:
                 raise SpecError(
-                    f"{out} lies inside its own source {source}", fix="give an output folder outside of the text"
+                    f"{out} is inside its own source {source}", fix="give an output folder outside of the text"
                 )
         artifact = super().make(out, parents, run)
         try:
@@ -43,20 +43,20 @@ class Data(Settings):
             OSError,
             ValueError,
             KeyError,
-        ):  # the input may be gone by now; the artifact stands without it
+        ):  # the input may be deleted; the artifact does not need it
             return artifact
         name = artifact.folder.name
         if before != now.digest:
             (run or Run()).say(f"{self.source} has changed since {name} was made; make it again with --redo={name}")
-        elif touched:  # a corpus that was copied has other times too
+        elif touched:  # a copied corpus has other times too
             (run or Run()).say(
-                f"{self.source} may have changed since {name} was made: its files have other times, but the same names and "
+                f"{self.source} may have changed since {name} was made: its files have other modification times, but the same names and "
                 f"sizes; if it has, make {name} again with --redo={name}"
             )
         return artifact
 
     def files(self) -> dict[str, Path]:
-        """Evaluation sets and seeds of scorers: their content is part of what the artifact is."""
+        """Evaluation sets and seeds of scorers, whose content is part of the artifact's identity."""
         named = [
             (f"{place}.{name}", getattr(technique, name, ()))
             for field, names in (("decontaminations", ("evaluations",)), ("scorers", ("high", "low", "words")))
@@ -73,20 +73,20 @@ class Data(Settings):
         }
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> DataPlan:
-        """Tries a sample of the source out. The time is that of one worker; `DataPlan.pace` says it for any number of them."""
+        """Runs a sample of the source. The time is that of one worker; `DataPlan.pace` gives it for any number of workers."""
         from hone.data.forecasting.plan import plan
 
         return plan(self)
 
     def run(self, plan: DataPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Makes the artifact's files in `draft.folder`; every step resumes from `draft.state`."""
+        """Writes the artifact's files in `draft.folder`; every step resumes from `draft.state`."""
         from hone.data.curate import curate
 
         curate(self, plan, draft, run)
 
 
 def _within(place: str, technique: Technique) -> Iterator[tuple[str, Technique]]:
-    """(place, technique) of `technique` and of those that are its fields, as a cascade's scorers are."""
+    """(place, technique) of `technique` and of techniques among its fields, such as a cascade's scorers."""
     yield place, technique
     for name in type(technique).model_fields:
         value = getattr(technique, name)

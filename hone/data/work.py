@@ -1,4 +1,4 @@
-"""Work: the functions that the data stage's tasks run, here or in another process, and the tasks themselves."""
+"""Work: the data stage's tasks and the functions that they run, here or in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder, load
 
 
 class Scorer(Protocol):
-    """What annotation needs of a technique that scores: it opens its model wherever the task runs. Hashable."""
+    """The interface of a scorer for annotation: it opens its model in the process of the task. Hashable."""
 
     def open(self, folder: Path) -> Opened: ...
 
@@ -45,7 +45,7 @@ class Models(NamedTuple):
 
 
 def train_scorers(spec: Settings, folder: Path, run: Run) -> tuple[Models, list[dict[str, Any]]]:
-    """Trains what the scorers need into `folder`; the models, and what is known of each scorer, for stats.json."""
+    """Trains the scorers into `folder`; returns the models, and each scorer's row of stats.json."""
     rows = []
     for technique in spec.scorers:
         folder.mkdir(exist_ok=True)
@@ -56,14 +56,14 @@ def train_scorers(spec: Settings, folder: Path, run: Run) -> tuple[Models, list[
 
 
 def decide(folder: Path, part: Part, filters: Sequence[Filter], num_samples: int) -> dict[str, Any]:
-    """What dropped each document of a shard, as a file; `filters` of the summary are the rows of filters/decide.py."""
-    gone_by, rows = deciding.decide(filters, Corpus.of(part).held(part.shard), num_samples)
-    np.save(folder / decided_path(part), gone_by)
-    return {"rows": len(gone_by), "filters": rows}
+    """Writes what dropped each document of a shard to a file; `filters` of the summary are the rows of filters/decide.py."""
+    dropped_by, rows = deciding.decide(filters, Corpus.of(part).held(part.shard), num_samples)
+    np.save(folder / decided_path(part), dropped_by)
+    return {"rows": len(dropped_by), "filters": rows}
 
 
 def decided_path(part: Part) -> str:
-    """Where `decide` writes."""
+    """The file that `decide` writes."""
     return f"filter-{part.number:05d}.npy"
 
 
@@ -82,22 +82,22 @@ def decide_tasks(corpus: Corpus, filters: Sequence[Filter], num_samples: int, st
 
 
 class Preparing(Protocol):
-    """What a technique may have that looks at texts shard by shard first, so that shards can be looked at anywhere."""
+    """Optional methods of a technique that reads texts shard by shard first, so that shards can be processed by any worker."""
 
-    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
-        """Which of the living documents (bool [num_documents]) it looks at."""
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
+        """Which of the kept documents (bool [num_documents]) it reads."""
         ...
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
-        """Writes what it keeps of each shard of `corpus` into `state`, where it finds it later. May see parts of the corpus."""
+        """Writes its results for each shard of `corpus` to `state`, to be read later. `corpus` may be some of the shards."""
         ...
 
 
 class Comparing(Protocol):
-    """What a technique may have that compares documents of all shards: tasks for that too, which read what tasks before wrote."""
+    """Optional method of a technique that compares documents of all shards: tasks that read the results of earlier tasks."""
 
-    def rounds(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
-        """(function, tasks) of each round, asked for when those before are done. What they leave in `state` it finds later."""
+    def rounds(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
+        """(function, tasks) of each round, requested when the rounds before are done; their results are in `state`."""
         ...
 
 
@@ -112,7 +112,7 @@ def read(
     max_bytes: int | None,
     care: Care | None,
 ) -> dict[str, Any]:
-    """Reads `files` into shard `name` of `folder`, with all columns; returns what `annotate` says."""
+    """Reads `files` into shard `name` of `folder`, with all columns; returns the summary of `annotate`."""
     return annotate(
         files,
         folder / name,
@@ -126,13 +126,13 @@ def read(
 
 @functools.lru_cache(maxsize=1)
 def _identifier(languages: tuple[str, ...]) -> Identifier:
-    """Loading its tables takes longer than a small task."""
+    """The identifier, cached: loading its tables takes longer than a small task."""
     return Identifier(languages)
 
 
 @functools.lru_cache(maxsize=1)
 def opened(scorers: tuple[Scorer, ...], models: Models) -> tuple[Opened, ...]:
-    """The scorers with their models."""
+    """The scorers, opened with their models."""
     return tuple(scorer.open(models.folder) for scorer in scorers)
 
 
@@ -162,36 +162,36 @@ def read_task(
 
 
 def careful(task: Task) -> Task | None:
-    """A reading task again that killed its worker: document by document, and without the one it died of once that is known."""
+    """The task to try instead of a reading task that killed its worker: document by document, skipping the one that killed it once known."""
     *arguments, care = task.arguments
     note = task.folder / f".{task.name}.note"
     if care is None:
         note.unlink(missing_ok=True)
         return task._replace(arguments=(*arguments, Care(note)))
     line = note.read_text(encoding="utf8") if note.exists() else ""
-    if not line or line in care.killers:
+    if not line or line in care.skip:
         return None
-    return task._replace(arguments=(*arguments, Care(note, (*care.killers, line))))
+    return task._replace(arguments=(*arguments, Care(note, (*care.skip, line))))
 
 
 def prepare(folder: Path, technique: Preparing, part: Part, chosen: np.ndarray) -> dict[str, Any]:
-    """Lets `technique` look at one shard, of which `chosen` (bool, the shard's documents) take part."""
+    """Runs `technique.prepare` on one shard, for the documents in `chosen` (bool, the shard's documents)."""
     technique.prepare(Corpus.of(part), _by_document(part, chosen), folder)
     return {"rows": int(chosen.sum())}
 
 
 def _by_document(part: Part, here: np.ndarray) -> np.ndarray:
-    """`here` (bool, the shard's documents) at their places in the whole corpus, up to the shard's end."""
+    """`here` (bool, the shard's documents) at their indices in the whole corpus, up to the shard's end."""
     everyone = np.zeros(part.first + len(here), bool)  # untouched pages take no memory
     everyone[part.first :] = here
     return everyone
 
 
-def prepare_tasks(technique: Technique, corpus: Corpus, alive: np.ndarray, state: Path) -> list[Task]:
-    """The tasks of looking at each shard that `technique` wants done before it decides; none when it has no such step."""
+def prepare_tasks(technique: Technique, corpus: Corpus, kept: np.ndarray, state: Path) -> list[Task]:
+    """The tasks that run `technique.prepare` on each shard; none when it has no such method."""
     if not hasattr(technique, "prepare"):
         return []
-    chosen = technique.takes_part(corpus, alive)
+    chosen = technique.takes_part(corpus, kept)
     return [
         Task(
             f"shard-{part.number:05d}",
@@ -204,16 +204,16 @@ def prepare_tasks(technique: Technique, corpus: Corpus, alive: np.ndarray, state
 
 
 def rounds(
-    technique: Technique, corpus: Corpus, alive: np.ndarray, state: Path
+    technique: Technique, corpus: Corpus, kept: np.ndarray, state: Path
 ) -> Iterator[tuple[Function, list[Task]]]:
-    """(function, tasks) of all that `technique` wants done before it decides; those of a round need the rounds before it."""
-    yield prepare, prepare_tasks(technique, corpus, alive, state)
+    """(function, tasks) of all rounds before `technique` decides; a round needs the results of those before it."""
+    yield prepare, prepare_tasks(technique, corpus, kept, state)
     if hasattr(technique, "rounds"):
-        yield from technique.rounds(corpus, alive, state)
+        yield from technique.rounds(corpus, kept, state)
 
 
 def encode(folder: Path, part: Part, chosen: dict[str, np.ndarray], tokenizer: Path, which: str) -> dict[str, Any]:
-    """The tokens of one shard; `chosen` (bool, the shard's documents) are those of each split. `which` is the tokenizer's hash."""
+    """Writes the tokens of one shard; `chosen` (bool, the shard's documents) are those of each split. `which` is the tokenizer's hash."""
     splits = {split: _by_document(part, here) for split, here in chosen.items()}
     encode_shards(Corpus.of(part), splits, _encoder(tokenizer, which), folder)
     return {"rows": int(sum(here.sum() for here in chosen.values()))}
@@ -221,7 +221,7 @@ def encode(folder: Path, part: Part, chosen: dict[str, np.ndarray], tokenizer: P
 
 @functools.lru_cache(maxsize=1)
 def _encoder(folder: Path, which: str) -> Encoder:
-    """Loading it takes longer than a small task."""
+    """The tokenizer, cached: loading it takes longer than a small task."""
     return load(folder)
 
 
@@ -238,12 +238,12 @@ def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path,
 
 
 def write(folder: Path, part: Part, chosen: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The kept documents of one shard as a table of their own; `chosen` as for `encode`."""
+    """Writes the kept documents of one shard as a table; `chosen` as for `encode`."""
     return {"rows": write_kept(part, chosen, folder / f"{part.number:05d}.parquet")}
 
 
 def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], state: Path) -> list[Task]:
-    """The tasks of writing the kept documents of each shard that kept any."""
+    """The tasks of writing the kept documents of each shard that has any."""
     made = []
     for part, size in zip(corpus.parts(), corpus.sizes):
         chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
@@ -253,17 +253,19 @@ def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], state: Path) -> l
     return made
 
 
-def write_columns(folder: Path, part: Part, gone_by: np.ndarray, causes: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """The columns of all documents of one shard, and what dropped each; arguments as for `write_signals`."""
-    return {"rows": write_signals(part, gone_by, causes, folder / f"{part.number:05d}.parquet")}
+def write_columns(
+    folder: Path, part: Part, dropped_by: np.ndarray, causes: tuple[tuple[str, str], ...]
+) -> dict[str, Any]:
+    """Writes the columns of all documents of one shard, and what dropped each; arguments as for `write_signals`."""
+    return {"rows": write_signals(part, dropped_by, causes, folder / f"{part.number:05d}.parquet")}
 
 
-def column_tasks(corpus: Corpus, gone_by: np.ndarray, causes: Sequence[tuple[str, str]], state: Path) -> list[Task]:
-    """The tasks of writing the columns of each shard that has documents; `gone_by` (uint16) is about all of the corpus."""
+def column_tasks(corpus: Corpus, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], state: Path) -> list[Task]:
+    """The tasks of writing the columns of each shard that has documents; `dropped_by` (uint16) is that of the whole corpus."""
     made = []
     for part, size in zip(corpus.parts(), corpus.sizes):
         if size:
-            here = gone_by[part.first : part.first + size]
+            here = dropped_by[part.first : part.first + size]
             identity = [part.identity(), digest(here), causes]
             made.append(Task(f"{part.number:05d}", state, (part, here, tuple(causes)), identity))
     return made

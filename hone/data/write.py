@@ -1,4 +1,4 @@
-"""Write: the last steps of the data stage, from the documents that stay to a tokenizer, packed tokens and tables."""
+"""Write: the last steps of the data stage: a tokenizer, packed tokens and tables of the kept documents."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hone.data.executors.base import Pool
 from hone.data.executors.task import Function, Task, need_known
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
-from hone.data.tokens.rows import Rows
+from hone.data.tokens.packing import PackingSpec
 from hone.data.work import column_tasks, encode, encode_tasks, write, write_columns, write_tasks
 
 
 class Place(Protocol):
-    """Where steps write: `base.artifact.Draft` is one."""
+    """Where steps write; `base.artifact.Draft` is one."""
 
     folder: Path
 
@@ -33,14 +33,14 @@ class Place(Protocol):
 
 
 def take_or_train(spec: tokenizers.Tokenizer, corpus: Corpus, train: np.ndarray, place: Place) -> tokenizers.Encoder:
-    """Takes the tokenizer into the folder, or trains it on the documents in `train`, unless it is there already."""
+    """Copies the tokenizer into the folder, or trains it on the documents in `train`, unless it is there already."""
     done = place.state / "tokenizer-done"
     if not done.exists():
         if spec.path is not None:
             tokenizers.take(spec.path, place.folder)
         else:
             total = int(corpus.columns["bytes"][train].sum())
-            # Families are hashes: the highest ones are a fixed random sample.
+            # Families are hashes: those with the highest are a fixed random sample.
             share = min(1.0, spec.max_train_bytes / max(total, 1))
             chosen = train & (corpus.columns["family"] >= np.uint64(int((1 - share) * (2**64 - 1))))
             texts = (text for _, shard, first, _ in corpus.spans() for _, text in corpus.texts(shard, first, chosen))
@@ -50,7 +50,7 @@ def take_or_train(spec: tokenizers.Tokenizer, corpus: Corpus, train: np.ndarray,
 
 
 def tokenize(
-    packing: Rows,
+    packing: PackingSpec,
     corpus: Corpus,
     splits: dict[str, np.ndarray],
     encoder: tokenizers.Encoder,
@@ -58,7 +58,7 @@ def tokenize(
     run: Run,
     pool: Pool,
 ) -> dict[str, dict[str, int]]:
-    """Every shard's tokens, then all of them end to end; what `pack` returns."""
+    """Writes every shard's tokens, then all of them concatenated; returns the result of `pack`."""
     state = place.state / "tokens"
     state.mkdir(exist_ok=True)
     planned = encode_tasks(corpus, splits, place.folder, state)
@@ -74,12 +74,12 @@ def tokenize(
 def write_tables(
     corpus: Corpus, splits: dict[str, np.ndarray], chain: Chain, place: Place, run: Run, pool: Pool
 ) -> None:
-    """The kept documents and the columns of all documents, each as a folder of Parquet files, one a shard."""
+    """Writes the kept documents and the columns of all documents, each as a folder of Parquet files, one per shard."""
     _write("documents", write, lambda state: write_tasks(corpus, splits, state), place, run, pool)
     _write(
         "signals",
         write_columns,
-        lambda state: column_tasks(corpus, chain.gone_by, chain.causes, state),
+        lambda state: column_tasks(corpus, chain.dropped_by, chain.causes, state),
         place,
         run,
         pool,
@@ -89,7 +89,7 @@ def write_tables(
 def _write(
     name: str, function: Function, plan: Callable[[Path], list[Task]], place: Place, run: Run, pool: Pool
 ) -> None:
-    """The Parquet file of each of the tasks that `plan` makes for a state folder, as folder `name` of the artifact."""
+    """Writes the Parquet file of each of the tasks that `plan` makes for a state folder into folder `name` of the artifact."""
     state, folder = place.state / name, place.folder / name
     state.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)

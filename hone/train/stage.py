@@ -48,14 +48,16 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Spec):
-    """When checkpoints are written, and how many are kept while the stage runs."""
+    """How often checkpoints are written, and how many are kept while the stage runs."""
 
-    interval: int = Field(100, ge=0, description="Steps between checkpoints; 0: none, a kill starts over.")
+    interval: int = Field(
+        100, ge=0, description="Steps between checkpoints; 0: none, so that a killed training starts over."
+    )
     keep_latest_k: int = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
 
 
 class Train(Stage):
-    """Trains a decoder on packed tokens, from random weights, from another model, or as a student of a teacher."""
+    """Trains a decoder on packed tokens, from random weights, another model's, or as a student of a teacher."""
 
     stage: ClassVar[str] = "train"
     roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False}
@@ -73,50 +75,53 @@ class Train(Stage):
         default_factory=Shape, description="Sizes of a new model; not used with a 'model' parent or init: teacher."
     )
     init: Literal["random", "teacher"] = Field(
-        "random", description="Where weights come from; teacher: every keep_every-th layer of the teacher, copied."
+        "random", description="Initial weights: random, or teacher: copies of every keep_every-th layer of the teacher."
     )
     keep_every: int = Field(
         2, ge=2, description="With init: teacher, layers 0, n, 2n, ... are kept; 2 halves the depth."
     )
     optimizer: Annotated[Technique, Choice(OPTIMIZERS, default="adamw")] = Field(
-        AdamW(kind="adamw"), description="How the weights follow their gradients."
+        AdamW(kind="adamw"), description="Update of the weights from their gradients."
     )
     schedule: Annotated[Technique, Choice(SCHEDULES)] = Field(
         Cosine(kind="cosine"), description="Learning rate over the steps."
     )
     objective: Annotated[Technique, Choice(OBJECTIVES)] = Field(
-        NextToken(kind="next_token"), description="What is minimised."
+        NextToken(kind="next_token"), description="Loss that is minimised."
     )
     activation_checkpointing: Annotated[Technique, Choice(ACTIVATION_CHECKPOINTINGS)] = Field(
-        KeepAll(kind="none"), description="Which activations are computed twice instead of kept."
+        KeepAll(kind="none"), description="Which activations are recomputed instead of kept."
     )
     mixture: Annotated[Technique, Choice(MIXTURES)] | None = Field(
-        None, description="Weights of the sources: of several data inputs, or of a column of one; empty: as they are."
+        None,
+        description="Weights of the sources, which are several data inputs or the values of a column; empty: none.",
     )
     curriculum: Annotated[Technique, Choice(CURRICULA)] = Field(
-        Random(kind="random"), description="Order in which each source's sequences are learned."
+        Random(kind="random"), description="Order of each source's sequences."
     )
-    precision: Precision = Field("fp32", description="Numbers of the computation; master weights are float32.")
+    precision: Precision = Field("fp32", description="Dtype of the computation; master weights are float32.")
     batch_size: int = Field(16, gt=0, description="Sequences of one optimizer step.")
-    seq_len: int = Field(256, gt=1, description="Tokens of a sequence; documents packed into it do not see each other.")
+    seq_len: int = Field(
+        256, gt=1, description="Tokens of a sequence; tokens do not attend to other documents packed into it."
+    )
     gradient_accumulation_steps: int = Field(
-        1, gt=0, description="Micro-batches a step is cut into: less memory, the same result."
+        1, gt=0, description="Micro-batches of a step: more need less memory, with the same result."
     )
     steps: int | None = Field(
         None, gt=0, description="Optimizer steps; empty: from tokens, else one pass over the data."
     )
-    tokens: int | None = Field(None, gt=0, description="Training tokens, as another way to give the steps.")
+    tokens: int | None = Field(None, gt=0, description="Training tokens, instead of steps.")
     time_budget_s: float | None = Field(
         None,
         gt=0,
         description="Take fewer steps where this machine would need more seconds for them; the plan says how many.",
     )
-    max_grad_norm: float = Field(1.0, ge=0, description="The gradient is scaled down to this norm; 0: never.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations on the val split; 0: only at the end.")
-    eval_sequences: int = Field(64, ge=0, description="Sequences of the val split that an evaluation takes; 0: all.")
+    eval_sequences: int = Field(64, ge=0, description="Sequences of the val split in an evaluation; 0: all.")
     checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
-        Checkpointing(), description="What a killed training resumes from."
+        Checkpointing(), description="Checkpoints from which a killed training resumes."
     )
     compile: Annotated[bool, Circumstance()] = Field(False, description="Run every layer through torch.compile.")
 
@@ -136,14 +141,14 @@ class Train(Stage):
         return self.steps or max(1, math.ceil(budget / (self.batch_size * self.seq_len)))
 
     def files(self) -> dict[str, Path]:
-        """The files that the mixture is computed from: other content is another artifact."""
+        """The files from which the mixture is computed, whose content is part of the identity."""
         found = {} if self.mixture is None else self.mixture.files()
         return {name: path for name, path in found.items() if path.is_file()}
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> TrainPlan:
-        """Time, memory and disk of the steps, and the model that they make.
+        """Time, memory and disk of the steps, and the facts of the trained model.
 
-        Raises SpecError when data, model and teacher do not fit together, or the schedule not into the steps.
+        Raises SpecError when data, model and teacher do not match, or the schedule does not fit the steps.
         """
         data = _data(facts)
         given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model") if role in facts}
@@ -153,7 +158,7 @@ class Train(Stage):
         steps = affordable_steps(work, self.time_budget_s, machine)
         if steps < wanted:
             work = self._work(config, data, given.get("teacher"), steps, machine.device)
-        self.schedule.share(0, steps)  # a warm-up that is too long is said before any work
+        self.schedule.share(0, steps)  # raises now when the warm-up is too long
         made = CheckpointFacts(
             where=self.stage,
             config=config,
@@ -165,7 +170,7 @@ class Train(Stage):
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, steps=steps, wanted_steps=wanted)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Trains (from the newest checkpoint if there is one), writes the folder, records.
+        """Trains (from the newest checkpoint if there is one), writes the folder and records the figures.
 
         Raises SpecError when mixture or curriculum do not fit the data, HoneError when the loss diverges.
         """
@@ -193,7 +198,7 @@ class Train(Stage):
         reading.record(draft)
 
     def _begun(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> TrainPlan:
-        """The plan with the steps that the run began with: a machine calibrated anew must not change them half-way."""
+        """The plan with the steps that the run began with: a new calibration must not change them in the middle."""
         if self.time_budget_s is None:
             return plan
         path = draft.state / "steps"
@@ -208,7 +213,7 @@ class Train(Stage):
         return plan
 
     def _config(self, given: Mapping[str, CheckpointFacts], data: DataFacts) -> ModelConfig:
-        """The model that is trained, checked against the data and the parents in their roles."""
+        """The config of the model to train, checked against the data and the parents in their roles."""
         from hone.train.student import student_config
 
         if self._wants_teacher and "teacher" not in given:
@@ -217,11 +222,11 @@ class Train(Stage):
                 fix="add teacher: NAME OR FOLDER, or use objective next_token and init random",
             )
         if "model" in given and self.init == "teacher":
-            raise SpecError("init: teacher and a 'model' parent both give the first weights", fix="drop one of them")
+            raise SpecError("init: teacher and a 'model' parent both give the initial weights", fix="drop one of them")
         starts = "teacher" if self.init == "teacher" else "model"
         if starts in given and given[starts].quantization:
             raise SpecError(
-                f"{given[starts].where} holds quantized weights, which cannot be trained",
+                f"{given[starts].where} has quantized weights, which cannot be trained",
                 fix="start from the model it was compressed from",
             )
         for role, one in given.items():
@@ -232,7 +237,7 @@ class Train(Stage):
             config = given["model"].config
         else:
             config = self.model.config(data.vocab_size, eos=data.eos_token_id)
-        config.must_be_causal("the next token would be read, not predicted")
+        config.must_be_causal("the next token would be visible to its own prediction")
         if self.seq_len > config.max_seq_len:
             raise SpecError(
                 f"seq_len {self.seq_len} is longer than the model's max_seq_len {config.max_seq_len}",
@@ -247,12 +252,12 @@ class Train(Stage):
     def _work(
         self, config: ModelConfig, data: list[DataFacts], teacher: CheckpointFacts | None, steps: int, device: str
     ) -> Work:
-        """What `steps` steps on `data` do, in numbers."""
+        """The sizes of `steps` steps on `data`, from which estimates are computed."""
         facts, dtype = config.facts(), TORCH_NAMES[self.precision]
-        val = [one.splits["val"].num_rows(self.seq_len) for one in data if "val" in one.splits]
+        val = [one.splits["val"].num_sequences(self.seq_len) for one in data if "val" in one.splits]
         evaluated = min(sum(val), self.eval_sequences or sum(val))
         evaluations = 1 + ((steps - 1) // self.eval_every if self.eval_every else 0)
-        if len(data) > 1:  # a mixture's sources are evaluated each on its own, too
+        if len(data) > 1:  # the sources of a mixture are also evaluated one by one
             by_source = sum(min(rows, self.eval_sequences or rows) for rows in val)
         else:
             by_source = 0 if self.mixture is None else evaluated
@@ -310,7 +315,7 @@ class Train(Stage):
         )
 
     def _train(self, draft: Draft, trainer: Trainer, reading: Reading, checkpoints: Checkpoints, run: Run) -> Watch:
-        """Runs the loop from where the newest checkpoint stands."""
+        """Runs the loop from the newest checkpoint's step."""
         from hone.train.loop import fit
         from hone.train.watch import Watch
 
@@ -338,7 +343,7 @@ class Train(Stage):
                     batch_size=self.batch_size,
                     seq_len=self.seq_len,
                     seed=self.seed,
-                    val=reading.sources.val if reading.sources.val.num_rows(self.seq_len) else None,
+                    val=reading.sources.val if reading.sources.val.num_sequences(self.seq_len) else None,
                     eval_every=self.eval_every,
                     eval_sequences=self.eval_sequences,
                     watch=watch,
@@ -363,7 +368,7 @@ class Train(Stage):
         )
 
     def _record(self, draft: Draft, watch: Watch, config: ModelConfig, num_tokens: int, window: Window) -> None:
-        """Figures and the techniques that made the model."""
+        """Records the figures and the techniques of the model."""
         rows = read_jsonl(draft.folder / "steps.jsonl")
         losses = [row["loss"] for row in rows if "loss" in row]
         tail = losses[-10:]
@@ -398,13 +403,13 @@ class Train(Stage):
 
 
 def _data(facts: Mapping[str, Facts]) -> list[DataFacts]:
-    """The facts of the data, the first source's first. Raises SpecError when they number their tokens differently."""
+    """The facts of the data, the first source's first. Raises SpecError when their tokenizers differ."""
     data = [need(facts, role, DataFacts) for role in facts if role.partition(".")[0] == "data"]
     for other in data[1:]:
         if any(getattr(other, mark) != getattr(data[0], mark) for mark in ("vocab_size", "eos_token_id", "tokenizer")):
             raise SpecError(
-                f"{data[0].where} and {other.where} number their tokens differently",
-                fix=f"make the second with tokenizer: {{path: {data[0].where}}}",
+                f"{data[0].where} and {other.where} have different tokenizers",
+                fix=f"tokenize the second with tokenizer: {{path: {data[0].where}}}",
             )
     return data
 
@@ -414,7 +419,7 @@ def _same_tokens(parent: CheckpointFacts, data: DataFacts, role: str) -> None:
     if parent.config.vocab_size < data.vocab_size:
         said = f"{parent.where} knows {parent.config.vocab_size} tokens, the data use {data.vocab_size}"
     elif None not in (parent.tokenizer, data.tokenizer) and parent.tokenizer != data.tokenizer:
-        said = f"the tokenizers of {parent.where} and {data.where} cut texts differently"
+        said = f"the tokenizers of {parent.where} and {data.where} tokenize differently"
     else:
         return
-    raise SpecError(said, fix=f"make the data with the {role}'s tokenizer, or take another {role}")
+    raise SpecError(said, fix=f"tokenize the data with the {role}'s tokenizer, or use another {role}")

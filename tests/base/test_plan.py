@@ -116,7 +116,7 @@ def test_the_order_of_techniques_is_checked_by_facts():
     fit = step("fit", {"weights:float", "calibration"}, {"weights:int"}, {"weights:float"})
     given = frozenset({"weights:float", "calibration"})
     assert check_order([prune, fit], given, {}) == {"weights:int", "calibration"}
-    with pytest.raises(SpecError, match="prune needs weights:float, which fit before it removes") as wrong:
+    with pytest.raises(SpecError, match="prune needs weights:float, which fit removes") as wrong:
         check_order([fit, prune], given, {})
     assert wrong.value.fix == "put prune before fit"
     with pytest.raises(SpecError, match="fit needs calibration") as missing:

@@ -149,7 +149,7 @@ def test_impossible_requests_are_refused(values: dict, says: str, helps: str, ti
         ({"steps": ["gptqq"]}, "gptqq"),
         ({"steps": [{"kind": "rtn", "bits": 9}]}, "bits"),
         ({"steps": [{"kind": "rtn", "bitz": 4}]}, "bitz"),
-        ({"steps": ["rtn", "magnitude"]}, "magnitude needs weights:float, which rtn before it takes away"),
+        ({"steps": ["rtn", "magnitude"]}, "magnitude needs weights:float, which rtn removes"),
         ({"steps": ["rtn"], "targets": ["("]}, "not a regular expression"),
         ({"steps": [{"kind": "magnitude", "sparsity": 1.0}]}, "sparsity"),
     ],

@@ -32,14 +32,14 @@ def test_the_lowest_id_stays_and_the_dead_do_not_count(tmp_path, name):
     )
     technique = DEDUPS.read(name)
     ids = corpus.columns["id"]
-    alive = np.ones(5, bool)
+    kept = np.ones(5, bool)
     lowest = min((0, 2, 3), key=lambda index: ids[index])
     state = tmp_path / "state"
     state.mkdir()
-    stands = technique.representatives(corpus, alive, state)
+    stands = technique.representatives(corpus, kept, state)
     assert [int(stands[index]) for index in (0, 2, 3)] == [lowest] * 3 and stands[1] == 1 and stands[4] == 4
-    alive[lowest] = False
+    kept[lowest] = False
     (tmp_path / "other").mkdir()
-    stands = technique.representatives(corpus, alive, tmp_path / "other")
+    stands = technique.representatives(corpus, kept, tmp_path / "other")
     rest = sorted({0, 2, 3} - {lowest}, key=lambda index: ids[index])
     assert stands[lowest] == lowest and stands[rest[1]] == stands[rest[0]] == rest[0]

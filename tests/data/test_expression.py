@@ -78,7 +78,7 @@ def test_mistakes_name_the_column_and_the_types():
         evaluate("wrods > 3", COLUMNS)
     with pytest.raises(SpecError, match="cannot be evaluated"):
         evaluate("kind > 3", COLUMNS)
-    with pytest.raises(SpecError, match="text, not a truth"):
+    with pytest.raises(SpecError, match="text, not true or false"):
         evaluate("kind", COLUMNS)
 
 
@@ -88,8 +88,8 @@ def test_mistakes_name_the_column_and_the_types():
         ("kind == 5", "'kind' is text, '5' is a number"),
         ("words in ('a', 'b')", "''a'' is text, 'words' is a number"),
         ("words < 5 < 'b'", "''b'' is text, '5' is a number"),
-        ("not kind", "'kind' is text, not a truth"),
-        ("words > 3 and kind", "'kind' is text, not a truth"),
+        ("not kind", "'kind' is text, not true or false"),
+        ("words > 3 and kind", "'kind' is text, not true or false"),
         ("kind + 1 > 3", "'kind' is text"),
         ("(words > 3) == kind", "'kind' is text, 'words > 3' is a number"),
     ],
@@ -111,7 +111,7 @@ def test_columns_of_scorers_are_not_known_before():
 
 @pytest.mark.parametrize("text", ["kind in ('code')", 'kind not in "code"', "kind in words"])
 def test_brackets_around_one_value_are_no_list(text):
-    with pytest.raises(SpecError, match="no list") as error:
+    with pytest.raises(SpecError, match="needs a list") as error:
         evaluate(text, COLUMNS)
     value = "words" if text.endswith("words") else "'code'"
     assert error.value.fix == f"write a comma after it: ({value},)"

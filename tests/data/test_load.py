@@ -45,7 +45,7 @@ def test_an_epoch_shows_every_prediction_once(tmp_path_factory, sizes, seq_len, 
     documents = corpus(sizes)
     data = PackedTokens(write(tmp_path_factory.mktemp("data"), documents))
     expected = sorted(pair for document in documents for pair in zip(document, [*document[1:], EOS]))
-    num_rows = data.num_rows(seq_len)
+    num_rows = data.num_sequences(seq_len)
     steps = -(-num_rows // batch_size)
     batches = [data.batch(step, batch_size, seq_len, seed) for step in range(steps)]
     tokens, targets = (np.concatenate([batch[part] for batch in batches])[:num_rows] for part in (0, 1))
@@ -61,7 +61,7 @@ def test_document_ids_part_documents(tmp_path_factory, sizes, seq_len, seed):
     documents = corpus(sizes)
     home = {token: number for number, document in enumerate(documents) for token in document}
     data = PackedTokens(write(tmp_path_factory.mktemp("data"), documents))
-    for step in range(data.num_rows(seq_len)):
+    for step in range(data.num_sequences(seq_len)):
         batch = data.batch(step, 1, seq_len, seed)
         real = [
             (home[token], ident)
@@ -81,11 +81,11 @@ def test_batch_is_pure_and_epochs_differ(tmp_path):
     again, fresh = data.batch(1000, 3, 8, seed=1), PackedTokens(folder).batch(1000, 3, 8, seed=1)
     for one, other, third in zip(far, again, fresh):
         assert (one == other).all() and (one == third).all()
-    rows = data.num_rows(8)
+    rows = data.num_sequences(8)
     assert (data.batch(0, rows, 8, seed=1).tokens != data.batch(1, rows, 8, seed=1).tokens).any()
     assert (data.batch(0, rows, 8, seed=1).tokens != data.batch(0, rows, 8, seed=2).tokens).any()
     # Splitting a step over workers gives the same rows.
-    halves = [data.rows(np.arange(first, first + 2), 8, 1).tokens for first in (12, 14)]
+    halves = [data.sequences(np.arange(first, first + 2), 8, 1).tokens for first in (12, 14)]
     assert (np.concatenate(halves) == data.batch(3, 4, 8, seed=1).tokens).all()
 
 
@@ -116,7 +116,7 @@ def test_mistakes_are_named(tmp_path):
         PackedTokens(tmp_path, "test")
     path = tmp_path / "tokens" / "train.bin"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ArtifactError, match="promises 4 tokens"):
+    with pytest.raises(ArtifactError, match="lists 4 tokens"):
         PackedTokens(tmp_path)
     write(tmp_path, [])
     with pytest.raises(SpecError, match="too few"):

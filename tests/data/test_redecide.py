@@ -152,10 +152,10 @@ def test_on_the_command_line(made, capsys):
     ("options", "words"),
     [
         (["--filters=[lenth]"], ("unknown filter 'lenth'", "did you mean 'length'")),
-        (["--filters.2.min_words=1"], ("'2' is no position in a list of 2",)),
+        (["--filters.2.min_words=1"], ("'2' is not a position in a list of 2",)),
         (["--filters.1.min_word=1"], ("GopherQuality has no field 'min_word'", "did you mean 'min_words'")),
         (["--filters=[{kind: expression, keep: 'wods > 3'}]"], ("no signal column 'wods'", "did you mean 'words'")),
-        (["--filters=[]"], ("no filter to decide by",)),
+        (["--filters=[]"], ("no filter to apply",)),
         (["--out=x"], ("no field 'out'",)),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_folder_that_keeps_no_columns(made, tmp_path):
     with pytest.raises(ArtifactError, match="keeps no signals") as error:
         redecide(older)
     assert "--redo=older" in error.value.fix
-    with pytest.raises(ArtifactError, match="no data artifact"):
+    with pytest.raises(ArtifactError, match="not a data artifact"):
         redecide(tmp_path)
     with pytest.raises(SpecError, match="unknown filter"):
         redecide(made.folder, ["lenth"])

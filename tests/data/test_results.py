@@ -66,18 +66,18 @@ def test_filters_over_shards_say_what_they_say_over_all(corpus):
             total = added(total, other)
         assert total == {key: value for key, value in row.items() if key != "samples"}
     # An oracle: each filter's own verdict on those that the ones before it left.
-    alive = np.ones(len(corpus), bool)
+    kept = np.ones(len(corpus), bool)
     names = causes(filters)
     for place, (technique, row) in enumerate(zip(filters, rows)):
         keep, reasons = technique.decide(corpus.columns)
-        assert row["documents_in"] == alive.sum()
-        expected = Counter(reasons[alive & ~keep])
+        assert row["documents_in"] == kept.sum()
+        expected = Counter(reasons[kept & ~keep])
         assert {reason: count["documents"] for reason, count in row["reasons"].items()} == expected
-        for index in np.flatnonzero(alive & ~keep):
+        for index in np.flatnonzero(kept & ~keep):
             assert names[whole[index] - 1] == (place, reasons[index])
-        alive &= keep
-        assert row["documents_out"] == alive.sum() and row["bytes_out"] == corpus.columns["bytes"][alive].sum()
-    assert np.array_equal(whole == 0, alive) and 0 < alive.sum() < len(corpus) - 10
+        kept &= keep
+        assert row["documents_out"] == kept.sum() and row["bytes_out"] == corpus.columns["bytes"][kept].sum()
+    assert np.array_equal(whole == 0, kept) and 0 < kept.sum() < len(corpus) - 10
 
 
 def test_a_chain_samples_the_lowest_ids_of_each_reason_and_remembers_who_dropped_whom(corpus, tmp_path):
@@ -109,7 +109,7 @@ def test_a_chain_samples_the_lowest_ids_of_each_reason_and_remembers_who_dropped
             assert shown == sorted(gone, key=lambda index: ids[index])[:2]
             left = left & ~np.isin(np.arange(len(corpus)), gone)
         assert row["documents_out"] == left.sum()
-    assert np.array_equal(left, chain.alive)
+    assert np.array_equal(left, chain.kept)
     copies = [one for one in chain.dropped if one.reason == "exact_duplicate"]
     assert copies and all(one.like != one.index and left[one.like] for one in copies)
 

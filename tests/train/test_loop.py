@@ -202,7 +202,7 @@ def test_validation_covers_each_target_once(data_folder):
 def test_validation_takes_as_many_rows_as_asked_for(data_folder):
     data = PackedTokens(data_folder, "val")
     model = build(SHAPE.config(data.vocab_size), seed=3)
-    assert data.num_rows(64) > 8
+    assert data.num_sequences(64) > 8
     three = validate(model, data, batch_size=1, seq_len=64, num_sequences=3)
     assert validate(model, data, batch_size=2, seq_len=64, num_sequences=3) == pytest.approx(three, rel=1e-5)
     assert validate(model, data, batch_size=8, seq_len=64, num_sequences=3) == pytest.approx(three, rel=1e-5)

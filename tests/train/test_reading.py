@@ -185,7 +185,7 @@ def test_a_kill_changes_no_byte_of_a_mixture_by_curriculum(table_folder, tmp_pat
 def test_mistakes_are_named_before_any_work(table_folder, data_folder, tmp_path):
     for fields, said in (
         ({"mixture": {"kind": "unimax", "max_epochs": 0.01}}, "max_epochs = 0.01"),
-        ({"mixture": {"kind": "fixed", "weights": {"large": 1}}}, "says nothing of small"),
+        ({"mixture": {"kind": "fixed", "weights": {"large": 1}}}, "does not name small"),
         ({"mixture": {"kind": "proportional", "by": "split"}}, "nothing to mix"),
         ({"curriculum": {"kind": "staged", "signal": "absent", "hard": "low"}}, "no column 'absent'"),
     ):
@@ -193,7 +193,7 @@ def test_mistakes_are_named_before_any_work(table_folder, data_folder, tmp_path)
             train(table_folder, tmp_path / "train-wrong", **fields)
         assert not (tmp_path / "train-wrong").exists()
         assert not (tmp_path / "train-wrong.partial").exists()
-    with pytest.raises(Exception, match="keeps no documents"):
+    with pytest.raises(Exception, match="has no documents"):
         train(data_folder, tmp_path / "train-bare", curriculum="staged")
 
 

@@ -1,1 +1,1 @@
-"""Decontamination: documents that hold examples of evaluation sets are found, reported and taken out."""
+"""Decontamination: finds, reports and removes documents that contain examples of evaluation sets."""

@@ -1,4 +1,4 @@
-"""What a decontamination is: it says which documents hold evaluation examples, and which examples are held by which."""
+"""The base of decontaminations, which find the documents that contain evaluation examples, and the examples found."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hone.data.edits.cuts import Cuts
 
 
 class Found(NamedTuple):
-    """Both sides of a contamination.
+    """The documents and the examples of a contamination.
 
-    `dropped` bool [num_documents]: documents that go whole. `cuts`: what goes of the others, per shard. `figures`: counts, also
-    per evaluation set. `examples`: a row for every evaluation example that was hit, most documents first, with samples of them.
-    `warnings`: what a reader must know, such as a set of which nothing could be looked for.
+    `dropped` bool [num_documents]: documents to drop. `cuts`: spans to cut out of the others, per shard. `figures`: counts, also
+    per evaluation set. `examples`: a row for every evaluation example found, by number of documents, with samples of them.
+    `warnings`: for instance evaluation sets whose texts are all too short to search for.
     """
 
     dropped: np.ndarray
@@ -28,12 +28,12 @@ class Found(NamedTuple):
 
 
 class Decontamination(Technique):
-    """Finds documents that hold what a model will be tested on."""
+    """Finds documents that contain text of evaluation sets."""
 
     reason: ClassVar[str] = "contaminated"
 
-    def contaminated(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Found:
-        """Looks through the documents where `alive` (bool [num_documents]); `state` keeps what a killed run need not redo.
+    def contaminated(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Found:
+        """Searches the documents where `kept` (bool [num_documents]); files in `state` are reused by a resumed run.
 
         Raises SpecError when an evaluation set cannot be read.
         """

@@ -19,7 +19,7 @@ _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
 class Example(NamedTuple):
-    """One example: the set it is of, its row in the set's file (from 0), and its texts, NFC."""
+    """One example: the name of its evaluation set, its row in the set's file (from 0), and its texts, NFC-normalized."""
 
     evaluation: str
     row: int
@@ -29,16 +29,16 @@ class Example(NamedTuple):
 def read_evaluations(paths: tuple[str, ...], fields: tuple[str, ...]) -> list[Example]:
     """All examples of the files `paths`, and of all files below those that are folders, in order of names.
 
-    A row's texts are the strings in its `fields`, or in all of them when none are named; in lists and mappings too. Of a CSV
-    file without a header the fields are numbers, from 0. Raises SpecError for what is not there, cannot be read, or has none
-    of the fields.
+    The texts of a row are the strings in its `fields` (all fields when none are named), also those in lists and mappings. In a
+    CSV file without a header, fields are column numbers from 0. Raises SpecError for a file that is missing, unreadable, or has
+    none of the fields.
     """
     return [example for name, file in labelled(paths) for example in _examples(name, file, fields)]
 
 
 def labelled(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """(label, file) of the evaluation files at or below `paths`, each file once: its name, with as many folders before it as
-    tell it from the others."""
+    """(label, file) of the evaluation files at or below `paths`, each file once; a label is the file's name, after as many
+    parent folders as make it unique."""
     names: dict[Path, str] = {}
     for path in paths:
         for name, file in evaluation_files(path):
@@ -71,7 +71,7 @@ def evaluation_files(path: str) -> list[tuple[str, Path]]:
 
 
 def _ending(file: Path) -> str:
-    """The ending that says what is in `file`, '' for none that is known."""
+    """The suffix that gives the format of `file`, '' for an unknown format."""
     name = file.name.lower().removesuffix(".gz")
     return next((ending for ending in _ENDINGS if name.endswith(ending)), "")
 
@@ -103,7 +103,7 @@ def _examples(name: str, file: Path, fields: tuple[str, ...]) -> Iterator[Exampl
 
 def _names(file: Path) -> str:
     row = next(_rows(file, ()))
-    return ", ".join(map(str, row)) if isinstance(row, dict) else "none: its rows are plain"
+    return ", ".join(map(str, row)) if isinstance(row, dict) else "none: its rows are plain strings"
 
 
 def _rows(file: Path, fields: tuple[str, ...]) -> Iterator[Any]:
@@ -113,7 +113,7 @@ def _rows(file: Path, fields: tuple[str, ...]) -> Iterator[Any]:
         yield from _parquet(file)
         return
     if not ending:
-        raise SpecError(f"evaluation set {file.name}: of no known kind", fix=f"give {' '.join(_ENDINGS)} (or .gz)")
+        raise SpecError(f"evaluation set {file.name}: unknown format", fix=f"give {' '.join(_ENDINGS)} (or .gz)")
     with gzip.open(file) if file.name.lower().endswith(".gz") else open(file, "rb") as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="" if ending in (".csv", ".tsv") else None)  # type: ignore[arg-type]
         if ending == ".json":

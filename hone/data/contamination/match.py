@@ -1,4 +1,4 @@
-"""Kernels of decontamination: words of a text as hashes, n-grams of them, and which of those stand in a table."""
+"""Kernels of decontamination: hashes of a text's words, their n-grams, and lookups of n-grams in a table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TABLED = 0x3000
 
 @entry
 def _mixed(value: np.uint64) -> np.uint64:
-    """A bijection that spreads every bit."""
+    """A bijection of 64-bit numbers in which every input bit changes about half of the output bits."""
     value = (value ^ (value >> _SHIFT)) * _FINAL
     return value ^ (value >> _SHIFT)
 
 
 @entry
 def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
-    """Fills in hash and place of every word of one text, and returns their number.
+    """Writes the hash and the position of every word of one text; returns the number of words.
 
-    A word is a run of letters, digits and underscores without case, or one character of a script that has no spaces.
+    A word is a run of lower-cased letters, digits and underscores, or one character of a script without spaces.
     """
     count = 0
     inside = False
@@ -61,7 +61,7 @@ def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.n
 
 @entry
 def _key(value: np.uint64, length: int) -> np.uint64:
-    """Names an n-gram; 0, which marks an empty place in the table, is none."""
+    """The key of an n-gram; never 0, which marks an empty slot of the table."""
     key = _mixed(value + np.uint64(length) * _LENGTH)
     return key if key != np.uint64(0) else np.uint64(1)
 
@@ -86,9 +86,9 @@ def _longest(offsets: np.ndarray) -> int:
 def grams_of(
     data: np.ndarray, offsets: np.ndarray, length: int, shortest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(text, key, words) of every n-gram of `length` words of every text; of a shorter text one of all its words.
+    """(text, key, words) of every n-gram of `length` words of every text; a shorter text is one n-gram of all its words.
 
-    Texts of fewer than `shortest` words have none.
+    Texts of fewer than `shortest` words have no n-gram.
     """
     room = _longest(offsets) + 1
     hashes, start, end = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int64)
@@ -114,7 +114,7 @@ def grams_of(
 
 @entry
 def table_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(table, filter) for `keys` (uint64, none 0): an open hash table, and bits that say early that a key is not in it."""
+    """(table, filter) of `keys` (uint64, none 0): an open-addressing hash table, and a bitmap that rejects most other keys early."""
     size = 16
     while size < 3 * len(keys):
         size *= 2
@@ -133,7 +133,7 @@ def table_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def hits_of(
     data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, table: np.ndarray, bits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(text, start, end, key) of every n-gram of `lengths` words that is in the table; start and end are bytes of the text."""
+    """(text, start, end, key) of every n-gram of `lengths` words that is in the table; start and end are byte offsets in the text."""
     room = _longest(offsets) + 1
     hashes, start, end = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int64)
     powers = np.empty(len(lengths), np.uint64)
@@ -172,7 +172,7 @@ def _hits_of_one(
     bits: np.ndarray,
     found: np.ndarray,
 ) -> int:
-    """Writes (start, end, key) of the n-grams of one text that are in the table; returns how many, -1 when there is no room."""
+    """Writes (start, end, key) of the n-grams of one text that are in the table; returns their number, -1 when the arrays are full."""
     mask, bit_mask = np.uint64(len(table) - 1), np.uint64(len(bits) * 64 - 1)
     value = np.uint64(0)
     total = 0

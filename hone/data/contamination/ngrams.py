@@ -28,7 +28,7 @@ _SHOWN_DOCUMENTS = 3
 class Index(NamedTuple):
     """The n-grams of the examples. `keys` uint64 [n] sorted; n-gram i is in examples owners[first[i]:first[i + 1]].
 
-    `lengths` are the n that occur; `num_grams` int64 [num_examples], 0 for examples too short to look for.
+    `lengths` are the n that occur; `num_grams` int64 [num_examples] is 0 for examples too short to search for.
     """
 
     keys: np.ndarray
@@ -41,10 +41,10 @@ class Index(NamedTuple):
 class NGrams(Decontamination):
     """Finds documents that share a word n-gram with an evaluation example. Brown et al. 2020, arXiv:2005.14165.
 
-    Words are runs of letters and digits without case, or single characters of scripts without spaces; punctuation does not
-    count, and each text of an example is looked for by itself. A text shorter than `words` is looked for as a whole, down to
-    `shortest` words; examples of which every text is shorter still are not looked for, and counted as such. Both sides are
-    reported: which documents hold something, and which examples are held by how many.
+    Words are runs of lower-cased letters and digits, or single characters of scripts without spaces; punctuation is
+    ignored, and each text of an example is searched for on its own. A text shorter than `words` is searched for as a whole if
+    it has at least `shortest` words; examples with shorter texts only are not searched for, and counted. The report lists
+    the documents that contain examples, and for each example the number of documents that contain it.
     """
 
     paper: ClassVar[str] = "arXiv:2005.14165"
@@ -52,33 +52,36 @@ class NGrams(Decontamination):
         (), description="Evaluation sets: files or folders of .jsonl .json .csv .tsv .parquet .txt (each also .gz)."
     )
     fields: tuple[str, ...] = Field(
-        (), description="Fields of a row to look for, numbers for CSV without a header; none: all strings of it."
+        (),
+        description="Fields whose texts are searched for, column numbers for CSV without a header; none: all strings.",
     )
-    words: int = Field(13, ge=1, le=100, description="Words in a row that a document must share.")
-    shortest: int = Field(8, ge=1, description="Shorter texts of examples than so many words are not looked for.")
+    words: int = Field(13, ge=1, le=100, description="Words of an n-gram.")
+    shortest: int = Field(8, ge=1, description="Least words of a text of an example that is searched for.")
     max_documents: int | None = Field(
-        None, ge=1, description="N-grams in more documents than this are common phrases and do not count; none: all do."
+        None,
+        ge=1,
+        description="N-grams in more documents than this are common phrases and ignored; none: no n-gram is ignored.",
     )
     remove: Literal["document", "span"] = Field(
-        "document", description="What goes: the document, or the words it shares."
+        "document", description="Remove the whole document, or only the shared words."
     )
     min_left_bytes: int = Field(
-        100, ge=0, description="With remove: span, a document cut below so many bytes is dropped."
+        100, ge=0, description="With remove: span, a document of which fewer bytes are left is dropped."
     )
     num_samples: int = Field(100, ge=0, description="Examples shown with the documents that hold them.")
 
-    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
-        """Which documents are looked through: all that live."""
-        return alive
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
+        """The documents to search: all that are kept so far."""
+        return kept
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
-        """Finds the hits of each shard of `corpus` among the documents `chosen`, unless they are in `state`."""
+        """Finds the hits in each shard of `corpus` among the documents `chosen`, unless they are in `state`."""
         self._search(corpus, chosen, state, self._indexed()[1])
 
-    def contaminated(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Found:
+    def contaminated(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Found:
         examples, index, warnings = self._indexed()
         warnings = list(warnings)
-        hits = np.concatenate([np.empty(0, _HIT), *self._search(corpus, alive, state, index)])
+        hits = np.concatenate([np.empty(0, _HIT), *self._search(corpus, kept, state, index)])
         hits = self._uncommon(hits)
         pairs = _pairs(index, hits)
         documents = np.unique(hits["document"])
@@ -89,16 +92,16 @@ class NGrams(Decontamination):
         else:
             cuts = [self._cut(corpus, span, hits, dropped) for span in corpus.spans()]
         figures = _figures(examples, index, pairs)
-        figures["documents"] = {"looked_through": int(alive.sum()), "hit": len(documents)}
+        figures["documents"] = {"looked_through": int(kept.sum()), "hit": len(documents)}
         if not len(documents):
             warnings.append(
-                f"none of {len(examples)} examples stands in any of {int(alive.sum())} documents: check evaluations and "
-                f"fields ({', '.join(self.fields) or 'all'}) if that is a surprise"
+                f"none of {len(examples)} examples was found in any of {int(kept.sum())} documents: check evaluations and "
+                f"fields ({', '.join(self.fields) or 'all'}) if that is unexpected"
             )
         return Found(dropped, cuts, figures, self._show(corpus, examples, pairs, hits), warnings)
 
     def _indexed(self) -> tuple[list[Example], Index, list[str]]:
-        """The examples, their n-grams and warnings; read once for all shards that one process looks through."""
+        """The examples, their n-grams and warnings; read once per process."""
         if not self.evaluations:
             raise SpecError(
                 "decontamination 'ngrams' names no evaluation set",
@@ -115,7 +118,7 @@ class NGrams(Decontamination):
         """The hits of each shard of `corpus`."""
         found = []
         table, bits = _kernels().table_of(index.keys)
-        # A resumed run whose evaluation sets have changed finds no file of this name, and looks again.
+        # The name depends on the evaluation sets: a resumed run in which they have changed searches again.
         which = hashlib.blake2b(index.keys.tobytes(), digest_size=8).hexdigest()
         for number, shard, first, _ in corpus.spans():
             path = state / f"hits-{which}-{number:05d}.npy"
@@ -131,7 +134,7 @@ class NGrams(Decontamination):
         return found
 
     def _uncommon(self, hits: np.ndarray) -> np.ndarray:
-        """`hits` without the n-grams that stand in more than `max_documents` documents."""
+        """`hits` without n-grams that occur in more than `max_documents` documents."""
         if self.max_documents is None or not len(hits):
             return hits
         seen = np.unique(hits[["key", "document"]])
@@ -139,7 +142,7 @@ class NGrams(Decontamination):
         return hits[counts[np.searchsorted(keys, hits["key"])] <= self.max_documents]
 
     def _cut(self, corpus: Corpus, span: tuple[int, Path, int, int], hits: np.ndarray, dropped: np.ndarray) -> Cuts:
-        """The shared words of a shard's documents; what is left too short is marked in `dropped` instead."""
+        """The spans of shared words in a shard's documents; documents with too little text left are marked in `dropped` instead."""
         _, shard, first, end = span
         here = hits[(hits["document"] >= first) & (hits["document"] < end)]
         cuts = Cuts.of(here["document"], here["start"], here["end"])
@@ -157,7 +160,7 @@ class NGrams(Decontamination):
     def _show(
         self, corpus: Corpus, examples: list[Example], pairs: np.ndarray, hits: np.ndarray
     ) -> list[dict[str, Any]]:
-        """A row for every example that was hit; the first `num_samples` with what a few documents hold of it."""
+        """A row for every example found; for the first `num_samples`, with excerpts of a few documents that contain it."""
         owners, counts = np.unique(pairs["example"], return_counts=True)
         order = np.lexsort((owners, -counts))
         rank = ranks(corpus.columns["id"])
@@ -194,9 +197,9 @@ class NGrams(Decontamination):
 def _read_and_index(
     evaluations: tuple[str, ...], fields: tuple[str, ...], words: int, shortest: int, stamp: tuple
 ) -> tuple[list[Example], Index, list[str]]:
-    """The examples, their n-grams, and a warning for each set that has none. Raises SpecError when no set has any.
+    """The examples, their n-grams, and a warning for each set without n-grams. Raises SpecError when no set has any.
 
-    `stamp` tells the files from what they were when they were read last.
+    `stamp` identifies the files' state, so that changed files are read again.
     """
     examples = read_evaluations(evaluations, fields)
     owner = np.repeat(np.arange(len(examples)), [len(example.texts) for example in examples])
@@ -219,7 +222,7 @@ def _read_and_index(
             f"no text of {len(examples)} evaluation examples has {shortest} words",
             fix="lower shortest, or name other fields",
         )
-    warnings = [f"evaluation set {name}: every text is too short to be looked for" for name in empty]
+    warnings = [f"evaluation set {name}: every text is too short to search for" for name in empty]
     return examples, Index(keys, np.append(first, len(key)), owner, np.unique(lengths), num_grams), warnings
 
 
@@ -238,7 +241,7 @@ def _pairs(index: Index, hits: np.ndarray) -> np.ndarray:
 
 
 def _figures(examples: list[Example], index: Index, pairs: np.ndarray) -> dict[str, Any]:
-    """Counts per evaluation set: examples, those too short to look for, those hit, documents that hold any."""
+    """Counts per evaluation set: examples, those too short to search for, those found, documents that contain any."""
     names = list(dict.fromkeys(example.evaluation for example in examples))
     numbers = {name: number for number, name in enumerate(names)}
     of = np.array([numbers[example.evaluation] for example in examples])

@@ -1,1 +1,1 @@
-"""Removal of documents that are in the corpus already, one method a file."""
+"""Deduplication: drops documents that are already in the corpus. One file per method."""

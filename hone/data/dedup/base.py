@@ -1,4 +1,4 @@
-"""What a deduplication is: it says for each document which one stands for it."""
+"""The base of deduplications, which map every document to the representative of its group of duplicates."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 
 class Dedup(Technique):
-    """Finds groups of documents that are the same. Of each group the one with the lowest id stays, in any order of reading."""
+    """Finds groups of duplicate documents. The one with the lowest id is kept, whatever the order of reading."""
 
     reason: ClassVar[str] = "duplicate"
 
-    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
-        """For each document (int [num_documents]) the index of the one that stands for it; itself when it stays.
+    def representatives(self, corpus: Corpus, kept: np.ndarray, state: Path) -> np.ndarray:
+        """For each document (int [num_documents]) the index of its group's representative; its own index when it is kept.
 
-        Only documents where `alive` (bool) take part. `state` is a folder for what a killed run need not do again.
+        Only documents where `kept` (bool) are compared. Files in the folder `state` are reused by a resumed run.
         """
         raise NotImplementedError
 
 
 class Joined(Dedup):
-    """A deduplication by keys that documents share: documents that share one are a group, and so are those linked through others.
+    """A deduplication by keys: documents that share a key are in one group, also when linked through other documents.
 
-    The numbers are compared by tasks, in rounds. `prepare` is there when they have to be made from the texts first.
+    Tasks compare the keys, in rounds; `prepare` computes keys that depend on the texts first.
     """
 
-    def joining(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Joining:
-        """How the numbers are compared; those that `prepare` makes are in `state`."""
+    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Joining:
+        """The comparison of the keys; those that `prepare` computes are in `state`."""
         raise NotImplementedError
 
-    def rounds(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
-        """(function, tasks) of each round, after `prepare`; a round's tasks are all done before the next one's begin."""
+    def rounds(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
+        """(function, tasks) of each round, after `prepare`; all tasks of a round must be done before the next round."""
         need_numba()
-        return self.joining(corpus, alive, state).rounds()
+        return self.joining(corpus, kept, state).rounds()
 
-    def representatives(self, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
+    def representatives(self, corpus: Corpus, kept: np.ndarray, state: Path) -> np.ndarray:
         need_numba()
         if hasattr(self, "prepare"):
-            self.prepare(corpus, alive, state)
-        joining = self.joining(corpus, alive, state)
+            self.prepare(corpus, kept, state)
+        joining = self.joining(corpus, kept, state)
         for function, tasks in joining.rounds():
             for task in tasks:
                 perform(function, task)
@@ -65,10 +65,10 @@ def need_numba() -> None:
 
 
 def lowest_ids(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """For each document (int [n]) the one of its group with the lowest id; in the memory of `groups`, which is overwritten.
+    """For each document (int [n]) the document of its group with the lowest id; overwrites `groups` with the result.
 
     `groups` (int [n], each 0 <= group < n) is equal for documents of one group; `ids` [n] are strings or numbers, ordered
-    as Python orders them. Equal ids of a group are settled by the lower index.
+    as Python orders them. Of equal ids in a group, the lower index is taken.
     """
     from hone.data.dedup.union_find import least_members
 
@@ -77,12 +77,12 @@ def lowest_ids(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def _letters(ids: np.ndarray) -> np.ndarray:
-    """`ids` as unsigned numbers [n, width] whose rows compare, column by column, as the ids do."""
+    """`ids` as unsigned numbers [n, width], whose rows compare lexicographically like the ids."""
     if ids.dtype.kind == "O":
         ids = ids.astype(str)
     ids = np.ascontiguousarray(ids)
     if ids.dtype.kind in "US":
         letter = np.uint32 if ids.dtype.kind == "U" else np.uint8
         return ids.view(letter).reshape(len(ids), -1 if len(ids) else 1)
-    assert ids.dtype.kind == "u", f"ids are strings or unsigned numbers, not {ids.dtype}"
+    assert ids.dtype.kind == "u", f"ids must be strings or unsigned numbers, not {ids.dtype}"
     return ids.reshape(-1, 1)

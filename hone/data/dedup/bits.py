@@ -1,4 +1,4 @@
-"""Kernels over the bits of fingerprints: keys of tables, and pairs that differ in few bits."""
+"""Kernels over the bits of fingerprints: keys of hash tables, and pairs that differ in few bits."""
 
 from __future__ import annotations
 

@@ -19,22 +19,22 @@ parquet = lazy("pyarrow.parquet")
 
 
 class Exact(Joined):
-    """Drops documents whose normalized text is in the corpus already (64-bit hash of words, spaces and line breaks)."""
+    """Drops documents whose normalized text is already in the corpus (64-bit hash of words, spaces and line breaks)."""
 
     reason: ClassVar[str] = "exact_duplicate"
 
-    def joining(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Joining:
+    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Joining:
         from hone.data.dedup.joining import Equal, Joining
 
         pieces = [
-            Piece(shard, first, end - first, int(alive[first:end].sum()), np.packbits(alive[first:end]).tobytes())
+            Piece(shard, first, end - first, int(kept[first:end].sum()), np.packbits(kept[first:end]).tobytes())
             for _, shard, first, end in corpus.spans()
         ]
         return Joining(Hashes(tuple(pieces)), Equal(1), state, len(corpus))
 
 
 class Piece(NamedTuple):
-    """The `count` documents of a shard that take part: those whose bit is set in `chosen`. Its first is number `first`."""
+    """The `count` documents of a shard that are compared: those whose bit is set in `chosen`. `first` is the index of its first document."""
 
     shard: Path
     first: int
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 class Hashes(NamedTuple):
-    """The column of hashes of some shards, read where it is compared: no process holds it of all documents."""
+    """The column of hashes of some shards, read by the tasks that compare them: no process holds it for all documents."""
 
     pieces: tuple[Piece, ...]
 

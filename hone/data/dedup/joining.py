@@ -1,4 +1,4 @@
-"""Joining: documents that meet in some table of numbers become groups, by tasks of bounded memory, a table or a part of it each."""
+"""Joining: groups documents that share a key in some table, by tasks of bounded memory, each for tables or a range of one."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from hone.data.dedup.meeting import by_first_bits, join_equal
 from hone.data.executors.task import Function, Task, finished
 
 SORT_KEYS = 1 << 23
-"""Numbers that a task compares at once: 28 bytes each, 235 MB. A table of more is compared in ranges of its numbers."""
+"""Keys that a task compares at once: 28 bytes each, 235 MB. A larger table is compared in ranges of its keys."""
 TASK_KEYS = 1 << 22
-"""Tables of few numbers share a task of about so many, a tenth of a second: less is not worth a task."""
+"""Small tables share a task of about so many keys, a tenth of a second of work; smaller tasks are not worth their overhead."""
 
 
 class Source(Protocol):
-    """Where numbers come from: rows of them in pieces (a shard each). What a task is given, so small and picklable."""
+    """Where keys come from: rows of them in pieces (one per shard). Sent to tasks, so small and picklable."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """How many numbers a row has in each piece."""
+        """Number of keys in a row of each piece."""
         ...
 
     def content(self) -> list[Any]:
-        """What tells each piece from any other (JSON), the same whenever it was written."""
+        """The identity of each piece's content (JSON), which does not depend on when it was written."""
         ...
 
     def part(self, begin: int, end: int) -> Source:
-        """The pieces from `begin` to `end` alone."""
+        """The pieces from `begin` to `end`."""
         ...
 
     def read(self, begin: int, end: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
-        """The documents (`kind` [n]) of all pieces, and their rows `begin`..`end` of numbers (uint64 [end - begin, n])."""
+        """The documents (`kind` [n]) of all pieces, and rows `begin`..`end` of their keys (uint64 [end - begin, n])."""
         ...
 
 
 class Equal(NamedTuple):
-    """Documents meet whose numbers of a row are equal; each row is a table."""
+    """Joins documents whose keys in a row are equal; each row is a table."""
 
     num_tables: int
 
     def row(self, table: int) -> int:
-        """The row of numbers that a table is made of."""
+        """The row of keys of a table."""
         return table
 
     def heads(self, numbers: np.ndarray, table: int) -> np.ndarray:
-        """What ranges are cut by (uint64 [n], spread over all values): those that meet have the same."""
+        """Numbers (uint64 [n], evenly distributed) by which a table is split into ranges; equal for documents to be joined."""
         return numbers
 
     def join(self, parents: np.ndarray, numbers: np.ndarray, table: int) -> None:
-        """Joins in `parents` [n] the places of those that meet."""
+        """Joins in `parents` [n] the indices of documents to be joined."""
         join_equal(parents, numbers)
 
 
 class Rule(Protocol):
-    """Which documents meet; methods as in `Equal`."""
+    """Which documents are joined; methods as in `Equal`."""
 
     @property
     def num_tables(self) -> int: ...
@@ -72,15 +72,15 @@ class Rule(Protocol):
 
 
 class Joining:
-    """The tasks that compare all numbers of `source`, each of which leaves pairs of documents, and the groups that follow.
+    """The tasks that compare all keys of `source`, each of which writes pairs of documents, and the resulting groups.
 
-    Up to SORT_KEYS numbers a row, a task compares whole tables. Of more, each table is first dealt into ranges: a task a table
-    and SORT_KEYS numbers of consecutive shards writes them in the order of their ranges, and a task a table and range then takes
-    its slice of each such file. That moves 40 bytes a number through the disk (16 read, 12 written, 12 read again) however
-    many ranges there are. Without it every range would read the whole table, 16 bytes a number and range, which is more from
-    three ranges on; and slices of the shards' own files would be of a few kilobytes, millions of them for a terabyte.
+    Up to SORT_KEYS keys in a row, a task compares whole tables. A larger table is first split into ranges: a task per table
+    and SORT_KEYS keys of consecutive shards writes them in the order of their ranges, and a task per table and range then reads
+    its slice of each such file. That moves 40 bytes per key through the disk (16 read, 12 written, 12 read again), however
+    many ranges there are. Without it, every range would read the whole table, 16 bytes per key and range, which is more from
+    three ranges on, and slices of the shards' own files would have a few kilobytes, millions of them for a terabyte.
 
-    What the tasks write is named after the task, and taken over only while the numbers are those it was made of.
+    Files are named after their task, and reused only while the keys are those they were computed from.
     """
 
     def __init__(self, source: Source, rule: Rule, state: Path, num_documents: int) -> None:
@@ -112,18 +112,18 @@ class Joining:
                 self._join.append(Task(name, state, given, [*identity, table, part, bits]))
 
     def rounds(self) -> Iterator[tuple[Function, list[Task]]]:
-        """(function, tasks) of each round; those of the second read what those of the first have written."""
+        """(function, tasks) of each round; tasks of the second round read what those of the first have written."""
         join = join_range if self._spread else join_tables
         if not all(finished(join, task) is not None for task in self._join):
             if self._spread:
                 yield spread, self._spread
             yield join, self._join
-        for task in self._spread:  # read by none any more; the manifest first: it promises the file
+        for task in self._spread:  # no longer read; the manifest is removed first, because it lists the file
             task.manifest.unlink(missing_ok=True)
             (self._state / task.arguments[0]).unlink(missing_ok=True)
 
     def groups(self) -> np.ndarray:
-        """For each document (int [num_documents]) the least one of its group, once all tasks are done."""
+        """For each document (int [num_documents]) the lowest index of its group, once all tasks are done."""
         parents = union_find.singles(self._num_documents)
         for task in self._join:
             pairs = np.load(self._state / task.arguments[0])
@@ -135,7 +135,7 @@ class Joining:
 def join_tables(
     folder: Path, name: str, source: Source, rule: Rule, begin: int, end: int, kind: type
 ) -> dict[str, Any]:
-    """Compares the tables `begin`..`end`; what more than one of them joins is told once."""
+    """Compares the tables `begin`..`end`; a pair that several of them join is written once."""
     rows = [rule.row(table) for table in range(begin, end)]
     owners, numbers = source.read(min(rows), max(rows) + 1, kind)
     parents = union_find.singles(len(owners))
@@ -145,7 +145,7 @@ def join_tables(
 
 
 def spread(folder: Path, name: str, source: Source, rule: Rule, table: int, bits: int, kind: type) -> dict[str, Any]:
-    """Writes a table's numbers of some pieces in the order of their 2^bits ranges: where each begins, numbers, documents."""
+    """Writes the keys of a table, for some pieces, sorted by their 2^bits ranges: where each range begins, keys, documents."""
     row = rule.row(table)
     owners, numbers = source.read(row, row + 1, kind)
     ordered = by_first_bits(rule.heads(numbers[0], table), numbers[0], owners, bits)
@@ -158,7 +158,7 @@ def spread(folder: Path, name: str, source: Source, rule: Rule, table: int, bits
 def join_range(
     folder: Path, name: str, files: Sequence[Path], rule: Rule, table: int, part: int, bits: int, kind: type
 ) -> dict[str, Any]:
-    """Compares one range of a table's numbers, out of what `spread` has written."""
+    """Compares one range of a table's keys, from the files that `spread` has written."""
     borders = [np.fromfile(file, np.int64, (1 << bits) + 1) for file in files]
     sizes = [int(border[part + 1] - border[part]) for border in borders]
     numbers, owners = np.empty(sum(sizes), np.uint64), np.empty(sum(sizes), kind)
@@ -177,7 +177,7 @@ def join_range(
 
 
 def _save(path: Path, parents: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
-    """Writes each document that is not alone with the first of its group ([2, m]): one pair less than a group has members."""
+    """Writes the pairs (document, first of its group) of all groups of two or more, [2, m]."""
     union_find.flatten(parents)
     joined = np.flatnonzero(parents != np.arange(len(parents), dtype=parents.dtype))
     np.save(path, np.stack([owners[joined], owners[parents[joined]]]))
@@ -185,7 +185,7 @@ def _save(path: Path, parents: np.ndarray, owners: np.ndarray) -> dict[str, Any]
 
 
 def _shared(num_tables: int, size: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of runs of tables of `size` numbers that make a task each, as equal as can be."""
+    """(begin, end) of runs of tables of `size` keys, a task each, as equal as possible."""
     most = max(TASK_KEYS // max(size, 1), 1)
     num_tasks = -(-num_tables // most)
     for number in range(num_tasks):
@@ -193,7 +193,7 @@ def _shared(num_tables: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(begin, end) of runs of pieces of at most SORT_KEYS numbers together, or of one larger piece."""
+    """(begin, end) of runs of pieces with at most SORT_KEYS keys together, or of one larger piece."""
     begin = held = 0
     for number, size in enumerate(sizes):
         if held and held + size > SORT_KEYS:
@@ -205,7 +205,7 @@ def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class Numbers(NamedTuple):
-    """Files of `shards.sign_shards`, each with the indices of its documents and `width` rows of numbers."""
+    """Files of `shards.sign_shards`, each with the indices of its documents and `width` rows of keys."""
 
     files: tuple[Path, ...]
     width: int

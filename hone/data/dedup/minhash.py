@@ -20,44 +20,44 @@ if TYPE_CHECKING:
 class MinHash(Joined):
     """Drops documents that share most word shingles with another. Broder 1997; defaults of FineWeb, arXiv:2406.17557.
 
-    Two documents of Jaccard similarity s meet in some band with probability 1 - (1 - s^rows)^bands: at the default
-    14 x 8 that is .5 at s = .68, .92 at .8, .9996 at .9. Whoever meets is a duplicate, and so is whoever meets that one.
-    Memory: of a task a batch of text, or SORT_KEYS keys (joining.py; one key that more documents share is held whole); of
-    the process that joins what the tasks found, 8 bytes a document.
+    Two documents of Jaccard similarity s share a band with probability 1 - (1 - s^rows)^bands: at the default
+    14 x 8 that is .5 at s = .68, .92 at .8, .9996 at .9. Documents that share a band are duplicates, transitively.
+    Memory: of a task a batch of text, or SORT_KEYS keys (joining.py; all documents of one key at once); of
+    the process that merges the tasks' pairs, 8 bytes per document.
     """
 
     paper: ClassVar[str] = "arXiv:2406.17557"
     reason: ClassVar[str] = "near_duplicate"
-    shingle_words: int = Field(5, ge=1, description="Words a shingle.")
+    shingle_words: int = Field(5, ge=1, description="Words per shingle.")
     bands: int = Field(14, ge=1, description="Bands of the signature; more find more.")
-    rows: int = Field(8, ge=1, description="Hashes a band; more demand more similarity.")
+    rows: int = Field(8, ge=1, description="Hashes per band; more require more similarity.")
     seed: int = Field(1, description="Seed of the hash family.")
 
-    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
-        return alive
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
+        return kept
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> list[Path]:
-        """Files of the keys of each shard of `corpus`, made unless they are there."""
+        """Files of the keys of each shard of `corpus`, computed where they are missing."""
         need_numba()
         from hone.data.dedup import shards
 
         return shards.sign_shards(corpus, chosen, state, "keys", self.bands, self.keys)
 
-    def joining(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Joining:
+    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Joining:
         from hone.data.dedup.joining import Equal, Joining, Numbers
 
         files = tuple(state / f"keys-{number:05d}.u64" for number, *_ in corpus.spans())
         return Joining(Numbers(files, self.bands), Equal(self.bands), state, len(corpus))
 
     def keys(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-        """A key for each band of each of n texts (uint64 [bands, n]), and which texts have a word at all (bool [n])."""
+        """A key for each band of each of n texts (uint64 [bands, n]), and which texts have a word (bool [n])."""
         from hone.data.dedup.signing import band_keys
 
         signatures, worded = self.signatures(texts)
         return band_keys(signatures, self.rows), worded
 
     def signatures(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-        """Signatures (uint32 [n, bands * rows]): per hash function the least value over a text's shingles; and which have any."""
+        """Signatures (uint32 [n, bands * rows]), the least value of each hash function over a text's shingles; and which texts have shingles."""
         from hone.data.dedup.signing import signatures
 
         return signatures(texts.data, texts.offsets, self.shingle_words, *self._family)

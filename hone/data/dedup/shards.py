@@ -1,4 +1,4 @@
-"""Small arrays of numbers per document in state files: each is whole or absent, so a killed run goes on where it was."""
+"""Files of numbers per document in the state folder, each whole or absent, so that a killed run resumes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from hone.data.executors.task import written
 from hone.data.text.batch import Texts
 
 Sign = Callable[[Texts], tuple[np.ndarray, np.ndarray]]
-"""From n texts to numbers (uint64 [width, n]) and whether each text takes part (bool [n])."""
+"""Maps n texts to numbers (uint64 [width, n]) and whether each text is compared (bool [n])."""
 
 
 def sign_shards(
-    corpus: Corpus, alive: np.ndarray, state: Path, name: str, width: int, sign: Sign, num_bytes: int = 1 << 22
+    corpus: Corpus, kept: np.ndarray, state: Path, name: str, width: int, sign: Sign, num_bytes: int = 1 << 22
 ) -> list[Path]:
-    """Files of uint64 [1 + width, k], a shard each: for its k living documents that take part the indices, then the numbers."""
-    return [sign_shard(corpus, span, alive, state, name, width, sign, num_bytes) for span in corpus.spans()]
+    """Files of uint64 [1 + width, k], one per shard: indices and numbers of its k kept documents that are compared."""
+    return [sign_shard(corpus, span, kept, state, name, width, sign, num_bytes) for span in corpus.spans()]
 
 
 def sign_shard(
     corpus: Corpus,
     span: tuple[int, Path, int, int],
-    alive: np.ndarray,
+    kept: np.ndarray,
     state: Path,
     name: str,
     width: int,
     sign: Sign,
     num_bytes: int = 1 << 22,
 ) -> Path:
-    """One shard's file; made only when it is not there. At most `num_bytes` of text, or one document, are signed at once."""
+    """One shard's file, written if missing. At most `num_bytes` of text, or one document, are processed at once."""
     number, shard, first, _ = span
     path = state / f"{name}-{number:05d}.u64"
     if not path.exists():
         parts = [np.empty((1 + width, 0), np.uint64)]
-        for indices, texts in corpus.batches(shard, first, alive):
+        for indices, texts in corpus.batches(shard, first, kept):
             for begin, end in _slices(texts.offsets, num_bytes):
                 numbers, takes_part = sign(Texts(texts.data, texts.offsets[begin : end + 1]))
                 rows = np.vstack([indices[None, begin:end].astype(np.uint64), numbers])
@@ -60,7 +60,7 @@ def _slices(offsets: np.ndarray, num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def save(path: Path, array: np.ndarray) -> None:
-    """Writes the bare numbers of `array`, row after row, so that a kill leaves the whole file or none."""
+    """Writes the raw numbers of `array`, row after row; after a kill the file is whole or missing."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         np.ascontiguousarray(array).tofile(file)
@@ -71,14 +71,14 @@ def save(path: Path, array: np.ndarray) -> None:
 
 
 def length(file: Path, num_rows: int) -> int:
-    """Numbers in each of the `num_rows` rows of 64 bits that `file` holds."""
+    """Numbers in each of the `num_rows` rows of 64-bit numbers in `file`."""
     size = file.stat().st_size
-    assert size % (8 * num_rows) == 0, f"{file} has {size} bytes, which are not {num_rows} rows of 64-bit numbers"
+    assert size % (8 * num_rows) == 0, f"{file} has {size} bytes, not {num_rows} rows of 64-bit numbers"
     return size // (8 * num_rows)
 
 
 def contents(files: Sequence[Path]) -> list[list[Any]]:
-    """[name, bytes, hash] of each file, as its task's manifest says where there is one; the others are read."""
+    """[name, bytes, hash] of each file, from its task's manifest where there is one, else by reading it."""
     known: dict[str, dict[str, Any]] = {}
     for folder in {file.parent for file in files}:
         known |= {f"{folder / name}": row for name, row in written(folder).items()}

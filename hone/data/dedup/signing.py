@@ -1,4 +1,4 @@
-"""Kernels that turn texts into the numbers by which near-duplicates find each other."""
+"""Kernels that compute MinHash signatures and SimHash fingerprints of texts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hone.data.text.hashing import CHUNK, mix, next_shingles
 
 @entry
 def signatures(data, offsets, n, table, factors, shifts):
-    """MinHash signatures (uint32 [num_texts, len(factors)]) and whether each text has a word at all (bool [num_texts]).
+    """MinHash signatures (uint32 [num_texts, len(factors)]) and whether each text has a word (bool [num_texts]).
 
-    Function i maps the high half x of a shingle's hash to factors[i] * x + shifts[i] mod 2^32, its value is the least
-    over the text's shingles. With odd factors no two x become one.
+    Function i maps the high half x of a shingle's hash to factors[i] * x + shifts[i] mod 2^32; its value is the minimum
+    over the text's shingles. With odd factors it is a bijection.
     """
     num_texts, width = len(offsets) - 1, len(factors)
     result = np.full((num_texts, width), np.uint32(0xFFFFFFFF), np.uint32)
@@ -38,7 +38,7 @@ def signatures(data, offsets, n, table, factors, shifts):
 
 @kernel
 def _lower(values, count, factors, shifts, least):
-    """Takes the first `count` of `values` into the minima; written so that the inner loop becomes vector instructions."""
+    """Updates the minima with the first `count` of `values`; the inner loop is written so that it compiles to vector instructions."""
     for function in range(len(factors)):
         factor, shift, minimum = factors[function], shifts[function], least[function]
         for i in range(count):
@@ -63,9 +63,9 @@ def band_keys(signed, rows):
 
 @entry
 def fingerprints(data, offsets, n, table):
-    """SimHash fingerprints (uint64 [num_texts]) and whether each text has a word at all (bool [num_texts]).
+    """SimHash fingerprints (uint64 [num_texts]) and whether each text has a word (bool [num_texts]).
 
-    Bit i is set when it is set in more than half of the hashes of the text's shingles, repeated ones counted again.
+    Bit i is set when it is set in more than half of the hashes of the text's shingles, counted with repetition.
     """
     num_texts = len(offsets) - 1
     result = np.zeros(num_texts, np.uint64)

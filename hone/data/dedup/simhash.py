@@ -1,4 +1,4 @@
-"""SimHash near-duplicate removal: 64-bit fingerprints that differ in few bits, found through tables of permuted blocks."""
+"""SimHash near-duplicate removal: 64-bit fingerprints that differ in few bits, found with tables of permuted blocks."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 class SimHash(Joined):
     """Drops documents whose 64-bit fingerprint is within a few bits of another's. Charikar 2002; Manku et al. 2007.
 
-    Smaller than MinHash (8 bytes a document against 112), but 3 bits only find documents that are nearly the same: most
+    Smaller than MinHash (8 bytes per document against 112), but 3 bits find only nearly equal documents: most
     of Jaccard similarity above .95, a sixth of those from .8 to .95. It does not replace MinHash.
     """
 
     paper: ClassVar[str] = "doi:10.1145/1242572.1242592"
     reason: ClassVar[str] = "near_duplicate_fingerprint"
-    shingle_words: int = Field(3, ge=1, description="Words a shingle.")
-    distance: int = Field(3, ge=0, le=7, description="Most bits in which fingerprints of duplicates differ.")
+    shingle_words: int = Field(3, ge=1, description="Words per shingle.")
+    distance: int = Field(3, ge=0, le=7, description="Most bits in which the fingerprints of duplicates may differ.")
 
-    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
-        return alive
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
+        return kept
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> list[Path]:
-        """Files of the fingerprints of each shard of `corpus`, made unless they are there."""
+        """Files of the fingerprints of each shard of `corpus`, computed where they are missing."""
         need_numba()
         from hone.data.dedup import shards
 
         return shards.sign_shards(corpus, chosen, state, "fingerprints", 1, self.fingerprints)
 
-    def joining(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Joining:
+    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Joining:
         from hone.data.dedup.joining import Joining, Numbers
 
         source = Numbers(tuple(state / f"fingerprints-{number:05d}.u64" for number, *_ in corpus.spans()), 1)
         return Joining(source, Near.of(sum(source.sizes), self.distance), state, len(corpus))
 
     def fingerprints(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-        """Fingerprints of n texts (uint64 [1, n]) and which texts have a word at all (bool [n])."""
+        """Fingerprints of n texts (uint64 [1, n]) and which texts have a word (bool [n])."""
         from hone.data.dedup.signing import fingerprints
 
         found, worded = fingerprints(texts.data, texts.offsets, self.shingle_words, self._table)
@@ -62,11 +62,11 @@ class SimHash(Joined):
 
 
 class Near(NamedTuple):
-    """Documents meet whose fingerprints differ in at most `distance` bits.
+    """Joins documents whose fingerprints differ in at most `distance` bits.
 
-    The 64 bits are cut into distance + c blocks; two fingerprints so near agree in some c blocks, so a table ordered by
-    each choice of c blocks brings each pair together. c grows with their number until chance neighbours are few.
-    `masks` holds the bits of each table's key; equal fingerprints meet in every table.
+    The 64 bits are cut into distance + c blocks; two such fingerprints agree in at least c blocks, so a table keyed by
+    each choice of c blocks finds each pair. c grows with the number of fingerprints, so that few pairs agree by chance.
+    `masks` holds the bits of each table's key; equal fingerprints share the key of every table.
     """
 
     distance: int
@@ -74,7 +74,7 @@ class Near(NamedTuple):
 
     @classmethod
     def of(cls, num_fingerprints: int, distance: int) -> Near:
-        """The tables for so many fingerprints."""
+        """The tables for `num_fingerprints`."""
         return cls(distance, tuple(map(tuple, masks(num_fingerprints, distance))))
 
     @property
@@ -100,9 +100,7 @@ class Near(NamedTuple):
         same, places = union_find.singles(len(numbers)), union_find.singles(len(numbers))
         join_equal(same, numbers)
         union_find.join(parents, places, same)
-        if (
-            self.masks
-        ):  # one of each group of equal ones is compared with the others: all would cost the square of their number
+        if self.masks:  # one of each group of equal ones is compared with the others: comparing all would be quadratic
             places = places[same == places]
             keys = self.heads(numbers[places], table)
             order = np.argsort(keys)
@@ -110,7 +108,7 @@ class Near(NamedTuple):
 
 
 def masks(num_fingerprints: int, distance: int) -> Iterator[list[int]]:
-    """Bit numbers of each table's key. None for a distance of 0: equal fingerprints need no table."""
+    """Bit numbers of each table's key. No table for a distance of 0: equal fingerprints are joined without."""
     if distance == 0:
         return
     chosen = 1

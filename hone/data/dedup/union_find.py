@@ -1,4 +1,4 @@
-"""Union-find over document numbers: which are connected, whatever the order of the edges."""
+"""Union-find over document indices: the connected components, whatever the order of the edges."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import numpy as np
 from hone.data.text.compiled import entry
 
 _AHEAD = 64
-"""Edges looked at together before they are joined: their memory reads overlap instead of waiting for one another."""
+"""Edges read together before they are joined, so that their memory reads overlap."""
 
 
 def kind_of(count: int) -> type:
-    """What numbers of `count` nodes are held as: int32 where they fit, else int64."""
+    """The dtype for indices of `count` nodes: int32 where they fit, else int64."""
     return np.int32 if count < 1 << 31 else np.int64
 
 
 def singles(count: int) -> np.ndarray:
-    """Parents of `count` nodes that are all alone."""
+    """Parents of `count` nodes without edges."""
     return np.arange(count, dtype=kind_of(count))
 
 
 @entry
 def link(parents, one, other):
-    """Joins the sets of two nodes (Rem's algorithm: both walks climb together). A parent's number is never above its child's."""
+    """Joins the sets of two nodes (Rem's algorithm, which climbs from both at once). A parent's index is never above its child's."""
     up, across = parents[one], parents[other]
     while up != across:
         if up < across:
@@ -50,16 +50,16 @@ def join(parents, ones, others):
 
 @entry
 def flatten(parents):
-    """Makes every parent its set's least number. Parents are below their children, so one pass upward is enough."""
+    """Replaces every parent by its set's lowest index. Parents come before their children, so one pass is enough."""
     for node in range(len(parents)):
         parents[node] = parents[parents[node]]
 
 
 @entry
 def least_members(roots, letters):
-    """Makes each node's number in `roots` that of the member of its set whose row of `letters` ([n, width], unsigned) comes first.
+    """Replaces each node's index in `roots` by that of the set's member whose row of `letters` ([n, width], unsigned) is lowest.
 
-    `roots` (int [n]) gives equal numbers below n to members of a set. Of equal rows the lower number comes first.
+    `roots` (int [n]) has equal indices below n for members of a set. Of equal rows, the lower index is taken.
     """
     best = np.full_like(roots, -1)
     for node in range(len(roots)):

@@ -1,1 +1,1 @@
-"""Edits: parts of documents are cut out because the corpus holds them already, one method a file."""
+"""Edits: cut spans out of documents that are already in the corpus. One file per method."""

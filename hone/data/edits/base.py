@@ -1,4 +1,4 @@
-"""What an edit is: it names byte spans to cut out of documents because the corpus holds them elsewhere."""
+"""The base of edits, which find byte spans to cut out of documents because the corpus contains them elsewhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hone.data.edits.cuts import Cuts
 
 
 class Edit(Technique):
-    """Cuts repeated parts out of documents. Which copy stays depends on document ids alone, never on the order of reading."""
+    """Cuts repeated spans out of documents. Which copy is kept depends on document ids alone, never on the order of reading."""
 
     reason: ClassVar[str] = "nothing_left"
 
-    def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path) -> list[Cuts]:
-        """The cuts of each shard, in bytes of the texts as `corpus` gives them now (`join` puts them after earlier ones).
+    def cuts(self, corpus: Corpus, kept: np.ndarray, state: Path) -> list[Cuts]:
+        """The cuts of each shard, as byte offsets in the texts that `corpus` returns now (`join` appends them to earlier ones).
 
-        Only documents where `alive` (bool [num_documents]) take part. A document that shall go is cut whole. `state` is a
-        folder for what a killed run need not do again.
+        Only documents where `kept` (bool [num_documents]) are compared. A document to drop is cut as a whole. Files in the
+        folder `state` are reused by a resumed run.
         """
         raise NotImplementedError

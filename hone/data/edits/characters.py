@@ -1,4 +1,4 @@
-"""Kernels over characters: which belong to one word, which stand alone, how they are written small."""
+"""Kernels over characters: word characters, single-character words, and lower case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.data.text.compiled import entry
 from hone.data.text.segment import code_point
 
 BETWEEN, WORD, ALONE, MARK = 0, 1, 2, 3
-"""Punctuation and space; part of a word; a word of its own (scripts without spaces); attached to what comes before it."""
+"""Punctuation and space; part of a word; a word of its own (scripts without spaces); combined with the character before it."""
 
 _TABLED = 0x3000
 _UNSPACED = ((0x0E00, 0x0F00), (0x1000, 0x10A0), (0x1780, 0x1800))
@@ -30,7 +30,7 @@ def _kinds() -> np.ndarray:
 
 
 def _small() -> np.ndarray:
-    """uint16 [_TABLED]: every character without case; those whose small form is several characters stay."""
+    """uint16 [_TABLED]: every character in lower case; characters whose lower case has several characters stay."""
     table = np.arange(_TABLED).astype(np.uint16)
     for code in range(_TABLED):
         lowered = chr(code).lower()
@@ -72,7 +72,7 @@ def size_at(data: np.ndarray, at: int) -> int:
 
 @entry
 def before(data: np.ndarray, at: int) -> int:
-    """Where the character begins that ends at `at`."""
+    """Where the character that ends at `at` begins."""
     at -= 1
     while data[at] & 0xC0 == 0x80:
         at -= 1
@@ -81,7 +81,7 @@ def before(data: np.ndarray, at: int) -> int:
 
 @entry
 def joined(data: np.ndarray, left: int, right: int) -> bool:
-    """Whether the character that ends at `left` and the one that begins at `right` would belong together side by side."""
+    """Whether the characters that end at `left` and begin at `right` would be in one word side by side."""
     code, _ = code_point(data, before(data, left))
     one, other = kind_of(code), kind_of(code_point(data, right)[0])
     return other == MARK or code == 0x200D or (other == WORD and one in (WORD, MARK))

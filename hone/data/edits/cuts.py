@@ -1,4 +1,4 @@
-"""Cuts: byte spans to leave out of documents; the texts on disk stay as they are."""
+"""Cuts: byte spans to leave out of documents; the texts on disk are not rewritten."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Cuts(NamedTuple):
 
     @classmethod
     def none(cls) -> Cuts:
-        """No cut at all."""
+        """No cuts."""
         return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
     @classmethod
     def of(cls, document: np.ndarray, start: np.ndarray, end: np.ndarray) -> Cuts:
-        """Any spans of one shard, in any order, overlapping or not, as cuts: empty ones left out, the others merged."""
+        """The cuts of any spans of one shard, in any order: empty ones are left out, overlapping ones merged."""
         full = end > start
         document, start, end = (np.asarray(part)[full].astype(np.int64) for part in (document, start, end))
         if not len(document):
@@ -47,29 +47,29 @@ class Cuts(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that fall away."""
+        """Bytes that are cut."""
         return int((self.end - self.start).sum())
 
 
 def _key(document: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """int64 keys that sort as (document, place) do."""
-    assert not len(document) or (document.max() < 1 << 27 and place.max() < 1 << _PLACE_BITS), "a shard is smaller"
+    """int64 keys that sort by (document, place)."""
+    assert not len(document) or (document.max() < 1 << 27 and place.max() < 1 << _PLACE_BITS), "the shard is too large"
     return document << _PLACE_BITS | place
 
 
 def join(earlier: Cuts, later: Cuts) -> Cuts:
-    """One Cuts of a shard that does what `earlier` and then `later` do; `later` counts in the texts that `earlier` leaves."""
+    """One Cuts of a shard with the effect of `earlier` and then `later`, whose offsets are in the texts after `earlier`."""
     if not len(earlier.document) or not len(later.document):
         return later if len(later.document) else earlier
     base = min(earlier.document[0], later.document[0])
     sizes = earlier.end - earlier.start
     total = np.concatenate([[0], np.cumsum(sizes)])
-    first = np.searchsorted(earlier.document, earlier.document)  # of each cut the first one of its document
+    first = np.searchsorted(earlier.document, earlier.document)  # for each cut, the first one of its document
     gone = total[:-1] - total[first]
     places = _key(earlier.document - base, earlier.start - gone)
 
     def original(place: np.ndarray) -> np.ndarray:
-        """Where the byte at `place` of each of later's documents stood before `earlier`."""
+        """The offset of byte `place` of each of later's documents before `earlier` was applied."""
         passed = np.searchsorted(places, _key(later.document - base, place), side="right")
         return place + total[passed] - total[np.searchsorted(earlier.document, later.document)]
 
@@ -80,7 +80,7 @@ def join(earlier: Cuts, later: Cuts) -> Cuts:
 def apply_cuts(texts: Texts, documents: np.ndarray, cuts: Cuts) -> Texts:
     """`texts` without the bytes of `cuts`; text i is document `documents[i]` (int64 [n], ascending) of the corpus.
 
-    Cuts of other documents are passed over. Without a cut that applies the very same `texts` come back.
+    Cuts of other documents are ignored. When no cut applies, `texts` itself is returned.
     """
     low, high = np.searchsorted(cuts.document, [documents[0], documents[-1] + 1]) if len(documents) else (0, 0)
     if low == high:
@@ -90,9 +90,9 @@ def apply_cuts(texts: Texts, documents: np.ndarray, cuts: Cuts) -> Texts:
 
 
 def cut_whole(cuts: Cuts, documents: np.ndarray, sizes: np.ndarray, min_left_bytes: int) -> Cuts:
-    """`cuts`, and whole documents where less than `min_left_bytes` would be left of one that is cut.
+    """`cuts`, extended to whole documents where a cut would leave less than `min_left_bytes`.
 
-    `documents` int64 [n], ascending, are those of the shard that take part; `sizes` int64 [n] their bytes.
+    `documents` int64 [n], ascending, are the compared ones of the shard; `sizes` int64 [n] their bytes.
     """
     touched, first = np.unique(cuts.document, return_index=True)
     gone = np.add.reduceat(cuts.end - cuts.start, first) if len(first) else np.empty(0, np.int64)
@@ -104,7 +104,7 @@ def cut_whole(cuts: Cuts, documents: np.ndarray, sizes: np.ndarray, min_left_byt
 
 
 def figures(cuts: Sequence[Cuts]) -> dict[str, int]:
-    """What the cuts of all shards come to: spans, bytes, documents that are cut."""
+    """Totals of the cuts of all shards: spans, bytes, documents that are cut."""
     return {
         "cuts": sum(len(shard.document) for shard in cuts),
         "cut_bytes": sum(shard.num_bytes for shard in cuts),
@@ -113,7 +113,7 @@ def figures(cuts: Sequence[Cuts]) -> dict[str, int]:
 
 
 def compiled(module: str) -> ModuleType:
-    """The module of this folder that holds compiled kernels. Raises MissingExtra without numba."""
+    """The module of this folder with compiled kernels. Raises MissingExtra without numba."""
     try:
         return importlib.import_module(f"hone.data.edits.{module}")
     except ImportError as error:

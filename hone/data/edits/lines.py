@@ -1,4 +1,4 @@
-"""Lines, paragraphs or sentences that the corpus holds already are cut out of the documents that repeat them."""
+"""Cuts lines, paragraphs or sentences that other documents of the corpus contain too."""
 
 from __future__ import annotations
 
@@ -22,41 +22,39 @@ _UNIT = np.dtype([("document", np.int32), ("start", np.int64), ("end", np.int64)
 class Lines(Edit):
     """Cuts lines that other documents hold too: navigation, notices, licences. Wenzek et al. 2019 (CCNet), arXiv:1911.00359.
 
-    Two lines are the same when their letters (ASCII without case) and digits (any digit as any other) are. Of each line the
-    copy in the document with the lowest id stays, the later ones go. `unit: sentence, window: 3, min_documents: 1` is what C4
-    did (Raffel et al. 2020, arXiv:1910.10683). FineWeb (arXiv:2406.17557) found no gain over MinHash alone in cutting every
-    repeated line of the web: raise `min_documents` to cut boilerplate only. A document that is left too short goes whole,
-    also when it held the one copy that would have stayed.
+    Two lines are equal when their letters (ASCII without case) and digits (all digits as one) are. The copy in the
+    document with the lowest id is kept, the others are cut. `unit: sentence, window: 3, min_documents: 1` is the method
+    of C4 (Raffel et al. 2020, arXiv:1910.10683). FineWeb (arXiv:2406.17557) found no gain over MinHash alone from cutting every
+    repeated line of the web: raise `min_documents` to cut boilerplate only. A document with too little text left is dropped,
+    also when it contained the copy to keep.
     """
 
     paper: ClassVar[str] = "arXiv:1911.00359"
     unit: Literal["line", "paragraph", "sentence"] = Field(
-        "line", description="What is compared and cut: lines, paragraphs (between blank lines) or sentences."
+        "line", description="Unit that is compared and cut: lines, paragraphs (between blank lines) or sentences."
     )
-    window: int = Field(1, ge=1, description="How many units in a row must repeat together.")
+    window: int = Field(1, ge=1, description="Consecutive units that must repeat together.")
     min_documents: int = Field(
-        2, ge=1, description="Least documents that hold it; 1 also cuts what one document alone repeats."
+        2, ge=1, description="Least documents that contain it; 1 also cuts repeats within one document."
     )
-    keep: int = Field(1, ge=0, description="Copies that stay, in order of document ids.")
+    keep: int = Field(1, ge=0, description="Copies to keep, in order of document ids.")
     min_chars: int = Field(
-        20, ge=1, description="Letters below which a window is never cut: numbers alone, as in tables, are no repeat."
+        20, ge=1, description="Least letters of a window that is cut, so that numbers in tables are kept."
     )
-    min_left_bytes: int = Field(100, ge=0, description="A document cut below so many bytes is dropped.")
-    when: str = Field(
-        "kind != 'code'", description="Expression that picks the documents that take part; 'True' for all."
-    )
+    min_left_bytes: int = Field(100, ge=0, description="A document of which fewer bytes are left is dropped.")
+    when: str = Field("kind != 'code'", description="Expression that selects the documents to compare; 'True' for all.")
 
-    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
         """Which documents are compared (bool [num_documents])."""
-        return alive & evaluate(self.when, corpus.columns)
+        return kept & evaluate(self.when, corpus.columns)
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
-        """Hashes the units of each shard of `corpus`, unless they are in `state`; may see only some of the shards."""
+        """Hashes the units of each shard of `corpus`, unless they are in `state`; `corpus` may be some of the shards."""
         for span in corpus.spans():
             self._hash(corpus, span, chosen, state)
 
-    def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
-        self.prepare(corpus, self.takes_part(corpus, alive), state)
+    def cuts(self, corpus: Corpus, kept: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
+        self.prepare(corpus, self.takes_part(corpus, kept), state)
         spans = list(corpus.spans())
         rank = ranks(corpus.columns["id"])
         firsts = np.array([first for _, _, first, _ in spans], np.int64)
@@ -73,7 +71,7 @@ class Lines(Edit):
         return [self._shard_cuts(span, gone[span[0]], state) for span in spans]
 
     def _hash(self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path) -> None:
-        """The units of a shard with their places, and the windows of them sorted by hash, unless they are in `state`."""
+        """The units of a shard with their offsets, and the windows of them sorted by hash, unless they are in `state`."""
         number, shard, first, _ = span
         path = state / f"lines-{number:05d}.npy"
         if path.exists():
@@ -101,7 +99,7 @@ class Lines(Edit):
         save_sorted(path, np.concatenate(hashed), np.concatenate(rows))
 
     def _shard_cuts(self, span: tuple[int, Path, int, int], gone: list[np.ndarray], state: Path) -> Cuts:
-        """The windows that begin at the units `gone` as byte spans, each with the space between it and what follows."""
+        """Byte spans of the windows that begin at the units `gone`, each with the space up to what follows."""
         number, _, first, _ = span
         if not gone:
             return Cuts.none()
@@ -115,7 +113,7 @@ class Lines(Edit):
         size = sizes[np.searchsorted(documents, units["document"] + first)]
         start, end = units["start"].copy(), np.concatenate([units["start"][1:], [0]])
         end[last] = size[last]
-        # What goes up to the end of its document takes the space before it along; of a run, its first unit does.
+        # A span up to the end of its document includes the space before it; in a run, that of its first unit.
         tail = marks & last
         for unit in np.flatnonzero(tail):
             while not fresh[unit] and marks[unit - 1]:

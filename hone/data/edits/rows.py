@@ -1,4 +1,4 @@
-"""Rows of hashes on disk: each shard's sorted by hash, gathered over all shards one range of hashes at a time."""
+"""Rows of hashes on disk: sorted by hash per shard, gathered over all shards one range of hashes at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hone.data.corpus import publish
 from hone.data.edits.cuts import compiled
 
 GATHERED_ROWS = 1 << 22
-"""About how many rows of all shards are looked at together; a hash that stands in more rows than that is still one group."""
+"""About how many rows of all shards are in memory together; the rows of one hash are always one group, even if more."""
 
 
 class Group(NamedTuple):
-    """Rows that share their key with another row, sorted by `key`; then by `rank` of their document, then by place in it."""
+    """Rows whose key occurs more than once, sorted by `key`, then `rank` of the document, then place in the document."""
 
     key: np.ndarray
     rows: np.ndarray
@@ -26,7 +26,7 @@ class Group(NamedTuple):
 
 
 def save(path: Path, array: np.ndarray) -> None:
-    """Writes `array` to `path`, whole or not at all."""
+    """Writes `array` to `path`, atomically."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         np.save(file, array)
@@ -41,9 +41,9 @@ def save_sorted(path: Path, keys: np.ndarray, rows: np.ndarray) -> None:
 
 
 def _order(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(order, high bits): the order of `keys` by as many high bits as leave room for row numbers below them, and those bits.
+    """(order, high bits): the order of `keys` by as many high bits as leave room for row indices below them, and those bits.
 
-    Sorting numbers is several times as fast as sorting their places.
+    Sorting the numbers is several times as fast as argsort.
     """
     bits = np.uint64(len(keys).bit_length())
     packed = keys >> bits << bits | np.arange(len(keys), dtype=np.uint64)
@@ -54,15 +54,15 @@ def _order(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def repeated(
     paths: list[Path], rank: np.ndarray, firsts: np.ndarray, place: str, gathered_rows: int = GATHERED_ROWS
 ) -> Iterator[Group]:
-    """The rows of all `paths`, one a shard, of keys that stand more than once, one range of keys after the other.
+    """The rows of all `paths` (one per shard) whose keys occur more than once, one range of keys after the other.
 
-    Rows have the fields `document` (counted from firsts[shard]) and `place`, by which those of one document are ordered;
-    `rank` int64 [num_documents] orders documents. Memory is bounded by `gathered_rows` unless single keys are more frequent
-    than that. Once in a while a key that stands alone comes along.
+    Rows have the fields `document` (index minus firsts[shard]) and `place`, the order within a document;
+    `rank` int64 [num_documents] orders documents. Memory is bounded by `gathered_rows` unless a single key is more frequent
+    than that. Rows of a unique key are returned in rare cases.
     """
     keys = [np.load(path.with_suffix(".keys"), mmap_mode="r") for path in paths]
     rows = [np.load(path, mmap_mode="r") for path in paths]
-    # Powers of two, so that the high bits that shards are sorted by tell the ranges apart.
+    # Powers of two, so that a range is a value of the high bits by which shards are sorted.
     parts = 1 << (sum(map(len, rows)) // gathered_rows).bit_length()
     borders = [part * 2**64 // parts for part in range(1, parts)]
     places = [[0, *(bisect.bisect_left(part, border) for border in borders), len(part)] for part in keys]
@@ -85,7 +85,7 @@ def repeated(
 
 
 def ranks(ids: np.ndarray) -> np.ndarray:
-    """int64 [n]: each document's place when all are sorted by id; what 'first' means wherever copies are compared."""
+    """int64 [n]: each document's rank by id; the 'first' of several copies is the one of lowest rank."""
     result = np.empty(len(ids), np.int64)
     result[np.argsort(ids, kind="stable")] = np.arange(len(ids))
     return result
@@ -95,7 +95,7 @@ _SPAN = np.dtype([("shard", np.int32), ("document", np.int32), ("start", np.int6
 
 
 def save_spans(path: Path, shard: np.ndarray, document: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
-    """Writes byte spans of many shards' documents, those of a shard together."""
+    """Writes byte spans of documents of many shards, grouped by shard."""
     spans = np.empty(len(shard), _SPAN)
     spans["shard"], spans["document"], spans["start"], spans["end"] = shard, document, start, end
     save(path, spans.take(np.argsort(shard, kind="stable")))

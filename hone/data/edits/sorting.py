@@ -1,4 +1,4 @@
-"""A kernel that sorts rows within small groups of equal keys, sixty times as fast as np.lexsort over all of them."""
+"""A kernel that sorts rows within small groups of equal keys, sixty times as fast as np.lexsort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FEW = 24
 
 @entry
 def within_groups(group: np.ndarray, key: np.ndarray, rank: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """int64 [k]: the order by (key, rank, place) of rows that are sorted by `group` already, the high bits of their key."""
+    """int64 [k]: the order by (key, rank, place) of rows already sorted by `group`, the high bits of their key."""
     order = np.arange(len(key))
     first = 0
     while first < len(key):
@@ -36,7 +36,7 @@ def within_groups(group: np.ndarray, key: np.ndarray, rank: np.ndarray, place: n
 
 @entry
 def _after(one: int, other: int, key: np.ndarray, rank: np.ndarray, place: np.ndarray) -> bool:
-    """Whether row `one` comes after row `other`."""
+    """Whether row `one` sorts after row `other`."""
     if key[one] != key[other]:
         return key[one] > key[other]
     if rank[one] != rank[other]:

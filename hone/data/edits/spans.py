@@ -1,4 +1,4 @@
-"""Kernels of edits: bytes cut out of a batch, and spans brought to the borders of characters and words."""
+"""Kernels of edits: cut spans out of a batch of texts, and move spans to the borders of characters and words."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def at_borders(
     start: np.ndarray,
     end: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(document, start, end) of the spans, made narrower until they begin and end between words (and so between characters).
+    """(document, start, end) of the spans, narrowed until they begin and end between words (and so between characters).
 
-    Nothing of a word goes unless all of it does, and what is left on both sides does not grow into one word. A span of which
-    less than half would go is left out. Spaces that would end a line or the text go too.
+    Words are cut as a whole or kept, and the words on both sides of a cut are not joined. A span that would lose more than
+    half its bytes is left out. Spaces that a cut would leave at the end of a line or the text are cut too.
     """
     size = len(cut)
     out_document, out_start, out_end = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)

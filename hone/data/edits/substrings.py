@@ -1,4 +1,4 @@
-"""Substrings that the corpus holds already are cut, wherever they begin and end: sampled windows instead of a suffix array."""
+"""Cuts substrings that occur earlier in the corpus, at any offset: sampled windows instead of a suffix array."""
 
 from __future__ import annotations
 
@@ -31,56 +31,56 @@ _DOUBT = np.dtype(
 
 
 class Substrings(Edit):
-    """Cuts every substring of at least `min_bytes` that stands earlier in the corpus. Lee et al. 2022, arXiv:2107.06499.
+    """Cuts every substring of at least `min_bytes` that occurs earlier in the corpus. Lee et al. 2022, arXiv:2107.06499.
 
-    Earlier means in a document with a lower id, or before it in the same one; that first copy stays whole. The paper sorts all
-    suffixes, which takes about ten times the text in memory. Here each window of `min_bytes` is known by the least hash among
-    the substrings in it (winnowing: Schleimer et al. 2003, doi:10.1145/872757.872770), so that equal windows share their sample
-    wherever they stand. Windows come in runs of one sample; runs whose sample stands once are done with, runs that are equal
-    as a whole are judged at once, and only where equal samples stand in different runs is each window hashed. So all that a
-    suffix array finds is found (up to collisions of 64-bit hashes), from files sorted by hash, a range at a time.
+    Earlier means in a document with a lower id, or before it in the same one; the first copy is kept. The paper sorts all
+    suffixes, which takes about ten times the text in memory. Here each window of `min_bytes` is sampled: its key is the least
+    hash of the substrings in it (winnowing: Schleimer et al. 2003, doi:10.1145/872757.872770), so that equal windows have equal
+    keys. Consecutive windows of one key are a run; runs with a unique key are not repeats, runs that are equal
+    as a whole are compared once, and only windows of other runs with equal keys are hashed one by one. So it finds all that a
+    suffix array finds (up to collisions of 64-bit hashes), with files sorted by hash, a range at a time.
 
-    A cut is made narrower until it begins and ends between words; left out when that takes half of it away. A document that
-    is left too short goes whole, also when it held the copy that would have stayed.
+    A cut is narrowed until it begins and ends between words, and left out when it loses half its bytes. A document with
+    too little text left is dropped, also when it contained the copy to keep.
     """
 
     paper: ClassVar[str] = "arXiv:2107.06499"
     min_bytes: int = Field(100, ge=20, le=10_000, description="Least length of a repeat.")
-    min_left_bytes: int = Field(100, ge=0, description="A document cut below so many bytes is dropped.")
+    min_left_bytes: int = Field(100, ge=0, description="A document of which fewer bytes are left is dropped.")
     when: str = Field(
-        "True", description="Expression that picks the documents that take part, for example kind != 'code'."
+        "True", description="Expression that selects the documents to compare, for example kind != 'code'."
     )
 
     @property
     def gram_bytes(self) -> int:
-        """Length of the substrings that windows are known by. Shorter ones sample less but stand more often by chance."""
+        """Length of the substrings whose hashes are the windows' keys. Shorter ones give fewer keys, but more are equal by chance."""
         return self.min_bytes * 3 // 5
 
-    def takes_part(self, corpus: Corpus, alive: np.ndarray) -> np.ndarray:
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
         """Which documents are compared (bool [num_documents])."""
-        return alive & evaluate(self.when, corpus.columns)
+        return kept & evaluate(self.when, corpus.columns)
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
-        """Samples the windows of each shard of `corpus`, unless they are in `state`; may see only some of the shards."""
+        """Samples the windows of each shard of `corpus`, unless they are in `state`; `corpus` may be some of the shards."""
         for span in corpus.spans():
             self._sample(corpus, span, chosen, state)
 
-    def cuts(self, corpus: Corpus, alive: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
+    def cuts(self, corpus: Corpus, kept: np.ndarray, state: Path, gathered_rows: int = GATHERED_ROWS) -> list[Cuts]:
         spans = list(corpus.spans())
         done = [state / f"cuts-{number:05d}.npy" for number, *_ in spans]
         if all(path.exists() for path in done):
             return [Cuts(*np.load(path)) for path in done]
-        self.prepare(corpus, self.takes_part(corpus, alive), state)
+        self.prepare(corpus, self.takes_part(corpus, kept), state)
         parts = self._judge_runs(corpus, state, gathered_rows)
         for span in spans:
             self._hash(corpus, span, _asked(state, parts), state)
         self._judge_windows(len(spans), state, parts)
         return [self._shard_cuts(corpus, span, _gone(state, parts), state) for span in spans]
 
-    def rounds(self, corpus: Corpus, alive: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
-        """What reads texts again, after `prepare`: a shard's windows are hashed, and its cuts brought to the borders of words.
+    def rounds(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
+        """The rounds that read texts, after `prepare`: hashing windows of a shard, and moving its cuts to the borders of words.
 
-        What is judged between them takes a look at hashes alone, here.
+        Between the rounds, this process decides by the hashes alone which windows repeat.
         """
         parts = self._judge_runs(corpus, state, GATHERED_ROWS)
         yield hash_windows, self._tasks("windows", corpus, _asked(state, parts), state)
@@ -88,7 +88,7 @@ class Substrings(Edit):
         yield cut_repeats, self._tasks("cuts", corpus, _gone(state, parts), state)
 
     def _tasks(self, name: str, corpus: Corpus, spans: tuple[Path, ...], state: Path) -> list[Task]:
-        """A task for each shard of which the files `spans` name spans."""
+        """A task for each shard that has spans in the files `spans`."""
         told = [self.model_dump(mode="json"), contents(spans)]
         return [
             Task(f"{name}-{part.number:05d}", state, (self, part, spans), [*told, part.identity()])
@@ -96,7 +96,7 @@ class Substrings(Edit):
         ]
 
     def _sample(self, corpus: Corpus, span: tuple[int, Path, int, int], chosen: np.ndarray, state: Path) -> None:
-        """The runs of a shard sorted by their samples, unless they are in `state`."""
+        """The runs of a shard sorted by their keys, unless they are in `state`."""
         number, shard, first, _ = span
         path = state / f"runs-{number:05d}.npy"
         if path.exists():
@@ -112,7 +112,7 @@ class Substrings(Edit):
         save_sorted(path, np.concatenate(keys), np.concatenate(parts))
 
     def _judge_runs(self, corpus: Corpus, state: Path, gathered_rows: int) -> int:
-        """Writes, one file of each a range of keys, which runs repeat earlier ones and which need a look at each window.
+        """Writes, one file per range of keys, which runs repeat earlier ones and which runs' windows must be hashed.
 
         Returns the number of ranges.
         """
@@ -136,7 +136,7 @@ class Substrings(Edit):
             doubts["key"], doubts["rank"], doubts["shard"] = group.key[some], group.rank[some], group.shard[some]
             doubts["document"], doubts["start"], doubts["count"] = rows["document"][some], start[some], count[some]
             save(state / f"doubt-{number:05d}.npy", doubts)
-            # The same by shards, each shard's in the same order.
+            # The same spans, grouped by shard in the same order.
             parts = (group.shard[some], rows["document"][some], start[some], (start + count)[some])
             save_spans(state / f"asked-{number:05d}.npy", *parts)
             number += 1
@@ -144,7 +144,7 @@ class Substrings(Edit):
         return number
 
     def _hash(self, corpus: Corpus, span: tuple[int, Path, int, int], asked: tuple[Path, ...], state: Path) -> None:
-        """Hashes of the windows of a shard that must be looked at one by one, in the order asked, unless in `state`."""
+        """Hashes of the windows of a shard that are compared one by one, in the order of `asked`, unless in `state`."""
         number, shard, first, last = span
         path = state / f"windows-{number:05d}.npy"
         if path.exists():
@@ -163,7 +163,7 @@ class Substrings(Edit):
         save(path, out)
 
     def _judge_windows(self, num_shards: int, state: Path, parts: int) -> None:
-        """Writes, one file a range of keys, which of the windows looked at stand earlier."""
+        """Writes, one file per range of keys, which of the hashed windows occur earlier."""
         kernels = compiled("windows")
         done = np.zeros(num_shards, np.int64)
         for part in range(parts):
@@ -186,7 +186,7 @@ class Substrings(Edit):
     def _shard_cuts(
         self, corpus: Corpus, span: tuple[int, Path, int, int], gone: tuple[Path, ...], state: Path
     ) -> Cuts:
-        """The repeats of a shard, brought to the borders of words, from `state` when they are there."""
+        """The repeats of a shard, moved to the borders of words, from `state` if there."""
         number, shard, first, last = span
         path = state / f"cuts-{number:05d}.npy"
         if not path.exists():
@@ -204,7 +204,7 @@ class Substrings(Edit):
 
 
 def hash_windows(folder: Path, technique: Substrings, part: Part, asked: tuple[Path, ...]) -> dict[str, Any]:
-    """Writes the hashes of the windows of one shard that the files `asked` name."""
+    """Writes the hashes of the windows of one shard that are listed in the files `asked`."""
     corpus = Corpus.of(part)
     for span in corpus.spans():
         technique._hash(corpus, span, asked, folder)
@@ -212,7 +212,7 @@ def hash_windows(folder: Path, technique: Substrings, part: Part, asked: tuple[P
 
 
 def cut_repeats(folder: Path, technique: Substrings, part: Part, gone: tuple[Path, ...]) -> dict[str, Any]:
-    """Writes the cuts of one shard, whose repeats the files `gone` name."""
+    """Writes the cuts of one shard, whose repeats are listed in the files `gone`."""
     corpus = Corpus.of(part)
     for span in corpus.spans():
         technique._shard_cuts(corpus, span, gone, folder)

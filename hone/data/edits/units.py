@@ -1,4 +1,4 @@
-"""Kernels of line deduplication: lines, paragraphs and sentences with the hash of what they say, and which copies go."""
+"""Kernels of line deduplication: lines, paragraphs and sentences with their hashes, and which copies to cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHIFT = np.uint64(29)
 
 
 def _normal_form() -> np.ndarray:
-    """uint8 [256]: the byte that stands for each byte in a hash; 0 for bytes that are passed over."""
+    """uint8 [256]: the byte that each byte is hashed as; 0 for bytes that are ignored."""
     table = np.arange(256).astype(np.uint8)
     table[ord("A") : ord("Z") + 1] += 32
     table[ord("0") : ord("9") + 1] = ord("0")
@@ -34,7 +34,7 @@ def _is_space(byte: int) -> bool:
 
 @entry
 def _ends_sentence(data: np.ndarray, at: int, end: int) -> int:
-    """The place after the end of sentence that begins at `at`, or 0: marks, closing quotes, then a space or the text's end."""
+    """The offset after the end of sentence that begins at `at`, or 0: marks, closing quotes, then a space or the text's end."""
     byte = data[at]
     if byte == 0xE3 and at + 2 < end and data[at + 1] == 0x80 and data[at + 2] == 0x82:  # ideographic full stop
         return at + 3
@@ -80,8 +80,8 @@ def units_of(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(text, start, end, hash, chars) of every unit that is not blank, in order.
 
-    `start` and `end` count bytes of the text. The hash is over letters without case and digits as one; ASCII punctuation and
-    spaces are passed over; `chars` counts the characters that are not, without digits.
+    `start` and `end` are byte offsets. The hash covers letters without case, and all digits as one; ASCII punctuation and
+    spaces are ignored; `chars` counts the hashed characters without digits.
     """
     most = len(offsets) - 1
     for at in range(offsets[0], offsets[-1]):
@@ -103,7 +103,7 @@ def units_of(
             if at >= end:
                 break
             line = at
-            while unit != 2 and line > base and data[line - 1] != 10:  # indentation belongs to its line
+            while unit != 2 and line > base and data[line - 1] != 10:  # indentation is part of its line
                 line -= 1
             stop = _next_end(data, at, end, unit)
             value = np.uint64(0)
@@ -125,7 +125,7 @@ def units_of(
 def windows_of(
     text: np.ndarray, hashes: np.ndarray, chars: np.ndarray, window: int, min_chars: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(first unit int64, hash) of every run of `window` units of one text that has `min_chars` characters together."""
+    """(first unit int64, hash) of every run of `window` units of one text with at least `min_chars` characters together."""
     first = np.empty(len(text), np.int64)
     keys = np.empty(len(text), np.uint64)
     count = 0
@@ -148,9 +148,9 @@ def windows_of(
 def later_copies(
     key: np.ndarray, rank: np.ndarray, unit: np.ndarray, window: int, min_documents: int, keep: int
 ) -> np.ndarray:
-    """bool [k]: which windows go. All are sorted by (key, rank, unit); `rank` says in which order documents come.
+    """bool [k]: which windows to cut. All are sorted by (key, rank, unit); `rank` is the order of documents.
 
-    The first `keep` copies of a key stay, and so does one that overlaps the last of those.
+    The first `keep` copies of a key are kept, and so is one that overlaps the last of those.
     """
     gone = np.zeros(len(key), np.bool_)
     start = 0

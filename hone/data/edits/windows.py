@@ -1,4 +1,4 @@
-"""Kernels of substring deduplication: windows of text are hashed as they roll, and sampled by what they hold."""
+"""Kernels of substring deduplication: rolling hashes of windows of text, and their sampling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHIFT = np.uint64(32)
 
 @entry
 def _leaving(length: int) -> np.ndarray:
-    """uint64 [256]: what a byte has become in the hash by the time it leaves a window of `length` bytes."""
+    """uint64 [256]: the term of each byte in the rolling hash when it leaves a window of `length` bytes."""
     power = np.uint64(1)
     for _ in range(length):
         power *= _BASE
@@ -25,7 +25,7 @@ def _leaving(length: int) -> np.ndarray:
 
 @entry
 def _mixed(value: np.uint64) -> np.uint64:
-    """A bijection that spreads every bit."""
+    """A bijection of 64-bit numbers in which every input bit changes about half of the output bits."""
     value = (value ^ (value >> _SHIFT)) * _FINAL
     return value ^ (value >> _SHIFT)
 
@@ -34,13 +34,13 @@ def _mixed(value: np.uint64) -> np.uint64:
 def runs_of(
     data: np.ndarray, offsets: np.ndarray, length: int, gram: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(text, start, count, key, whole): every window of `length` bytes of every text, in runs that share their sample.
+    """(text, start, count, key, whole): every window of `length` bytes of every text, in runs of equal key.
 
-    The sample of a window is the least hash of its substrings of `gram` bytes, so equal windows have equal samples wherever
-    they stand (winnowing). Run r holds the windows that begin at start[r] .. start[r] + count[r] - 1; `key` is their sample;
+    The key of a window is the least hash of its substrings of `gram` bytes, so equal windows have equal keys wherever
+    they are (winnowing). Run r holds the windows that begin at start[r] .. start[r] + count[r] - 1;
     two runs of equal `whole` hold the same windows in the same order.
     """
-    # On average a run is half as long as there are substrings in a window; texts that defeat the sampling are met by growing.
+    # On average a run is half as long as there are substrings in a window; for texts with shorter runs the arrays grow.
     room = 3 * (offsets[-1] - offsets[0]) // (length - gram + 1) + 16
     text, start, count = np.empty(room, np.int32), np.empty(room, np.uint32), np.empty(room, np.uint16)
     key, whole = np.empty(room, np.uint64), np.empty(room, np.uint64)
@@ -81,9 +81,9 @@ def _runs_of_one(
     key: np.ndarray,
     whole: np.ndarray,
 ) -> int:
-    """Fills in the runs of one text of at least `length` bytes and returns their number, -1 when there is no room for them.
+    """Writes the runs of one text of at least `length` bytes; returns their number, -1 when the arrays are full.
 
-    `ring` holds the last hashes; its size is a power of two and at least the number of substrings in a window.
+    `ring` holds the latest hashes; its size is a power of two and at least the number of substrings in a window.
     """
     mask = np.uint64(len(ring) - 1)
     of_gram = of_window = of_first = np.uint64(0)
@@ -140,9 +140,9 @@ def _grown(array: np.ndarray, room: int) -> np.ndarray:
 def judge_runs(
     key: np.ndarray, whole: np.ndarray, rank: np.ndarray, start: np.ndarray, count: np.ndarray, length: int
 ) -> np.ndarray:
-    """uint8 [k], for runs sorted by (key, rank, start): 0 stays, 1 all windows of it stand earlier, 2 look at each window.
+    """uint8 [k], for runs sorted by (key, rank, start): 0 keep, 1 all its windows occur earlier, 2 compare each window.
 
-    When all runs of a key are the same and lie apart, the later ones repeat the first. Else the windows decide.
+    When all runs of a key are equal and do not overlap, the later ones repeat the first. Otherwise windows are compared.
     """
     verdict = np.zeros(len(key), np.uint8)
     first = 0
@@ -190,7 +190,7 @@ def hash_windows(
 
 @entry
 def gathered(values: np.ndarray, rows: np.ndarray, place: np.ndarray, count: np.ndarray, out: np.ndarray) -> None:
-    """Puts `values`, which hold the windows of each of `rows` in turn, to out[place[row]] and after."""
+    """Copies `values`, the windows of each of `rows` in turn, to out[place[row]] and following."""
     done = 0
     for row in rows:
         for at in range(count[row]):
@@ -202,7 +202,7 @@ def gathered(values: np.ndarray, rows: np.ndarray, place: np.ndarray, count: np.
 def later_windows(
     key: np.ndarray, rank: np.ndarray, start: np.ndarray, count: np.ndarray, hashes: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(run, first, last + 1) of every range of windows that stand earlier, not overlapping the earlier one.
+    """(run, first, last + 1) of every range of windows that occur earlier, without overlapping the earlier one.
 
     Runs are sorted by (key, rank, start); `hashes` holds those of their windows, run after run.
     """

@@ -1,4 +1,4 @@
-"""What an executor is: it opens a pool, and the pool maps a function over tasks, results in order; the loop of pools whose workers may die."""
+"""The base of executors: an executor opens a pool, which maps a function over tasks in order and survives dying workers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hone.base.table import Technique
 from hone.data.executors.task import Function, Task, finished
 
 Rescue = Callable[[Task], Task | None]
-"""What to try instead of a task that killed its worker twice (and each time after that); None: nothing is left to try."""
+"""The task to try instead of one that killed its worker twice (and after each further death); None: give up."""
 RETRIES = 1
-"""How often a task whose worker died is tried again as it is: memory may have been short for a moment."""
+"""How often a task whose worker died is retried unchanged: memory may have been short temporarily."""
 AHEAD = 4
-"""Tasks that are begun before the results of earlier ones are taken: so many a worker."""
+"""Tasks per worker that are started before the results of earlier ones are taken."""
 
 
 class Pool(Protocol):
-    """An opened executor: `workers` tasks at a time. `peak_memory_bytes` is the most that a worker held; None without any."""
+    """An opened executor: runs `workers` tasks at a time. `peak_memory_bytes` is the largest worker's; None before a task is done."""
 
     workers: int
     peak_memory_bytes: int | None
 
     def map(self, function: Function, tasks: Sequence[Task], rescue: Rescue | None = None) -> Iterator[dict[str, Any]]:
-        """The summaries of `tasks` in their order, each as soon as it and all before it are done.
+        """The summaries of `tasks` in their order, each as soon as it and all earlier ones are done.
 
-        What a task raises is raised here. Closing the iterator gives up what is not done. Raises MachineError when a
-        task goes on killing its workers.
+        What a task raises is raised here. Closing the iterator cancels unfinished tasks. Raises MachineError when a
+        task repeatedly kills its workers.
         """
         ...
 
 
 class Outcome(NamedTuple):
-    """How task number `number` ended: with a summary, with what it raised, or with the death of its worker (`died` says how)."""
+    """How task `number` ended: with a summary, with an exception, or with its worker's death, described by `died`."""
 
     number: int
     summary: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 class RunAhead:
-    """`Pool.map` for workers that run ahead of the results and may die. A subclass says how tasks start and how they end."""
+    """`Pool.map` for workers that run ahead of the results and may die. A subclass starts tasks and waits for their ends."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -56,15 +56,15 @@ class RunAhead:
         raise NotImplementedError
 
     def start(self, number: int, function: Function, task: Task, rescue: bool) -> None:
-        """Starts a task. `rescue`: it killed its workers before, and this is what to try instead."""
+        """Starts a task; with `rescue`, one that replaces a task that killed its workers."""
         raise NotImplementedError
 
     def ended(self) -> list[Outcome]:
-        """Waits until a task ends; all that have."""
+        """Waits until a task ends; returns all that have."""
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Stops all tasks that have not ended."""
+        """Stops all unfinished tasks."""
         raise NotImplementedError
 
     def map(self, function: Function, tasks: Sequence[Task], rescue: Rescue | None = None) -> Iterator[dict[str, Any]]:
@@ -95,37 +95,37 @@ class RunAhead:
                             tasks[outcome.number] = other
                         waiting.append(outcome.number)
                 result = results.pop(wanted)
-                if result.error is not None:  # only now: the error that is raised must not depend on timing
+                if result.error is not None:  # raised in order: which error is raised must not depend on timing
                     raise result.error
                 yield result.summary
         finally:
             self.give_up()
 
     def note_memory(self, num_bytes: int | None) -> None:
-        """Takes in the most memory that a worker held."""
+        """Updates `peak_memory_bytes` with a worker's peak."""
         if num_bytes is not None:
             self.peak_memory_bytes = max(self.peak_memory_bytes or 0, num_bytes)
 
 
 class Executor(Technique):
-    """Where tasks run. Outside of a stage's identity: the bytes it writes are the same with every executor and number of workers."""
+    """Where tasks run. Not part of a stage's identity: the output bytes are the same with every executor and number of workers."""
 
     paper: ClassVar[str] = ""
-    workers: int = Field(0, ge=0, description="Tasks at a time; 0: as many as cores.")
+    workers: int = Field(0, ge=0, description="Tasks at a time; 0: one per core.")
     store: str = Field(
         "",
-        description="URL (s3://bucket/runs) or absolute folder where what tasks wrote is kept too: then machines need no common disk, "
-        "and a stage whose machine was lost goes on elsewhere; none: off.",
+        description="URL (s3://bucket/runs) or absolute folder where tasks' results are copied to: then machines need no shared disk, "
+        "and a stage whose machine was lost can resume on another; none: off.",
     )
 
     def open(self) -> AbstractContextManager[Pool]:
-        """Starts what is needed; on leaving, all of it is gone."""
+        """Starts the workers; on leaving, they are stopped."""
         raise NotImplementedError
 
 
 def _given_up(task: Task, how: str) -> MachineError:
-    """The error of a task that nothing could be done about."""
+    """The error of a task that failed after all retries."""
     return MachineError(
         f"task {task.name} killed its worker {RETRIES + 1} times ({how})",
-        fix="give it more memory or fewer workers; --executor=serial shows what happens in it",
+        fix="give it more memory or fewer workers; --executor=serial runs it in this process",
     )

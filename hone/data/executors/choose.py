@@ -1,4 +1,4 @@
-"""Choosing an executor from what a command line says."""
+"""Reads the executor from command line options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.data import EXECUTORS
 
 
 def from_options(options: Mapping[str, str]) -> dict[str, Any]:
-    """What `Run.executor` holds, from the options `executor`, `workers` and `executor.FIELD`; serial without them.
+    """The value of `Run.executor` from the options `executor`, `workers` and `executor.FIELD`; serial without them.
 
     Raises SpecError for an unknown executor or field.
     """

@@ -1,4 +1,4 @@
-"""Keeping: a pool whose tasks find what they read in a store and leave there what they wrote."""
+"""Keeping: a pool whose tasks read their inputs from a store and write their results to it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hone.data.readers.listing import Listing
 
 
 class Keeping:
-    """`pool`, with the results of its tasks kept below `url`. Tasks read and write in `root`, on every machine the same path.
+    """`pool`, with the results of its tasks stored below `url`. Tasks use the folder `root`, on every machine the same path.
 
-    What a task reads are its `reads` and all files in `root` that its arguments name. Those that no task wrote are put into
-    the store first. What a worker elsewhere wrote is fetched before its summary is handed on.
+    A task reads the files in its `reads` and all files in `root` that its arguments name. Those that no task wrote are uploaded
+    to the store first. Files written on other machines are fetched before their summary is returned.
     """
 
     def __init__(self, pool: Pool, url: str, root: Path) -> None:
@@ -48,7 +48,7 @@ class Keeping:
             if not task.manifest.exists():
                 raise MachineError(
                     f"task {task.name} was done, but {self._url} has no result of this version of the code",
-                    fix="the same hone on every machine",
+                    fix="install the same version of hone on every machine",
                 )
             manifest = json.loads(task.manifest.read_text(encoding="utf8"))
             for name, row in manifest["files"].items():
@@ -64,10 +64,10 @@ class Keeping:
                 yield arrived()
 
     def _reads(self, task: Task) -> tuple[Read, ...]:
-        """What `task` reads of the stage's own files, all of it in the store."""
+        """The files of the stage that `task` reads, all of them in the store."""
         paths = {path for path in (*task.reads, *_paths(task.arguments)) if path.is_relative_to(self._root)}
         for path in paths - self._known.keys():
-            if path.is_file():  # what no task wrote: a tokenizer, a scorer's model
+            if path.is_file():  # not written by a task: a tokenizer, a scorer's model
                 read = self._note(path, path.stat().st_size, sha256(path))
                 self._store.put(path, f"files/{read.hash}")
         return tuple(self._known[path] for path in sorted(paths) if path in self._known)
@@ -78,13 +78,13 @@ class Keeping:
 
 
 def keep(pool: Pool, url: str, draft: Draft, listing: Listing, run: Run) -> Pool:
-    """`pool`, or with a `url` one that keeps what its tasks write below it: those of one spec and input by themselves.
+    """`pool`, or with a `url` one that stores its tasks' results below it, separately for each spec and input.
 
-    Raises SpecError, MissingExtra or MachineError now, when that URL cannot be used.
+    Raises SpecError, MissingExtra or MachineError at once when that URL cannot be used.
     """
     if not url:
         return pool
-    # Names and sizes do not tell that a file was edited; on one disk nothing outlives the stage, in a store it does.
+    # Names and sizes do not show that a file was edited; files in a store, unlike those on disk, outlive the stage.
     store = Store(f"{url.rstrip('/')}/{fingerprint([draft.fingerprint, listing.seen])}")
     if run.redo:
         at_once(lambda name: store.remove([name]), [name for name in store.sizes() if name.startswith("tasks/")])

@@ -1,4 +1,4 @@
-"""The processes executor: fresh Python processes on this machine, each replaced when it dies."""
+"""The processes executor: fresh Python processes on this machine, replaced when they die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMMAND = "import sys; sys.path[:] = {path!r}; from hone.data.executors.worker 
 
 
 class Processes(Executor):
-    """Does tasks in processes of this machine, each of one thread; a dead one is replaced and its task tried again."""
+    """Runs tasks in single-threaded processes of this machine; when one dies, it is replaced and its task retried."""
 
     @contextmanager
     def open(self) -> Iterator[Pool]:
@@ -30,12 +30,12 @@ class Processes(Executor):
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Worker:
-    """One process, started bare: it never runs the main module again, so a script needs no guard against that."""
+    """One process, started without running the main module again, so that scripts need no `if __name__` guard."""
 
     def __init__(self) -> None:
         given, self._given = os.pipe()
@@ -49,7 +49,7 @@ class _Worker:
         self.tasks = Connection(self._given, readable=False)
 
     def stop(self) -> None:
-        """Kills it; what it was doing is left undone."""
+        """Kills the process and abandons its task."""
         self.process.kill()
         self.process.wait()
         self.answers.close()
@@ -68,7 +68,7 @@ class _Processes(RunAhead):
     def start(self, number: int, function: Function, task: Task, rescue: bool) -> None:
         worker = self._idle.pop() if self._idle else _Worker()
         self._busy[worker.answers] = (worker, number)
-        with suppress(BrokenPipeError):  # it died idle; its answers say so
+        with suppress(BrokenPipeError):  # it died while idle, which `ended` finds
             worker.tasks.send((function, task))
 
     def ended(self) -> list[Outcome]:
@@ -87,7 +87,7 @@ class _Processes(RunAhead):
         return outcomes
 
     def give_up(self) -> None:
-        for worker, _ in self._busy.values():  # an error, or the caller has enough
+        for worker, _ in self._busy.values():  # after an error, or when the caller stopped early
             worker.stop()
         self._busy.clear()
 

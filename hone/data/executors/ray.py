@@ -1,4 +1,4 @@
-"""The Ray executor: the same tasks as plain Ray tasks, on this machine or a cluster that shares a disk or a store."""
+"""The Ray executor: the same tasks as plain Ray tasks, on this machine or a cluster with a shared disk or store."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hone.data.executors.worker import peak_memory_bytes
 
 
 class Ray(Executor):
-    """Does tasks as plain Ray tasks of one core, tried again when a worker dies. Moritz et al. 2018, arXiv:1712.05889.
+    """Runs tasks as plain Ray tasks of one core, retried when a worker dies. Moritz et al. 2018, arXiv:1712.05889.
 
-    Text never goes through Ray: tasks read and write files, so all machines must see the same folders, or the same `store`.
+    Text is not sent through Ray: tasks read and write files, so all machines must share their folders, or a `store`.
     """
 
     paper = "arXiv:1712.05889"
@@ -47,10 +47,10 @@ class Ray(Executor):
     def _begin(self, ray: Any) -> None:
         if not self.address:
             raise SpecError(
-                "executor 'ray': Ray does not run in this process and no address is given",
+                "executor 'ray': Ray is not running in this process and no address is given",
                 fix="--executor.address=local starts it here, --executor.address=auto joins the cluster of this machine",
             )
-        # Workers must import what this process would.
+        # Workers must import the modules that this process would.
         shared: dict[str, Any] = {
             "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
             "log_to_driver": False,
@@ -80,7 +80,7 @@ class _OnRay(RunAhead):
 
     def start(self, number: int, function: Function, task: Task, rescue: bool) -> None:
         if rescue and task.kept is not None:
-            # A careful task notes each document before it touches it, on the disk of its own machine: so it runs on this one.
+            # A careful task writes each document's name to its machine's disk, which this process reads after a death: run it here.
             self._done_here.append(self._here(number, function, task))
         else:
             self._running[self._submit(function, task)] = number
@@ -97,7 +97,7 @@ class _OnRay(RunAhead):
         self._done_here.clear()
 
     def _here(self, number: int, function: Function, task: Task) -> Outcome:
-        """Does a task in a process of this machine."""
+        """Runs a task in a process of this machine."""
         with Processes(workers=1).open() as pool:
             pool.start(number, function, task, rescue=True)
             (outcome,) = pool.ended()

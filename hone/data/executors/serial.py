@@ -11,7 +11,7 @@ from hone.data.executors.task import Function, Task, perform
 
 
 class Serial(Executor):
-    """Does one task after the other in this process: simplest to watch and to debug; `workers` says nothing here."""
+    """Runs one task after the other in this process, which is easiest to watch and debug; ignores `workers`."""
 
     @contextmanager
     def open(self) -> Iterator[Pool]:

@@ -1,7 +1,7 @@
-"""Store: what tasks wrote on an object store too, so that workers need no common disk and a lost machine loses little.
+"""Store: a copy of tasks' results on an object store, so that workers need no shared disk and a lost machine can be replaced.
 
-`files/<hash>` are contents, `tasks/<name>-<key>` manifests, put after the files they promise. Nothing is ever put there with
-another content under the same name, so it does not matter which worker puts it, how often, or when that worker is killed.
+`files/<hash>` are contents, `tasks/<name>-<key>` manifests, written after the files they list. The same name always has the
+same content, so it does not matter which worker writes it, how often, or when that worker is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hone.base.store import Store, at_once
 
 
 class Read(NamedTuple):
-    """A file of the stage that a task reads: where it lies, its `name` inside the stage's folder, its size and SHA-256."""
+    """A file of the stage that a task reads: its path, its `name` inside the stage's folder, its size and SHA-256."""
 
     path: Path
     name: str
@@ -27,17 +27,17 @@ class Read(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The store of one task: its URL, and the files that the task reads, which are there before it begins."""
+    """The store of one task: its URL, and the files that the task reads, which are in the store before it begins."""
 
     url: str
     reads: tuple[Read, ...]
 
     def name(self, task: str, key: str) -> str:
-        """The object that is task `task`'s manifest; `key` says what it does, and what it reads is part of it to the byte."""
+        """The name of task `task`'s manifest; `key` identifies the task, including the contents of what it reads."""
         return f"tasks/{task}-{fingerprint([key, [[read.name, read.hash] for read in self.reads]])}"
 
     def find(self, name: str) -> dict[str, Any] | None:
-        """The manifest that object `name` holds; None when there is none, so the task is not done."""
+        """The manifest in object `name`; None when there is none: the task is not done."""
         content = _store(self.url).read(name)
         if content is None:
             return None
@@ -50,18 +50,18 @@ class Kept(NamedTuple):
             ) from None
 
     def put(self, name: str, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """Puts the files in `folder` that `manifest` promises, then the manifest as object `name`."""
+        """Uploads the files in `folder` that `manifest` lists, then the manifest as object `name`."""
         files = manifest["files"]
         at_once(lambda file: _store(self.url).put(folder / file, f"files/{files[file]['hash']}"), files)
         _store(self.url).write(name, json.dumps(manifest, sort_keys=True).encode())
 
     def fetch(self, name: str, folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Brings the files that manifest `name` promises into `folder`. Raises ArtifactError for one that is another."""
+        """Downloads the files that manifest `name` lists into `folder`. Raises ArtifactError for one with other content."""
         fix = f"remove {self.url}/{name} to do this task again"
         at_once(lambda file: self._bring(folder / file, files[file]["bytes"], files[file]["hash"], fix), files)
 
     def fetch_reads(self) -> None:
-        """Brings what the task reads to where it looks for it, unless it is there."""
+        """Downloads missing files that the task reads."""
         fix = "run it again with another --executor.store"
         at_once(lambda read: self._bring(read.path, read.bytes, read.hash, fix), self.reads)
 
@@ -71,5 +71,5 @@ class Kept(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def _store(url: str) -> Store:
-    """A file system's client takes longer to make than a small task."""
+    """The store at `url`, cached: opening a file system's client takes longer than a small task."""
     return Store(url)

@@ -1,4 +1,4 @@
-"""A task of the data stage: what it must be given, where its files go, how it is known to be done."""
+"""A task of the data stage: its arguments, the folder of its files, and the manifest that marks it as done."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hone.data.executors.store import Kept
 
 DONE = ".done"
 Function = Callable[..., dict[str, Any]]
-"""`function(folder, *arguments)` writes its files into the empty `folder` and returns a summary that JSON can say.
+"""`function(folder, *arguments)` writes its files into the empty `folder` and returns a JSON-serializable summary.
 
-It stands at the top of a module, so that a worker elsewhere finds it, and its files depend on its arguments alone.
+It is defined at the top level of a module, so that another process can import it; its files depend on its arguments alone.
 """
 
 
 class Task(NamedTuple):
-    """One piece of work. Its files appear in `folder` under the names that the function gives them, then `<name>.done`.
+    """One unit of work. Its files appear in `folder` under the names that the function gives them, then `<name>.done`.
 
-    `identity` (JSON) says what the result depends on: parameters, and names and sizes of what is read. `reads` are files of
-    the stage that it reads, beside those that stand among its arguments. `kept`: where it finds them and its own files too.
+    `identity` (JSON) is what the result depends on: parameters, and names and sizes of the inputs. `reads` are the files of
+    the stage that it reads, apart from those among its arguments. `kept`: the store of its inputs and results.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Task(NamedTuple):
         return self.folder / f"{self.name}{DONE}"
 
     def key(self, function: Function) -> str:
-        """Hash of the code, the function's name and `identity`: a result with another key is not this task's."""
+        """Hash of the code, the function's name and `identity`: a result with another key is not reused."""
         return fingerprint([code_version(), f"{function.__module__}:{function.__qualname__}", self.identity])
 
 
 def finished(function: Function, task: Task) -> dict[str, Any] | None:
-    """The summary of a task that was done before, else None.
+    """The summary of a task that is already done, else None.
 
-    Raises ArtifactError when its manifest promises a file that is gone, shorter or another: only done tasks have one.
+    Raises ArtifactError when a file that its manifest lists is missing, shorter or changed.
     """
     if not task.manifest.exists():
         return fetched(function, task)
@@ -64,24 +64,24 @@ def finished(function: Function, task: Task) -> dict[str, Any] | None:
         raise _damaged(f"{where} is corrupt: {type(error).__name__} {error}", task) from None
     kept = task.kept and task.kept.name(task.name, task.key(function))
     if key != task.key(function) or (kept and manifest.get("kept", kept) != kept):
-        task.manifest.unlink()  # made by other code or for other input
+        task.manifest.unlink()  # written by other code or for other input
         return fetched(function, task)
     for name, row in files.items():
         path = task.folder / name
         size = path.stat().st_size if path.exists() else -1
         if size != row["bytes"]:
-            raise _damaged(f"{path} has {max(size, 0)} bytes, its manifest promises {row['bytes']}", task)
+            raise _damaged(f"{path} has {max(size, 0)} bytes, its manifest lists {row['bytes']}", task)
         if sha256(path) != row["hash"]:
             raise _damaged(f"{path} is not the file that its manifest describes", task)
-    if kept and task.kept.find(kept) is None:  # done before there was a store, or killed before it was put there
+    if kept and task.kept.find(kept) is None:  # done before the store was configured, or killed before the upload
         task.kept.put(kept, task.folder, manifest)
     return summary
 
 
 def fetched(function: Function, task: Task) -> dict[str, Any] | None:
-    """The summary of a task that was done elsewhere, its files now here too; None when they are here, or no store has them.
+    """The summary of a task that was done elsewhere, after its files are downloaded; None when they are here, or not in the store.
 
-    Raises ArtifactError when an object that its manifest promises is gone or another.
+    Raises ArtifactError when an object that its manifest lists is missing or changed.
     """
     if task.kept is None or task.manifest.exists():
         return None
@@ -96,7 +96,7 @@ def fetched(function: Function, task: Task) -> dict[str, Any] | None:
 
 
 def perform(function: Function, task: Task) -> dict[str, Any]:
-    """Does the task, unless it is done: files into a folder of its own, synced, renamed, the manifest last; then to the store."""
+    """Runs the task unless it is done: writes its files into a folder of their own, syncs and renames them, the manifest last; then uploads."""
     before = finished(function, task)
     if before is not None:
         return before
@@ -124,7 +124,7 @@ def perform(function: Function, task: Task) -> dict[str, Any]:
 
 
 def need_known(folder: Path, tasks: Sequence[Task]) -> None:
-    """Raises ArtifactError for a file in `folder` that none of the finished `tasks` wrote; what a kill left is removed."""
+    """Raises ArtifactError for a file in `folder` that none of the finished `tasks` wrote; removes what killed workers left."""
     known = set()
     for task in tasks:
         if task.manifest.exists():
@@ -133,25 +133,25 @@ def need_known(folder: Path, tasks: Sequence[Task]) -> None:
     for path in sorted(folder.iterdir()):
         if path.name in known:
             continue
-        if path.name.startswith(".") or path.name.endswith(".tmp"):  # of a worker that was killed
+        if path.name.startswith(".") or path.name.endswith(".tmp"):  # left by a killed worker
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-        elif not any(path.name.startswith(name) for name in left):  # renamed by a task whose manifest never came
+        elif not any(path.name.startswith(name) for name in left):  # its task was killed before its manifest
             raise ArtifactError(
-                f"{path} was written by no task of this stage", fix=f"move it away, or delete {folder} to begin again"
+                f"{path} was written by no task of this stage", fix=f"move it away, or delete {folder} to start again"
             )
 
 
 def written(folder: Path) -> dict[str, dict[str, Any]]:
-    """{name: bytes and hash} of every file in `folder` that a finished task wrote, by the manifests alone."""
+    """{name: bytes and hash} of every file in `folder` that a finished task wrote, read from the manifests."""
     files: dict[str, dict[str, Any]] = {}
     for manifest in folder.glob(f"*{DONE}"):
-        with suppress(ValueError, KeyError):  # a corrupt one is an error when its task is asked for
+        with suppress(ValueError, KeyError):  # a corrupt manifest is an error when its task is requested
             files |= json.loads(manifest.read_text(encoding="utf8"))["files"]
     return files
 
 
 def code_version() -> str:
-    """Hash of the room's sources: results of other code are not taken over."""
+    """Hash of this room's source files: results of other code are not reused."""
     return _code_version(Path(__file__).parent.parent)
 
 

@@ -1,4 +1,4 @@
-"""A worker process of the processes executor: reads tasks, does them, answers, and ends when its parent is gone."""
+"""A worker process of the processes executor: reads tasks, runs them, answers, and ends when its parent has died."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hone.data.executors.task import perform
 
 
 def work(given: int, answers: int) -> None:
-    """Does the tasks that come through file descriptor `given`, answers (summary, error, peak memory) through `answers`."""
+    """Runs the tasks read from file descriptor `given`, writes answers (summary, error, peak memory) to `answers`."""
     tasks, replies = Connection(given, writable=False), Connection(answers, readable=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and stops its workers
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     while True:
         try:
@@ -34,13 +34,13 @@ def work(given: int, answers: int) -> None:
             error = portable(raised)
         try:
             answer = pickle.dumps((summary, error, peak_memory_bytes()))
-        except Exception as raised:  # a task that says what cannot be sent would look like one that kills its worker
+        except Exception as raised:  # an error that cannot be pickled must not look like a dead worker
             answer = pickle.dumps((None, portable(raised), peak_memory_bytes()))
         replies.send_bytes(answer)
 
 
 def portable(error: BaseException) -> BaseException:
-    """`error` with its traceback as a note, or what can be told of it when it cannot be pickled."""
+    """`error` with its traceback as a note, or an error with its text when it cannot be pickled."""
     told = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error.with_traceback(None)))
@@ -51,8 +51,8 @@ def portable(error: BaseException) -> BaseException:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process held."""
-    with suppress(OSError, IndexError, ValueError):  # Linux: getrusage would count what its parent held when it began
+    """This process's peak memory."""
+    with suppress(OSError, IndexError, ValueError):  # Linux: getrusage would include the parent's memory
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -60,7 +60,7 @@ def peak_memory_bytes() -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process soon after its parent was killed: no one reads the result, and another run may do the task."""
+    """Ends this process soon after its parent was killed: nobody reads the result, and another run may start the same task."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -1,1 +1,1 @@
-"""Rule filters over signal columns, one file each."""
+"""Rule filters over signal columns. One file per filter."""

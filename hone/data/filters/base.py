@@ -1,4 +1,4 @@
-"""What a filter is: rules over signal columns, each with the reason it drops a document for."""
+"""The base of filters: rules over signal columns, each with the reason that it gives for dropping a document."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hone.data.expression import columns_of, evaluate, need_sense
 from hone.data.signals import DOCUMENT, SIGNALS
 
 COLUMN_KINDS = {name: "text" if kind.endswith("string") else "number" for name, kind in {**DOCUMENT, **SIGNALS}.items()}
-"""What every document's columns hold; those of scorers come to them."""
+"""Kind of each column that every document has; scorers add more."""
 SPACED_PROSE = "kind != 'code' and language not in ('zh', 'ja', 'th', 'lo', 'km', 'my')"
-"""Where rules that count words apply: prose in languages that part words by spaces."""
+"""Where rules that count words apply: prose in languages with spaces between words."""
 
 
 class Rule(NamedTuple):
-    """A document that does not meet `keep` is dropped, and `reason` says why."""
+    """A document that does not meet `keep` is dropped, with `reason`."""
 
     reason: str
     keep: str
 
 
 class Filter(Technique):
-    """A list of rules with thresholds as fields. It sees columns only, never text, so deciding again costs nothing."""
+    """A list of rules with thresholds as fields. It reads columns only, never text, so deciding again is cheap."""
 
     when: str = Field(
-        "kind != 'code'", description="Expression that picks the documents the rules apply to; 'True' for all."
+        "kind != 'code'", description="Expression that selects the documents the rules apply to; 'True' for all."
     )
 
-    @field_validator("when", "keep", check_fields=False)  # `keep` where a filter has one
+    @field_validator("when", "keep", check_fields=False)  # `keep` is a field of some filters only
     @classmethod
     def _makes_sense(cls, value: str) -> str:
         need_sense(value, COLUMN_KINDS)
@@ -41,20 +41,20 @@ class Filter(Technique):
 
     @property
     def label(self) -> str:
-        """What it is called where people read of it."""
+        """Its name in reports."""
         return f"'{self.kind}'"
 
     def rules(self) -> list[Rule]:
-        """The rules in order; the first that fails gives the reason."""
+        """The rules in order; the reason is that of the first rule not met."""
         raise NotImplementedError
 
     @property
     def columns(self) -> set[str]:
-        """Names of the columns that it looks at."""
+        """Names of the columns that its rules use."""
         return columns_of(self.when).union(*(columns_of(rule.keep) for rule in self.rules()))
 
     def decide(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(keep bool [n], reason object [n]) for `columns` of n documents; the reason is '' where the document stays.
+        """(keep bool [n], reason object [n]) for `columns` of n documents; the reason is '' for a kept document.
 
         Raises SpecError when a rule names a column that does not exist.
         """
@@ -66,7 +66,7 @@ class Filter(Technique):
         return reasons == "", reasons
 
     def estimates(self, columns: Mapping[str, np.ndarray]) -> dict[str, Estimate]:
-        """Fraction of bytes it will keep, from the columns of a sample."""
+        """Fraction of bytes it will keep, from the columns of a sample of documents."""
         keep, _ = self.decide(columns)
         total = columns["bytes"].sum()
         share = float(columns["bytes"][keep].sum() / total) if total else 1.0

@@ -13,13 +13,13 @@ class C4(Filter):
     """Drops placeholder text, pages with braces and pages of few sentences. Raffel et al. 2019, arXiv:1910.10683, section 2.2.
 
     C4 also deletes lines: of fewer than three words, without punctuation at the end, with a word of over 1000 characters,
-    with 'javascript' or a policy notice. A filter decides about documents and never rewrites them, so sentences count only
+    with 'javascript' or a policy notice. A filter here drops documents and never rewrites them, so sentences count only
     in lines that C4 would keep, and the last three become limits on the document. FineWeb runs these rules with
-    `punctuated_lines: false`; mC4 asks for three lines of 200 characters instead: `min_long_lines: 3`.
+    `punctuated_lines: false`; mC4 requires three lines of 200 characters instead: `min_long_lines: 3`.
     """
 
     paper: ClassVar[str] = "arXiv:1910.10683"
-    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
+    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     min_sentences: int = Field(5, description="Fewest sentences in the lines that C4 keeps.")
     punctuated_lines: bool = Field(True, description="Keep only lines that end with punctuation, as C4 does.")
     min_long_lines: int = Field(0, ge=0, description="Fewest lines of 200 characters or more; 0: any number.")

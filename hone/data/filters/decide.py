@@ -1,4 +1,4 @@
-"""Decide: all filters over the columns of one shard, with what each of their rules would drop alone and drops alone of all."""
+"""Decide: applies all filters to the columns of one shard and counts what each rule drops, also on its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hone.data.results import counted, lowest
 def decide(
     filters: Sequence[Filter], columns: Mapping[str, np.ndarray], num_samples: int
 ) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """(what dropped each document, uint16 [n]; a row of counts for each filter, which can be added to those of other shards).
+    """(what dropped each document, uint16 [n]; a row of counts per filter, to be summed over shards).
 
-    A document is dropped by the first filter that fails it: k + 1 where that is `causes(filters)`[k], 0 where none does.
+    A document is dropped by the first filter it fails: k + 1 for `causes(filters)`[k], 0 for a kept document.
     `samples` of a row: {reason: [[id, number], ...]}, lowest ids first.
     """
     cause = {pair: number + 1 for number, pair in enumerate(causes(filters))}
-    gone_by = np.zeros(len(columns["bytes"]), np.uint16)
+    dropped_by = np.zeros(len(columns["bytes"]), np.uint16)
     sizes = columns["bytes"]
     ids = columns["id"].astype(bytes)
-    alive = np.ones(len(sizes), bool)
+    kept = np.ones(len(sizes), bool)
     fails = np.zeros(len(sizes), np.uint16)
     for technique in filters:
         for _, failed in _failures(technique, columns):
@@ -41,19 +41,19 @@ def decide(
             for rule, failed in _failures(technique, columns)
         ]
         keep, reasons = technique.decide(columns)
-        before, alive = alive, alive & keep
+        before, kept = kept, kept & keep
         gone = before & ~keep
         samples = {}
         for reason in sorted(set(reasons[gone])):
             here = np.flatnonzero(gone & (reasons == reason))
-            gone_by[here] = cause[place, reason]
+            dropped_by[here] = cause[place, reason]
             samples[reason] = lowest(ids, here, num_samples).tolist()
         rows.append(
             {
                 "documents_in": int(before.sum()),
                 "bytes_in": int(sizes[before].sum()),
-                "documents_out": int(alive.sum()),
-                "bytes_out": int(sizes[alive].sum()),
+                "documents_out": int(kept.sum()),
+                "bytes_out": int(sizes[kept].sum()),
                 "reasons": counted(reasons[gone], sizes[gone]),
                 "alone": _count(~keep, sizes),
                 "rules": rules,
@@ -63,11 +63,11 @@ def decide(
                 },
             }
         )
-    return gone_by, rows
+    return dropped_by, rows
 
 
 def causes(filters: Sequence[Filter]) -> list[tuple[int, str]]:
-    """(number of the filter, reason) of all that can drop a document."""
+    """(number of the filter, reason) of all rules, in order."""
     return [
         (place, reason)
         for place, technique in enumerate(filters)
@@ -76,7 +76,7 @@ def causes(filters: Sequence[Filter]) -> list[tuple[int, str]]:
 
 
 def _failures(technique: Filter, columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Rule, np.ndarray]]:
-    """(rule, bool [n] of the documents that do not meet it) of a filter, each rule as if it stood alone."""
+    """(rule, bool [n] of the documents that do not meet it) of a filter, each rule evaluated on its own."""
     applies = evaluate(technique.when, columns)
     for rule in technique.rules():
         yield rule, applies & ~evaluate(rule.keep, columns)

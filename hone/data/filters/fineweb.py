@@ -13,11 +13,11 @@ class FineWeb(Filter):
     """Drops pages made of short, unpunctuated or repeated lines. Penedo et al. 2024, arXiv:2406.17557."""
 
     paper: ClassVar[str] = "arXiv:2406.17557"
-    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
+    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     min_punctuated_lines: float = Field(0.12, description="Least fraction of lines that end with terminal punctuation.")
     max_short_lines: float = Field(0.67, description="Largest fraction of lines of 30 characters or fewer.")
     max_dup_line_chars: float = Field(0.01, description="Largest fraction of characters in lines seen before.")
-    max_newline_ratio: float = Field(0.3, description="Most line breaks a word.")
+    max_newline_ratio: float = Field(0.3, description="Most line breaks per word.")
 
     def rules(self) -> list[Rule]:
         return [

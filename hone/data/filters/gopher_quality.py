@@ -1,4 +1,4 @@
-"""Gopher's quality rules: does the text look like prose?"""
+"""Gopher's quality rules: whether the text looks like prose."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 class GopherQuality(Filter):
     """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, appendix A.1.
 
-    Words are what white space parts. datatrove counts spaCy's tokens, so each full stop is a word without a letter and
-    the rule on letters is stricter than the paper's: on 763 natural English texts 93.4 % of the verdicts are equal, and 49
-    of the 50 others are texts that only this rule of datatrove's drops. The last one differs because datatrove counts
+    Words are separated by white space. datatrove counts spaCy's tokens, so each full stop is a word without a letter and
+    the rule on letters is stricter than the paper's: on 763 natural English texts 93.4 % of the decisions are equal, and 49
+    of the 50 others are texts that only this rule of datatrove drops. The last one differs because datatrove counts
     blank lines.
     """
 
     paper: ClassVar[str] = "arXiv:2112.11446"
-    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
+    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     min_words: int = Field(50, description="Fewest words.")
     max_words: int = Field(100_000, description="Most words.")
     min_mean_word_chars: float = Field(3, description="Least mean word length.")
     max_mean_word_chars: float = Field(10, description="Largest mean word length.")
-    max_hash_ratio: float = Field(0.1, description="Most '#' a word.")
-    max_ellipsis_ratio: float = Field(0.1, description="Most ellipses a word.")
+    max_hash_ratio: float = Field(0.1, description="Most '#' per word.")
+    max_ellipsis_ratio: float = Field(0.1, description="Most ellipses per word.")
     max_bullet_lines: float = Field(0.9, description="Largest fraction of lines that begin with a bullet.")
     max_ellipsis_lines: float = Field(0.3, description="Largest fraction of lines that end with an ellipsis.")
     min_alpha_words: float = Field(0.8, description="Least fraction of words with a letter.")
-    min_stop_words: int = Field(2, description="Fewest different words of: the be to of and that have with (English).")
+    min_stop_words: int = Field(2, description="Fewest distinct words of: the be to of and that have with (English).")
 
     def rules(self) -> list[Rule]:
         return [

@@ -1,4 +1,4 @@
-"""Gopher's repetition rules: does the text repeat itself?"""
+"""Gopher's repetition rules: whether the text repeats itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hone.data.filters.base import SPACED_PROSE, Filter, Rule
 class GopherRepetition(Filter):
     """Drops text that repeats lines, paragraphs or word n-grams. Rae et al. 2021, arXiv:2112.11446, appendix A.1.
 
-    Characters in repeated 5- to 10-grams are those of their union, spaces inside included; datatrove steps over a repeat
-    and leaves the spaces out. Equal verdicts on all of 763 natural English texts.
+    Characters in repeated 5- to 10-grams are those of their union, with the spaces inside; datatrove skips over a repeat
+    and leaves the spaces out. Equal decisions on all of 763 natural English texts.
     """
 
     paper: ClassVar[str] = "arXiv:2112.11446"
-    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
+    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     max_dup_lines: float = Field(0.30, description="Largest fraction of lines seen before in the document.")
     max_dup_line_chars: float = Field(0.20, description="Largest fraction of characters in such lines.")
     max_dup_paragraphs: float = Field(0.30, description="Largest fraction of paragraphs seen before.")

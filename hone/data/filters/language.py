@@ -1,4 +1,4 @@
-"""Language filter: documents in the wanted languages, identified with enough confidence."""
+"""Language filter: keeps documents in the wanted languages that are identified with enough confidence."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ class Language(Filter):
     languages: tuple[str, ...] = Field(("en",), description="Wanted languages as ISO 639 codes.")
     min_score: float = Field(0.65, ge=0, le=1, description="Least confidence of the identifier.")
     keep_unknown: bool = Field(
-        False, description="Keep documents whose language cannot be named: tables, very short text, other languages."
+        False,
+        description="Keep documents whose language cannot be identified: tables, very short text, other languages.",
     )
 
     @field_validator("languages")
     @classmethod
     def _are_known(cls, languages: tuple[str, ...]) -> tuple[str, ...]:
-        """A code that the identifier never gives would drop all text of the language that was meant, without a word."""
+        """Without this check, a code that the identifier never returns would silently drop all text of the intended language."""
         if UNKNOWN in languages:
-            raise SpecError(f"language.languages names '{UNKNOWN}', which is no language", fix="set keep_unknown: true")
+            raise SpecError(
+                f"language.languages names '{UNKNOWN}', which is not a language", fix="set keep_unknown: true"
+            )
         need_known(languages)
         return languages
 

@@ -1,4 +1,4 @@
-"""Length filter: documents too short or too long to learn from."""
+"""Length filter: drops documents that are too short or too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.data.filters.base import Filter, Rule
 class Length(Filter):
     """Keeps documents within bounds of bytes and longest line, code too."""
 
-    when: str = Field("True", description="Expression that picks the documents the rules apply to.")
+    when: str = Field("True", description="Expression that selects the documents the rules apply to.")
     min_bytes: int = Field(100, description="Fewest UTF-8 bytes.")
     max_bytes: int = Field(10_000_000, description="Most UTF-8 bytes.")
     max_line_chars: int = Field(100_000, description="Longest line in characters; longer ones are data, not text.")

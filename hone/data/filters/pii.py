@@ -12,13 +12,13 @@ from hone.data.filters.base import Filter, Rule
 class PII(Filter):
     """Drops documents with many e-mail or IP addresses, telephone or card numbers. Soldaini et al. 2024, arXiv:2402.00159.
 
-    Such a page is a directory or a leak; five finds are Dolma's limit.
-    Each find is checked: the shape of e-mail addresses (RFC 5321), IANA's special IPv4 ranges, E.164 or North American
-    grouping of telephone numbers, Luhn's digit of card numbers. Nothing in the text that stays is masked.
+    Such a page is a directory or a leak; five matches are Dolma's limit.
+    Each match is checked: the shape of e-mail addresses (RFC 5321), IANA's special IPv4 ranges, E.164 or North American
+    grouping of telephone numbers, Luhn's check digit of card numbers. Matches in kept documents are not masked.
     """
 
     paper: ClassVar[str] = "arXiv:2402.00159"
-    max_hits: int = Field(5, ge=0, description="Most finds of all kinds together.")
+    max_hits: int = Field(5, ge=0, description="Most matches of all kinds together.")
     max_cards: int = Field(0, ge=0, description="Most card numbers.")
 
     def rules(self) -> list[Rule]:

@@ -1,4 +1,4 @@
-"""Redecide: other filters over a finished data artifact's columns, without a look at its texts."""
+"""Redecide: applies other filters to a finished data artifact's columns, without reading its texts."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _AT_ONCE = 100_000
 
 
 class Redecide(Spec):
-    """The filters to decide by, those of an artifact unless others are given."""
+    """The filters to apply; by default those of the artifact."""
 
     filters: tuple[Annotated[Technique, Choice(FILTERS)], ...] = Field(
         (),
-        description="Rule filters in order. Without it those that the artifact was made with, of which "
+        description="Rule filters in order. By default those of the artifact, of which "
         "--filters.N.FIELD=VALUE changes one, counted from 0.",
     )
 
     @classmethod
     def of(cls, folder: Path | str) -> Self:
-        """What the data artifact in `folder` was made with. Raises ArtifactError when there is none."""
+        """The filters of the data artifact in `folder`. Raises ArtifactError when there is none."""
         return cls.read({"filters": _artifact(folder).manifest["spec"]["filters"]})
 
 
 class Redecided(NamedTuple):
-    """What other filters make of all documents that an artifact's stage read.
+    """The result of other filters on all documents that an artifact's stage read.
 
-    `steps` are rows as those of filters in stats.json. `counts` are {documents, bytes} each: `read`; `passed` these filters, and
-    `passed_before` the artifact's; `back` pass now and did not before, `gone` the other way round, and `gone_kept` are those of
-    them that the artifact keeps. `passes` (bool [num_documents]) is in the order of signals/*.parquet.
+    `steps` are rows like those of filters in stats.json. `counts` are {documents, bytes} each: `read`; `passed` these filters,
+    `passed_before` those of the artifact; `back` pass only now, `gone` passed only before, and `gone_kept` are those of
+    `gone` that the artifact keeps. `passes` (bool [num_documents]) is in the order of signals/*.parquet.
     """
 
     steps: list[dict[str, Any]]
@@ -55,7 +55,7 @@ class Redecided(NamedTuple):
     passes: np.ndarray
 
     def lines(self) -> Iterator[str]:
-        """For a terminal: what each filter leaves, what each rule drops alone and what it alone drops, what comes back and goes."""
+        """Lines for a terminal: what each filter leaves, what each rule drops in total and as the only rule, and the difference."""
         read, before = self.counts["read"], self.counts["passed_before"]
         rows: list[tuple[str, str]] = [("read", _said(read))]
         for step in self.steps:
@@ -73,19 +73,19 @@ class Redecided(NamedTuple):
         )
         width = max(len(name) for name, _ in rows)
         yield from (f"{name:{width}}  {words}" for name, words in rows)
-        yield "duplicates, edits and decontamination come after the filters: what they take is not counted here"
+        yield "duplicates, edits and decontamination come after the filters: what they remove is not counted here"
 
 
 def redecide(folder: Path | str, filters: Sequence[Any] | None = None) -> Redecided:
-    """What `filters` (techniques, or what a recipe says of them; None: its own) would make of the data artifact in `folder`.
+    """The result of `filters` (techniques or their specs as data; None: its own) on the data artifact in `folder`.
 
-    Raises ArtifactError when it keeps no columns of what was dropped, SpecError for filters that its columns cannot answer.
+    Raises ArtifactError when it has no columns of dropped documents, SpecError for filters that need other columns.
     """
     need_parquet()
     artifact = _artifact(folder)
     chosen = Redecide.of(folder) if filters is None else Redecide.read({"filters": tuple(filters)})
     if not chosen.filters:
-        raise SpecError("there is no filter to decide by", fix=f"name some of: {', '.join(FILTERS)}")
+        raise SpecError("there is no filter to apply", fix=f"name some of: {', '.join(FILTERS)}")
     paths = sorted((artifact.folder / "signals").glob("*.parquet"))
     if not paths:
         raise ArtifactError(
@@ -100,11 +100,11 @@ def redecide(folder: Path | str, filters: Sequence[Any] | None = None) -> Redeci
     counts: dict[str, dict[str, int]] = {}
     passes = [np.empty(0, bool)]
     for columns, dropped_by in _held(paths, needed):
-        gone_by, rows = decide(filters, columns, 0)
+        decided, rows = decide(filters, columns, 0)
         for row in rows:
             row.pop("samples")
         totals = added(totals, rows) if totals else rows
-        now = gone_by == 0
+        now = decided == 0
         here = _counts(columns["bytes"], now, then=~np.isin(dropped_by, before), kept=dropped_by == "")
         counts = added(counts, here) if counts else here
         passes.append(now)
@@ -115,13 +115,13 @@ def redecide(folder: Path | str, filters: Sequence[Any] | None = None) -> Redeci
 def _artifact(folder: Path | str) -> Artifact:
     artifact = Artifact.read(folder)
     if artifact.kind != "data":
-        raise ArtifactError(f"{folder} is no data artifact", fix="give the folder of a data stage")
+        raise ArtifactError(f"{folder} is not a data artifact", fix="give the folder of a data stage")
     return artifact
 
 
 def _held(paths: Sequence[Path], needed: set[str]) -> Iterator[tuple[Columns, np.ndarray]]:
-    """(columns, those `needed` read already; what dropped each document, '' where nothing did) of files one after the other, of as
-    many at once as have _AT_ONCE documents."""
+    """(columns, with those `needed` already read; what dropped each document, '' for none) of consecutive groups of files of about
+    _AT_ONCE documents."""
     names = [name for name in parquet.read_schema(paths[0]).names if name not in DROPPED]
     waiting: list[Path] = []
     num_documents = 0

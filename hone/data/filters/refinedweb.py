@@ -1,4 +1,4 @@
-"""RefinedWeb's rules, which DCLM reuses: Gopher's, and too much of the page in lines that are no text."""
+"""RefinedWeb's rules, which DCLM reuses: Gopher's, and a limit on the words in boilerplate lines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hone.data.filters.gopher_repetition import GopherRepetition
 
 
 class RefinedWeb(Filter):
-    """Gopher's rules, and pages made of lines that are no text. Penedo et al. 2023, arXiv:2306.01116.
+    """Gopher's rules, and drops pages with too much boilerplate. Penedo et al. 2023, arXiv:2306.01116.
 
     DCLM uses the same set (Li et al. 2024, arXiv:2406.11794): Gopher's quality and repetition rules and RefinedWeb's rules
-    about lines. Lines of one word, mostly in upper case or that count something ("3 likes"), and "sign-in", "read more..."
-    and "items in cart" on lines of up to ten words are boilerplate. The papers cut it out and drop pages that lose more
-    than 5 % of their words by it; a filter cuts nothing, so it drops the pages only.
+    about lines. Lines of one word, mostly in upper case or with a counter ("3 likes"), and "sign-in", "read more..."
+    and "items in cart" on lines of up to ten words are boilerplate. The papers cut them out and drop pages that lose more
+    than 5 % of their words; a filter cuts nothing, so it only drops the pages.
     """
 
     paper: ClassVar[str] = "arXiv:2306.01116"
-    when: str = Field(SPACED_PROSE, description="Expression that picks the documents the rules apply to.")
+    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     max_boilerplate_words: float = Field(0.05, ge=0, le=1, description="Largest fraction of words in boilerplate.")
 
     def rules(self) -> list[Rule]:

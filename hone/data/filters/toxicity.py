@@ -1,4 +1,4 @@
-"""Toxicity lexicon: documents in which words of a list make up too much."""
+"""Toxicity lexicon: drops documents with too large a share of words of a list."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hone.data.filters.base import Filter, Rule
 class Toxicity(Filter):
     """Drops documents with words of the lexicon; at 0 with any, as C4 does. Raffel et al. 2019, arXiv:1910.10683.
 
-    The scorer `lexicon` adds the column from files that the user names; none comes with the package. A list of words knows no context: C4's took
-    away pages about health, in dialects and by minorities far more often than others (Dodge et al. 2021,
-    arXiv:2104.08758). What the lexicon did not measure stays. Look at the samples, and at the drop rate of each group, before keeping the limit at 0.
+    The scorer `lexicon` adds the column, from files that the user gives; the package has none. A list of words ignores context: C4's removed
+    pages about health, in dialects and by minorities far more often than others (Dodge et al. 2021,
+    arXiv:2104.08758). Documents without the measurement are kept. Check the samples, and each group's drop rate, before keeping the limit at 0.
     """
 
     paper: ClassVar[str] = "arXiv:1910.10683"
@@ -27,10 +27,10 @@ class Toxicity(Filter):
         return [Rule("toxic_words", f"not toxic_words > {self.max_toxic_words}")]
 
     def decide(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """As every filter; raises SpecError when the documents were annotated without a lexicon."""
+        """As every filter; raises SpecError when the documents have no lexicon column."""
         if "toxic_words" not in columns:
             raise SpecError(
                 "the filter toxicity needs the column toxic_words, which a lexicon adds",
-                fix="name one among the scorers: {kind: lexicon, words: [words.txt]}",
+                fix="add it to the scorers: {kind: lexicon, words: [words.txt]}",
             )
         return super().decide(columns)

@@ -1,1 +1,1 @@
-"""Forecasting: what the data stage will take and give, from a sample that goes through every step first."""
+"""Forecasting: estimates of the data stage, from a sample of the input that goes through every step."""

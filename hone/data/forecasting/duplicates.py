@@ -1,4 +1,4 @@
-"""Duplicates: how many copies the documents of a sample have outside of it, and what that leaves of each."""
+"""Duplicates: estimates how many copies the documents of a sample have outside of it, and what deduplication leaves."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 _KNOWN = 8
-"""A document seen so often is taken to be there as often as was seen over the sampled share."""
+"""From this many copies in the sample on, the number in the input is estimated as copies / share."""
 _LEAST_SEEN = 30
-"""Copies that a sample of nothing but pairs must show for each that it does not, or it says nothing about duplicates."""
+"""If all documents had one copy, a sample must be expected to contain this many pairs, or it says nothing about duplicates."""
 
 
 class Copies(NamedTuple):
-    """`weights` (float [n]): what is left of each document; `doubt` the standard error of the share left over all.
+    """`weights` (float [n]): the part left of each document; `doubt` the standard error of the mean of what is left.
 
-    `unseen`: the sample is too small a share of the corpus to say anything, and what is left is at most this.
+    `unseen`: the sample is too small a share of the corpus, and what is left is only bounded by this from above.
     """
 
     weights: np.ndarray
@@ -24,14 +24,14 @@ class Copies(NamedTuple):
 
 
 def left(clusters: np.ndarray, pieces: np.ndarray, share: float) -> Copies:
-    """What deduplication leaves, where documents of one cluster (int [n]) are copies and lie in `pieces` (int [n]), of which the
-    sample has `share`.
+    """What deduplication leaves, where documents of one cluster (int [n]) are copies and are in `pieces` (int [n]) of the input,
+    of which a fraction `share` is sampled.
 
-    Copies within a piece are seen for certain: one of them counts. Of copies in other pieces each is seen with a chance
-    of `share`. If a document lies in m pieces of the input and is seen in j of those sampled, then for a sampled one
+    Copies within a piece are all seen: one of them counts. Copies in other pieces are each seen with probability
+    `share`. If a document is in m pieces of the input and is seen in j of those sampled, then for a sampled one
     E[j - 1] = share E[m - 1] and E[(j - 1)(j - 2)] = share^2 E[(m - 1)(m - 2)], whatever the distribution of m (factorial
-    moments of a thinned count). Left is E[1/m]; of all distributions with these two moments the one of m = 1 and a single
-    larger m leaves most (Krein and Nudelman 1977: 1/m has a negative third derivative), and is taken.
+    moments of a thinned count). What is left is E[1/m]; of all distributions with these two moments, the one of m = 1 and a
+    single larger m has the highest (Krein and Nudelman 1977: 1/m has a negative third derivative), and is used.
     """
     order = np.lexsort((np.arange(len(clusters)), pieces, clusters))
     one, two = clusters[order], pieces[order]
@@ -52,7 +52,7 @@ def left(clusters: np.ndarray, pieces: np.ndarray, share: float) -> Copies:
         more = (rare - 1).mean() / share
         most = 2 + ((rare - 1) * (rare - 2)).mean() / share**2 / more if more else 2.0
         copied = min(more / (most - 1), 1.0)
-        # Of the documents seen once: the chance that they have copies that were not sampled.
+        # For documents seen once: the probability that they have copies that were not sampled.
         hidden = copied * (1 - share) ** (most - 1)
         hidden /= hidden + 1 - copied if hidden + 1 - copied > 0 else 1.0
         found[~often] = np.where(rare > 1, 1 / np.maximum(most, rare), 1 - hidden * (1 - 1 / most))

@@ -1,4 +1,4 @@
-"""Plan of the data stage: what a run takes and gives, from a sample of its input that goes through every step first."""
+"""Plan of the data stage: time, memory, disk and output, estimated from a sample of its input that goes through every step."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from hone.data.work import Models, train_scorers
 from hone.model.tokenizer import identity_of
 
 SAMPLE_BYTES = (16 << 20, 64 << 20)
-"""Least and most text of a sample; smaller inputs are tried out whole."""
+"""Least and most text of a sample; smaller inputs are sampled whole."""
 _SAMPLE_SHARE = 0.01
 _SLOW_SCORER_BYTES = 600_000
 _REMOTE_BYTES = 2 << 20
 _LIBRARY_COST = 8
-"""Taking a module of the library apart takes so many times as long as measuring its text."""
+"""Extracting the documentation of a library's module takes so many times as long as measuring its text."""
 _TRAINED_LONG = ("neural", "cascade")
-"""Scorers whose training takes minutes: not trained for a plan, which then leaves out the filters that look at them."""
+"""Scorers whose training takes minutes: not trained for a plan, which then leaves out the filters that use them."""
 _READ_SLOWLY = (*_TRAINED_LONG, "function")
 _SIGMAS = 3.0
 _LEAST_TOLERANCE = 0.01
 _LEAST_DOCUMENTS = 10
 _MARGIN_BYTES = 1 << 16
-"""Of the finished folder: statistics, samples, settings."""
+"""Statistics, samples and settings in the finished folder."""
 _WAYS = {
     MEMORY: ("run with --executor=processes", "lower tokenizer.max_train_bytes", "set max_bytes"),
 }
 
 
 class DataPlan(Plan):
-    """A plan with what the time is made of, so that it is known for any number of workers.
+    """A plan with the parts of the time, from which the time of any number of workers follows.
 
-    `left_out` are the scorers that only the stage trains: it plans again when it has trained them.
+    `left_out` are scorers that a plan does not train: the stage plans again when it has trained them.
     """
 
     pace: Pace | None = None
@@ -59,10 +59,10 @@ class DataPlan(Plan):
 
 
 def plan(spec: Settings, models: Models | None = None, trained_s: float = 0.0) -> DataPlan:
-    """Estimates and facts; only facts where the sample holds no document. Raises SpecError when the source cannot be listed.
+    """Estimates and facts; only facts when the sample has no document. Raises SpecError when the source cannot be listed.
 
-    `models` are the scorers' when they are trained already, which took `trained_s` seconds. A second plan of the same files in one
-    process, as of a recipe that is planned and then run, is the first.
+    `models` are the trained scorers, if already trained, which took `trained_s` seconds. The plan is cached per process: a
+    recipe that is planned and then run samples the same files once.
     """
     need_parquet()
     _check_encoding(spec.encoding)
@@ -71,7 +71,7 @@ def plan(spec: Settings, models: Models | None = None, trained_s: float = 0.0) -
 
 @functools.lru_cache(maxsize=16)
 def _plan(spec: Settings, seen: str, models: Models | None, trained_s: float) -> DataPlan:
-    """`plan` of the files whose `Listing.seen` is `seen`."""
+    """`plan` for the files whose `Listing.seen` is `seen`."""
     begun = time.perf_counter()
     listing = list_source(spec.source)
     listed_s = time.perf_counter() - begun
@@ -97,7 +97,7 @@ def _plan(spec: Settings, seen: str, models: Models | None, trained_s: float) ->
             sample = Sample(units, num_bytes, spec.options, folder / label)
             return attempt(tried, identifier, models, sample, folder / f"{label}-run")
 
-        # The first, small sample also loads and compiles what is used, so that no time of that is counted a byte.
+        # The first, small sample also loads and compiles code, so that this time is not counted in the rates.
         begun = time.perf_counter()
         first = tried_out("first", sample_bytes(tried, units) // 8)
         started_s = time.perf_counter() - begun
@@ -126,12 +126,12 @@ def _check_encoding(name: str) -> None:
         codecs.lookup(name)
     except LookupError:
         raise SpecError(
-            f"encoding = '{name}': Python knows no such encoding", fix="for example utf-8, latin-1, or auto"
+            f"encoding = '{name}': not an encoding of Python", fix="for example utf-8, latin-1, or auto"
         ) from None
 
 
 def sample_bytes(spec: Settings, units: Sequence[Unit]) -> float:
-    """Content that a sample of the input has, so that it takes a second or two, or a few hundredths of the run."""
+    """Bytes of input in a sample, so that it takes a second or two, or a few percent of the run."""
     if any(unit.file.url for unit in units):
         return _REMOTE_BYTES
     if any(scorer.kind in _READ_SLOWLY for scorer in spec.scorers):
@@ -143,7 +143,7 @@ def sample_bytes(spec: Settings, units: Sequence[Unit]) -> float:
 
 
 def up_to(num_bytes: float, units: Sequence[Unit], seen: Trial) -> list[Unit]:
-    """The first of `units` that hold `num_bytes` of text, by what a byte of their sort held in `seen`."""
+    """The first of `units` that have `num_bytes` of text together, at the text per byte of their sort in `seen`."""
     text: Counter[Sort] = Counter()
     for number, found in zip(seen.range.tolist(), (seen.weights * seen.sizes).tolist()):
         text[seen.sample.ranges[number].sort] += found
@@ -160,7 +160,7 @@ def up_to(num_bytes: float, units: Sequence[Unit], seen: Trial) -> list[Unit]:
 
 
 def _facts(spec: Settings, trial: Trial | None, scale: float = 1.0) -> DataFacts:
-    """What will be made; estimates where nothing is counted yet."""
+    """Facts of the output; estimates without a tokenizer's counts."""
     where = f"the data stage of {spec.source}"
     taken = spec.tokenizer.path
     tokens = trial.tokens if trial is not None else None
@@ -187,7 +187,7 @@ def _facts(spec: Settings, trial: Trial | None, scale: float = 1.0) -> DataFacts
 
 
 def _yields(spec: Settings, trial: Trial, scale: float, missing: str) -> dict[str, Estimate]:
-    """What is left: bytes and tokens. Bounds where a step takes away more than a sample can show."""
+    """Output bytes and tokens. Upper bounds where a sample cannot show what a step removes."""
     kept, text = trial.total(trial.kept_bytes) * scale, trial.total(trial.sizes) * scale
     error = _error(trial)
     sample = trial.sample
@@ -211,7 +211,7 @@ def _yields(spec: Settings, trial: Trial, scale: float, missing: str) -> dict[st
     tokens = trial.tokens
     if tokens is not None:
         train = 1 - spec.validation_fraction
-        # Which documents are held out is drawn by hash: so many bytes more or less.
+        # Documents are assigned to validation by hash, so its bytes vary by this much.
         drawn = (1 - train) / train * trial.total(trial.kept_bytes**2 / np.maximum(trial.kept, 1e-9))
         drawn /= max(trial.total(trial.kept_bytes), 1) ** 2 * scale
         part = 1 - min(tokens.num_bytes / max(kept, 1), 1)
@@ -228,7 +228,7 @@ def _yields(spec: Settings, trial: Trial, scale: float, missing: str) -> dict[st
 
 
 def _error(trial: Trial) -> float:
-    """Relative standard error of the kept bytes: of the sample's ranges, each beside the next (Wolter 1984), and of the copies."""
+    """Relative standard error of the kept bytes, from differences of neighbouring ranges (Wolter 1984) and from the copies."""
     sample = trial.sample
     if sample.whole:
         return 0.0
@@ -246,7 +246,7 @@ def _error(trial: Trial) -> float:
 
 
 def _pace(spec: Settings, trial: Trial, scale: float, before_s: float, started_s: float, missing: str) -> Pace:
-    """Seconds at the sample's rates."""
+    """The time at the sample's rates."""
     grow = scale * trial.total(trial.sizes) / trial.sizes.sum()
     kept = trial.total(trial.kept_bytes) * scale
     took = {name: second * grow for name, second in trial.seconds.items()}

@@ -1,8 +1,8 @@
-"""Sample: documents from all parts of the input, evenly spread by bytes, so that a sorted source is seen in all of its parts.
+"""Sample: documents from all parts of the input, evenly spaced by bytes, so that every part of a sorted source is represented.
 
-Of each sort of file (format and compression) units are chosen at even distances along their bytes (systematic sampling with
-probability proportional to size; Madow 1949): files, or parts of large ones. Formats that are read fast are read wide, and of
-what is read the documents that begin in ranges of RANGE_BYTES, again at even distances, are taken.
+Of each sort of file (format and compression), units are chosen at even distances along their bytes (systematic sampling with
+probability proportional to size; Madow 1949): files, or parts of large ones. More is read of formats that are read fast, and
+of what is read, the documents that begin in ranges of RANGE_BYTES, again at even distances, are the sample.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hone.data.readers.streams import head, open_raw
 
 RANGE_BYTES = 64 << 10
 READ_BYTES = 64 << 20
-"""So much of each sort of file that is read fast is read to choose documents from."""
+"""Bytes to read of each sort of file that is read fast."""
 _READ_FAST = ("text", "jsonl", "warc", "parquet")
 _PART_BYTES = 1 << 20
 _HEAD_BYTES = 512 << 10
 _USUALLY = 4.0
-"""Bytes that a compressed byte holds where that cannot be found out."""
+"""Uncompressed bytes per compressed byte where that cannot be measured."""
 
 Sort = tuple[str, str]
 
 
 class Unit(NamedTuple):
-    """A file or a part of one that holds `content` bytes before compression, about; it is read up to `most_text` bytes of text.
+    """A file or a part of one with about `content` bytes before compression; at most `most_text` bytes of text are read.
 
-    `stands_for` is how many bytes of the input a sample takes it for.
+    `stands_for` is the number of input bytes that it represents in a sample.
     """
 
     file: File
@@ -54,7 +54,7 @@ class Unit(NamedTuple):
 
 
 def units_of(files: Sequence[File]) -> list[Unit]:
-    """All of `files`; the largest of each sort says how many bytes one of its bytes holds before compression."""
+    """All of `files`; the compression ratio of each sort is measured on its largest file."""
     largest = {(file.format, file.compression): file for file in sorted(files, key=lambda file: file.size)}
     swells = {sort: _swells(file) for sort, file in largest.items()}
     return [Unit(file, max(file.size * swells[file.format, file.compression], 1.0)) for file in files]
@@ -69,14 +69,14 @@ def _swells(file: File) -> float:
         return max(len(head(file, _HEAD_BYTES)) / max(min(file.size, _HEAD_BYTES), 1), 1.0)
     except HoneError:
         raise
-    except BaseException as error:  # it is broken, which reading it will say
+    except BaseException as error:  # broken; reading it reports that
         if not poisoned(error):
             raise
         return _USUALLY
 
 
 class Range(NamedTuple):
-    """Documents that were taken together: `text` bytes of the unit that is number `unit` of those read."""
+    """Documents that were sampled together: `text` bytes of the unit with index `unit` of those read."""
 
     sort: Sort
     unit: int
@@ -84,11 +84,11 @@ class Range(NamedTuple):
 
 
 class Sample:
-    """About `num_bytes` of the content of `units`. `batches` reads it; all else is known when it has been read.
+    """About `num_bytes` of the content of `units`. `batches` reads it; the other attributes are known after that.
 
-    `place` maps a document's id to its place in `ranges`. `beginnings`: of some large file only the beginning was read, and
-    stands for what lies behind. `whole`: nothing was left out. `read_s` is the time of reading all of the input at the speed of
-    what was read.
+    `place` maps a document's id to its index in `ranges`. `beginnings`: of some large file only the beginning was read, and
+    represents all of it. `whole`: the sample is the whole input. `read_s` is the estimated time of reading all of the input at
+    the speed of the sample.
     """
 
     def __init__(self, units: Sequence[Unit], num_bytes: float, options: Options, folder: Path) -> None:
@@ -127,11 +127,11 @@ class Sample:
             self.read_s += (self.spent_s - before) * total / read
 
     def _in_ranges(self, batch: Batch, unit: Unit, passed: float, step: float) -> Iterator[Batch]:
-        """Those of a batch that begin in ranges `step` bytes apart; returns the bytes of this sort that have passed."""
+        """Those of a batch that begin in ranges `step` bytes apart; returns the position after the batch, in bytes of this sort."""
         sizes = np.diff(batch.texts.offsets)
         starts = np.cumsum(sizes) - sizes
         there = self._unit_text[-1] + starts < unit.most_text
-        numbers, inside = np.divmod(passed + starts, step)  # so the first document is always one
+        numbers, inside = np.divmod(passed + starts, step)  # so the first document is always in the sample
         chosen = there & (inside < RANGE_BYTES)
         for number in np.unique(numbers[chosen]):
             here = np.flatnonzero(chosen & (numbers == number))
@@ -143,12 +143,12 @@ class Sample:
         return passed + float(sizes[there].sum())
 
     def taken(self) -> np.ndarray:
-        """Bytes of the input in each range."""
+        """Bytes of the input sampled in each range."""
         rates = [unit.content / max(text, 1.0) for unit, text in zip(self.units, self._unit_text)]
         return np.array([one.text * rates[one.unit] for one in self.ranges])
 
     def weights(self) -> np.ndarray:
-        """How many bytes of the input one of each range stands for."""
+        """Input bytes that one byte of each range represents."""
         read, chosen = Counter[Sort](), Counter[Sort]()
         for unit, text in zip(self.units, self._unit_text):
             read[unit.sort] += text
@@ -158,12 +158,12 @@ class Sample:
         return np.array([of_unit[one.unit] * read[one.sort] / max(chosen[one.sort], 1.0) for one in self.ranges])
 
     def share(self) -> float:
-        """The part of the input that was taken."""
+        """The share of the input that was sampled."""
         taken = self.taken()
         return 1.0 if self.whole else min(float(taken.sum() / max((taken * self.weights()).sum(), 1.0)), 1.0)
 
     def _read(self, unit: Unit) -> Iterator[Batch]:
-        """The documents of a unit, timed; what is broken in it is left to the stage."""
+        """The documents of a unit, timed; ignores broken ones, which the stage reports."""
         items = read_batches(unit.file, self.options)
         while True:
             begun = time.perf_counter()
@@ -175,7 +175,7 @@ class Sample:
                 yield item
 
     def _cut(self, units: Sequence[Unit], most: float) -> list[Unit]:
-        """`units`, the large ones in parts where more than `most` bytes are there; of those without parts the beginning."""
+        """`units`, large ones in parts when they have more than `most` bytes together; of those without parts, the beginning."""
         if sum(unit.content for unit in units) <= most or units[0].file.format not in _READ_FAST:
             return list(units)
         made = []
@@ -191,7 +191,7 @@ class Sample:
         return made
 
     def _beginning(self, unit: Unit, content: float) -> Unit:
-        """A copy of the beginning of a file that holds `content` bytes; it stands for all of it."""
+        """A copy of the beginning of a file with `content` bytes, which represents all of it."""
         self.beginnings = True
         path = self.folder / f"beginning-{len(list(self.folder.iterdir())):05d}"
         with open_raw(unit.file) as raw:
@@ -200,9 +200,9 @@ class Sample:
 
 
 def _spread(units: Sequence[Unit], most: float) -> list[Unit]:
-    """Those of `units` at even distances along their bytes that hold `most` bytes together, about; one at least.
+    """Units at even distances along the bytes of `units`, with about `most` bytes together; at least one.
 
-    One that is larger than the distance is always there, stands for itself, and counts as no more than the distance.
+    One that is larger than the distance is always chosen, represents itself, and counts as no more than the distance.
     """
     content = np.array([unit.content for unit in units])
     sizes = np.maximum(content, [unit.stands_for for unit in units])

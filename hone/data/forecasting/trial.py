@@ -1,4 +1,4 @@
-"""Trial: a sample goes through the steps of the stage itself, each timed; what is kept of it stands for what is kept of all."""
+"""Trial: runs the stage's own steps on a sample, each timed, and measures what they keep."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hone.data.work import Models, opened
 from hone.data.write import take_or_train, tokenize, write_tables
 
 TOKEN_BYTES = 2_000_000
-"""Text that is tokenized, ..."""
+"""Text to tokenize, ..."""
 _LEAST_TEXTS = 64
-"""... of so many documents at least, if there are."""
+"""... of at least so many documents, if there are."""
 
 
 class Scratch:
-    """Folders that the stage's steps write into, in place of an artifact's."""
+    """Folders that the stage's steps write into instead of an artifact's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.state = folder / "made", folder / "state"
@@ -39,14 +39,14 @@ class Scratch:
             path.mkdir(exist_ok=True)
 
     def keep_time(self) -> None:
-        """Nothing: a trial is not resumed."""
+        """Does nothing: a trial is not resumed."""
 
 
 class Tokens(NamedTuple):
-    """`rate` is the bytes a token stands for, `error` its relative standard error; `gap`: what a vocabulary gains on its own text.
+    """`rate` is bytes per token, `error` its relative standard error; `gap` is whether the rate is a mean over seen and unseen text.
 
-    Where a vocabulary was trained: the different `words` among the `num_bytes` of text, which grow with the text to the power
-    `more_words` (Heaps 1978).
+    Where a vocabulary was trained: the number of distinct `words` in the `num_bytes` of text, which grows with the text to the
+    power `more_words` (Heaps 1978).
     """
 
     rate: float
@@ -60,10 +60,10 @@ class Tokens(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a sample gave; arrays have an entry a document.
+    """Measurements of a sample; arrays have an entry per document.
 
-    `weights` is how many documents of the input one stands for, `sizes` its bytes, `kept` the share of it that stays after all
-    steps and `kept_bytes` its bytes then; `range` its place in the sample's ranges. `seconds` of each step, `written` the bytes of
+    `weights` is the number of documents of the input that one represents, `sizes` its bytes, `kept` the share of it left after all
+    steps and `kept_bytes` the bytes left; `range` its index in the sample's ranges. `seconds` of each step, `written` the bytes of
     each kind of file.
     """
 
@@ -84,7 +84,7 @@ class Trial(NamedTuple):
 
 
 def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Sample, folder: Path) -> Trial | None:
-    """`sample` through all steps; None where it holds no document."""
+    """Runs all steps on `sample`; None when it has no document."""
     place, quiet = Scratch(folder), Run(quiet=True)
     seconds: dict[str, float] = {}
     shard = place.state / "documents-00000.parquet"
@@ -105,22 +105,22 @@ def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Samp
         try:
             with _timed(seconds, "decide"):
                 chain.filter(place)
-                kept = chain.alive.astype(float)
+                kept = chain.kept.astype(float)
                 if spec.dedups:
-                    there = np.flatnonzero(chain.alive)
-                    clusters = _clusters(spec, corpus, chain.alive, place.state)
+                    there = np.flatnonzero(chain.kept)
+                    clusters = _clusters(spec, corpus, chain.kept, place.state)
                     copies = left(clusters[there], where[there], sample.share())
                     kept[there] = copies.weights
-                    chain.alive = kept > 0
+                    chain.kept = kept > 0
                 chain.edit(place)
                 chain.decontaminate(place)
-        except NothingLeft:  # of the sample; the stage will say so if it leaves nothing of all
-            chain.alive[:] = False
-        kept *= chain.alive
-        if chain.alive.any():
-            tokens = _tokens(spec, corpus, chain.alive, weights * kept, place, pool, seconds)
+        except NothingLeft:  # true of the sample; the stage raises it if nothing is left of the whole input
+            chain.kept[:] = False
+        kept *= chain.kept
+        if chain.kept.any():
+            tokens = _tokens(spec, corpus, chain.kept, weights * kept, place, pool, seconds)
         with _timed(seconds, "write"):
-            write_tables(corpus, {"train": chain.alive}, chain, place, quiet, pool)
+            write_tables(corpus, {"train": chain.kept}, chain, place, quiet, pool)
     files = {path.parent.name: path for path in place.folder.rglob("*.parquet")}  # documents, signals
     with _timed(seconds, "hash"):
         for path in (shard, *files.values()):
@@ -130,11 +130,11 @@ def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Samp
     return Trial(sample, where, weights, sizes, kept, kept_bytes, copies, tokens, seconds, written)
 
 
-def _clusters(spec: Settings, corpus: Corpus, alive: np.ndarray, state: Path) -> np.ndarray:
-    """For each document the one that stands for it after all deduplications."""
+def _clusters(spec: Settings, corpus: Corpus, kept: np.ndarray, state: Path) -> np.ndarray:
+    """The representative of each document after all deduplications."""
     stands = np.arange(len(corpus))
     for number, technique in enumerate(spec.dedups):
-        living = alive & (stands == np.arange(len(corpus)))
+        living = kept & (stands == np.arange(len(corpus)))
         own = state / f"dedup-{number}"
         own.mkdir(exist_ok=True)
         stands = technique.representatives(corpus, living, own)[stands]
@@ -144,26 +144,26 @@ def _clusters(spec: Settings, corpus: Corpus, alive: np.ndarray, state: Path) ->
 def _tokens(
     spec: Settings,
     corpus: Corpus,
-    alive: np.ndarray,
+    kept: np.ndarray,
     stands_for: np.ndarray,
     place: Scratch,
     pool: Pool,
     seconds: dict[str, float],
 ) -> Tokens:
-    """The rate of the tokenizer that is taken, or of one trained on half of some documents that are evenly spread."""
+    """The rate of the given tokenizer, or of one trained on half of some evenly spaced documents."""
     sizes = corpus.columns["bytes"]
-    there = np.flatnonzero(alive)
+    there = np.flatnonzero(kept)
     few = there[:: max(min(round(sizes[there].sum() / TOKEN_BYTES), len(there) // _LEAST_TEXTS), 1)]
     halves = {"train": few[::2], "val": few[1::2]}
     splits = {name: np.isin(np.arange(len(corpus)), half) for name, half in halves.items()}
     with _timed(seconds, "train"):
         encoder = take_or_train(spec.tokenizer, corpus, splits["train"], place)
-    encoder.encode(["première"])  # what text beyond ASCII needs is made once
+    encoder.encode(["première"])  # initializes what text beyond ASCII needs
     with _timed(seconds, "tokenize"):
         tokenize(spec.packing, corpus, splits, encoder, place, Run(quiet=True), pool)
     rates, errors, words = [], [], [set[str](), set[str]()]
     for number, (name, half) in enumerate(halves.items()):
-        if not len(half):  # one document is all there is
+        if not len(half):  # there is only one document
             continue
         starts = np.load(place.folder / "tokens" / f"{name}.starts.npy")
         count, text = stands_for[half] * (np.diff(starts) - 1), stands_for[half] * sizes[half]
@@ -176,7 +176,7 @@ def _tokens(
     seen, unseen = rates[0], rates[-1]
     every = words[0] | words[1]
     return Tokens(
-        # A vocabulary fits what it was trained on too well; that of the full corpus lies between the two.
+        # A vocabulary fits its training text too well; the rate of one trained on the full corpus lies between the two.
         rate=(seen * unseen) ** 0.5,
         num_bytes=float(sizes[few].sum()),
         error=float(np.hypot(errors[0], errors[-1]) / 2),

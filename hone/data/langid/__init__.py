@@ -1,1 +1,1 @@
-"""Language identification of our own: hashed character n-grams, their table of 75 languages, and its training."""
+"""hone's own language identification: hashed character n-grams, a table of 75 languages, and its training."""

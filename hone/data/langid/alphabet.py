@@ -1,4 +1,4 @@
-"""The alphabet: for each character whether it is a letter, of which script, and its lower case."""
+"""The alphabet: whether each character is a letter, its script, and its lower case."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SCRIPTS = (
 HAN = SCRIPTS.index("han")
 OTHER = SCRIPTS.index("other")
 MARK = len(SCRIPTS)
-"""Number of combining marks that follow letters of any script."""
+"""Pseudo-script of combining marks, which follow letters of any script."""
 SCRIPT_SHIFT = 17
 """An entry of the table is the script's number above this bit and the code point of the lower case below it."""
 NUM_CHARACTERS = 1 << SCRIPT_SHIFT
-"""Code points the table knows; those above it are rare Han and count as no letter."""
+"""Code points in the table; those above it are rare Han and treated as no letter."""
 _HAN = frozenset({"CJK", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC", "BOPOMOFO", "KATAKANA-HIRAGANA"})
 _NO_LETTERS = frozenset(
     {"MASCULINE", "FEMININE", "MODIFIER", "FULLWIDTH", "HALFWIDTH", "MICRO", "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT"}
@@ -28,7 +28,7 @@ _NO_LETTERS = frozenset(
 
 @functools.cache
 def alphabet() -> np.ndarray:
-    """int32 [NUM_CHARACTERS], read-only: 0 for what is no letter, else script << SCRIPT_SHIFT | lower case."""
+    """int32 [NUM_CHARACTERS], read-only: 0 for characters that are no letters, else script << SCRIPT_SHIFT | lower case."""
     numbers = {name.upper(): number for number, name in enumerate(SCRIPTS)}
     table = np.zeros(NUM_CHARACTERS, np.int32)
     for point in range(NUM_CHARACTERS):

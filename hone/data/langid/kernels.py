@@ -1,8 +1,8 @@
-"""Kernels of language identification: letters, n-grams, their sums per language, and the answer.
+"""Kernels of language identification: letters, n-grams, their sums per language, and the result.
 
 A text is read as runs of lower-cased letters of one script; everything between two runs counts as one space. The script
-with the most bytes of letters is the text's, and only languages written in it are weighed: with rows of the table for
-the script, lanes for its languages and one lane for the background, in which all its languages are mixed with noise.
+with the most bytes of letters is the text's, and only languages written in it are scored: with rows of the table for
+the script, a lane for each of its languages and one for the background, a mixture of all its languages and noise.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hone.data.text.compiled import allocating, entry, kernel
 WHOLE_BYTES = 4096
 """A text of at most so many bytes is read whole."""
 NUM_WINDOWS, WINDOW_BYTES = 8, 512
-"""Of a longer text so many evenly spread windows of so many bytes are read."""
+"""Of a longer text, this many evenly spaced windows of this many bytes are read."""
 BUCKET_BITS = 14
 SIZES = (1, 2, 3, 4)
-"""Letters of an n-gram, spaces counted. Single letters count in Han only: elsewhere they tell little and cost a third."""
+"""Letters of an n-gram, with spaces. Single letters only in Han: in other scripts they carry little information and a third of the cost."""
 STEPS = 16
-"""Table entries are log likelihood ratios to noise (every bucket alike) in steps of 1 / STEPS nats."""
+"""Table entries are log likelihood ratios to noise (uniform over buckets) in steps of 1 / STEPS nats."""
 BIAS = 128
 WIDE = 32
 _MAX_LANES = 256
@@ -31,33 +31,33 @@ _LOWER = (1 << SCRIPT_SHIFT) - 1
 
 
 def frozen(texts: Texts) -> Texts:
-    """Read-only views of `texts`, the one type that the kernels are compiled for."""
+    """Read-only views of `texts`, the one array type that the kernels are compiled for."""
     data, offsets = texts.data.view(), texts.offsets.view()
     data.flags.writeable = offsets.flags.writeable = False
     return Texts(data, offsets)
 
 
 class Tables(NamedTuple):
-    """What a model is to the kernels. S scripts, at most M lanes a script."""
+    """A model as arrays for the kernels. S scripts, at most M lanes per script."""
 
     letters: np.ndarray  # int32 [NUM_CHARACTERS]: the alphabet
     rows: np.ndarray  # uint8, flat, entries + BIAS: rows of all scripts, each script's [2^BUCKET_BITS, stride]
     words: np.ndarray  # uint64: the same, little-endian, eight entries a word
-    base: np.ndarray  # int64 [S]: where a script's rows begin; -1: no language is written in it
+    base: np.ndarray  # int64 [S]: where a script's rows begin; -1 for a script without languages
     stride: np.ndarray  # int64 [S]: lanes of a row, from WIDE on a multiple of WIDE
     count: np.ndarray  # int64 [S]: languages of the script; the lane after them is the background
-    fit: np.ndarray  # float64 [S, M, 2]: mean and deviation of the fit of a language's own texts
+    fit: np.ndarray  # float64 [S, M, 2]: mean and standard deviation of the fit of a language's own texts
     allowed: np.ndarray  # bool [S, M]: candidates
     limits: np.ndarray  # float64 [6]: temperature, its exponent, and the four bounds of `_answer`
 
 
 class Scratch(NamedTuple):
-    """What is known of the text in hand."""
+    """Buffers for the current text."""
 
     codes: np.ndarray  # int32: its letters, 0 between runs
     buckets: np.ndarray  # int32: its n-grams
-    sums: np.ndarray  # int32 [lanes]: their rows added up
-    votes: np.ndarray  # int64 [scripts]: bytes of its letters
+    sums: np.ndarray  # int32 [lanes]: the sum of their rows
+    votes: np.ndarray  # int64 [scripts]: bytes of its letters in each script
     seen: np.ndarray  # int64 [2]: letters, visible characters
 
 
@@ -73,7 +73,7 @@ def _scratch():
 def _fold(data, start, end, letters, codes, n, votes, seen):
     """Appends the letters of data[start:end] to codes[n:], 0 between runs; returns the new n.
 
-    Adds the bytes of letters to votes [per script], letters and visible characters to seen [2]. Broken UTF-8 is no letter.
+    Adds the bytes of letters to votes [per script], letters and visible characters to seen [2]. Invalid UTF-8 is no letter.
     """
     last = 0
     i = start
@@ -120,7 +120,7 @@ def _fold(data, start, end, letters, codes, n, votes, seen):
 
 @kernel
 def _read(data, start, end, letters, scratch):
-    """The letters of one text, whole or by windows, in the codes; returns their number with the spaces."""
+    """Writes the letters of one text, whole or by windows, to the codes; returns their number including spaces."""
     codes, votes, seen = scratch.codes, scratch.votes, scratch.seen
     votes[:] = 0
     seen[:] = 0
@@ -142,7 +142,7 @@ def _read(data, start, end, letters, scratch):
 
 @kernel
 def _script(votes):
-    """The script with the most bytes, the lowest number among equals; 0 without any letter."""
+    """The script with the most bytes, the lowest number of equal ones; 0 without letters."""
     best = 0
     for script in range(1, OTHER + 1):
         if votes[script] > votes[best]:
@@ -198,9 +198,9 @@ def _grams(codes, n, script, buckets):
 
 @kernel
 def _add_words(buckets, first, last, words, base, stride, sums):
-    """Adds the rows of buckets[first:last], at most 256 of them, to sums: eight lanes a word, 32 at a time.
+    """Adds the rows of buckets[first:last], at most 256 of them, to sums: eight lanes per word, 32 at a time.
 
-    A word's even and odd bytes are added apart, as four 16-bit sums each, which 256 bytes cannot overflow.
+    A word's even and odd bytes are summed separately, as four 16-bit sums each, which 256 bytes cannot overflow.
     """
     even = np.uint64(0x00FF00FF00FF00FF)
     byte = np.uint64(8)
@@ -236,7 +236,7 @@ def _add_words(buckets, first, last, words, base, stride, sums):
 
 @kernel
 def _add(buckets, k, rows, words, base, stride, sums):
-    """sums[lane] = the sum of the rows of `buckets`, in steps."""
+    """sums[lane] = the sum of the rows of `buckets`, in units of 1 / STEPS nats."""
     sums[:stride] = -BIAS * k
     if stride >= WIDE:
         for first in range(0, k, 256):
@@ -250,7 +250,7 @@ def _add(buckets, k, rows, words, base, stride, sums):
 
 @kernel
 def _sum(data, start, end, tables, scratch):
-    """(script, n-grams) of one text, whose rows are added up in the sums; no n-grams where no language has its script."""
+    """(script, n-grams) of one text, whose rows are summed in the sums; 0 n-grams where no language has its script."""
     length = _read(data, start, end, tables.letters, scratch)
     script = _script(scratch.votes)
     if tables.base[script] < 0:
@@ -309,7 +309,7 @@ def identify(data, offsets, tables):
 
 @entry
 def weigh(data, offsets, tables):
-    """What training needs of each text: (script int64 [n], n-grams int64 [n], sums int32 [n, M])."""
+    """The inputs of training for each text: (script int64 [n], n-grams int64 [n], sums int32 [n, M])."""
     n = len(offsets) - 1
     scripts = np.zeros(n, np.int64)
     grams = np.zeros(n, np.int64)

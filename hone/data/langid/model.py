@@ -1,4 +1,4 @@
-"""A model of languages as a file: a line of JSON, then the int8 table; and as the arrays that the kernels take."""
+"""A language model as a file (a line of JSON, then the int8 table) and as the arrays of the kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hone.data.langid.alphabet import SCRIPTS, alphabet
 from hone.data.langid.kernels import BIAS, BUCKET_BITS, Tables
 
 SHIPPED = Path(__file__).with_name("languages.bin")
-"""The model of the package; NOTICE beside it says what it was trained on."""
+"""The model of the package; NOTICE beside it names its training data."""
 _FORMAT = "hone language model 1"
 DEVIATIONS = 3.5
-"""A text whose fit is so many deviations below the mean of its language is unknown: one in 200 of the language's own."""
+"""A text whose fit is this many standard deviations below the mean of its language is unknown: one in 200 of the language's own."""
 STANDARD_GRAMS = 500
-"""n-grams of the texts that the deviations were measured on, about 150 characters; shorter texts scatter more."""
+"""n-grams of the texts on which the deviations were measured, about 150 characters; shorter texts vary more."""
 LEAST_LETTERS = 0.6
 """Least share of letters among the visible characters: below it a text is a table, numbers or program text."""
 LEAST_SCORE = 0.3
@@ -25,7 +25,7 @@ LEAST_SCORE = 0.3
 
 
 class Script(NamedTuple):
-    """The languages of one script, lane by lane, and their part of the table."""
+    """The languages of one script, in order of lanes, and their part of the table."""
 
     name: str
     languages: tuple[str, ...]
@@ -35,7 +35,7 @@ class Script(NamedTuple):
 
 
 class Model(NamedTuple):
-    """All scripts, and what turns sums into probabilities: softmax(nats / (temperature * grams^exponent))."""
+    """All scripts, and the parameters that turn sums into probabilities: softmax(nats / (temperature * grams^exponent))."""
 
     scripts: tuple[Script, ...]
     temperature: float
@@ -43,7 +43,7 @@ class Model(NamedTuple):
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """The codes it knows, sorted."""
+        """The codes of its languages, sorted."""
         return tuple(sorted(language for script in self.scripts for language in script.languages))
 
     def save(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class Model(NamedTuple):
         """Reads what `save` wrote."""
         first, _, rest = path.read_bytes().partition(b"\n")
         head = json.loads(first)
-        assert head["format"] == _FORMAT, f"{path} is no '{_FORMAT}'"
+        assert head["format"] == _FORMAT, f"{path} is not a '{_FORMAT}'"
         scripts = []
         begin = 0
         for row in head["scripts"]:
@@ -71,7 +71,7 @@ class Model(NamedTuple):
             begin += size
             lists = [tuple(row[name]) for name in ("languages", "fit_mean", "fit_deviation")]
             scripts.append(Script(row["name"], *lists, rows))
-        assert begin == len(rest), f"{path} has {len(rest)} bytes of table, its head says {begin}"
+        assert begin == len(rest), f"{path} has {len(rest)} bytes of table, its header says {begin}"
         return cls(tuple(scripts), head["temperature"], head["exponent"])
 
     def tables(self, candidates: frozenset[str]) -> Tables:
@@ -91,7 +91,7 @@ class Model(NamedTuple):
             begin += script.rows.size
         rows = np.concatenate([script.rows.ravel() for script in self.scripts]).view(np.uint8) ^ np.uint8(BIAS)
         words = np.empty(rows.size // 8 + 8, np.uint64)
-        words = words[-(words.ctypes.data // 8) % 8 :][: rows.size // 8]  # rows of 64 lanes each in one cache line
+        words = words[-(words.ctypes.data // 8) % 8 :][: rows.size // 8]  # each row of 64 lanes in one cache line
         words[:] = rows.view("<u8")
         limits = np.array(
             [self.temperature, self.exponent, DEVIATIONS, STANDARD_GRAMS, LEAST_LETTERS, LEAST_SCORE], np.float64
@@ -99,7 +99,7 @@ class Model(NamedTuple):
         return Tables(alphabet(), rows, words, base, stride, count, fit, allowed, limits)
 
     def codes(self, unknown: str) -> np.ndarray:
-        """str [scripts, lanes + 1]: the code of a lane; the last lane, which -1 finds too, is `unknown`."""
+        """str [scripts, lanes + 1]: the code of each lane; the last lane (also index -1) is `unknown`."""
         most = max(script.rows.shape[1] for script in self.scripts)
         found = np.full((len(SCRIPTS), most + 1), unknown, object)
         for script in self.scripts:

@@ -1,13 +1,13 @@
-"""Trains the language model of a file of sentences.
+"""Trains the language model on a file of sentences.
 
     python -m hone.data.langid.train SENTENCES OUT
 
-SENTENCES is a .jsonl (or .jsonl.gz) of rows {"lang": code, "text": sentence}. Each language belongs to the script that
-most of its sentences are written in. Four fifths of the sentences make a model whose answers on the fifth set the
-temperature and the fit expected of each language; then all sentences make the table. Same input, same file.
+SENTENCES is a .jsonl (or .jsonl.gz) file of {"lang": code, "text": sentence}. Each language belongs to the script of
+most of its sentences. A model of four fifths of the sentences is evaluated on the fifth to calibrate the
+temperature and each language's expected fit; then the table is built from all sentences. Deterministic.
 
-A language's entry for a bucket is the log likelihood ratio of naive Bayes with additive smoothing to noise, as Lui and
-Baldwin 2012 (langid.py) have it but over every hashed 2- to 4-gram (and 1-gram of Han) of characters instead of a chosen few.
+A language's entry for a bucket is the log likelihood ratio of naive Bayes with additive smoothing to noise, as in Lui and
+Baldwin 2012 (langid.py), but over all hashed 2- to 4-grams (and 1-grams of Han) of characters instead of selected ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hone.data.text.batch import Texts
 
 _SMOOTHING = 0.2
 _NOISE = 0.8
-"""Share of noise in the background that a text's fit is measured against."""
+"""Share of noise in the background to which a text's fit is compared."""
 HELD_OUT = 5
 _PIECE = 150
 _LENGTHS = (20, 50, 100, _PIECE)
@@ -59,13 +59,13 @@ def pieces(texts: Iterable[str], length: int = _PIECE) -> list[str]:
 
 
 def train(sentences: Mapping[str, list[str]]) -> Model:
-    """The model of `sentences`, calibrated on a fifth of them that its first version has not seen."""
+    """The model of `sentences`, calibrated on a fifth of them that its first version was not trained on."""
     kept, held = split(sentences)
     return _count(sentences, _calibrate(_count(kept, None), held))
 
 
 def _count(sentences: Mapping[str, list[str]], calibrated: Model | None) -> Model:
-    """The table of `sentences`, with the calibration of another model."""
+    """The table of `sentences`, with the calibration of the model `calibrated`."""
     members: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
     for name, texts in sentences.items():
         counts = count(*frozen(Texts.of(texts)), alphabet())
@@ -85,7 +85,7 @@ def _count(sentences: Mapping[str, list[str]], calibrated: Model | None) -> Mode
 
 
 def _rows(counts: np.ndarray) -> np.ndarray:
-    """int8 [buckets, lanes] from counts [buckets, languages]: languages, background, padding to what the kernel takes."""
+    """int8 [buckets, lanes] from counts [buckets, languages]: languages, background, padding required by the kernel."""
     num_buckets, lanes = counts.shape
     seen = np.count_nonzero(counts.any(1))
     ratios = (counts + _SMOOTHING) / (counts.sum(0) + _SMOOTHING * seen) * num_buckets
@@ -106,7 +106,7 @@ def _fits(model: Model) -> dict[str, tuple[float, float]]:
 
 
 def _calibrate(model: Model, held: Mapping[str, list[str]]) -> Model:
-    """`model` with the fit of each language's own held-out pieces, and the likeliest temperature and exponent."""
+    """`model` with the fit of each language's held-out pieces, and the temperature and exponent of highest likelihood."""
     places = {name: (script, lane) for script in model.scripts for lane, name in enumerate(script.languages)}
     tables = model.tables(frozenset(places))
     fits: dict[str, tuple[float, float]] = {}
@@ -141,7 +141,7 @@ def _calibrate(model: Model, held: Mapping[str, list[str]]) -> Model:
 
 
 def _likeliest(gaps: np.ndarray, grams: np.ndarray) -> tuple[float, float]:
-    """(temperature, exponent) on a grid that give the right languages, whose gap is 0, the most probability."""
+    """(temperature, exponent) on a grid that give the correct languages, whose gap is 0, the highest probability."""
     gaps, grams = gaps[::_THINNED], grams[::_THINNED]
     best = (np.inf, 1.0, 0.0)
     for exponent in np.arange(0.2, 0.85, 0.05):

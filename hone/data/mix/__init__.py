@@ -1,1 +1,1 @@
-"""How much of each source a model is trained on, one method a file."""
+"""Mixtures: the share of each source in a model's training. One file per method."""

@@ -1,4 +1,4 @@
-"""What a mixture is: it gives every source of training text its weight, with the reason, under a cap on epochs."""
+"""The base of mixtures, which give every source of training text its weight, with the reason, under a cap on epochs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hone.data.mix.simplex import fill
 class Source(NamedTuple):
     """One source of text: its name, its tokens in the training split, and how to read some of its documents.
 
-    `sample(count)` gives that many texts (fewer when there are fewer), always the same.
+    `sample(count)` returns that many texts (fewer when there are fewer), always the same ones.
     """
 
     name: str
@@ -28,10 +28,10 @@ class Source(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one source was given. `weight` is its share of all rows, `epochs` how often its text is seen.
+    """The share of one source. `weight` is its fraction of all sequences, `epochs` how often its text is used.
 
-    `wanted` is the weight before caps; `capped` says that the cap on epochs held it down; `utility` is what the method
-    knows about its worth, None for a method that only looks at sizes; `reason` says it in words.
+    `wanted` is the weight before caps; `capped` tells whether the cap on epochs reduced it; `utility` is the method's
+    estimate of its use, None for a method that only uses sizes; `reason` explains the weight in words.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Share(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a mixture chose: a share for every source, and `notes` (JSON) on how it came to them."""
+    """The result of a mixture: a share for every source, and `notes` (JSON) on how they were computed."""
 
     shares: list[Share]
     notes: dict[str, Any]
@@ -59,26 +59,26 @@ class Chosen(NamedTuple):
         return {share.source: share.weight for share in self.shares}
 
     def row(self) -> dict[str, Any]:
-        """As JSON; `read` gives it back."""
+        """As JSON, the inverse of `read`."""
         return {"shares": [share.row() for share in self.shares], "notes": self.notes}
 
     @classmethod
     def read(cls, row: dict[str, Any]) -> Chosen:
-        """From what `row` gave."""
+        """From the JSON of `row`."""
         return cls([Share(**share) for share in row["shares"]], row["notes"])
 
 
 class Mixture(Technique):
-    """Weights for sources. A subclass writes `wants`; the cap on epochs is kept here, for all alike."""
+    """Weights for sources. A subclass implements `wants`; the cap on epochs is applied here."""
 
     max_epochs: float = Field(
-        4.0, gt=0, description="Most times any source is seen; up to 4 costs little (arXiv:2305.16264)."
+        4.0, gt=0, description="Most epochs of any source; up to 4 cost little (arXiv:2305.16264)."
     )
 
     by: str = Field(
         "group",
         min_length=1,
-        description="Column of the documents that names their source, when there is one data input.",
+        description="Column of the documents that names their source, for a single data input.",
     )
 
     def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
@@ -86,16 +86,16 @@ class Mixture(Technique):
         raise NotImplementedError
 
     def weigh(self, sources: Sequence[Source], budget: float) -> Chosen:
-        """The share of every source in a training of `budget` tokens. Weights sum to 1 and keep every cap.
+        """The share of every source in a training of `budget` tokens. Weights sum to 1 and respect every cap.
 
-        Raises SpecError when the caps leave less text than the budget, or a method's table does not name the sources.
+        Raises SpecError when the caps leave less text than the budget, or a method's table does not match the sources.
         """
         caps = self.caps(sources, budget)
         wanted, utilities, reasons = self.wants(sources, budget)
         if (room := caps[wanted > 0].sum()) < 1 - 1e-9:
             chosen = ", ".join(source.name for source, weight in zip(sources, wanted) if weight > 0)
             raise SpecError(
-                f"mixture.max_epochs = {self.max_epochs:g} lets {chosen} give {room:.1%} of the training and no more",
+                f"mixture.max_epochs = {self.max_epochs:g} limits {chosen} to {room:.1%} of the training",
                 fix=f"raise max_epochs to at least {more(self.max_epochs / room)}, or train on fewer tokens",
             )
         return Chosen(shares(sources, budget, wanted, fill(wanted, caps), caps, utilities, reasons), {})
@@ -109,17 +109,17 @@ class Mixture(Technique):
             most = budget / tokens.sum()
             raise SpecError(
                 f"mixture.max_epochs = {self.max_epochs:g} of {tokens.sum():.0f} tokens in {len(sources)} sources "
-                f"gives {self.max_epochs * tokens.sum():.0f}, the training takes {budget:.0f}",
+                f"allows {self.max_epochs * tokens.sum():.0f} tokens, but the training takes {budget:.0f}",
                 fix=f"raise max_epochs to at least {more(most)}, train on fewer tokens, or give more text",
             )
         return np.minimum(caps, 1.0)
 
     def files(self) -> dict[str, Path]:
-        """Field name to a file whose content the weights depend on: part of the identity of what is trained."""
+        """Field names and files whose content the weights depend on: part of the identity of the training."""
         return {}
 
     def estimates(self, shares: Sequence[Share] = ()) -> dict[str, Estimate]:
-        """How often each source will be seen: its weight x the budget / its tokens."""
+        """Epochs of each source: its weight x the budget / its tokens."""
         return {
             f"epochs_{share.source}": Estimate(
                 value=share.epochs, unit="epochs", formula="weight x training tokens / tokens of the source"
@@ -140,16 +140,17 @@ def more(epochs: float) -> str:
 
 
 def check_sources(sources: Sequence[Source]) -> None:
-    """Raises SpecError for no source, a repeated name, or one without text."""
+    """Raises SpecError for no source, a repeated name, or a source without text."""
     names = [source.name for source in sources]
     if not names:
         raise SpecError("a mixture needs at least one source", fix="give the data stage text")
     if len(set(names)) < len(names):
-        raise SpecError(f"two sources have one name among {', '.join(names)}", fix="give each its own name")
+        raise SpecError(f"two sources have the same name, among {', '.join(names)}", fix="give each its own name")
     for source in sources:
         if source.tokens < 2:
             raise SpecError(
-                f"source '{source.name}' has {source.tokens} tokens, nothing to learn", fix="leave it out of the data"
+                f"source '{source.name}' has {source.tokens} tokens: there is no text to train on",
+                fix="leave it out of the data",
             )
 
 
@@ -162,7 +163,7 @@ def shares(
     utilities: Sequence[float | None],
     reasons: Sequence[str],
 ) -> list[Share]:
-    """The table of a mixture, one row a source; all arrays [n]."""
+    """The shares of a mixture, one per source; all arrays [n]."""
     total = float(np.sum(wanted))
     weights = weights / weights.sum()
     rows = []
@@ -171,7 +172,7 @@ def shares(
         capped = weight > 0 and weight >= caps[index] - 1e-9 and caps[index] < 1
         reason = reasons[index]
         if capped:
-            reason += f"; held at the cap of {caps[index] * budget / source.tokens:g} epochs"
+            reason += f"; reduced to the cap of {caps[index] * budget / source.tokens:g} epochs"
         rows.append(
             Share(
                 source.name,
@@ -188,12 +189,12 @@ def shares(
 
 
 def by_source(table: Mapping[str, Any], sources: Sequence[Source], what: str) -> list[Any]:
-    """The entries of `table` in the order of `sources`. Raises SpecError unless both name the same sources."""
+    """The entries of `table` in the order of `sources`. Raises SpecError unless it names exactly the sources."""
     names = [source.name for source in sources]
     missing = [name for name in names if name not in table]
     extra = [name for name in table if name not in names]
     if missing or extra:
-        parts = [f"says nothing of {', '.join(missing)}"] if missing else []
-        parts += [f"names {', '.join(extra)}, which the data have not"] if extra else []
+        parts = [f"does not name {', '.join(missing)}"] if missing else []
+        parts += [f"names {', '.join(extra)}, which are not in the data"] if extra else []
         raise SpecError(f"{what} {' and '.join(parts)}", fix=f"name exactly the sources: {', '.join(names)}")
     return [table[name] for name in names]

@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible endpoint: many questions asked at once through the openai client."""
+"""A language model behind an OpenAI-compatible endpoint: concurrent requests through the openai client."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from hone.base.spec import Spec
 
 
 class Endpoint(Spec):
-    """Where the model answers and how it is asked; hone's own server (`hone serve`) is one."""
+    """The address of a language model and how it is queried; hone's own server (`hone serve`) is one."""
 
     url: str = Field("http://127.0.0.1:8000/v1", description="Base address, up to and with /v1.")
-    model: str = Field("", description="Model to ask for; empty: the first that the endpoint lists.")
+    model: str = Field("", description="Model to request; empty: the first that the endpoint lists.")
     chat: bool = Field(
-        True, description="Ask /chat/completions; false: /completions, for models without a chat template."
+        True, description="Use /chat/completions; false: /completions, for models without a chat template."
     )
-    key_from: str = Field("OPENAI_API_KEY", description="Environment variable with the key; absent: none is sent.")
-    parallel: int = Field(8, ge=1, description="Questions asked at a time.")
+    key_from: str = Field(
+        "OPENAI_API_KEY", description="Environment variable with the API key; not set: no key is sent."
+    )
+    parallel: int = Field(8, ge=1, description="Concurrent requests.")
     attempts: int = Field(
         5,
         ge=1,
-        description="Times a question is asked before its failure is final; the waits between double from 0.5 s.",
+        description="Attempts per request; the waits between them double from 0.5 s.",
     )
-    timeout_s: float = Field(120.0, gt=0, description="Seconds to wait for an answer.")
+    timeout_s: float = Field(120.0, gt=0, description="Timeout of a request in seconds.")
 
     def ask(
         self, questions: Sequence[str], max_tokens: int, progress: Callable[[int], None] = lambda done: None
     ) -> list[str]:
-        """The answer to each question, in order, at temperature 0.
+        """The answers to all questions, in order, at temperature 0.
 
-        A refusal that may pass (408, 409, 429, 5xx) and a lost connection are tried again, after as long as the server
-        asks for. Raises MissingExtra without openai, HoneError when the endpoint cannot be reached or refuses.
+        A temporary refusal (408, 409, 429, 5xx) and a lost connection are retried, after as long as the server
+        requests. Raises MissingExtra without openai, HoneError when the endpoint cannot be reached or refuses.
         """
         try:
             import openai
         except ImportError:
             raise MissingExtra.of("asking a language model", "openai", "data") from None
         if not self.url.startswith(("http://", "https://")):
-            raise SpecError(f"endpoint.url = '{self.url}' is no web address", fix="write http://HOST:PORT/v1")
+            raise SpecError(f"endpoint.url = '{self.url}' is not a web address", fix="write http://HOST:PORT/v1")
         key = os.environ.get(self.key_from, "")
         headers = {} if key else {"Authorization": openai.omit}
         with openai.OpenAI(
@@ -74,7 +76,7 @@ class Endpoint(Spec):
         return models.data[0].id
 
     def _call(self, request: Callable[[], Any]) -> Any:
-        """What the endpoint answers to `request`. Raises HoneError with what it said instead."""
+        """The endpoint's answer to `request`. Raises HoneError with the endpoint's error."""
         import openai
 
         tried, said = 1, ""
@@ -86,7 +88,7 @@ class Endpoint(Spec):
             cause = error.__cause__ or error
             tried, said = _attempts(error), f"{type(cause).__name__} {cause}"
         except (openai.OpenAIError, ValueError) as error:
-            said = f"an answer that is no JSON object: {error}"
+            said = f"an answer that is not a JSON object: {error}"
         raise HoneError(
             f"{self.url} gave no answer in {tried} attempts: {said}",
             fix="check endpoint.url, endpoint.model and the key, or that the server runs",
@@ -100,11 +102,11 @@ class Endpoint(Spec):
             text = None
         if not isinstance(text, str):
             raise HoneError(
-                f"{self.url} answered without a text: {str(reply)[:300]}", fix="check that it speaks OpenAI's protocol"
+                f"{self.url} answered without text: {str(reply)[:300]}", fix="check that it speaks OpenAI's protocol"
             )
         return text
 
 
 def _attempts(error: Any) -> int:
-    """How often the question of `error` was asked: the client counts in a header."""
+    """Attempts of the request of `error`, which the client counts in a header."""
     return 1 + int(error.request.headers.get("x-stainless-retry-count", 0))

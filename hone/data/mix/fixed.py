@@ -1,4 +1,4 @@
-"""Fixed mixture: weights that someone chose."""
+"""Fixed mixture: weights given by the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.data.mix.base import Chosen, Mixture, Source, by_source, more
 class Fixed(Mixture):
     """The weights given, scaled to sum to one; a source with weight 0 is left out."""
 
-    weights: dict[str, float] = Field(description="Source to its weight; every source must be named.")
+    weights: dict[str, float] = Field(description="Weight of each source; every source must be named.")
 
     @field_validator("weights")
     @classmethod
@@ -24,13 +24,13 @@ class Fixed(Mixture):
         return weights
 
     def weigh(self, sources: Sequence[Source], budget: float) -> Chosen:
-        """As every mixture, but a cap that binds is an error: these weights are not to be changed."""
+        """As every mixture, but a cap that a weight exceeds is an error: given weights are not changed."""
         chosen = super().weigh(sources, budget)
         for row in chosen.shares:
             if row.weight < row.wanted - 1e-9:
                 epochs = row.wanted * budget / row.tokens
                 raise SpecError(
-                    f"mixture.weights gives '{row.source}' {row.wanted:.4g} of {budget:.0f} tokens, {epochs:.4g} epochs of it; "
+                    f"mixture.weights gives '{row.source}' {row.wanted:.4g} of {budget:.0f} tokens, {epochs:.4g} epochs; "
                     f"max_epochs is {self.max_epochs:g}",
                     fix=f"raise max_epochs to at least {more(epochs)}, or lower its weight",
                 )

@@ -1,4 +1,4 @@
-"""MEDU mixture: a language model says how useful samples of each source are for a task that it has seen examples of."""
+"""MEDU mixture: a language model grades how useful samples of each source are for a task, given examples of the task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hone.data.mix.endpoint import Endpoint
 from hone.data.mix.utilimax import Portfolio
 
 GRADES = {"great": 1.0, "good": 0.75, "okay": 0.5, "poor": 0.25, "useless": 0.0}
-"""What the model may call a document, and the utility that this means."""
+"""The grades that the model may give a document, and their utilities."""
 
 _GRADE = re.compile(rf"\W*(?:(?:answer|rating|grade)\W+)?({'|'.join(GRADES)})\W*", re.IGNORECASE)
 _THOUGHT = "think>"
@@ -43,29 +43,31 @@ How useful is this document for that purpose? Answer with exactly one word: grea
 
 
 class Medu(Portfolio):
-    """A model describes the data a test calls for and grades samples of each source. Held et al. 2025, arXiv:2501.11747.
+    """A language model describes the data that a test requires and grades samples of each source. Held et al. 2025, arXiv:2501.11747.
 
-    The mean grade of a source is its utility for that test; the weights then are UtiliMax's. It stands in for training
-    one model a source, at a small part of the cost.
+    The mean grade of a source is its utility for that test; the weights are then UtiliMax's. It replaces training
+    one model per source at a small part of the cost.
     """
 
     paper: ClassVar[str] = "arXiv:2501.11747"
-    endpoint: Endpoint = Field(Endpoint(), description="The language model that is asked.")
+    endpoint: Endpoint = Field(Endpoint(), description="The language model.")
     examples: dict[str, str] = Field(
-        description="Test to a file of its examples: .jsonl, or text parted by blank lines."
+        description="File of examples for each test: .jsonl, or text separated by blank lines."
     )
-    num_examples: int = Field(16, ge=1, description="Examples a description is written from, spread over the file.")
+    num_examples: int = Field(
+        16, ge=1, description="Examples in the prompt for a description, spread evenly over the file."
+    )
     num_samples: int = Field(64, ge=1, description="Documents of each source to grade.")
-    max_chars: int = Field(2000, ge=100, description="Characters of a document that are shown.")
+    max_chars: int = Field(2000, ge=100, description="Characters of a document in a prompt.")
     answer_tokens: int = Field(
-        16, ge=1, description="Most tokens of a grade; a model that thinks before it answers needs a thousand or more."
+        16, ge=1, description="Most tokens of a grade; a reasoning model needs a thousand or more."
     )
 
     def files(self) -> dict[str, Path]:
         return {f"mixture.examples.{test}": Path(path).expanduser() for test, path in self.examples.items()}
 
     def utilities(self, sources: Sequence[Source]) -> tuple[np.ndarray, list[str], dict[str, Any]]:
-        """Mean grades of every source for every test. Raises HoneError when the model grades fewer than half."""
+        """Mean grade of every source for every test. Raises HoneError when fewer than half of the samples get a grade."""
         tests = list(self.examples)
         if not tests:
             raise SpecError("medu needs examples of at least one test", fix="add examples: {NAME: FILE}")
@@ -96,7 +98,7 @@ class Medu(Portfolio):
         used = {name for counts in grades.values() for name in counts if name}
         if len(sources) > 1 and len(used) == 1:
             raise HoneError(
-                f"{self.endpoint.url} called every sample of all {len(sources)} sources '{used.pop()}', which tells none from another",
+                f"{self.endpoint.url} called every sample of all {len(sources)} sources '{used.pop()}', so their utilities do not differ",
                 fix="take a larger model or other examples, or a mixture that needs no grades, such as unimax",
             )
         notes = {
@@ -109,7 +111,7 @@ class Medu(Portfolio):
         return values, tests, notes
 
     def _describe(self, path: str) -> str:
-        """The question that asks for a description, with examples spread evenly over the file."""
+        """The prompt for a description, with examples spread evenly over the file."""
         found = read_examples(path)
         places = np.linspace(0, len(found) - 1, min(self.num_examples, len(found))).round().astype(int)
         return _DESCRIBE.format(examples="\n\n".join(found[place][: self.max_chars] for place in places))
@@ -118,16 +120,16 @@ class Medu(Portfolio):
         texts = source.sample(self.num_samples) if source.sample is not None else []
         if not texts:
             raise SpecError(
-                f"source '{source.name}' has no documents to show a language model",
+                f"source '{source.name}' has no documents for a language model to grade",
                 fix="medu needs the documents/ folder of the data artifact",
             )
         return [text[: self.max_chars] for text in texts]
 
 
 def grade(answer: str) -> str:
-    """The grade that an answer consists of, once what was thought before it is left out; "" when it says anything else.
+    """The grade in an answer, after any reasoning is removed; "" when the answer is not exactly one grade.
 
-    A grade within a sentence is none: 'not great', 'okay, let us see' mean something else.
+    A grade within a sentence does not count: 'not great' and 'okay, let us see' mean something else.
     """
     before, _, last = answer.rpartition(f"</{_THOUGHT}")
     found = None if f"<{_THOUGHT}" in last and not before else _GRADE.fullmatch(last)
@@ -135,7 +137,7 @@ def grade(answer: str) -> str:
 
 
 def read_examples(path: Path | str) -> list[str]:
-    """The examples in a .jsonl file (each row's values, by name) or a text file. Raises SpecError when there is none."""
+    """The examples in a .jsonl file (the values of each object, by name) or a text file. Raises SpecError when there is none."""
     path = input_file(path, "mixture.examples")
     try:
         text = path.read_text(encoding="utf8")

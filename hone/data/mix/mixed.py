@@ -1,4 +1,4 @@
-"""MixedTokens: rows of several sources in fixed shares, drawn by a low-discrepancy sequence, without rewriting any shard."""
+"""MixedTokens: sequences of several sources in fixed shares, drawn by a low-discrepancy sequence, without rewriting any shard."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hone.base.errors import SpecError
 from hone.data.load import Batch, Feed
 
 _STEP = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio, made odd: its multiples fill the circle more evenly than any other number's."""
+"""2^64 divided by the golden ratio, made odd: its multiples modulo 2^64 are the most evenly distributed."""
 _CIRCLE = 1 << 64
 
 
 class Shares:
-    """Which source each row of a mixture is from: row i falls at (i x golden ratio + offset) mod 1 among the weights.
+    """The source of each sequence of a mixture: sequence i falls at (i x golden ratio + offset) mod 1 among the cumulative weights.
 
-    A pure function of the row: the share that a source has had after n rows is off its weight by O(log n) rows (below 8
-    in half a million), where independent draws would be off by O(sqrt n). `weights` are positive and sum to 1.
+    A pure function of the index: after n sequences, a source's share differs from its weight by O(log n) sequences (below 8
+    in half a million), where independent draws would differ by O(sqrt n). `weights` are positive and sum to 1.
     """
 
     def __init__(self, weights: np.ndarray, seed: int) -> None:
@@ -29,24 +29,24 @@ class Shares:
         self.offset = int.from_bytes(hashlib.sha256(f"mixture {seed}".encode()).digest()[:8], "little")
 
     def sources(self, indices: np.ndarray) -> np.ndarray:
-        """The source of rows `indices` (int64 [B]), int64 [B]."""
+        """The sources of the sequences `indices` (int64 [B]), int64 [B]."""
         places = indices.astype(np.uint64) * np.uint64(_STEP) + np.uint64(self.offset)
         inner = np.array([min(end, _CIRCLE - 1) for end in self.ends[:-1]], np.uint64)
         return np.searchsorted(inner, places, side="right")
 
     def before(self, index: int) -> list[int]:
-        """How many of the rows 0 .. index - 1 each source has: a sum of floors, exact in O(log) steps."""
+        """How many of the sequences 0 .. index - 1 each source has: a sum of floors, exact in O(log) steps."""
         # floor(v / C) - floor((v - end) / C) is 1 exactly where v mod C < end.
         whole = floor_sum(index, _CIRCLE, _STEP, self.offset)
         below = [whole - (floor_sum(index, _CIRCLE, _STEP, self.offset - end + _CIRCLE) - index) for end in self.ends]
         return [here - earlier for here, earlier in zip(below, [0, *below])]
 
     def ranks(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, which of its own rows) of rows `indices`, int64 [B] each."""
+        """(source, index among the source's own sequences) of the sequences `indices`, int64 [B] each."""
         if not len(indices):
             return np.empty(0, np.int64), np.empty(0, np.int64)
         first, last = int(indices.min()), int(indices.max())
-        if last - first > 64 * len(indices):  # far apart: each on its own
+        if last - first > 64 * len(indices):  # far apart: each computed separately
             pairs = [self.ranks(indices[place : place + 1]) for place in range(len(indices))]
             return np.concatenate([pair[0] for pair in pairs]), np.concatenate([pair[1] for pair in pairs])
         span = self.sources(np.arange(first, last + 1))
@@ -58,10 +58,10 @@ class Shares:
 
 
 class MixedTokens(Feed):
-    """The Feed of several sources in the shares `weights`; a source with weight 0 is never read.
+    """The Feed of several sources with shares `weights`; a source with weight 0 is never read.
 
-    Each source is read in its own order (an epoch of its own rows after another). Raises SpecError for sources with
-    different tokens.
+    Each source is read in its own order (one epoch of its sequences after another). Raises SpecError for sources with
+    different tokenizers.
     """
 
     def __init__(self, parts: Mapping[str, Feed], weights: Mapping[str, float]) -> None:
@@ -78,29 +78,29 @@ class MixedTokens(Feed):
         self._shares: dict[int, Shares] = {}
 
     def shares(self, seed: int) -> Shares:
-        """Which row is from which source, for the seed of a training."""
+        """The source of each sequence, for the seed of a training."""
         if seed not in self._shares:
             self._shares = {seed: Shares(self.weights, seed)}
         return self._shares[seed]
 
-    def totals(self, num_rows: int, seed: int) -> dict[str, int]:
-        """Rows of each source among the first `num_rows`."""
-        return dict(zip(self.names, self.shares(seed).before(num_rows)))
+    def totals(self, num_sequences: int, seed: int) -> dict[str, int]:
+        """Sequences of each source among the first `num_sequences`."""
+        return dict(zip(self.names, self.shares(seed).before(num_sequences)))
 
-    def rows(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
-        """Rows number `indices` (int64 [B]) of the endless mixture."""
+    def sequences(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
+        """Sequences with indices `indices` (int64 [B]) of the endless mixture."""
         sources, ranks = self.shares(seed).ranks(indices)
         shape = (len(indices), seq_len)
         found = Batch(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int32))
         for number in np.unique(sources):
             here = sources == number
-            for whole, part in zip(found, self.parts[number].rows(ranks[here], seq_len, seed)):
+            for whole, part in zip(found, self.parts[number].sequences(ranks[here], seq_len, seed)):
                 whole[here] = part
         return found
 
 
 def floor_sum(count: int, modulus: int, step: int, offset: int) -> int:
-    """The sum of floor((step * i + offset) / modulus) over i = 0 .. count - 1, for offset >= 0, as Euclid's algorithm finds it."""
+    """The sum of floor((step * i + offset) / modulus) over i = 0 .. count - 1, for offset >= 0, by Euclid's algorithm."""
     total = 0
     while count:
         total += count * (count - 1) // 2 * (step // modulus) + count * (offset // modulus)

@@ -1,4 +1,4 @@
-"""Proportional mixture: every source by its tokens, as if all were one."""
+"""Proportional mixture: every source in proportion to its tokens, as if all were one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.data.mix.base import Mixture, Source, sizes
 
 
 class Proportional(Mixture):
-    """Weights in proportion to tokens: every source is seen equally often."""
+    """Weights in proportion to tokens: every source has the same number of epochs."""
 
     def wants(self, sources: Sequence[Source], budget: float) -> tuple[np.ndarray, list[float | None], list[str]]:
         tokens = sizes(sources)

@@ -1,4 +1,4 @@
-"""What a training reads: its sources, their shares as the mixture chose them, and the order of the curriculum."""
+"""The data of a training: its sources, their shares in the mixture, and the order of the curriculum."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hone.data.order.base import Curriculum
 
 MIXTURE_FILE = "mixture.json"
 MANY = 48
-"""More sources than this are said to be many."""
+"""From this many sources on, a note says that there are many."""
 _SHOWN = 8
 
 
 class Reading:
-    """The sources of a train stage and the feed made of them; `prepare` chooses the shares, `record` says what was read."""
+    """The sources of a train stage and the feed of them; `prepare` computes the shares, `record` records what was read."""
 
     def __init__(self, parents: dict[str, Artifact], mixture: Mixture | None, curriculum: Curriculum) -> None:
         data = data_parents(parents)
@@ -33,9 +33,9 @@ class Reading:
         self.chosen: Chosen | None = None
 
     def prepare(self, total: int, seq_len: int, seed: int, draft: Draft, run: Run) -> None:
-        """Chooses the shares for `total` rows, or takes those that an interrupted run chose; makes `feed`.
+        """Computes the shares for `total` sequences, or reads those of an interrupted run; sets `feed`.
 
-        mixture.json holds them with their reasons. Raises SpecError for caps that cannot be kept, or a curriculum that
+        mixture.json holds them with their reasons. Raises SpecError for caps that cannot be met, or a curriculum that
         does not fit the data.
         """
         self.total, self.seq_len, self.seed = total, seq_len, seed
@@ -51,38 +51,44 @@ class Reading:
             if len(shares) > MANY:
                 by = f"mixture.by = '{self.mixture.by}' makes" if self.mixture else "the training reads"
                 run.say(
-                    f"note: {by} {len(shares)} sources of {self.sources.num_tokens // len(shares)} tokens on average: every file that "
-                    "lies in no folder of its own is one. Put files that belong together into one folder, or set mixture.by to a "
-                    f"column of few values, such as language or kind. Shown are the {_SHOWN} largest; {MIXTURE_FILE} has all"
+                    f"note: {by} {len(shares)} sources of {self.sources.num_tokens // len(shares)} tokens on average: every file outside "
+                    "a subfolder is one. Put files that belong together into one folder, or set mixture.by to a "
+                    f"column of few values, such as language or kind. These are the {_SHOWN} largest; {MIXTURE_FILE} lists all"
                 )
             for share in shares[: _SHOWN if len(shares) > MANY else None]:
-                run.say(f"{share.source}: {share.weight:.1%} of the rows, {share.epochs:.2f} epochs; {share.reason}")
+                run.say(
+                    f"{share.source}: {share.weight:.1%} of the sequences, {share.epochs:.2f} epochs; {share.reason}"
+                )
         self.feed = self.sources.feed(self.chosen, self.curriculum, total, seq_len, seed)
 
     def estimates(self) -> dict[str, Estimate]:
-        """How often each source should be read."""
+        """Planned epochs of each source."""
         technique = self.mixture or Mixture()
         return {} if self.chosen is None else technique.estimates(self.chosen.shares)
 
-    def eval_sequences(self, rows: int) -> int:
-        """Rows that `evaluate` takes."""
+    def eval_sequences(self, num_sequences: int) -> int:
+        """Sequences that `evaluate` reads."""
         if self.chosen is None:
             return 0
-        counts = [part.num_rows(self.seq_len) for part in self.sources.val_parts.values()]
-        return sum(min(count, rows or count) for count in counts)
+        counts = [part.num_sequences(self.seq_len) for part in self.sources.val_parts.values()]
+        return sum(min(count, num_sequences or count) for count in counts)
 
-    def evaluate(self, loss_on: Callable[[PackedTokens], float], rows: int, draft: Draft) -> None:
-        """Of a mixture, the loss on each source's first `rows` rows of val (0: all): what utilities are made of."""
+    def evaluate(self, loss_on: Callable[[PackedTokens], float], num_sequences: int, draft: Draft) -> None:
+        """Of a mixture, records the loss on each source's first `num_sequences` sequences of val (0: all), from which utilities are computed."""
         if self.chosen is None:
             return
         for name, part in self.sources.val_parts.items():
-            count = part.num_rows(self.seq_len)
+            count = part.num_sequences(self.seq_len)
             loss = loss_on(part) if count else None
-            note = f"{min(count, rows or count)} rows of val of source '{name}'" if count else "val has no such text"
+            note = (
+                f"{min(count, num_sequences or count)} sequences of val of source '{name}'"
+                if count
+                else "val has no such text"
+            )
             draft.record(f"val_loss_{name}", loss, "nats/token", note=note)
 
     def record(self, draft: Draft) -> None:
-        """Figures and techniques of what was read."""
+        """Records the figures and techniques of what was read."""
         if self.chosen is not None:
             read = self.sources.epochs(self.chosen, self.total, self.seq_len, self.seed)
             for share in self.chosen.shares:
@@ -96,7 +102,7 @@ class Reading:
 
 
 def data_parents(parents: dict[str, Artifact]) -> dict[str, Artifact]:
-    """Source name to artifact: 'data.NAME' is called NAME, a plain 'data' among others what its artifact is called."""
+    """Artifacts by source name: 'data.NAME' is called NAME; a plain 'data' among others is called like its artifact."""
     found = {}
     for role, artifact in parents.items():
         if role == "data" or role.startswith("data."):

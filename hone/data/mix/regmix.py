@@ -1,4 +1,4 @@
-"""RegMix mixture: learn from small proxy runs how the loss depends on the weights, then take the best simulated ones."""
+"""RegMix mixture: fits the loss as a function of the weights on small proxy runs, then averages the best simulated weights."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Runs(NamedTuple):
 class RegMix(Mixture):
     """Fits a regression from weights to loss over proxy runs; the mean of the best simulated mixtures. Liu et al. 2024, arXiv:2407.01492.
 
-    Mixtures are drawn from Dirichlet distributions around the sources' sizes, flattened by a square root, as the
+    Mixtures are drawn from Dirichlet distributions around the square roots of the sources' sizes, as the
     paper drew its runs; the best of them, by predicted loss and under the caps on epochs, are averaged.
     """
 
     paper: ClassVar[str] = "arXiv:2407.01492"
-    mixtures: str = Field(description="CSV file of the runs' weights: an index column, then one column a source.")
-    losses: str = Field(description="CSV file of their losses: an index column, then one column a validation set.")
+    mixtures: str = Field(description="CSV file of the runs' weights: an index column, then one column per source.")
+    losses: str = Field(description="CSV file of their losses: an index column, then one column per validation set.")
     target: str = Field(
-        "", description="Loss column to lower, or an unambiguous part of its name; empty: the mean of all."
+        "", description="Loss column to minimize, or an unambiguous part of its name; empty: the mean of all."
     )
     regressor: Literal["boosting", "ridge"] = Field(
-        "boosting", description="Boosted trees, or ridge on powers and logarithms (for few runs)."
+        "boosting", description="Boosted trees, or ridge regression on powers and logarithms (for few runs)."
     )
     num_simulated: int = Field(100_000, ge=100, description="Mixtures to predict.")
     num_best: int = Field(128, ge=1, description="Best of them to average.")
@@ -54,7 +54,7 @@ class RegMix(Mixture):
         return {f"mixture.{name}": Path(getattr(self, name)).expanduser() for name in ("mixtures", "losses")}
 
     def weigh(self, sources: Sequence[Source], budget: float) -> Chosen:
-        """The average of the best simulated mixtures, every one of which keeps the caps."""
+        """The average of the best simulated mixtures, all within the caps."""
         caps = self.caps(sources, budget)
         runs = read_runs(self.mixtures, self.losses, self.target)
         columns = by_source({name: place for place, name in enumerate(runs.names)}, sources, self.mixtures)
@@ -91,7 +91,7 @@ class RegMix(Mixture):
 
 
 def simulate(tokens: Sequence[int], caps: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """`count` mixtures under `caps`, float64 [count, n]: Dirichlet draws, what is above a cap moved to where there is room."""
+    """`count` mixtures under `caps`, float64 [count, n]: Dirichlet draws, with weight above a cap moved to other sources."""
     prior = np.sqrt(np.asarray(tokens, float))
     prior /= prior.sum()
     draw = np.random.Generator(np.random.PCG64(seed))
@@ -108,8 +108,8 @@ def simulate(tokens: Sequence[int], caps: np.ndarray, count: int, seed: int) -> 
 def fit(weights: np.ndarray, loss: np.ndarray, regressor: str) -> Callable[[np.ndarray], np.ndarray]:
     """A function from weights [m, n] to predicted losses [m], fitted to runs (float64 [r, n] and [r]) by scikit-learn.
 
-    'boosting' is histogram gradient boosting of 300 trees with 15 leaves; 'ridge' chooses its strength by leaving out
-    one run at a time. The same on any number of cores. Raises MissingExtra without scikit-learn.
+    'boosting' is histogram gradient boosting of 300 trees with 15 leaves; 'ridge' chooses its regularization by leave-one-out
+    cross-validation. Deterministic on any number of cores. Raises MissingExtra without scikit-learn.
     """
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
@@ -126,13 +126,13 @@ def fit(weights: np.ndarray, loss: np.ndarray, regressor: str) -> Callable[[np.n
         )
     else:
         model = make_pipeline(FunctionTransformer(_features), StandardScaler(), RidgeCV(_RIDGES))
-    with threadpool_limits(1):  # sums in parts would round differently
+    with threadpool_limits(1):  # sums over threads would round differently
         model.fit(weights, loss)
     return model.predict
 
 
 def cross_validate(weights: np.ndarray, loss: np.ndarray, regressor: str) -> float:
-    """Spearman's rank correlation between losses and their prediction by runs of the other folds."""
+    """Spearman's rank correlation between losses and their cross-validated predictions."""
     predicted = np.empty(len(loss))
     for fold in range(_FOLDS):
         held = np.arange(len(loss)) % _FOLDS == fold
@@ -141,14 +141,14 @@ def cross_validate(weights: np.ndarray, loss: np.ndarray, regressor: str) -> flo
 
 
 def spearman(one: np.ndarray, other: np.ndarray) -> float:
-    """Correlation of ranks, ties given their mean rank; 0 when one of them is constant."""
+    """Spearman's rank correlation, ties with their mean rank; 0 when one of them is constant."""
     from scipy.stats import spearmanr
 
     return float(spearmanr(one, other).statistic) if np.ptp(one) > 0 and np.ptp(other) > 0 else 0.0
 
 
 def read_runs(mixtures: Path | str, losses: Path | str, target: str = "") -> Runs:
-    """The runs of two CSV files, matched by their index column. Raises SpecError naming the file that does not fit."""
+    """The runs of two CSV files, joined by their index column. Raises SpecError naming the invalid file."""
     names, weights = _table(input_file(mixtures, "mixture.mixtures"))
     sets, values = _table(input_file(losses, "mixture.losses"))
     both = [index for index in weights if index in values]
@@ -168,7 +168,7 @@ def read_runs(mixtures: Path | str, losses: Path | str, target: str = "") -> Run
 
 
 def _short(names: list[str]) -> list[str]:
-    """Column names without the words, joined by '_', that all begin with: often that of the whole corpus."""
+    """Column names without the '_'-separated words that all begin with, often the name of the whole corpus."""
     parts = [name.split("_") for name in names]
     shared = 0
     while len(names) > 1 and all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
@@ -181,19 +181,19 @@ def _features(x: np.ndarray) -> np.ndarray:
 
 
 def _table(path: Path) -> tuple[list[str], dict[str, list[float]]]:
-    """(column names, index to numbers) of a CSV file whose first column is the index."""
+    """(column names, numbers by index) of a CSV file whose first column is the index."""
     try:
         with open(path, newline="", encoding="utf8") as file:
             header, *rows = [row for row in csv.reader(file) if row]
         table = {row[0]: [float(cell) for cell in row[1:]] for row in rows}
     except (ValueError, OSError, csv.Error) as error:
         raise SpecError(
-            f"{path} is no table of numbers: {error}", fix="write a header, then an index and numbers in every row"
+            f"{path} is not a table of numbers: {error}", fix="write a header, then an index and numbers in every row"
         ) from None
     widths = {len(row) for row in table.values()}
     if widths != {len(header) - 1} or len(table) != len(rows) or not np.isfinite([*table.values()]).all():
         raise SpecError(
-            f"{path} has rows of other lengths than its header, twice the same index, or values that are not finite",
+            f"{path} has rows of other lengths than its header, a repeated index, or values that are not finite",
             fix="write a header, then an index and finite numbers in every row",
         )
     return header[1:], table

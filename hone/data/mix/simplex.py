@@ -1,4 +1,4 @@
-"""Weights under caps: filled up in proportion to what is wanted."""
+"""Weights under caps, in proportion to wanted weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def fill(wanted: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Weights that sum to 1: at their cap where it binds, elsewhere in proportion to `wanted` (>= 0).
+    """Weights that sum to 1: equal to the cap where it binds, elsewhere in proportion to `wanted` (>= 0).
 
-    All float64 [n]; the caps of what is wanted must sum to at least 1.
+    All float64 [n]; the caps of sources with `wanted` > 0 must sum to at least 1.
     """
     free = wanted > 0
     assert (wanted >= 0).all() and caps[free].sum() >= 1 - 1e-9, f"caps {caps} are too tight for {wanted}"

@@ -1,4 +1,4 @@
-"""Sources: the text of a training by where it is from, out of one data artifact or several, and the feed made of it."""
+"""Sources: the text of a training by source, from one data artifact or several, and its feed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hone.model.tokenizer import tokenizers_differ
 
 
 class Joined:
-    """Validation text of several sources as one: rows in stored order, those of the sources interleaved evenly."""
+    """Validation text of several sources as one: sequences in stored order, those of the sources interleaved evenly."""
 
     def __init__(self, parts: Mapping[str, PackedTokens]) -> None:
         self.parts = list(parts.values())
@@ -33,13 +33,13 @@ class Joined:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
-    def num_rows(self, seq_len: int) -> int:
-        """Rows of `seq_len` in one epoch."""
-        return sum(part.num_rows(seq_len) for part in self.parts)
+    def num_sequences(self, seq_len: int) -> int:
+        """Sequences of `seq_len` tokens in one epoch."""
+        return sum(part.num_sequences(seq_len) for part in self.parts)
 
     def in_order(self, batch_size: int, seq_len: int) -> Iterator[Batch]:
-        """One epoch; any first rows of it hold every source in its share."""
-        counts = [part.num_rows(seq_len) for part in self.parts]
+        """One epoch; its first sequences, however many, hold every source in its share."""
+        counts = [part.num_sequences(seq_len) for part in self.parts]
         owner = np.repeat(np.arange(len(counts)), counts)
         window = np.concatenate([np.arange(count) for count in counts])
         order = np.lexsort((owner, (window + 0.5) / np.maximum(np.array(counts)[owner], 1)))
@@ -50,10 +50,10 @@ class Joined:
 
 
 class Sources:
-    """Training and validation text by source: each of several data folders is one, or each value of a column of one.
+    """Training and validation text by source: one per data folder, or one per value of a column of a single folder.
 
-    `folders` maps a name to the folder of a data artifact; with one folder and `by`, its documents are parted by that
-    column. Raises SpecError when the folders number their tokens differently.
+    `folders` maps a name to the folder of a data artifact; with one folder and `by`, its documents are split by that
+    column. Raises SpecError when the folders have different tokenizers.
     """
 
     def __init__(self, folders: Mapping[str, Path], by: str | None = None) -> None:
@@ -76,9 +76,9 @@ class Sources:
         return sum(part.num_tokens for part in self.parts.values())
 
     def choose(self, mixture: Mixture | None, budget: float) -> Chosen | None:
-        """The share of every source in a training of `budget` tokens; None when there is one source and no mixture.
+        """The share of every source in a training of `budget` tokens; None for a single source without a mixture.
 
-        Several data folders without a mixture are taken in proportion to their tokens, however often that is.
+        Several data folders without a mixture are read in proportion to their tokens, whatever the number of epochs.
         Raises SpecError when there is nothing to mix.
         """
         if mixture is None and len(self.parts) == 1:
@@ -93,25 +93,25 @@ class Sources:
         return (mixture or Proportional(kind="proportional", max_epochs=float("inf"))).weigh(rows, budget)
 
     def feed(self, chosen: Chosen | None, curriculum: Curriculum, total: int, seq_len: int, seed: int) -> Feed:
-        """What a training of `total` rows reads; every source goes through its own rows by `curriculum`.
+        """The feed of a training of `total` sequences; every source is read in the order of `curriculum`.
 
         Raises SpecError when the curriculum does not fit one of the sources.
         """
         if chosen is None:
             whole = OrderedTokens(self.train, curriculum, total)
-            whole.sequence(seq_len, seed)
+            whole.order(seq_len, seed)
             return whole
         totals = MixedTokens(self.parts, chosen.weights).totals(total, seed)
         ordered = {name: OrderedTokens(part, curriculum, totals.get(name, 0)) for name, part in self.parts.items()}
         for feed in ordered.values():
             if feed.total:
-                feed.sequence(seq_len, seed)
+                feed.order(seq_len, seed)
         return MixedTokens(ordered, chosen.weights)
 
     def epochs(self, chosen: Chosen, total: int, seq_len: int, seed: int) -> dict[str, float]:
-        """How often each source's rows are read in a training of `total` rows, by count."""
+        """Epochs of each source's sequences in a training of `total` sequences, by count."""
         totals = MixedTokens(self.parts, chosen.weights).totals(total, seed)
-        return {name: rows * seq_len / self.parts[name].num_tokens for name, rows in totals.items()}
+        return {name: count * seq_len / self.parts[name].num_tokens for name, count in totals.items()}
 
     def _same_tokens(self) -> None:
         first, *others = self.parts.values()
@@ -119,13 +119,13 @@ class Sources:
             marks = [(data.vocab_size, data.eos_token_id) for data in (first, other)]
             if marks[0] != marks[1] or tokenizers_differ(first.folder, other.folder):
                 raise SpecError(
-                    f"{first.folder} and {other.folder} number their tokens differently",
-                    fix=f"make the second with tokenizer: {{path: {first.folder}}}",
+                    f"{first.folder} and {other.folder} have different tokenizers",
+                    fix=f"tokenize the second with tokenizer: {{path: {first.folder}}}",
                 )
 
 
 def by_column(data: PackedTokens, by: str) -> dict[str, PackedTokens]:
-    """The documents of `data` parted by a column of names, in order of the names; sources with less than two tokens left out."""
+    """The documents of `data` split by a column of names, in order of the names; without sources of less than two tokens."""
     known, codes = named(data.columns(by)[by], f"mixture.by = '{by}'")
     order = np.argsort(codes, kind="stable")
     borders = np.cumsum(np.bincount(codes, minlength=len(known)))[:-1]

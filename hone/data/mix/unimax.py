@@ -11,10 +11,10 @@ from hone.data.mix.base import Mixture, Source, sizes
 
 
 class UniMax(Mixture):
-    """Every source an equal share, but none seen more than `max_epochs` times. Chung et al. 2023, arXiv:2304.09151.
+    """Every source an equal share, but at most `max_epochs` epochs of any. Chung et al. 2023, arXiv:2304.09151.
 
-    From the smallest source up: each gets an equal share of the budget that is left, or all its epochs when these are
-    less; what it cannot take goes to the larger ones.
+    From the smallest source up: each gets an equal share of the remaining budget, or all its epochs when these are
+    less; the rest goes to the larger ones.
     """
 
     paper: ClassVar[str] = "arXiv:2304.09151"

@@ -1,4 +1,4 @@
-"""UtiliMax mixture: a portfolio of sources, by what each is worth for each task and how far it spreads."""
+"""UtiliMax mixture: a portfolio of sources by their utility for each task, with a penalty on concentration."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ _LOOSE = 1e-6
 
 
 class Portfolio(Mixture):
-    """What UtiliMax and MEDU share: utilities in, weights out. A subclass says where utilities come from."""
+    """The common part of UtiliMax and MEDU: weights from utilities. A subclass computes the utilities."""
 
-    risk: float = Field(
-        1.0, ge=0, description="Price of putting all on few sources: risk x sources x the sum of squared weights."
-    )
+    risk: float = Field(1.0, ge=0, description="Penalty on concentration: risk x sources x the sum of squared weights.")
 
     def utilities(self, sources: Sequence[Source]) -> tuple[np.ndarray, list[str], dict[str, Any]]:
         """(utilities float64 [sources, tasks] in 0..1, tasks, notes)."""
         raise NotImplementedError
 
     def weigh(self, sources: Sequence[Source], budget: float) -> Chosen:
-        """The weights that bring every task's utility nearest to 1, at the price of `risk`, under the caps."""
+        """The weights that bring every task's utility nearest to 1, with the penalty `risk`, under the caps."""
         caps = self.caps(sources, budget)
         utility, tasks, more = self.utilities(sources)
         free = best_portfolio(utility, np.ones(len(sources)), self.risk)
@@ -55,9 +53,9 @@ class UtiliMax(Portfolio):
     paper: ClassVar[str] = "arXiv:2501.11747"
     table: str | None = Field(None, description="JSON file {source: {task: number}} of utilities or losses.")
     runs: dict[str, str] = Field(
-        default_factory=dict, description="Source to the folder of a run trained on it alone; instead of a table."
+        default_factory=dict, description="Folder of a run trained on each source alone; instead of a table."
     )
-    tasks: tuple[str, ...] = Field((), description="Figures of the runs to compare by; none: the losses by source.")
+    tasks: tuple[str, ...] = Field((), description="Figures of the runs to compare; none: the losses by source.")
     lower_is_better: bool = Field(True, description="Whether the numbers are losses.")
 
     def utilities(self, sources: Sequence[Source]) -> tuple[np.ndarray, list[str], dict[str, Any]]:
@@ -66,7 +64,7 @@ class UtiliMax(Portfolio):
     def _values(self) -> Table:
         if (self.table is None) == (not self.runs):
             raise SpecError(
-                "utilimax needs utilities: mixture.table or mixture.runs, one of them",
+                "utilimax needs utilities: either mixture.table or mixture.runs",
                 fix="add table: FILE.json, or runs: {SOURCE: FOLDER OF A TRAINING ON IT ALONE}",
             )
         return read_runs(self.runs, self.tasks) if self.table is None else read_table(self.table)
@@ -77,11 +75,11 @@ class UtiliMax(Portfolio):
 
 
 def best_portfolio(utility: np.ndarray, caps: np.ndarray, risk: float) -> np.ndarray:
-    """argmin |utility^T w - 1|_2 + risk * n * |w|^2 over sum w = 1, 0 <= w <= caps, by the conic solver clarabel.
+    """argmin |utility^T w - 1|_2 + risk * n * |w|^2 over sum w = 1, 0 <= w <= caps, with the conic solver clarabel.
 
     utility float64 [n, tasks], caps float64 [n] whose sum is at least 1. The norm has no gradient where it is 0, which
-    is the optimum when one source is best at every task: an interior-point method for the second-order cone needs none.
-    The result is at most 1e-6 above the optimum, of its value where that is above 1. Raises MissingExtra without clarabel.
+    is the optimum when one source is best at every task: an interior-point method for second-order cones needs no gradient.
+    The objective is at most 1e-6 above the optimum, relative where that is above 1. Raises MissingExtra without clarabel.
     """
     try:
         import clarabel
@@ -93,8 +91,8 @@ def best_portfolio(utility: np.ndarray, caps: np.ndarray, risk: float) -> np.nda
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = _TOLERANCE
-    scale = 1 / (1 + 2 * risk * n)  # the solver is at its best with numbers near 1
-    # Variables (w, t), t >= |utility^T w - 1|: minimise t + risk n |w|^2; what stands in a cone is b - A (w, t).
+    scale = 1 / (1 + 2 * risk * n)  # the solver is most accurate with numbers near 1
+    # Variables (w, t), t >= |utility^T w - 1|: minimise t + risk n |w|^2, with b - A (w, t) in the cones.
     cones = [clarabel.ZeroConeT(1), clarabel.NonnegativeConeT(2 * n), clarabel.SecondOrderConeT(1 + num_tasks)]
     on_weights = np.vstack([np.ones(n), -np.eye(n), np.eye(n), np.zeros(n), -utility.T])
     on_norm = np.zeros(len(on_weights))
@@ -108,9 +106,9 @@ def best_portfolio(utility: np.ndarray, caps: np.ndarray, risk: float) -> np.nda
         settings,
     ).solve()
     weights = np.clip(np.array(solution.x[:n]), 0, caps)
-    room = caps - weights if weights.sum() < 1 else weights  # what rounding left off the sum of 1 goes where it can
+    room = caps - weights if weights.sum() < 1 else weights  # the rounding error of the sum goes where the bounds allow
     weights += (1 - weights.sum()) * room / max(room.sum(), 1e-300)
     value = float(np.linalg.norm(weights @ utility - 1) + risk * n * (weights @ weights))
-    above = value - solution.obj_val_dual / scale  # which no weights can fall below
+    above = value - solution.obj_val_dual / scale  # the dual objective is a lower bound
     assert above <= _LOOSE * max(value, 1), f"clarabel ended {above:g} above its bound of {value:g}: {solution.status}"
     return weights

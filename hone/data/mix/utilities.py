@@ -1,4 +1,4 @@
-"""Utilities: how much each source is worth for each task, from a table or from training runs on one source each."""
+"""Utilities of each source for each task, from a table or from training runs on one source each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.base.errors import SpecError
 from hone.data.mix.base import Source, by_source
 
 Table = dict[str, dict[str, float]]
-"""Source to task to value."""
+"""Value by source and task."""
 
 
 def read_table(path: Path | str) -> Table:
@@ -23,14 +23,14 @@ def read_table(path: Path | str) -> Table:
     try:
         table = json.loads(input_file(path, "mixture.table").read_text(encoding="utf8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise SpecError(f"mixture.table: {path} is no JSON: {error}", fix="write {source: {task: number}}") from None
+        raise SpecError(f"mixture.table: {path} is not JSON: {error}", fix="write {source: {task: number}}") from None
     if not (isinstance(table, dict) and table and all(_is_row(row) for row in table.values())):
-        raise SpecError(f"mixture.table: {path} is no table of numbers", fix="write {source: {task: number}}")
+        raise SpecError(f"mixture.table: {path} is not a table of numbers", fix="write {source: {task: number}}")
     return {source: {task: float(value) for task, value in row.items()} for source, row in table.items()}
 
 
 def read_runs(runs: Mapping[str, str], figures: Sequence[str]) -> Table:
-    """The named figures of one artifact a source. Without names: every loss by source that all of them measured."""
+    """The named figures of one artifact per source. Without names: every loss by source that all of them measured."""
     rows = {}
     for source, folder in runs.items():
         found = Artifact.read(Path(folder).expanduser()).figures
@@ -59,7 +59,7 @@ def run_files(runs: Mapping[str, str]) -> dict[str, Path]:
 def scale(table: Table, sources: Sequence[Source], lower_is_better: bool) -> tuple[np.ndarray, list[str]]:
     """(utilities float64 [sources, tasks] in 0..1, tasks): each task's worst source is 0, its best 1.
 
-    A task on which all sources are alike says nothing and is 1 for all. Raises SpecError for a hole in the table.
+    A task with equal values for all sources is 1 for all. Raises SpecError for a missing value.
     """
     rows = by_source(table, sources, "the table of utilities")
     tasks = list(rows[0])

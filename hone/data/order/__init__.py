@@ -1,1 +1,1 @@
-"""In which order the rows of packed text are learned, one curriculum a file."""
+"""Curricula: the order in which a training reads packed sequences. One file per curriculum."""

@@ -1,4 +1,4 @@
-"""Competence curriculum: the hardest row that may be shown grows with the training."""
+"""Competence curriculum: the difficulty limit rises during the training."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ import numpy as np
 from pydantic import Field
 
 from hone.data.load import PackedTokens
-from hone.data.order.base import ByDifficulty, Sequence
+from hone.data.order.base import ByDifficulty, Order
 
 _LEVELS = 256
 
 
 class Competence(ByDifficulty):
-    """Random order among rows no harder than the competence, which grows with its root. Platanios et al. 2019, arXiv:1903.09848.
+    """Random order among sequences below a difficulty limit, which rises with the root of time. Platanios et al. 2019, arXiv:1903.09848.
 
-    At share t of the growth the easiest c(t) = (t (1 - c0^p) + c0^p)^(1/p) of all rows may be shown. Of these the ones
-    shown least come first, in random order: the paper draws with replacement, this uses the text evenly. Where one
-    epoch suffices each row comes once; easy rows repeat only when the training is so long that nothing else is allowed.
+    At fraction t of the growth, the easiest c(t) = (t (1 - c0^p) + c0^p)^(1/p) of all sequences are allowed. Of these, the
+    least read come first, in random order: the paper draws with replacement, this reads the text evenly. Where one
+    epoch suffices, each sequence is read once; easy sequences repeat only when no other ones are allowed yet.
     """
 
     paper: ClassVar[str] = "arXiv:1903.09848"
-    start: float = Field(0.01, gt=0, le=1, description="c0: share of the rows that may be shown at first.")
-    growth: float = Field(0.5, gt=0, le=1, description="Share of the training after which every row may be shown.")
-    power: float = Field(2.0, gt=0, description="p: 1 grows linearly, 2 as a root: new rows ever more slowly.")
+    start: float = Field(0.01, gt=0, le=1, description="c0: share of the sequences allowed at first.")
+    growth: float = Field(0.5, gt=0, le=1, description="Share of the training after which every sequence is allowed.")
+    power: float = Field(2.0, gt=0, description="p: 1 grows linearly, 2 as the square root.")
 
     def competence(self, place: np.ndarray | int, total: int) -> np.ndarray:
-        """c at row number `place` of `total`, float64 in 0..1."""
+        """c at position `place` of `total`, float64 in 0..1."""
         part = np.minimum(np.asarray(place) / (self.growth * total), 1.0)
         least = self.start**self.power
         return np.minimum((part * (1 - least) + least) ** (1 / self.power), 1.0)
 
-    def sequence(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Sequence:
-        """The whole order at once (8 bytes a row): competence rises in 256 steps, each at its lower end."""
-        rows = data.need_rows(seq_len)
+    def order(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Order:
+        """The whole order, computed at once (8 bytes per sequence): competence rises in 256 steps, each at its lower end."""
+        num_sequences = data.need_sequences(seq_len)
         by_hardness = np.argsort(self.difficulty(data, seq_len), kind="stable")
-        order = by_hardness[self._ranks(rows, total, seed)]
+        order = by_hardness[self._ranks(num_sequences, total, seed)]
         return lambda places: order[places]
 
-    def _ranks(self, rows: int, total: int, seed: int) -> np.ndarray:
-        """The rank in difficulty of every row shown, int64 [total]."""
-        shown = np.zeros(rows, np.int32)
+    def _ranks(self, num_sequences: int, total: int, seed: int) -> np.ndarray:
+        """The difficulty rank of every sequence read, int64 [total]."""
+        shown = np.zeros(num_sequences, np.int32)
         parts = []
         borders = np.unique(np.linspace(0, total, min(_LEVELS, total) + 1).astype(np.int64))
         draws = 0
         for first, end in pairwise(borders):
-            allowed = max(int(self.competence(first, total) * rows), 1)
+            allowed = max(int(self.competence(first, total) * num_sequences), 1)
             left = int(end - first)
             while left:
                 seen = shown[:allowed]

@@ -19,20 +19,20 @@ parquet = lazy("pyarrow.parquet")
 def columns_of(folder: Path, split: str, names: Sequence[str], num_documents: int) -> dict[str, np.ndarray]:
     """Columns `names` of the documents of `split`, each [num_documents]; text columns as object arrays of str.
 
-    Raises SpecError for an unknown column, ArtifactError when there is no table or it holds other documents.
+    Raises SpecError for an unknown column, ArtifactError when there is no table or it has other documents.
     """
     parts = [_chosen(path, split, names) for path in _files(folder)]
     table = pa.concat_tables(parts)
     if len(table) != num_documents:
         raise ArtifactError(
-            f"{folder / 'documents'} has {len(table)} documents of split '{split}', tokens/ has {num_documents}",
+            f"{folder / 'documents'} has {len(table)} documents of split '{split}', but tokens/ has {num_documents}",
             fix="delete the folder and run its data stage again",
         )
     return {name: table.column(name).to_numpy() for name in names}
 
 
 def texts_of(folder: Path, split: str, places: np.ndarray) -> list[str]:
-    """The texts of the documents numbered `places` (int64, rising) among those of `split`."""
+    """The texts of the documents with indices `places` (int64, ascending) among those of `split`."""
     found: list[str] = []
     first = 0
     for path in _files(folder):
@@ -45,8 +45,8 @@ def texts_of(folder: Path, split: str, places: np.ndarray) -> list[str]:
 
 
 def named(values: np.ndarray, option: str) -> tuple[list[str], np.ndarray]:
-    """(names in order, the place among them of each document's, int64) of a column. Raises SpecError for fractions; `option`
-    says which field asked for the column."""
+    """(sorted names, each document's index among them, int64) of a column. Raises SpecError for fractions; `option`
+    is the field that names the column."""
     if np.issubdtype(values.dtype, np.floating):
         raise SpecError(f"{option} is a column of fractions, not of names", fix="take one such as group or language")
     names, codes = np.unique(values.astype(str), return_inverse=True)
@@ -62,14 +62,14 @@ def _files(folder: Path) -> list[Path]:
     paths = sorted((folder / "documents").glob("*.parquet"))
     if not paths:
         raise ArtifactError(
-            f"{folder} keeps no documents/*.parquet, which say what each packed document is",
+            f"{folder} has no documents/*.parquet, the table of the packed documents",
             fix="take a folder that a data stage of hone made",
         )
     return paths
 
 
 def _chosen(path: Path, split: str, names: Sequence[str]) -> Any:
-    """The rows of one shard that belong to `split`, their columns `names` and 'split'."""
+    """The rows of one shard that belong to `split`, with the columns `names` and 'split'."""
     known = parquet.read_schema(path).names
     for name in names:
         if name not in known:

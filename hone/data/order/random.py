@@ -1,13 +1,13 @@
-"""Random order: every epoch its own shuffle, what training does without a curriculum."""
+"""Random order: a new shuffle every epoch, the default of training."""
 
 from __future__ import annotations
 
 from hone.data.load import PackedTokens
-from hone.data.order.base import Curriculum, Epochs, Sequence
+from hone.data.order.base import Curriculum, Epochs, Order
 
 
 class Random(Curriculum):
-    """Rows in random order, each once an epoch."""
+    """Sequences in random order, each once per epoch."""
 
-    def sequence(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Sequence:
-        return Epochs(data.need_rows(seq_len), total, seed, lambda epoch, chosen: chosen)
+    def order(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Order:
+        return Epochs(data.need_sequences(seq_len), total, seed, lambda epoch, chosen: chosen)

@@ -1,4 +1,4 @@
-"""Staged curriculum: from the easy rows to the hard ones, in random order inside each stage."""
+"""Staged curriculum: from easy to hard sequences, in random order within each stage."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 from pydantic import Field
 
 from hone.data.load import PackedTokens
-from hone.data.order.base import ByDifficulty, Epochs, Sequence
+from hone.data.order.base import ByDifficulty, Epochs, Order
 
 
 class Staged(ByDifficulty):
     """Each epoch goes through stages of rising difficulty. Zhang et al. 2025, arXiv:2506.11300.
 
-    The rows are those that random order would show, so that two runs differ in order alone. As many stages as rows
-    would sort them fully.
+    The sequences are those that random order would read, so that two runs differ in order alone. With as many stages as
+    sequences they are fully sorted.
     """
 
     paper: ClassVar[str] = "arXiv:2506.11300"
-    num_stages: int = Field(4, ge=1, description="Stages of as many rows each.")
+    num_stages: int = Field(4, ge=1, description="Number of stages, of equal numbers of sequences.")
 
-    def sequence(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Sequence:
-        rows = data.need_rows(seq_len)
+    def order(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Order:
+        num_sequences = data.need_sequences(seq_len)
         hardness = self.difficulty(data, seq_len)
 
         def order(epoch: int, chosen: np.ndarray) -> np.ndarray:
@@ -31,4 +31,4 @@ class Staged(ByDifficulty):
             stage[by_hardness] = np.arange(len(chosen)) * self.num_stages // len(chosen)
             return chosen[np.argsort(stage, kind="stable")]
 
-        return Epochs(rows, total, seed, order)
+        return Epochs(num_sequences, total, seed, order)

@@ -1,4 +1,4 @@
-"""Warm-up then random: a first part of the training by difficulty, the rest as ever."""
+"""Warm-up then random: the first part of the training by difficulty, the rest in random order."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.data.load import PackedTokens
-from hone.data.order.base import ByDifficulty, Epochs, Sequence
+from hone.data.order.base import ByDifficulty, Epochs, Order
 
 
 class WarmupThenRandom(ByDifficulty):
-    """The first rows of the training go from easy to hard, the others in random order. Zhang et al. 2025, arXiv:2506.11300.
+    """The first sequences of the training go from easy to hard, the others in random order. Zhang et al. 2025, arXiv:2506.11300.
 
-    The warm-up sorts the rows that random order would show in that time, so its end is as hard as the data are.
+    The warm-up sorts the sequences that random order would read in that time, so it ends at the highest difficulty of the data.
     """
 
     paper: ClassVar[str] = "arXiv:2506.11300"
-    fraction: float = Field(0.2, gt=0, le=1, description="Share of the training's rows that are sorted.")
+    fraction: float = Field(0.2, gt=0, le=1, description="Share of the training's sequences that are sorted.")
 
-    def sequence(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Sequence:
-        rows = data.need_rows(seq_len)
-        sorted_rows = round(self.fraction * total)
-        if sorted_rows > rows:
+    def order(self, data: PackedTokens, seq_len: int, total: int, seed: int) -> Order:
+        num_sequences = data.need_sequences(seq_len)
+        num_sorted = round(self.fraction * total)
+        if num_sorted > num_sequences:
             raise SpecError(
-                f"curriculum.fraction = {self.fraction:g} of {total} rows is {sorted_rows}, an epoch has {rows}",
-                fix=f"give a fraction of at most {rows / total:.3g}: a warm-up sorts new rows, each once",
+                f"curriculum.fraction = {self.fraction:g} of {total} sequences is {num_sorted}, more than an epoch of {num_sequences}",
+                fix=f"give a fraction of at most {num_sequences / total:.3g}: a warm-up reads each sequence once",
             )
         hardness = self.difficulty(data, seq_len)
 
         def order(epoch: int, chosen: np.ndarray) -> np.ndarray:
             if epoch:
                 return chosen
-            first, rest = chosen[:sorted_rows], chosen[sorted_rows:]
+            first, rest = chosen[:num_sorted], chosen[num_sorted:]
             return np.concatenate([first[np.argsort(hardness[first], kind="stable")], rest])
 
-        return Epochs(rows, total, seed, order)
+        return Epochs(num_sequences, total, seed, order)

@@ -1,1 +1,1 @@
-"""Quality models: scorers that add a column per model, which filters' expressions then decide by."""
+"""Quality models: scorers that add a column each, which filters use."""

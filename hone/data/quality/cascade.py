@@ -1,4 +1,4 @@
-"""Cascade: a cheap scorer decides the clear cases, a dear one only what the cheap one is unsure of."""
+"""Cascade: a cheap scorer decides clear cases, an expensive one only uncertain cases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.data.quality.base import Opened, Scorer
 from hone.data.text.batch import Texts
 
 _PART = Choice(
-    Table(  # all scorers but this one
+    Table(  # all scorers except this one
         "scorer",
         {
             "hashed_logistic": "hone.data.quality.hashed_logistic:HashedLogistic",
@@ -25,7 +25,7 @@ _PART = Choice(
 
 
 class Cascade(Scorer):
-    """Two scorers, cheap before dear: the dear one reads only the texts the cheap one is unsure of. Viola & Jones 2001."""
+    """Two scorers: the expensive one reads only texts whose cheap score is uncertain. Viola & Jones 2001."""
 
     paper: ClassVar[str] = "10.1109/CVPR.2001.990517"
 
@@ -37,10 +37,10 @@ class Cascade(Scorer):
     dear: Annotated[Technique, _PART] = Field(
         "neural",  # type: ignore[arg-type]
         validate_default=True,
-        description="The scorer that reads only those the cheap one is unsure of.",
+        description="The scorer that reads only texts whose cheap score is uncertain.",
     )
-    surely_low: float = Field(0.1, ge=0, le=1, description="Below it the cheap score stands.")
-    surely_high: float = Field(0.9, ge=0, le=1, description="Above it the cheap score stands.")
+    surely_low: float = Field(0.1, ge=0, le=1, description="Below it the cheap score is used.")
+    surely_high: float = Field(0.9, ge=0, le=1, description="Above it the cheap score is used.")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Cascade(Scorer):
         return self
 
     def train(self, folder: Path) -> dict[str, float]:
-        """Trains both, each in a folder of its own; their figures with cheap_ and dear_ before the names."""
+        """Trains both, each in a folder of its own; returns their measures with the prefixes cheap_ and dear_."""
         found = {}
         for name, scorer in self._both():
             figures = scorer.train(folder / self.column / name)
@@ -79,7 +79,7 @@ class _Opened(NamedTuple):
         return f"cascade {spec.column} {spec.surely_low} {spec.surely_high} {self.cheap!r} {self.dear!r}"
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
-        """{column: float32 [n], column_dear: bool [n]}: the score, and whether the dear scorer gave it."""
+        """{column: float32 [n], column_dear: bool [n]}: the score, and whether the expensive scorer gave it."""
         spec = self.spec
         scores = self.cheap.columns(texts)[spec.cheap.column].copy()  # type: ignore[attr-defined]
         unsure = (scores >= spec.surely_low) & (scores <= spec.surely_high)
@@ -90,7 +90,7 @@ class _Opened(NamedTuple):
 
 
 def chosen(texts: Texts, places: np.ndarray) -> Texts:
-    """The texts numbered `places`, copied end to end."""
+    """The texts with indices `places`, copied and concatenated."""
     starts, ends = texts.offsets[places], texts.offsets[places + 1]
     offsets = np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int64)
     parts = [texts.data[start:end] for start, end in zip(starts.tolist(), ends.tolist())]

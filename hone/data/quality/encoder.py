@@ -1,9 +1,9 @@
-"""Encoder: the model room's layers as a text classifier, trained and asked; torch is imported here, so import this when used.
+"""Encoder: the model room's layers as a text classifier, its training and scoring. Imports torch, so import it on use.
 
-Tokens see both ways: the layers are those that write, told by their context that every token sees the whole of its text.
-The mean of their outputs goes through one linear layer to a number, positive for a good text. A token enters as its own
-vector plus one of the pair that it makes with the token before it, of a table by hash (Joulin et al. 2016, arXiv:1607.01759;
-Svenstrup et al. 2017, arXiv:1709.03933): from few texts, attention alone hardly learns which word follows which.
+Attention is bidirectional: the layers are those of a decoder, with a context in which every token attends to the whole text.
+The mean of their outputs goes through one linear layer to a margin, positive for a good text. A token's input is its own
+embedding plus that of the bigram with the token before it, hashed into a table (Joulin et al. 2016, arXiv:1607.01759;
+Svenstrup et al. 2017, arXiv:1709.03933): with few training texts, attention alone hardly learns which word follows which.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _HEAD_DIM = 32
 _WARM_UP = 0.1
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed number: products wrap around
 _ROWS = 64
-"""Rows of a batch on a GPU, always as many: a text's score must not depend on how many others come with it."""
+"""Sequences of a batch on a GPU, always the same number: a text's score must not depend on the size of its batch."""
 
 
 class Sizes(NamedTuple):
-    """What an encoder is built from; stands in the model's files."""
+    """The sizes of an encoder, stored in the model's files."""
 
     vocab_size: int
     log_pairs: int
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
 
 class Training(NamedTuple):
-    """How it is trained."""
+    """The training's settings."""
 
     epochs: int
     batch: int
@@ -57,7 +57,7 @@ class Training(NamedTuple):
 
 
 class Whole(Context):
-    """Each row of `tokens` [B, S] is one text, filled up behind its `lengths` [B] tokens; a token sees all of its own text."""
+    """Each sequence of `tokens` [B, S] is one text, padded after its `lengths` [B] tokens; a token attends to all of its text."""
 
     def __init__(self, tokens: Tensor, lengths: Tensor | None) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Whole(Context):
 
 
 class Encoder(nn.Module):
-    """Margins of texts: above 0 for good ones."""
+    """A text classifier whose output is a margin, above 0 for good texts."""
 
     def __init__(self, sizes: Sizes, seed: int = 0, device: str = "cpu") -> None:
         super().__init__()
@@ -90,17 +90,17 @@ class Encoder(nn.Module):
             vocab_size=sizes.vocab_size,
             hidden_size=width,
             layers=(layer,) * sizes.num_layers,
-            tie_embeddings=True,  # there is no head to predict tokens with
+            tie_embeddings=True,  # there is no output head over the vocabulary
             max_seq_len=sizes.max_tokens,
         )
         self.body = build(config, device=device, seed=seed)
         self.pairs = nn.Parameter(torch.zeros(1 << sizes.log_pairs, width, device=device))
-        self.head = nn.utils.skip_init(nn.Linear, width, 1, device=device)  # draws nothing
+        self.head = nn.utils.skip_init(nn.Linear, width, 1, device=device)  # without initialisation
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-        """Margins [B] of tokens [B, S], of which each row has `lengths` (none: all). `dropout` hides so many of the tokens."""
+        """Margins [B] of tokens [B, S] with `lengths` (none: all S). `dropout` is the share of tokens that are masked."""
         context = Whole(tokens, lengths)
         x = self.body.embed(tokens) + F.embedding(self._pairs_of(tokens), self.pairs)
         if dropout:
@@ -116,15 +116,15 @@ class Encoder(nn.Module):
         return self.head(F.dropout(pooled, dropout, training=dropout > 0)).squeeze(-1)
 
     def _pairs_of(self, tokens: Tensor) -> Tensor:
-        """The bucket of each token with the one before it; the first has token 0 before it."""
+        """The bucket of each token with the one before it; token 0 is before the first."""
         before = F.pad(tokens[:, :-1], (1, 0))
         return ((before * self.sizes.vocab_size + tokens) * _ODD >> 20) % len(self.pairs)
 
 
 def fit(sizes: Sizes, rows: Sequence[np.ndarray], targets: np.ndarray, how: Training, device: str) -> Encoder:
-    """An encoder that tells `rows` (token ids of each text) of `targets` True from the others; both sides weigh the same.
+    """An encoder trained to separate `rows` (token ids of each text) with `targets` True from the others; both classes have equal weight.
 
-    AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a warm-up and a cosine: the trainer's own stand in a room above.
+    AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with warm-up and cosine decay; the train room is a floor above this one.
     The same seed, device and number of threads give the same weights.
     """
     shares = np.where(targets, 0.5 / targets.mean(), 0.5 / (1 - targets.mean()))
@@ -157,10 +157,10 @@ def fit(sizes: Sizes, rows: Sequence[np.ndarray], targets: np.ndarray, how: Trai
 
 
 def margins(encoder: Encoder, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """The margin of each row of token ids, float32 [n]; each depends on its row alone.
+    """The margin of each text's token ids in `rows`, float32 [n]; each depends on its own text alone.
 
-    On a CPU rows are read one by one, whole and on one thread: what sums a text's numbers cannot then depend on the
-    texts beside it. On a GPU they are read in batches of one shape.
+    On a CPU texts are scored one by one, unpadded and on one thread: sums then do not depend on the other texts of
+    a batch. On a GPU they are scored in batches of one shape.
     """
     device = encoder.head.weight.device
     found = np.empty(len(rows), np.float32)
@@ -178,7 +178,7 @@ def margins(encoder: Encoder, rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _batches(rows: Sequence[np.ndarray], size: int, seed: tuple[int, int]) -> Iterator[np.ndarray]:
-    """All places in a random order, `size` at a time, rows of like length together: little of a batch is filling."""
+    """All indices in a random order, `size` at a time, texts of similar length together to reduce padding."""
     draw = np.random.Generator(np.random.PCG64(seed))
     order = draw.permutation(len(rows))
     lengths = np.array([len(row) for row in rows])
@@ -192,7 +192,7 @@ def _batches(rows: Sequence[np.ndarray], size: int, seed: tuple[int, int]) -> It
 
 
 def _padded(rows: Sequence[np.ndarray], device: torch.device | str, width: int = 0) -> tuple[Tensor, Tensor]:
-    """(tokens [B, S] filled up with zeros, lengths [B]) of rows of at most S, which is `width` or that of the longest."""
+    """(tokens [B, S] padded with zeros, lengths [B]) of texts of at most S tokens, which is `width` or that of the longest."""
     lengths = np.array([len(row) for row in rows])
     tokens = np.zeros((len(rows), max(width, lengths.max())), np.int64)
     for place, row in enumerate(rows):
@@ -221,7 +221,7 @@ def save(encoder: Encoder, path: Path) -> None:
 
 
 def loaded(path: Path, sizes: Sizes, device: str) -> Encoder:
-    """The encoder whose weights are in `path`. Raises ValueError, RuntimeError or KeyError when they do not fit `sizes`."""
+    """The encoder with the weights in `path`. Raises ValueError, RuntimeError or KeyError when they do not match `sizes`."""
     encoder = Encoder(sizes, device=device)
     try:
         values = safetensors.torch.load(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Features of a text in hashed buckets: runs of words and of letters, counted by a kernel straight from UTF-8 bytes.
+"""Features of a text in hashed buckets: n-grams of words and of letters, counted by a kernel on UTF-8 bytes.
 
-A word is what `\\w+` finds, in lower case letter by letter; a letter of a script without spaces (Han, Kana) is a word of
-its own. A run of letters takes whatever parts words as one space. A text's vector is (1 + ln count) x idf in each bucket,
+A word is a match of `\\w+`, in lower case letter by letter; a letter of a script without spaces (Han, Kana) is a word of
+its own. In n-grams of letters, everything between two words is one space. A text's vector is (1 + ln count) x idf in each bucket,
 scaled to length 1.
 """
 
@@ -14,18 +14,18 @@ import numpy as np
 from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import BASIS, PRIME, ROLL, code_point, mix, roll_power
 
-_LETTERS = np.uint64(0xD6E8FEB86659FD93)  # tells runs of letters from runs of words
+_LETTERS = np.uint64(0xD6E8FEB86659FD93)  # separates n-grams of letters from those of words
 _TWO, _THREE = np.uint64(0xA5A3564A00000000), np.uint64(0xC2B2AE3D27D4EB4F)
 _LOGS = 1 + np.log(np.maximum(np.arange(1024), 1.0))
 
 
 class Scratch(NamedTuple):
-    """The counts of one text, bucket by bucket, with room for those of the next."""
+    """The counts of one text by bucket, in buffers that are reused for the next."""
 
-    shift: np.uint64  # what takes a hash to its bucket
-    marks: np.ndarray  # int64 [buckets]: the turn that a count is of
+    shift: np.uint64  # right shift of a hash to its bucket
+    marks: np.ndarray  # int64 [buckets]: the `turn` of a count
     counts: np.ndarray  # int32 [buckets]
-    touched: np.ndarray  # int64 [buckets], of which the first are the text's
+    touched: np.ndarray  # int64 [buckets], of which the first are the text's buckets
 
 
 @entry
@@ -37,7 +37,7 @@ def _scratch(log_buckets):
 
 @kernel
 def _count(hashed, shift, turn, marks, counts, touched, num):
-    """Counts one occurrence; `num` buckets were touched before, the new number is returned."""
+    """Counts one occurrence; `num` buckets were touched before, returns the new number."""
     bucket = np.int64(hashed >> shift)
     if marks[bucket] == turn:
         counts[bucket] += 1
@@ -50,9 +50,9 @@ def _count(hashed, shift, turn, marks, counts, touched, num):
 
 @entry
 def collect(data, start, end, table, word_runs, letter_run, turn, scratch):
-    """Counts the features of data[start:end] into the counts of the buckets it lists as touched; returns how many.
+    """Counts the features of data[start:end] and lists their buckets in `touched`; returns the number of buckets.
 
-    `turn` is another for each text.
+    `turn` is different for each text.
     """
     shift, marks, counts, touched = scratch
     num = 0
@@ -67,7 +67,7 @@ def collect(data, start, end, table, word_runs, letter_run, turn, scratch):
     spaced = True
     place = start
     while place <= end:
-        # Beyond the end stands one space more, which closes the last word.
+        # A space after the end closes the last word.
         step = np.int64(1)
         point = np.int64(32)
         if place < end:
@@ -81,7 +81,7 @@ def collect(data, start, end, table, word_runs, letter_run, turn, scratch):
             closing = True
         else:
             closing = False
-        for emit in range(2):  # the word before, then a letter that is a word alone
+        for emit in range(2):  # the previous word, then a letter that is a word of its own
             if emit == 0:
                 if not closing:
                     continue
@@ -128,7 +128,7 @@ def _gain(count):
 
 @entry
 def frequencies(data, offsets, table, word_runs, letter_run, log_buckets):
-    """In how many of the texts each bucket occurs; int64 [2^log_buckets]."""
+    """The number of texts in which each bucket occurs; int64 [2^log_buckets]."""
     size = 1 << log_buckets
     scratch = _scratch(log_buckets)
     touched = scratch[3]
@@ -142,7 +142,7 @@ def frequencies(data, offsets, table, word_runs, letter_run, log_buckets):
 
 @entry
 def margins(data, offsets, table, word_runs, letter_run, log_buckets, weights, idf, bias):
-    """weights . vector + bias of each text; float64 [n]. A text without a word has the bias alone."""
+    """weights . vector + bias of each text; float64 [n]. The bias alone for a text without a word."""
     scratch = _scratch(log_buckets)
     _, _, counts, touched = scratch
     result = np.empty(len(offsets) - 1)
@@ -175,11 +175,11 @@ def epoch(
     weights,
     squares,
 ):
-    """One pass of AdaGrad (Duchi et al. 2011) over the texts in `order`; changes `weights` and `squares` (float64 [buckets + 1],
+    """One epoch of AdaGrad (Duchi et al. 2011) over the texts in `order`; changes `weights` and `squares` (float64 [buckets + 1],
     the bias last).
 
-    The loss of a text is that of logistic regression times its share, plus shrink / 2 times the squares of the weights it
-    has; `targets` are 0 or 1. Returns the mean loss seen on the way.
+    The loss of a text is that of logistic regression times its share, plus shrink / 2 times the squares of its weights;
+    `targets` are 0 or 1. Returns the mean loss over the epoch.
     """
     size = 1 << log_buckets
     scratch = _scratch(log_buckets)

@@ -1,4 +1,4 @@
-"""A scorer that is any function of Python: how a model of one's own, however large, becomes a column."""
+"""A scorer that calls a Python function, so that any model of the user can add a column."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hone.data.text.batch import Texts
 
 
 class Function(Scorer):
-    """Scores by a function of yours, which takes a list of texts and returns a number for each."""
+    """Scores by a function of the user, which takes a list of texts and returns a number for each."""
 
     target: str = Field("", description="The function as module:name, importable where the stage runs.")
     batch: int = Field(256, ge=1, description="Most texts in one call.")
 
     def train(self, folder: Path) -> dict[str, float]:
-        """Nothing to train; checks that the function can be found."""
+        """Only checks that the function can be found."""
         self.open(folder)
         return {}
 
@@ -47,7 +47,7 @@ class _Opened(NamedTuple):
         return repr(self.spec)
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
-        """{column: float32 [n]}. Raises SpecError when the function gives another number of scores, or no numbers."""
+        """{column: float32 [n]}. Raises SpecError when the function returns another number of scores, or no numbers."""
         strings = list(texts.strings())
         found = [np.empty(0, np.float32)]
         for first in range(0, len(strings), self.spec.batch):
@@ -56,11 +56,11 @@ class _Opened(NamedTuple):
                 scores = np.asarray(self.call(part), np.float32)
             except (TypeError, ValueError) as error:
                 raise SpecError(
-                    f"{self.spec.target} gave no numbers: {error}", fix="return a float for each text of the list"
+                    f"{self.spec.target} returned no numbers: {error}", fix="return a float for each text of the list"
                 ) from None
             if scores.shape != (len(part),):
                 raise SpecError(
-                    f"{self.spec.target} gave {scores.shape} for {len(part)} texts",
+                    f"{self.spec.target} returned shape {scores.shape} for {len(part)} texts",
                     fix="return a float for each text of the list",
                 )
             found.append(scores)

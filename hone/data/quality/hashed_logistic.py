@@ -1,4 +1,4 @@
-"""Hashed logistic regression: what tells good seeds from bad ones by their words, at tens of megabytes a second."""
+"""Hashed logistic regression: separates good from bad texts by their words, at tens of megabytes a second."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hone.data.text.batch import Texts
 
 
 class HashedLogistic(Seeded):
-    """Logistic regression on hashed TF-IDF of word runs, trained from good and bad texts. Li et al. 2024, arXiv:2406.11794."""
+    """Logistic regression on hashed TF-IDF of word n-grams, trained on good and bad texts. Li et al. 2024, arXiv:2406.11794."""
 
     paper: ClassVar[str] = "arXiv:2406.11794"
 
-    log_buckets: int = Field(18, ge=10, le=24, description="Weights, as a power of two.")
-    word_runs: int = Field(2, ge=1, le=3, description="Longest run of words that is a feature.")
-    letter_run: int = Field(0, ge=0, le=8, description="Length of runs of letters that are features too; 0: none.")
-    epochs: int = Field(5, ge=1, description="Passes over the seeds.")
+    log_buckets: int = Field(18, ge=10, le=24, description="log2 of the number of weights.")
+    word_runs: int = Field(2, ge=1, le=3, description="Longest n-gram of words that is a feature.")
+    letter_run: int = Field(0, ge=0, le=8, description="Length of letter n-grams that are features too; 0: none.")
+    epochs: int = Field(5, ge=1, description="Epochs over the seeds.")
     learning_rate: float = Field(0.3, gt=0, description="AdaGrad's step.")
-    weight_decay: float = Field(1e-6, ge=0, description="Pull of each weight towards 0 whenever its feature is seen.")
+    weight_decay: float = Field(1e-6, ge=0, description="L2 penalty on each weight, applied when its feature occurs.")
 
     def open(self, folder: Path) -> _Opened:
         """The model in `folder`."""
@@ -52,7 +52,7 @@ class HashedLogistic(Seeded):
         runs = (table, self.word_runs, self.letter_run, self.log_buckets)
         seen = features.frequencies(*texts, *runs)
         idf = np.log((1 + len(learn)) / (1 + seen)) + 1
-        # Both sides weigh the same, whatever their sizes.
+        # Both classes have equal weight, whatever their sizes.
         shares = np.where(targets, 0.5 / targets.mean(), 0.5 / (1 - targets.mean()))
         weights, squares = np.zeros((2, (1 << self.log_buckets) + 1))
         for number in range(self.epochs):
@@ -105,7 +105,7 @@ class _Model(NamedTuple):
                 return cls(weights, idf, about["bias"], about["figures"], about["made_by"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ArtifactError(
-                f"{path} is no scorer's model: {error}", fix="delete it and run the data stage again"
+                f"{path} is not a scorer's model: {error}", fix="delete it and run the data stage again"
             ) from None
 
 
@@ -114,11 +114,11 @@ class _Opened(NamedTuple):
     model: _Model
 
     def __repr__(self) -> str:
-        """What decides the columns, without the weights themselves."""
+        """Identifies the result: all that decides the columns, without the weights themselves."""
         return f"hashed_logistic {self.spec.column} {self.model.made_by}"
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
-        """{column: float32 [n]}: the chance that a text is a good one, if half of all were."""
+        """{column: float32 [n]}: the probability that a text is good, at a prior of one half."""
         features, table = _kernels()
         spec, model = self.spec, self.model
         margins = features.margins(
@@ -128,7 +128,7 @@ class _Opened(NamedTuple):
 
 
 def _kernels():
-    """(the module of kernels, the table of letters); imported when used, since specs must load without numba."""
+    """(the module of kernels, the table of letters); imported on use, since specs must load without numba."""
     try:
         from hone.data.quality import features
         from hone.data.text.hashing import word_table

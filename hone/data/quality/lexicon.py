@@ -1,4 +1,4 @@
-"""Lexicon: how often the words and phrases of lists that the user names occur in a document."""
+"""Lexicon: how often the words and phrases of the user's lists occur in a document."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from hone.data.text.batch import Texts
 _SCRIPTS = (
     "\u3041-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff", "\u0e01-\u0e7f", "\u0e80-\u0eff", "\u1780-\u17ff", "\u1000-\u109f",
 )  # fmt: skip
-"""Scripts that part no words: Chinese and Japanese, Thai, Lao, Khmer, Burmese."""
+"""Scripts without spaces between words: Chinese and Japanese, Thai, Lao, Khmer, Burmese."""
 _UNSPACED = re.compile(f"[{''.join(_SCRIPTS)}]")
 
 
 class Lexicon(Scorer):
-    """Counts the words at which an entry of the lists begins, per word; the filter `toxicity` decides by it.
+    """Counts the words at which an entry of the lists begins, per word; the filter `toxicity` uses it.
 
-    An entry is a word or a phrase. Case and the punctuation around words do not matter; words are what white space parts. Entries
-    in scripts that part no words (Chinese, Japanese, Thai, Lao, Khmer, Burmese) are found anywhere in a text, from two characters
-    on, inside of longer words too, and two such characters count as a word. Texts mostly in such a script have no value (NaN)
-    when no entry is in it: they were not measured. No list comes with the package. Costs a second pass over the text.
+    An entry is a word or a phrase. Case and the punctuation around words are ignored; words are separated by white space. Entries
+    in scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) are found anywhere in a text, from two characters
+    on, also inside longer words, and two such characters count as a word. Texts mostly in such a script have no value (NaN)
+    when no entry is in that script: they were not measured. The package has no list. Costs a second pass over the text.
     """
 
     column: str = Field("toxic_words", description="Name of the column.")
-    words: tuple[str, ...] = Field((), description="Files of entries: UTF-8, one a line, '#' begins a comment.")
+    words: tuple[str, ...] = Field((), description="Files of entries: UTF-8, one per line, '#' begins a comment.")
 
     def model_post_init(self, context: Any) -> None:
         if isinstance(self.words, str) or not all(self.words):
-            raise ValueError("words is a list of file names")
+            raise ValueError("words must be a list of file names")
 
     def train(self, folder: Path) -> dict[str, float]:
-        """Gathers the entries in <column>.txt of `folder`. Raises SpecError when a file cannot be read or none has an entry."""
+        """Writes the entries to <column>.txt of `folder`. Raises SpecError when a file cannot be read or none has an entry."""
         entries: set[str] = set()
         for name in self.words:
             entries |= read_entries(input_file(name, "the lexicon"))
@@ -62,7 +62,7 @@ class _Opened(NamedTuple):
     entries: tuple[str, ...]
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
-        """Hits per word, float64 [num_texts]; NaN for texts mostly in a script that parts no words and that no entry is in."""
+        """Hits per word, float64 [num_texts]; NaN for texts mostly in a script without spaces that has no entry."""
         from hone.data.text import measure
 
         unspaced = [entry.lower() for entry in self.entries if _UNSPACED.search(entry)]
@@ -96,9 +96,9 @@ def read_entries(path: Path) -> set[str]:
         lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(
-            f"the lexicon {path} cannot be read: {error}", fix="name a UTF-8 file, one entry a line"
+            f"the lexicon {path} cannot be read: {error}", fix="name a UTF-8 file, one entry per line"
         ) from None
     entries = {line for line in lines if line and not line.startswith("#")}
     if not entries:
-        raise SpecError(f"the lexicon {path} has no entry", fix="write one word or phrase a line")
+        raise SpecError(f"the lexicon {path} has no entry", fix="write one word or phrase per line")
     return entries

@@ -1,4 +1,4 @@
-"""Neural: a small encoder of the model room's layers, which sees the order of words and what they say together."""
+"""Neural: a small encoder of the model room's layers, which scores words in their order and context."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _WEIGHTS, _TOKENIZER, _ABOUT = "model.safetensors", "tokenizer.json", "about.jso
 _CHARS_A_TOKEN = 4
 _MOST_CHARS_A_TOKEN = 16
 _STEPS = 10_000
-"""Scores are multiples of 1 / _STEPS: finer differences may come from the processor."""
+"""Scores are rounded to multiples of 1 / _STEPS: finer differences may come from the processor."""
 
 
 class Neural(Seeded):
-    """A small bidirectional transformer with its own tokens, trained from good and bad texts. Vaswani et al. 2017, arXiv:1706.03762.
+    """A small bidirectional transformer with its own tokenizer, trained on good and bad texts. Vaswani et al. 2017, arXiv:1706.03762.
 
-    Reads the beginning of each of a few parts of a text. Costs two hundred times what `hashed_logistic` does and sees what
-    words alone do not show; a `cascade` spares it the clear cases. Needs about a thousand texts a side. The same score in any
-    batch, thread or worker of one kind of machine.
+    Reads the beginning of each of a few parts of a text. Costs two hundred times as much as `hashed_logistic` and uses word
+    order; in a `cascade` it reads only unclear cases. Needs about a thousand texts per class. The score is the same in any
+    batch, thread or worker on one kind of machine.
     """
 
     paper: ClassVar[str] = "arXiv:1706.03762"
@@ -35,22 +35,26 @@ class Neural(Seeded):
     piece_chars: int = Field(1000, ge=100, description="Longer seeds are cut into pieces, each an example.")
     num_layers: int = Field(2, ge=1, description="Layers.")
     hidden_size: int = Field(128, ge=32, description="Width, a multiple of 32: heads are 32 wide.")
-    vocab_size: int = Field(8192, ge=257, description="Most tokens of its byte-level BPE, trained on the seeds.")
-    log_pairs: int = Field(16, ge=8, le=24, description="Vectors of pairs of tokens, as a power of two.")
-    max_tokens: int = Field(256, ge=8, description="Most tokens read of a part.")
-    windows: int = Field(2, ge=1, description="Parts of a long text whose beginnings are read; 1: only its own.")
-    epochs: int = Field(3, ge=1, description="Passes over the seeds.")
+    vocab_size: int = Field(8192, ge=257, description="Largest vocabulary of its byte-level BPE, trained on the seeds.")
+    log_pairs: int = Field(16, ge=8, le=24, description="log2 of the number of bigram embeddings.")
+    max_tokens: int = Field(256, ge=8, description="Most tokens read per part.")
+    windows: int = Field(
+        2, ge=1, description="Parts of a long text whose beginnings are read; 1: the beginning of the text."
+    )
+    epochs: int = Field(3, ge=1, description="Epochs over the seeds.")
     batch: int = Field(32, ge=1, description="Examples of a training step.")
-    learning_rate: float = Field(1e-3, gt=0, description="AdamW's peak, after a warm-up and before a cosine.")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW's, of matrices.")
-    dropout: float = Field(0.1, ge=0, lt=1, description="Share of tokens and of features hidden in training.")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Where it trains and scores; each worker takes its own.")
+    learning_rate: float = Field(
+        1e-3, gt=0, description="Peak of AdamW's learning rate, after warm-up and before cosine decay."
+    )
+    weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay of matrices.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Share of tokens and of features masked in training.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Device for training and scoring, in each worker.")
 
     @field_validator("hidden_size")
     @classmethod
     def _of_whole_heads(cls, value: int) -> int:
         if value % 32:
-            raise ValueError(f"{value} is no multiple of 32")
+            raise ValueError(f"{value} is not a multiple of 32")
         return value
 
     def need(self) -> None:
@@ -73,13 +77,13 @@ class Neural(Seeded):
         return Known(about["made_by"], about["figures"])
 
     def _about(self, folder: Path) -> dict[str, Any]:
-        """What about.json says; it is written last and has the hashes of the other files."""
+        """The contents of about.json, which is written last and has the hashes of the other files."""
         place = folder / self.column
         try:
             about = json.loads((place / _ABOUT).read_text(encoding="utf8"))
             for name in (_WEIGHTS, _TOKENIZER):
                 if sha256(place / name) != about["files"][name]:
-                    raise ValueError(f"{name} is not the one it was made with")
+                    raise ValueError(f"{name} is not the file it was written with")
             return {name: about[name] for name in ("made_by", "figures", "sizes")}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(place, error) from None
@@ -111,7 +115,7 @@ class Neural(Seeded):
         return tokens.encode([text[: _MOST_CHARS_A_TOKEN * self.max_tokens]])[0][: self.max_tokens]
 
     def parts(self, text: str) -> list[str]:
-        """`text` in `windows` equal parts, in fewer where there is not as much to read."""
+        """`text` in `windows` equal parts, or fewer for a short text."""
         number = min(self.windows, max(len(text) // (_CHARS_A_TOKEN * self.max_tokens), 1))
         return [text[part * len(text) // number : (part + 1) * len(text) // number] for part in range(number)]
 
@@ -123,11 +127,11 @@ class _Opened(NamedTuple):
     tokens: tokenizers.Encoder
 
     def __repr__(self) -> str:
-        """What decides the columns, without the weights themselves."""
+        """Identifies the result: all that decides the columns, without the weights themselves."""
         return f"neural {self.spec.column} {self.made_by}"
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
-        """{column: float32 [n]}: the chance that a text is a good one, if half of all were; the mean margin of its parts."""
+        """{column: float32 [n]}: the probability that a text is good, at a prior of one half, from the mean margin of its parts."""
         parts = [self.spec.parts(text) for text in texts.strings()]
         counts = np.array([len(some) for some in parts], np.int64)
         rows = [self.spec._ids(self.tokens, part) for some in parts for part in some]
@@ -139,11 +143,11 @@ class _Opened(NamedTuple):
 
 
 def _damaged(place: Path, error: Exception) -> ArtifactError:
-    return ArtifactError(f"{place} is no scorer's model: {error}", fix="delete it and run the data stage again")
+    return ArtifactError(f"{place} is not a scorer's model: {error}", fix="delete it and run the data stage again")
 
 
 def _encoder(device: str) -> Any:
-    """The module of the encoder; imported when used, since specs must load without torch."""
+    """The module of the encoder; imported on use, since specs must load without torch."""
     try:
         import torch
 
@@ -151,5 +155,5 @@ def _encoder(device: str) -> Any:
     except ImportError:
         raise MissingExtra.of("neural", "torch", "data") from None
     if device == "cuda" and not torch.cuda.is_available():
-        raise SpecError("scorer.device = 'cuda' and torch sees no CUDA device", fix="set device: cpu")
+        raise SpecError("scorer.device = 'cuda', but torch finds no CUDA device", fix="set device: cpu")
     return encoder

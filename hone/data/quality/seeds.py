@@ -1,4 +1,4 @@
-"""Seeds: the good and bad examples that a quality model learns from, and which of them it is tested on instead."""
+"""Seeds: the good and bad examples of a quality model, split into training and test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST = 10
 
 
 class Examples(NamedTuple):
-    """`texts` with `targets` (bool: good) and `held` (bool: only for testing). Pieces of one document are on one side."""
+    """`texts` with `targets` (bool: good) and `held` (bool: only for testing). Pieces of one document are in one split."""
 
     texts: list[str]
     targets: np.ndarray
@@ -30,7 +30,7 @@ class Examples(NamedTuple):
     num_broken: int
 
     def figures(self, scores: np.ndarray) -> dict[str, float]:
-        """How well `scores` of the held-out texts, in their order, tell good from bad, and how many documents there were."""
+        """How well `scores` of the held-out texts, in their order, separate good from bad, and the numbers of documents."""
         truth = self.targets[self.held]
         return {
             "auc": area_under_curve(truth, scores),
@@ -43,28 +43,28 @@ class Examples(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a model's files say of it: the hash of the spec and seeds it was made from, and its figures."""
+    """What a model's files record: the hash of its spec and seeds, and its figures."""
 
     made_by: str
     figures: dict[str, float]
 
 
 class Seeded(Scorer):
-    """Base of the scorers that learn from good and bad texts. A subclass says how, and how its files are read."""
+    """Base of scorers trained on good and bad texts. A subclass trains the model and reads its files."""
 
     version: ClassVar[int] = 1
-    """Counts up when the same spec and seeds make another model."""
+    """Incremented when the same spec and seeds give another model."""
 
     high: tuple[str, ...] = Field((), description="Files or folders of good texts.")
     low: tuple[str, ...] = Field((), description="Files or folders of bad texts.")
     text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables that holds the text.")
-    held_out: float = Field(0.1, gt=0, lt=1, description="Share of the documents of each side for testing only.")
+    held_out: float = Field(0.1, gt=0, lt=1, description="Share of the documents of each class for testing only.")
     piece_chars: int = Field(4000, ge=100, description="Longer seeds are cut into pieces, each an example.")
-    max_bytes: int = Field(50_000_000, gt=0, description="Most text of each side to learn from, chosen by hash.")
-    seed: int = Field(0, ge=0, description="Of whatever is drawn at random: first weights, the order of the seeds.")
+    max_bytes: int = Field(50_000_000, gt=0, description="Most training text of each class, chosen by hash.")
+    seed: int = Field(0, ge=0, description="Seed of initial weights and of the order of examples.")
 
     def train(self, folder: Path) -> dict[str, float]:
-        """Writes the model's files into `folder` unless they are there, made by this spec from these seeds; returns auc,
+        """Writes the model's files into `folder` unless those of the same spec and seeds exist; returns auc,
         accuracy (both of held-out documents) and the numbers of documents."""
         self.need()
         sides = listings(self.high, self.low)
@@ -77,7 +77,7 @@ class Seeded(Scorer):
             if known.made_by == made_by.hexdigest():
                 return known.figures
         except ArtifactError:
-            pass  # none, or half of an older one; it is made again
+            pass  # missing, or an unfinished older one: it is trained again
         examples = read_examples(sides, self.text_field, self.held_out, self.piece_chars, self.max_bytes)
         folder.mkdir(parents=True, exist_ok=True)
         self.fit(examples, made_by.hexdigest(), folder)
@@ -87,16 +87,16 @@ class Seeded(Scorer):
         """Raises MissingExtra when a package that training needs is not installed."""
 
     def known(self, folder: Path) -> Known:
-        """What the model in `folder` says of itself. Raises ArtifactError when there is none, or a damaged one."""
+        """What the files of the model in `folder` record. Raises ArtifactError when they are missing or damaged."""
         raise NotImplementedError
 
     def fit(self, examples: Examples, made_by: str, folder: Path) -> None:
-        """Learns from the examples that are not held out and writes the model into `folder`, so that a kill leaves none."""
+        """Trains on the examples that are not held out and writes the model into `folder`, atomically."""
         raise NotImplementedError
 
 
 def listings(high: tuple[str, ...], low: tuple[str, ...]) -> tuple[Listing, Listing]:
-    """The files of both sides. Raises SpecError for a side that names nothing or files that are not there."""
+    """The files of both classes. Raises SpecError for a class without files or files that do not exist."""
     for name, paths in (("high", high), ("low", low)):
         if not paths:
             raise SpecError(
@@ -108,10 +108,10 @@ def listings(high: tuple[str, ...], low: tuple[str, ...]) -> tuple[Listing, List
 def read_examples(
     sides: tuple[Listing, Listing], text_field: str, held_fraction: float, piece_chars: int, max_bytes: int
 ) -> Examples:
-    """Documents of both sides, each text once. Longer ones are cut into pieces of `piece_chars`, each an example.
+    """Documents of both classes, each text once. Longer ones are cut into pieces of `piece_chars`, each an example.
 
-    Documents stand in the order of their hashes, which is as good as random: of a side the first `max_bytes` are taken,
-    and of these the last `held_fraction` are held out. Raises SpecError for fewer than 10 documents, or one on both sides.
+    Documents are ordered by their hashes, which is as good as random: of a class the first `max_bytes` are taken,
+    and of these the last `held_fraction` are held out. Raises SpecError for fewer than 10 documents, or one in both classes.
     """
     texts: list[str] = []
     targets: list[bool] = []
@@ -130,8 +130,8 @@ def read_examples(
         both = found.keys() & known.keys()
         if both:
             raise SpecError(
-                f"{len(both)} texts stand in both scorer.high and scorer.low, for example {found[min(both)][:60]!r}",
-                fix="take them out of one of the two",
+                f"{len(both)} texts are in both scorer.high and scorer.low, for example {found[min(both)][:60]!r}",
+                fix="remove them from one of the two",
             )
         known.update(found)
         chosen, size = [], 0
@@ -142,7 +142,7 @@ def read_examples(
             chosen.append(found[digest])
         if len(chosen) < _LEAST:
             raise SpecError(
-                f"scorer.{name} gives {len(chosen)} different documents, too few to learn from"
+                f"scorer.{name} gives {len(chosen)} distinct documents, too few to train on"
                 + "".join(f"; {count} {reason}" for reason, count in sorted(broken.items())),
                 fix=f"give at least {_LEAST}; a long text can be cut into rows of a .jsonl file",
             )
@@ -157,7 +157,7 @@ def read_examples(
 
 
 def _pieces(text: str, most: int) -> list[str]:
-    """`text` cut at spaces into about equal pieces of at most `most` letters."""
+    """`text` cut at spaces into about equal pieces of at most `most` characters."""
     number = -(-len(text) // most)
     size = -(-len(text) // number)
     pieces = []

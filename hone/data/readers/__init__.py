@@ -1,1 +1,1 @@
-"""Readers: files, archives, pages and named data sets to documents; what cannot be read is handed on with its reason."""
+"""Readers: documents from files, archives, pages and named data sets; what cannot be read is reported with its reason."""

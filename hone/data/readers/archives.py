@@ -1,4 +1,4 @@
-"""Archives: the pages of WARC, WET and ARC files; a damaged record is set aside and the next one looked for."""
+"""Archives: the pages of WARC, WET and ARC files; a damaged record is set aside and reading continues at the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hone.data.readers.remote import is_lost
 from hone.data.readers.streams import decompressor, head, open_raw, open_stream, zstandard
 
 MAX_RECORD_BYTES = 32 << 20
-"""Larger web records are no pages."""
+"""Larger web records are not pages."""
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _MEMBER = b"\x1f\x8b\x08"
 _RECORD = re.compile(rb"(?<=\n)WARC/1\.\d\r?\n")
@@ -29,7 +29,7 @@ _LONGEST_HEADER = 1 << 16
 def read_archive(file: File, options: Options) -> Iterator[Piece | Fault]:
     """The text of each page in a WARC or ARC file and of each record of a WET file; a Fault for what cannot be read.
 
-    Requests, metadata, other types of content and answers other than 200 are passed over in silence.
+    Requests, metadata, other content types and responses with a status other than 200 are skipped.
     Raises MissingExtra without fastwarc (WARC) or the extractor's package.
     """
     extractor = options.extractor or Fast()
@@ -41,13 +41,13 @@ def read_archive(file: File, options: Options) -> Iterator[Piece | Fault]:
     elif file.compression == ".zst":
         with open_stream(file) as stream:
             yield from _warc(stream, extractor, None, quirks)
-    else:  # fastwarc finds gzip members itself
+    else:  # fastwarc detects gzip members itself
         with open_raw(file) as stream:
             yield from _warc(stream, extractor, file.compression, quirks)
 
 
 def _starts(file: File) -> bytes:
-    """The file's first bytes; none when they are damaged, for what comes after may be whole."""
+    """The file's first bytes; none when they are damaged, because what follows may be whole."""
     try:
         return head(file, 1 << 12)
     except Exception as error:
@@ -57,9 +57,9 @@ def _starts(file: File) -> bytes:
 
 
 def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quirks: bool) -> Iterator[Piece | Fault]:
-    """Records of a WARC stream. `compression` '' or '.gz' of a seekable one: after damage the next record is looked for.
+    """Records of a WARC stream. With `compression` '' or '.gz' of a seekable stream, reading continues at the next record after damage.
 
-    `quirks`: headers may be as odd as those of WARC 0.18, which also hides what is damaged.
+    `quirks`: accepts malformed headers like those of WARC 0.18, which also hides damage.
     """
     try:
         from fastwarc.warc import ArchiveIterator, WarcRecordType
@@ -67,11 +67,11 @@ def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quir
         raise MissingExtra.of("reading WARC files", "fastwarc", "data") from None
     wanted = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
     start = 0
-    damage: Fault | None = None  # told when it is known where it ends
+    damage: Fault | None = None  # reported when its end is known
     found = False
     while True:
         last = start
-        held: list[Piece | Fault] = []  # of the record before, which may turn out to be the last and cut
+        held: list[Piece | Fault] = []  # of the previous record, which may be the last and incomplete
         try:
             if start:
                 stream.seek(start)
@@ -85,7 +85,7 @@ def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quir
             cut = any(isinstance(item, Fault) and item.reason == "truncated" for item in held)
             if found and (cut or (compression is not None and _breaks_off(stream, last, compression))):
                 held = []
-                raise EOFError("the archive breaks off")
+                raise EOFError("the archive is truncated")
             yield from ([damage] if damage else []) + held
             return
         except (HoneError, Unreadable):
@@ -101,12 +101,12 @@ def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quir
                 yield Fault("truncated" if found or isinstance(error, EOFError) else "bad_archive")
                 return
             begun = last if damage is None else start
-            damage = Fault("damaged_record", f"at byte {begun}, going on at {after}", after - begun)
+            damage = Fault("damaged_record", f"at byte {begun}, continued at {after}", after - begun)
             start, found = after, True
 
 
 def _breaks_off(stream: IO[bytes], last: int, compression: str) -> bool:
-    """Whether the file ends inside its last record, which begins at `last`."""
+    """Whether the file is truncated inside its last record, which begins at `last`."""
     size = stream.seek(0, io.SEEK_END)
     if not compression:
         stream.seek(last)
@@ -117,7 +117,7 @@ def _breaks_off(stream: IO[bytes], last: int, compression: str) -> bool:
     stream.seek(last)
     if stream.read(len(_MEMBER)) == _MEMBER:
         stream.seek(last)
-    else:  # one member for the whole file: its records have no place of their own
+    else:  # one member for the whole file: records have no offset of their own
         stream.seek(0)
     part = zlib.decompressobj(31)
     rest = b""
@@ -135,7 +135,7 @@ def _breaks_off(stream: IO[bytes], last: int, compression: str) -> bool:
 
 
 def _next_record(stream: IO[bytes], start: int, compression: str) -> int | None:
-    """Where the next WARC record begins at or after `start`."""
+    """The offset of the next WARC record at or after `start`."""
     stream.seek(start)
     place, window = start, b""
     while chunk := stream.read(_STEP):
@@ -172,7 +172,7 @@ def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[Pie
     if kind not in (*_HTML_TYPES, "text/plain"):
         return
     url = record.headers.get("WARC-Target-URI", "").strip("<>")
-    if url.startswith("metadata:"):  # notes of the crawler on itself
+    if url.startswith("metadata:"):  # the crawler's own notes
         return
     served = None if is_text else record.http_charset
     expected = record.content_length
@@ -191,7 +191,7 @@ def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[Pie
 
 
 def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extractor) -> Piece | Fault:
-    """The text of a page or text file that was found at `url`; a page that breaks the extractor is set aside alone."""
+    """The text of a page or text file from `url`; a page on which the extractor fails is set aside."""
     if len(raw) > MAX_RECORD_BYTES:
         return Fault("record_too_large", url, len(raw))
     try:
@@ -209,7 +209,7 @@ def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extrac
 
 
 def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault]:
-    """Pages of an ARC file, version 1 or 2: a line 'URL address date type length', then so many bytes, each time."""
+    """Pages of an ARC file, version 1 or 2: repeatedly a line 'URL address date type length', then so many bytes."""
     while line := stream.readline(_LONGEST_HEADER):
         if not line.strip():
             continue
@@ -242,10 +242,10 @@ def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault]
 
 
 def _http(raw: bytes) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers, decoded body) of an answer. Raises ValueError, zlib.error."""
+    """(status, headers, decoded body) of a response. Raises ValueError, zlib.error."""
     border = re.search(rb"\r?\n\r?\n", raw)
     if not border or not raw.startswith(b"HTTP/"):
-        raise ValueError("no HTTP answer")
+        raise ValueError("not an HTTP response")
     first, *lines = raw[: border.start()].decode("latin-1").splitlines()
     headers = {}
     for line in lines:
@@ -257,7 +257,7 @@ def _http(raw: bytes) -> tuple[int, dict[str, str], bytes]:
 
 
 def _decoded(body: bytes, transfer: str, content: str) -> bytes:
-    """What a body says, without its transfer and content encodings; both may be named and not be there.
+    """A body without its transfer and content encodings; either may be declared and not applied.
 
     At most MAX_RECORD_BYTES + 1. Raises ValueError, zlib.error.
     """
@@ -280,7 +280,7 @@ def _decoded(body: bytes, transfer: str, content: str) -> bytes:
 
 
 def _inflated(body: bytes) -> bytes:
-    """A deflated body, with or without the wrapper that the standard asks for; as it is when it is neither."""
+    """A deflated body, with or without the zlib wrapper of the standard; unchanged when it is neither."""
     for window in (zlib.MAX_WBITS, -zlib.MAX_WBITS):
         try:
             return zlib.decompressobj(window).decompress(body, MAX_RECORD_BYTES + 1)
@@ -290,7 +290,7 @@ def _inflated(body: bytes) -> bytes:
 
 
 def _unchunked(body: bytes) -> bytes:
-    """A chunked body put together; as it is when it is not chunked in truth."""
+    """A chunked body put together; unchanged when it is not chunked."""
     parts, place = [], 0
     while True:
         end = body.find(b"\n", place)

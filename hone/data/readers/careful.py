@@ -1,4 +1,4 @@
-"""Careful: main text of web pages by trafilatura, much slower than the fast one."""
+"""Careful: main text of web pages by trafilatura, much slower than `fast`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.data.readers.extractor import Extractor
 
 
 class Careful(Extractor):
-    """trafilatura's rules over the whole tree, with its second opinions when asked. Barbaresi 2021, aclanthology 2021.acl-demo.15."""
+    """trafilatura's rules over the whole tree, optionally compared with other algorithms. Barbaresi 2021, aclanthology 2021.acl-demo.15."""
 
     paper: ClassVar[str] = "https://aclanthology.org/2021.acl-demo.15/"
 

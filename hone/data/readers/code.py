@@ -1,4 +1,4 @@
-"""Code: the language of a source file by its name, what is no one's writing (generated, minified, vendored), licences."""
+"""Code: the language of a source file by its name; generated, minified and vendored files; licences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LANGUAGES: dict[str, str] = {
     ".scss": "css", ".less": "css", ".proto": "protobuf", ".thrift": "thrift", ".cmake": "cmake", ".tf": "terraform",
     ".lean": "lean", ".agda": "agda", ".sol": "solidity", ".glsl": "glsl", ".wgsl": "wgsl", ".metal": "metal",
 }  # fmt: skip
-"""File name ending to programming language."""
+"""Programming language of each file suffix."""
 VENDORED = frozenset([
     "node_modules", "bower_components", "vendor", "vendored", "_vendor", "third_party", "third-party", "thirdparty",
     "site-packages", "dist-packages", "__pycache__",
 ])  # fmt: skip
-"""Folders of other people's packages."""
+"""Folders of third-party packages."""
 LICENCE_FILES = re.compile(r"(licen[cs]e|copying|unlicense|notice)([-._].*)?$", re.IGNORECASE)
 _GENERATED_NAMES = re.compile(
     r"(_pb2(_grpc)?\.pyi?|\.pb\.(go|cc|h)|\.g\.(dart|cs)|\.designer\.cs|\.generated\.\w+|_generated\.\w+|\.min\.(js|css))$",
@@ -57,13 +57,13 @@ _LICENCES: tuple[tuple[str, str], ...] = (
 
 
 def language_of(name: str) -> str:
-    """The programming language of a file called `name`; '' when its ending is no code's."""
+    """The programming language of a file called `name`; '' when its suffix is not known."""
     bare = name.lower().removesuffix(".gz").removesuffix(".zst")
     return LANGUAGES.get("." + bare.rsplit(".", 1)[-1], "") if "." in bare else ""
 
 
 def is_vendored(name: str) -> bool:
-    """Whether a folder on the path `name` is where other people's packages are kept."""
+    """Whether the path `name` has a folder of third-party packages."""
     return not VENDORED.isdisjoint(name.lower().split("/")[:-1])
 
 
@@ -73,7 +73,7 @@ def fault_of(name: str, source: str) -> str:
     if named:
         return "minified" if ".min." in named.group().lower() else "generated"
     top = source[: 1 << 14].split("\n", _HEAD_LINES)[:_HEAD_LINES]
-    inside = False  # a block comment's lines need not begin with a mark
+    inside = False  # lines of a block comment need not begin with a comment mark
     for line in top:
         inside |= bool(_COMMENT.match(line))
         if inside and _GENERATED.search(line):

@@ -10,14 +10,14 @@ _HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def prose_of(source: str, name: str) -> list[str]:
-    """Prose documents in Python `source`: its docstrings, each under the name it explains, joined to one document.
+    """Prose documents in Python `source`: its docstrings, each under the name that it documents, joined to one document.
 
     The module pydoc_data/topics.py is a table of the language reference: each topic becomes a document.
     Source that does not parse has none.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in old modules are not ours to report
+            warnings.simplefilter("ignore")  # invalid escapes in old modules are not reported
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []

@@ -1,4 +1,4 @@
-"""Documents: what readers hand on, how to read, and what makes a text none: NULs, mojibake, nothing in it."""
+"""Documents: what readers return, reading options, and checks of a text: NULs, mojibake, emptiness."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hone.data.text.batch import Texts
 
 SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01
-"""A text with a larger share of U+FFFD, which stands for bytes that could not be decoded, was read in the wrong encoding."""
+"""A text with a larger share of U+FFFD, which replaces bytes that could not be decoded, was read in the wrong encoding."""
 MAX_LEFT = 0.01
-"""Mojibake is repaired where it can be; a text with more places left that look wrong, per character, is set aside."""
+"""Mojibake is repaired where possible; a text with more suspect places per character after that is set aside."""
 _TAILS = "".join(
     sorted({chr(byte) for byte in range(0x80, 0xC0)} | set(bytes(range(0x80, 0xC0)).decode("cp1252", "ignore")))
 )
 _SUSPECT = re.compile(f"[\u00c2-\u00df][{_TAILS}]|[\u00e0-\u00f4][{_TAILS}]{{2}}|[\u0080-\u009f]")
-"""UTF-8 that was read as Latin-1 or Windows-1252, or a control character that stands for one of Windows-1252."""
+"""UTF-8 that was read as Latin-1 or Windows-1252, or a control character in place of one of Windows-1252."""
 _CUT_QUOTE = re.compile("\u00e2\u20ac(?![\u0080-\uffff])")
-"""What becomes of a closing quotation mark: Windows-1252 has no character for its last byte."""
+"""A closing quotation mark read as Windows-1252, which has no character for its last byte."""
 
 
 class Document(NamedTuple):
-    """One text. `id` is a hash of the file's name and the document's number in it (of a row: its place); `kind` is 'prose' or 'code'.
+    """One text. `id` is a hash of the file's name and the document's number in it (of a table's row: its place); `kind` is 'prose' or 'code'.
 
-    Documents of one `family` (uint64) must stay in one split: a module's docstrings are in its source too. `url` is where
-    the text was found, if that is known; `metadata` is JSON of the other fields that were asked for, or ''.
+    Documents of one `family` (uint64) must be in one split: a module's docstrings are also in its source. `url` is where
+    the text was found, if known; `metadata` is JSON of the other requested fields, or ''.
     """
 
     id: str
@@ -44,7 +44,7 @@ class Document(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """Something that could not become a document, and why."""
+    """Input that could not become a document, and why."""
 
     reason: str
     source: str
@@ -53,7 +53,7 @@ class Broken(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Documents in columns: `texts` and, for each of its k texts, what Document holds of it."""
+    """Documents in columns: `texts` and, for each of its k texts, the fields of Document."""
 
     texts: Texts
     ids: list[str]
@@ -65,17 +65,17 @@ class Batch(NamedTuple):
     metadata: list[str]
 
     def documents(self) -> list[Document]:
-        """The same, one by one."""
+        """The documents one by one."""
         rest = (self.sources, self.groups, self.kinds, self.families, self.urls, self.metadata)
         return [Document(*row) for row in zip(self.ids, self.texts.strings(), *rest)]
 
 
 class Options(NamedTuple):
-    """How to read.
+    """Reading options.
 
     `text_field` and `url_field` name fields of JSON rows and columns of Parquet tables ('a.b': field b of object a);
-    `metadata_fields` are carried along. `encoding` is that of text files ('auto': found out). `extractor` takes the text
-    out of HTML; None is the fast one.
+    `metadata_fields` are copied. `encoding` is that of text files ('auto': detected). `extractor` extracts the text
+    of HTML; None is the fast one.
     """
 
     text_field: str = "text"
@@ -87,7 +87,7 @@ class Options(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A text as a reader finds it."""
+    """A text as read from a file."""
 
     text: str
     kind: str = "prose"
@@ -96,9 +96,9 @@ class Piece(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something a reader cannot make a text of: the reason, what to show of it, how large it is.
+    """Input that a reader cannot turn into text: the reason, an excerpt, its size.
 
-    `numbered`: it is a document all the same, and those after it keep their numbers.
+    `numbered`: it counts as a document, so that those after it keep their numbers.
     """
 
     reason: str
@@ -107,7 +107,7 @@ class Fault(NamedTuple):
     numbered: bool = False
 
     def broken(self, source: str) -> Broken:
-        """The same, as what is counted under `source`."""
+        """As `Broken`, counted under `source`."""
         shown = self.shown[:SAMPLE_CHARS].replace("\0", "\\0").encode("utf8", "replace").decode()
         return Broken(
             self.reason, source, shown, len(shown.encode("utf8")) if self.num_bytes is None else self.num_bytes
@@ -115,13 +115,13 @@ class Fault(NamedTuple):
 
 
 class Unreadable(Exception):
-    """Ends one file early: (reason, what to show of it)."""
+    """Ends the reading of one file: (reason, excerpt)."""
 
 
 def poisoned(error: BaseException) -> bool:
-    """Whether `error` came from the input, so that the document or file is set aside and the rest goes on.
+    """Whether `error` was caused by the input, so that the document or file is set aside and reading continues.
 
-    A panic of a library in Rust arrives as a BaseException that is no Exception.
+    A panic of a Rust library is a BaseException that is not an Exception.
     """
     if isinstance(error, HoneError | MemoryError):
         return False
@@ -129,7 +129,7 @@ def poisoned(error: BaseException) -> bool:
 
 
 def settle(text: str) -> tuple[str, str]:
-    """(reason why `text` is no document or '', the text as hone keeps it)."""
+    """(the reason why `text` is not a document, or ''; the text as stored)."""
     if "\0" in text:
         return "binary", text
     if not text.isascii():
@@ -151,7 +151,7 @@ def settle(text: str) -> tuple[str, str]:
 
 
 def repaired(text: str) -> tuple[str, int]:
-    """(`text` with UTF-8 that was read in another encoding put right by ftfy, the number of places that still look wrong).
+    """(`text` after ftfy has repaired UTF-8 that was read in another encoding, the number of suspect places left).
 
     Raises MissingExtra without ftfy.
     """
@@ -160,7 +160,7 @@ def repaired(text: str) -> tuple[str, int]:
         from ftfy.badness import badness
     except ImportError:
         raise MissingExtra.of("repairing text in the wrong encoding", "ftfy", "data") from None
-    text = fix_encoding(_CUT_QUOTE.sub("\u201d", text))  # ftfy would make a dagger of it and the space behind
+    text = fix_encoding(_CUT_QUOTE.sub("\u201d", text))  # ftfy would turn it and the space after it into a dagger
     return text, badness(text)
 
 
@@ -170,7 +170,7 @@ def identify(name: str, number: int) -> str:
 
 
 def identify_all(name: str, numbers: Sequence[int]) -> list[str]:
-    """The ids of many documents of one file."""
+    """The ids of several documents of one file."""
     start = hashlib.blake2b(f"{name}#".encode(), digest_size=8)
     ids = []
     for number in numbers:
@@ -181,14 +181,14 @@ def identify_all(name: str, numbers: Sequence[int]) -> list[str]:
 
 
 def family_of(file: File, ident: str) -> int:
-    """What keeps documents together in one split: the module for Python's library, otherwise each document for itself."""
+    """The family of a document, which is kept in one split: the module for Python's library, else the document itself."""
     if file.format != "python":
         return int(ident, 16)
     return int(hashlib.blake2b(file.name.encode(), digest_size=8).hexdigest(), 16)
 
 
 def group_of(file: File, kind: str) -> str:
-    """What a file is counted under in statistics: sort of library text, top folder, or the file itself."""
+    """The group of a file in statistics: sort of library text, top folder, or the file itself."""
     if file.format == "python":
         return "library sources" if kind == "code" else "library docstrings"
     top, slash, _ = file.name.partition("/")

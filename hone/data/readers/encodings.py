@@ -1,4 +1,4 @@
-"""Encodings: bytes to text by byte order mark, validity, declaration and at last detection."""
+"""Encodings: decodes bytes by byte order mark, UTF-8 validity, declaration and finally detection."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _MARKS = (
 _SEVEN_BITS = ("iso2022", "hz", "utf_7")
 _ENDIAN = {"utf_16": "utf-16-le", "utf_32": "utf-32-le", "utf_8_sig": "utf-8"}
 _WIDER = {"iso8859-1": "cp1252", "koi8-r": "koi8-u", "shift_jis": "cp932", "euc_kr": "cp949"}
-"""Encodings that say the same and more: of what detectors name, texts hold the larger one as often."""
+"""Supersets of encodings that detectors return: texts are as often in the larger one."""
 _AROUND_BYTES = 1 << 14
 _EVIDENCE_BYTES = 1 << 16
-"""So much before and after the first byte that is no UTF-8 decides what it is."""
+"""Bytes before and after the first one that is not UTF-8 from which the encoding is detected."""
 _FEW_BYTES = 64
 _HIGH = bytes(range(0x80, 0x100))
 
 BAD = "\udc80"
-"""Stands for each byte without meaning in what the decoders of this file give; no encoding has it."""
+"""Replaces each undecodable byte in the output of this file's decoders; no encoding has it."""
 _MARK_BAD = "hone.bad"
 codecs.register_error(_MARK_BAD, lambda error: (BAD * (error.end - error.start), error.end))
 
 
 def marked(start: bytes) -> str | None:
-    """The encoding that a byte order mark at the start of a file names."""
+    """The encoding given by a byte order mark at the start of a file."""
     return next((name for mark, name in _MARKS if start.startswith(mark)), None)
 
 
 class Decoder(Protocol):
-    """Decodes a file document by document; each document may come in pieces, of which `final` closes it."""
+    """Decodes a file document by document; each document may come in pieces, the last with `final`."""
 
     encoding: str
-    """In which marks between documents are written."""
+    """Encoding of the separators between documents."""
 
     def decode(self, raw: bytes, final: bool) -> str: ...
 
 
 def decoder_of(start: bytes, encoding: str) -> tuple[Decoder, int]:
-    """(what decodes a file that begins with `start`, the bytes of its byte order mark); `encoding` is that of files without one."""
+    """(the decoder of a file that begins with `start`, the length of its byte order mark); `encoding` is that of files without one."""
     for mark, name in _MARKS:
         if start.startswith(mark):
             if name in ("utf-16", "utf-32"):
@@ -55,14 +55,14 @@ def decoder_of(start: bytes, encoding: str) -> tuple[Decoder, int]:
 
 
 class Known:
-    """Decodes text of a known encoding; BAD stands for what is none."""
+    """Decodes text of a known encoding; BAD replaces undecodable bytes."""
 
     def __init__(self, encoding: str) -> None:
         self.encoding = _ENDIAN.get(codecs.lookup(encoding).name.replace("-", "_"), encoding)
         self._decoder = codecs.getincrementaldecoder(self.encoding)(_MARK_BAD)
 
     def decode(self, raw: bytes, final: bool) -> str:
-        """The text of `raw` and of what was left of the bytes before; all of it when `final`."""
+        """The text of `raw` and of bytes left from earlier calls; all of it when `final`."""
         text = self._decoder.decode(raw, final)
         if final:
             self._decoder.reset()
@@ -70,11 +70,11 @@ class Known:
 
 
 class Unknown:
-    """Decodes text that says nothing about its encoding: UTF-8 while it is valid, then what the bytes around the first mistake look like.
+    """Decodes text without a declared encoding: as UTF-8 while it is valid, then as detected from the bytes around the first invalid one.
 
     Many texts begin with pages of plain ASCII. UTF-8 with some bad bytes stays UTF-8, with BAD for these. Where a
-    document holds few bytes above ASCII, the other documents of the file tell more than they do.
-    Raises MissingExtra without resiliparse when something is no UTF-8.
+    document has few bytes above ASCII, the file's other documents are better evidence.
+    Raises MissingExtra without resiliparse when something is not UTF-8.
     """
 
     encoding = "utf-8"
@@ -88,7 +88,7 @@ class Unknown:
         self._name = ""
 
     def decode(self, raw: bytes, final: bool) -> str:
-        """As Known; holds back up to 64 kB from a byte that is no UTF-8 on, until what follows says what it is."""
+        """As Known; holds back up to 64 kB from the first byte that is not UTF-8, until the encoding is detected."""
         raw = self._held + raw
         text, self._held = self._decoded(raw, final)
         if final:
@@ -113,7 +113,7 @@ class Unknown:
         return raw[:begin].decode() + text, decoder.getstate()[0]
 
     def _judged(self, window: bytes) -> str:
-        """The encoding of text that is no valid UTF-8."""
+        """The encoding of text that is not valid UTF-8."""
         text = window.decode("utf-8", "replace")
         num_bad = text.count("\ufffd")
         num_high = len(window) - len(window.translate(None, _HIGH))
@@ -135,18 +135,18 @@ def decode_text(raw: bytes, encoding: str) -> str:
     decoder, begin = decoder_of(raw[:4], encoding)
     text = decoder.decode(raw[begin:], True)
     if BAD in text:
-        raise UnicodeDecodeError(encoding, raw[:0], 0, 0, "bytes without meaning")
+        raise UnicodeDecodeError(encoding, raw[:0], 0, 0, "undecodable bytes")
     return text
 
 
 def _detected(raw: bytes) -> str:
-    """The encoding that bytes look like which are no UTF-8. Raises MissingExtra without resiliparse."""
+    """The detected encoding of bytes that are not UTF-8. Raises MissingExtra without resiliparse."""
     try:
         from resiliparse.parse.encoding import detect_encoding
     except ImportError:
-        raise MissingExtra.of("finding out encodings", "resiliparse", "data") from None
+        raise MissingExtra.of("detecting encodings", "resiliparse", "data") from None
     name = detect_encoding(raw)
-    if name in (None, "utf-8"):  # what the web has no name for, as cp949 of Korea
+    if name in (None, "utf-8"):  # encodings unknown to the web, such as Korea's cp949
         name = detect_encoding(raw, html5_compatible=False)
     name = _WIDER.get(name or "", name)
     usable = _known(name) not in (None, "utf_8", "ascii") and "a\n".encode(name or "") == b"a\n"
@@ -154,9 +154,9 @@ def _detected(raw: bytes) -> str:
 
 
 def decode_page(raw: bytes, served: str | None = None) -> str:
-    """Text of a web page: byte order mark, then UTF-8 if it is valid, then what the server said, the page's meta tag, detection.
+    """Text of a web page: byte order mark, then UTF-8 if valid, then the server's declaration, the page's meta tag, detection.
 
-    Pages that say Latin-1 and are valid UTF-8 are UTF-8 in truth. Bytes without meaning become U+FFFD.
+    Pages declared as Latin-1 that are valid UTF-8 are decoded as UTF-8. Undecodable bytes become U+FFFD.
     Raises MissingExtra without resiliparse.
     """
     try:
@@ -185,7 +185,7 @@ def decode_plain(raw: bytes, served: str | None = None) -> str:
 
 
 def _certain(raw: bytes, served: str | None) -> str | None:
-    """The encoding that the server said, if bytes in it can pass for UTF-8 and are none."""
+    """The encoding declared by the server, if its text can be valid UTF-8 by chance without being UTF-8."""
     served = _known(served)
     if served and served.startswith(_SEVEN_BITS):  # these look like ASCII
         return served
@@ -193,7 +193,7 @@ def _certain(raw: bytes, served: str | None) -> str | None:
 
 
 def _told(raw: bytes, served: str | None) -> str | None:
-    """The text in UTF-8 if it is valid, else in the encoding that the server said; None when it is neither."""
+    """The text in UTF-8 if valid, else in the encoding declared by the server; None when neither decodes."""
     served = _known(served)
     for name in ("utf_8", "cp1252" if served in ("iso8859_1", "ascii") else served):
         try:

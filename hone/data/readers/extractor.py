@@ -1,4 +1,4 @@
-"""Extractor: what takes the main text out of an HTML page, and the page's way from bytes to it."""
+"""Extractor: extracts the main text of an HTML page, and decodes the page first."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from hone.data.readers.documents import SAMPLE_CHARS, Unreadable
 from hone.data.readers.encodings import decode_page
 
 MAX_DEPTH = 512
-"""Elements inside each other, as browsers built on Blink allow. Extractors take the square of the depth: minutes at 100,000."""
+"""Deepest nesting of elements, as in browsers built on Blink. Extractors take time quadratic in the depth: minutes at 100,000."""
 _OPEN, _SLASH = ord("<"), ord("/")
 
 
 class Extractor(Technique):
-    """Takes the main text out of the HTML of a page."""
+    """Extracts the main text of an HTML page."""
 
     def extract(self, page: str) -> str:
-        """The main text of `page`, decoded HTML; '' when it has none. Raises ValueError for what is no page at all."""
+        """The main text of `page`, decoded HTML; '' when it has none. Raises ValueError for text that is not a page."""
         raise NotImplementedError
 
 
 def page_text(raw: bytes, extractor: Extractor, served: str | None = None) -> str:
-    """Main text of an HTML page in bytes; `served` is the encoding the server named.
+    """Main text of an HTML page in bytes; `served` is the encoding declared by the server.
 
     Raises MissingExtra, ValueError, and Unreadable for a page whose elements are nested deeper than MAX_DEPTH.
     """
@@ -33,17 +33,17 @@ def page_text(raw: bytes, extractor: Extractor, served: str | None = None) -> st
 
 
 def _may_be_deep(page: str) -> bool:
-    """Whether at any place more than MAX_DEPTH tags were opened than closed; elements that need no end tag count too."""
+    """Whether at any place more than MAX_DEPTH tags are open; elements without an end tag count too."""
     if page.count("<") <= MAX_DEPTH:
         return False
     data = np.frombuffer(page.encode("utf8", "replace") + b" ", np.uint8)
     following = data[np.flatnonzero(data[:-1] == _OPEN) + 1]
-    letters = (following | 32) - ord("a") < 26  # bytes wrap round, so that only letters come out below 26
+    letters = (following | 32) - ord("a") < 26  # uint8 wraps around, so that only letters are below 26
     return int(np.cumsum(letters.astype(np.int32) - (following == _SLASH)).max(initial=0)) > MAX_DEPTH
 
 
 def _is_deep(page: str) -> bool:
-    """Whether an element of the parsed page lies inside more than MAX_DEPTH others."""
+    """Whether an element of the parsed page is nested inside more than MAX_DEPTH others."""
     from resiliparse.parse.html import HTMLTree
 
     level = [HTMLTree.parse(page).document]

@@ -1,4 +1,4 @@
-"""Fast: main text of web pages by resiliparse, with the boxes around articles left out by their names."""
+"""Fast: main text of web pages by resiliparse, without the boxes around articles, which are recognized by class name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.base.errors import MissingExtra
 from hone.data.readers.extractor import Extractor
 
 BOXES = ("caption", "newsletter", "share", "related", "credit", "cookie", "popular", "copyright")
-"""Parts of class names of elements that stand around an article or in it and are none of its text."""
+"""Parts of class names of elements around or inside an article that are not part of its text."""
 _SENTENCE_ENDS = tuple(".!?…。！？:;\"'”»’)]")
 _LEAST_CHARS = 250
 _MENU_CHARS = 60
@@ -27,7 +27,7 @@ _LABEL = re.compile(
 
 
 class Fast(Extractor):
-    """One pass over the tree by resiliparse; boxes by class name, menus at the end and lone labels go. Bevendorff et al. 2018."""
+    """One pass over the tree by resiliparse; removes boxes by class name, menus at the end and single labels. Bevendorff et al. 2018."""
 
     paper: ClassVar[str] = "https://doi.org/10.1007/978-3-319-76941-7_83"
 
@@ -48,7 +48,7 @@ class Fast(Extractor):
         around = [] if self.headline else ["header", "h1"]
         boxes = [f'[class*="{word}"]' for word in self.boxes]
         text = self._plain(tree, [*around, "footer", *boxes])
-        if boxes and len(text) < _LEAST_CHARS:  # the article itself may stand in such an element
+        if boxes and len(text) < _LEAST_CHARS:  # the article itself may be in such an element
             whole = self._plain(tree, around)
             if len(whole) > 2 * len(text):
                 text = whole
@@ -70,9 +70,9 @@ class Fast(Extractor):
 
 
 def tidied(text: str) -> str:
-    """`text` without lines that only label a button or box, and without a menu at its end.
+    """`text` without lines that are labels of buttons or boxes, and without a menu at its end.
 
-    A menu is a run of short lines that end like no sentence; one that is a good part of the text is taken for text.
+    A menu is a run of short lines that do not end like sentences; a run that is a large part of the text is kept.
     """
     lines = [line for line in text.split("\n") if not line or len(line) > _MENU_CHARS or not _LABEL.fullmatch(line)]
     end = len(lines)

@@ -1,4 +1,4 @@
-"""Listing: which files a source consists of, in a fixed order, and what each is read as."""
+"""Listing: the files of a source in a fixed order, and the format in which each is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hone.data.readers.remote import find, fixed, is_remote
 
 PYTHON = "python"
 SEEN = "input.seen"
-"""File in the log of a data artifact, which is no content: `Listing.seen` of what it was made from."""
+"""File in the log of a data artifact, not part of its content: `Listing.seen` of its source."""
 FORMATS: dict[str, str] = {
     ".txt": "text",
     ".md": "text",
@@ -36,10 +36,10 @@ FORMATS: dict[str, str] = {
     ".arc": "warc",
     **dict.fromkeys(LANGUAGES, "code"),
 }
-"""File name ending to reader; each may be followed by one of COMPRESSIONS, parquet excepted."""
+"""Reader of each file suffix; each may be followed by one of COMPRESSIONS, except parquet."""
 COMPRESSIONS = (".gz", ".zst")
 
-# Parts of a Python installation that are no library text: other people's packages, tests, byte tables, build settings.
+# Parts of a Python installation that are not library text: third-party packages, tests, byte tables, build settings.
 _NO_LIBRARY = frozenset([
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "lib-dynload", "encodings",
     "_bundled",
@@ -51,11 +51,11 @@ _LIBRARY_TEXTS = (".txt", ".rst", ".md")
 
 @dataclass(frozen=True)
 class File:
-    """One input file. `name` is its path inside the source ('/' between parts), the only one that leaves this room.
+    """One input file. `name` is its path inside the source ('/' between parts), the only path that goes into artifacts.
 
-    `url` is where a remote file is found, `licence` what the nearest licence file above a source file says. `part` is the
-    range of it that is meant (bytes of jsonl, row groups of Parquet), of which `size` is the bytes; None: all of it. `version`
-    is its time of change, of a remote one what its store says of it.
+    `url` is the address of a remote file, `licence` that of the nearest licence file above a source file. `part` is the
+    range of the file to read (bytes of jsonl, row groups of Parquet), and `size` its bytes; None: all of it. `version`
+    is its modification time, or a remote store's version of it.
     """
 
     path: Path
@@ -71,9 +71,9 @@ class File:
 
 @dataclass
 class Listing:
-    """What was found: `files` to read, `skipped` endings with counts, `broken` (name, reason) of what cannot be opened.
+    """The result of listing: `files` to read, `skipped` suffixes with counts, `broken` (name, reason) of files that cannot be opened.
 
-    `licences` are the licence files met, by name: what each says.
+    `licences` maps the name of each licence file to its licence.
     """
 
     files: list[File] = field(default_factory=list)
@@ -92,21 +92,21 @@ class Listing:
 
     @property
     def seen(self) -> str:
-        """Names, sizes and versions: another one when a file was written anew, even with as many bytes, or only copied."""
+        """Names, sizes and versions: changes when a file was rewritten, also with the same size, or copied."""
         return fingerprint([[file.name, file.size, file.version] for file in self.files])
 
 
 def list_source(source: str | Sequence[str]) -> Listing:
     """The files of `source`: 'python', a path or URL (with `*`, `?`, `[` too), 'hf:owner/name[:config][:split]', or several of them.
 
-    Of several, each file's name begins with its source's; of two sources of one name the second is NAME-2, unless a third
-    is called that. Raises SpecError when one is not there or holds no file to
-    read, MissingExtra and MachineError for remote ones.
+    With several sources, each file's name begins with its source's; of two sources of one name the second is NAME-2, unless a third
+    has that name. Raises SpecError when a source does not exist or has no readable
+    file, MissingExtra and MachineError for remote ones.
     """
     if isinstance(source, str):
         return _list_one(source)
     if not source:
-        raise SpecError("source names nothing", fix="give a file, a folder or 'python'")
+        raise SpecError("source is empty", fix="give a file, a folder or 'python'")
     if len(source) == 1:
         return _list_one(source[0])
     listing = Listing()
@@ -120,7 +120,7 @@ def list_source(source: str | Sequence[str]) -> Listing:
 
 
 def _labels(sources: Sequence[str]) -> list[str]:
-    """What the names of each source's files begin with when it is one of several: its own name, numbered where another has it."""
+    """The prefix of the names of each of several sources' files: the source's own name, numbered when not unique."""
     names = [_label(source) for source in sources]
     taken: set[str] = set()
     labels = []
@@ -164,14 +164,14 @@ def _list_one(source: str) -> Listing:
         endings = ", ".join(f"{count} {ending}" for ending, count in listing.skipped.most_common(5))
         refused = ", ".join(f"{name}: {reason}" for name, reason in listing.broken[:3])
         raise SpecError(
-            f"{where} holds no file hone can read (skipped: {endings or 'nothing'}; refused: {refused or 'nothing'})",
+            f"{where} has no file that hone can read (skipped: {endings or 'nothing'}; refused: {refused or 'nothing'})",
             fix="give files ending in .txt .md .rst .html .jsonl .warc .wet .arc (also .gz, .zst), .parquet, or source code",
         )
     return listing
 
 
 def _matching(pattern: str) -> list[Path]:
-    """What a pattern of paths names, without what lies in a folder that it names too."""
+    """The paths that match a pattern, without those inside a folder that also matches."""
     found: dict[Path, None] = {}
     for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
         if found.keys().isdisjoint(path.parents):
@@ -180,7 +180,7 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def _walk_all(paths: Sequence[Path], base: Path) -> Listing:
-    """The files at or below each of `paths`, named by their place in `base`."""
+    """The files at or below each of `paths`, named relative to `base`."""
     listing = Listing()
     for path in paths:
         _walk(path, into=listing, prefix=path.relative_to(base).as_posix())
@@ -203,7 +203,7 @@ def _remote(source: str) -> Listing:
 
 
 def _set_apart(listing: Listing) -> Listing:
-    """Sets other people's packages aside, and notes on source files the licence of the nearest licence file above them."""
+    """Sets third-party packages aside, and sets the licence of source files from the nearest licence file above them."""
     listing.broken += [(file.name, "vendored") for file in listing.files if _vendored(file)]
     kept = [file for file in listing.files if not _vendored(file)]
     licences = {name.rpartition("/")[0]: text for name, text in sorted(listing.licences.items(), reverse=True)}
@@ -236,7 +236,7 @@ def _python_library() -> Listing:
         if base.startswith("_sysconfigdata") or file.name.startswith("config-"):
             continue
         if base.endswith(".py"):
-            kept.append(replace(file, format="python", version=""))  # when it was installed says nothing
+            kept.append(replace(file, format="python", version=""))  # the time of installation is no version
         elif base.endswith(_LIBRARY_TEXTS):
             kept.append(replace(file, version=""))
     listing.files = kept
@@ -244,9 +244,9 @@ def _python_library() -> Listing:
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset(), into: Listing | None = None, prefix: str = "") -> Listing:
-    """All regular files at or below `root`, symbolic links followed, each folder once (a loop of links ends).
+    """All regular files at or below `root`, symbolic links followed, each folder once, so that a loop of links ends.
 
-    They are added to the listing `into`; the names of those in a folder begin with `prefix`, which is the name of a lone file.
+    They are added to the listing `into`; names in a folder begin with `prefix`, which is the whole name of a single file.
     """
     listing = Listing() if into is None else into
     if not root.is_dir():
@@ -281,12 +281,12 @@ def _walk(root: Path, skip: frozenset[str] = frozenset(), into: Listing | None =
 def _is_folder(entry: os.DirEntry) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads to itself
+    except OSError:  # a link to itself
         return False
 
 
 def _add(listing: Listing, path: Path, name: str) -> None:
-    """Puts one file where it belongs. Only regular files are opened: a pipe would block for ever."""
+    """Adds one file to the listing. Only regular files are opened: a pipe would block for ever."""
     name = _printable(name)
     try:
         status = path.stat()
@@ -310,7 +310,7 @@ def _add(listing: Listing, path: Path, name: str) -> None:
 
 
 def _endings(name: str) -> Iterator[tuple[str, str]]:
-    """(format, compression) that the file name stands for, if it stands for one."""
+    """(format, compression) that the suffixes of a file name may mean."""
     lowered = name.lower()
     for compression in ("", *COMPRESSIONS):
         bare = lowered.removesuffix(compression)
@@ -322,7 +322,7 @@ def _endings(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _printable(name: str) -> str:
-    """A file name that is no valid UTF-8 must not break JSON later."""
+    """The name with bytes that are not UTF-8 escaped, so that it can be written to JSON."""
     return name.encode("utf8", "surrogateescape").decode("utf8", "replace")
 
 

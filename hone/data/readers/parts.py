@@ -1,8 +1,8 @@
-"""Parts: a large file as several pieces of work, cut by its own sizes alone; read one after the other they are the whole file.
+"""Parts: splits a large file into several tasks, by its own sizes alone; the parts in order are the whole file.
 
-jsonl is cut at multiples of PART_BYTES: a line belongs to the part that its first byte lies in. Parquet is cut between row
-groups. Documents are numbered by their place in the file (byte or row), so that a cut changes no id. Compressed streams
-and archives have no places to begin at, texts and pages are read whole: they are not cut.
+jsonl is cut at multiples of PART_BYTES: a line belongs to the part in which its first byte is. Parquet is cut between row
+groups. Documents are numbered by their position in the file (byte or row), so that cuts do not change ids. Compressed streams
+and archives cannot be read from the middle, and texts and pages are read whole: these are not cut.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hone.data.readers.rows import row_group_bytes
 from hone.data.readers.streams import open_raw
 
 PART_BYTES = 64 << 20
-"""Text, about, that a part holds; of Parquet that of its tables before compression."""
+"""About the bytes of text of a part; for Parquet the bytes of its columns before compression."""
 _PARQUET_SHRINKS = 8
-"""Parquet files are opened to see how much they hold from PART_BYTES / _PARQUET_SHRINKS on."""
+"""Parquet files from PART_BYTES / _PARQUET_SHRINKS on are opened to find their uncompressed size."""
 
 
 def parts(file: File, options: Options, part_bytes: int | None = None) -> list[File]:
@@ -39,7 +39,7 @@ def _by_bytes(file: File, part_bytes: int) -> list[File]:
             mark = marked(raw.read(4))
     except HoneError:
         raise
-    except OSError:  # reading it will say so, once
+    except OSError:  # reading it reports the error
         return [file]
     if mark and mark != "utf-8-sig":
         return [file]

@@ -1,4 +1,4 @@
-"""Read: files to documents, one by one or in batches; what is broken is handed on with its reason and never stops the rest."""
+"""Read: documents from files, one by one or in batches; broken input is returned with its reason and never stops the rest."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from hone.data.readers.listing import File
 from hone.data.readers.remote import is_lost
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
 from hone.data.readers.streams import open_stream
-from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # others look for it here
+from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # imported from here by others
 from hone.data.readers.texts import read_text
 from hone.data.text.batch import Texts
 
 MAX_FILE_BYTES = 64 << 20
-"""Pages and source files are read whole; longer ones are neither."""
+"""Pages and source files are read whole; larger ones are set aside."""
 
 
 def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
-    """Every document of `file`, and a Broken for everything in it that is none.
+    """Every document of `file`, and a Broken for everything in it that is not one.
 
-    Raises MissingExtra when a package is needed that is not installed, MachineError when a remote file cannot be
-    reached; nothing else.
+    Raises only MissingExtra when a required package is not installed and MachineError when a remote file cannot be
+    reached.
     """
     for item in _items(file, options):
         if isinstance(item, Batch):
@@ -61,7 +61,7 @@ def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
 def read_batches(file: File, options: Options) -> Iterator[Batch | Broken]:
     """The same documents in the same order as read_file, about BLOCK_BYTES of text at a time.
 
-    The rows of jsonl and Parquet files never become Python strings unless something is odd about them.
+    The rows of jsonl and Parquet files are not converted to Python strings unless they are irregular.
     """
     waiting: list[Document] = []
     num_chars = 0
@@ -84,7 +84,7 @@ def _gathered(documents: list[Document]) -> Batch:
 
 
 def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
-    """What is in `file`: rows as batches, all else document by document. What ends it early costs the bytes not read so far."""
+    """The content of `file`: rows as batches, everything else document by document. An error that ends it early loses the unread bytes."""
     found = False
     num_bytes = 0
     items = _numbered(file, options)
@@ -97,12 +97,12 @@ def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
         except BaseException as error:
             if not poisoned(error):
                 raise
-            if file.url and is_lost(error):  # what is wrong is not the file
+            if file.url and is_lost(error):  # the connection failed, not the file
                 raise unreachable(file.url, error) from None
             yield Fault(_reason(error), str(error), max(file.size - num_bytes, 0)).broken(file.name)
             return
         if item is None:
-            if not found and file.part is None:  # a part may lie inside one long line
+            if not found and file.part is None:  # a part may be inside one long line
                 yield Broken("empty", file.name, "", file.size)
             return
         found = True
@@ -120,7 +120,7 @@ def _size(item: Document | Batch | Broken) -> int:
 
 
 def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
-    """Documents with their ids. A text that is set aside keeps its number, so that the others keep theirs."""
+    """Documents with their ids. A text that is set aside counts too, so that the others keep their numbers."""
     number = 0
     for item in _READERS[file.format](file, options):
         if isinstance(item, Fault):
@@ -141,7 +141,7 @@ def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broke
 
 
 def _batch(rows: Rows, file: File) -> Iterator[Batch | Broken]:
-    """Rows of `file`, numbered by their places, as documents in columns; then what is none of them."""
+    """Rows of `file`, numbered by their positions, as documents in columns; then those that are not documents."""
     from hone.data.readers.sound import settle_batch  # its kernels are compiled on use
 
     texts, kept, faults = settle_batch(rows.texts)
@@ -162,7 +162,7 @@ def _picked(column: list[str] | None, kept: Any) -> list[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """One word for what went wrong in a file."""
+    """A one-word reason for an error in a file."""
     if isinstance(error, PermissionError):
         return "no_permission"
     if isinstance(error, FileNotFoundError):
@@ -179,7 +179,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _read_code(file: File, options: Options) -> Iterator[Piece | Fault]:
-    """A source file; its language and licence as metadata. What a program wrote is set aside."""
+    """A source file, with its language and licence as metadata. Generated files are set aside."""
     language = language_of(file.name)
     raw = _whole(file)
     source = _python_text(raw) if language == "python" else decode_text(raw, options.encoding)

@@ -25,12 +25,12 @@ _CLIENTS = (
 )
 _PARQUET_BRANCH = "refs/convert/parquet"
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
-"""Under which names file systems say which version of a file is there, the surest first."""
+"""Names under which file systems give the version of a file, the most reliable first."""
 _MAGIC = re.compile(r"[*?[]")
 
 
 class Found(NamedTuple):
-    """A remote file. `version` is what its store says of the version that is there: etag or time of change; '' for nothing."""
+    """A remote file. `version` is its store's version: etag or modification time; '' for none."""
 
     url: str
     name: str
@@ -45,7 +45,7 @@ class _Entry(NamedTuple):
 
 
 def is_remote(source: str) -> bool:
-    """Whether `source` names a data set of the hub or a URL."""
+    """Whether `source` is a data set of the Hub or a URL."""
     return source.startswith(HUB) or "://" in source
 
 
@@ -63,13 +63,13 @@ def open_remote(url: str) -> IO[bytes]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` says that the connection failed, not that what came over it is wrong."""
+    """Whether `error` means that the connection failed, not that its data are invalid."""
     home = type(error).__module__.partition(".")[0]
     return isinstance(error, ConnectionError | TimeoutError) or home in _CLIENTS
 
 
 def fixed(source: str) -> str:
-    """The folder above the first part of a path or URL that is a pattern; all of it when none is."""
+    """The folder above the first part of a path or URL that is a pattern; all of it without a pattern."""
     match = _MAGIC.search(source)
     if not match:
         return source
@@ -78,9 +78,9 @@ def fixed(source: str) -> str:
 
 
 def find(source: str) -> list[Found]:
-    """Every file of `source`: a URL of a file or folder, a pattern of such, or 'hf:owner/name[:config][:split]'.
+    """Every file of `source`: a URL of a file or folder, a pattern, or 'hf:owner/name[:config][:split]'.
 
-    Raises MissingExtra, MachineError, and SpecError when it names nothing.
+    Raises MissingExtra, MachineError, and SpecError when nothing matches.
     """
     if source.startswith(HUB) and not source.startswith("hf://"):
         return _data_set(source)
@@ -99,7 +99,7 @@ def find(source: str) -> list[Found]:
 
 
 def _matching(system: Any, pattern: str, source: str) -> list[_Entry]:
-    """All files that a pattern names, and those below the folders it names."""
+    """All files that match a pattern, and those below folders that match it."""
     try:
         paths = system.glob(pattern)
     except FileNotFoundError:
@@ -111,10 +111,12 @@ def _matching(system: Any, pattern: str, source: str) -> list[_Entry]:
 
 
 def _data_set(source: str) -> list[Found]:
-    """The Parquet files of a data set on the hub: those converted by the hub, else the data set's own files."""
+    """The Parquet files of a data set on the Hub: those converted by the Hub, else the data set's own files."""
     name, *picked = source.removeprefix(HUB).split(":")
     if name.count("/") != 1 or len(picked) > 2:
-        raise SpecError(f"source {source} names no data set", fix="write hf:OWNER/NAME, hf:OWNER/NAME:CONFIG:SPLIT")
+        raise SpecError(
+            f"source {source} is not the name of a data set", fix="write hf:OWNER/NAME, hf:OWNER/NAME:CONFIG:SPLIT"
+        )
     try:
         importlib.import_module("huggingface_hub")
     except ImportError:
@@ -136,21 +138,24 @@ def _data_set(source: str) -> list[Found]:
 
 
 def _own_files(system: Any, name: str, config: str, split: str, source: str) -> list[Found]:
-    """The files a data set's owner put there; with a config or split those whose path names it."""
+    """The files of the data set's repository; with a config or split, those whose path contains it."""
     root = f"datasets/{name}"
     found = _walk(system, root, source)
     if not found:
-        raise SpecError(f"source {source}: the hub has no such data set", fix="check owner and name")
+        raise SpecError(f"source {source}: the Hub has no such data set", fix="check owner and name")
     rows = [Found(f"hf://{path}", _inside(path, root), size, version) for path, size, version in found]
     chosen = [row for row in rows if config in row.name and split in row.name]
     if not chosen:
         names = ", ".join(row.name for row in rows[:8])
-        raise SpecError(f"source {source}: no file of the data set is named so", fix=f"its files are: {names}")
+        raise SpecError(
+            f"source {source}: no file of the data set has this config or split in its path",
+            fix=f"its files are: {names}",
+        )
     return chosen
 
 
 def _choose(what: str, wanted: str, there: list[str], usual: str, source: str) -> str:
-    """The config or split asked for; the usual or only one when none is."""
+    """The requested config or split; by default the usual or the only one."""
     if not wanted:
         if usual in there or len(there) == 1:
             return usual if usual in there else there[0]
@@ -184,7 +189,7 @@ def _inside(path: str, root: str) -> str:
     """The part of `path` below `root`, or its own name when it is the root."""
     below = (
         path.removeprefix(root) if path.startswith(root) else path.rsplit(root, 1)[-1]
-    )  # a hub's path may be escaped
+    )  # paths on the Hub may be escaped
     return below.strip("/") or path.rsplit("/", 1)[-1]
 
 

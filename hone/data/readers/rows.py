@@ -1,4 +1,4 @@
-"""Rows: the texts of jsonl files and Parquet tables in batches, read by Arrow where it can."""
+"""Rows: the texts of jsonl files and Parquet tables in batches, by Arrow where possible."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ pa = lazy("pyarrow")
 
 MAX_ROW_BYTES = 64 << 20
 BLOCK_BYTES = 16 << 20
-"""Text in a batch, about."""
+"""About the bytes of text in a batch."""
 _MOST_ROWS = 1 << 16
 _ENDLESS = 1 << 62
 _FREE_TABLE_BYTES = 1 << 30
 
 
 class Rows(NamedTuple):
-    """Texts as a file's rows hold them, unchecked. `urls` and `metadata` are None where nothing was asked for or is there.
+    """Texts of a file's rows, unchecked. `urls` and `metadata` are None when not requested or absent.
 
-    `places` int64 [n] is where each text stands in the file: the first byte of its line, the number of its row.
+    `places` int64 [n] is the position of each text in the file: the first byte of its line, or the number of its row.
     """
 
     texts: Texts
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
-    """The rows of a file of JSON objects, a line each; a Fault for each that has no text."""
+    """The rows of a file of JSON objects, one per line; a Fault for each without text."""
     _need_arrow("reading jsonl")
     plain = not options.metadata_fields and "." not in options.text_field + options.url_field
     with open_stream(file) as stream:
@@ -59,7 +59,7 @@ def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
 
 
 def _start(stream: IO[bytes], part: tuple[int, int] | None) -> tuple[int, int]:
-    """(where the first line begins, to which the stream is brought; where no line of this part begins any more)."""
+    """(offset of the first line of this part, to which the stream is moved; offset from which no line belongs to this part)."""
     if part is not None and part[0]:
         begin, last = part
         place = begin - 1
@@ -78,22 +78,22 @@ def _start(stream: IO[bytes], part: tuple[int, int] | None) -> tuple[int, int]:
     mark = marked(stream.peek(4)[:4])  # type: ignore[attr-defined]
     if mark == "utf-8-sig":
         stream.read(3)
-        return 3, max(last, 4)  # the mark belongs to the first line
+        return 3, max(last, 4)  # the byte order mark belongs to the first line
     if mark:
         raise Unreadable("wrong_encoding", f"JSON in {mark}")
     return 0, last
 
 
 def _blocks(stream: Salvage, place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
-    """(its place, whole lines), about BLOCK_BYTES at a time, of the lines that begin before `last`; the first at `place`.
+    """(offset, whole lines), about BLOCK_BYTES at a time, of the lines that begin before `last`; the first at `place`.
 
-    A Fault for a line above MAX_ROW_BYTES, which is passed over.
+    A Fault for a line above MAX_ROW_BYTES, which is skipped.
     """
     waiting: list[bytes] = []
     size = 0
     too_long = False
     while place < last:
-        # Up to the last byte before `last`; then what is left of the line that is there.
+        # Up to the last byte before `last`; then the rest of that byte's line.
         left = last - place - size
         chunk = stream.read(min(BLOCK_BYTES if not size else 1 << 20, left) if left > 0 else 1 << 16)
         if not chunk:
@@ -124,7 +124,7 @@ def _blocks(stream: Salvage, place: int, last: int) -> Iterator[tuple[int, bytes
 
 
 def _by_arrow(place: int, block: bytes, options: Options) -> Rows | None:
-    """The rows of the lines that begin at `place`, by Arrow's parser; None when it stumbles over any of them or finds anything but a text in each line."""
+    """The rows of the lines from offset `place`, by Arrow's parser; None when it fails or a line's text is not a string."""
     from pyarrow import json as arrow_json
 
     names = [options.text_field, *([options.url_field] if options.url_field else [])]
@@ -151,7 +151,7 @@ def _by_arrow(place: int, block: bytes, options: Options) -> Rows | None:
 
 
 def _strings(column: Any) -> list[str]:
-    """Values of a string column; bytes that are no UTF-8 do not stop it."""
+    """Values of a string column; bytes that are not UTF-8 are replaced."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -160,12 +160,12 @@ def _strings(column: Any) -> list[str]:
 
 
 def _one(column: Any) -> Any:
-    """A column as one array."""
+    """A chunked column as one array."""
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
 
 
 def _by_line(place: int, block: bytes, options: Options) -> Iterator[Rows | Fault]:
-    """The rows of the lines that begin at `place` one by one, with what is wrong with each that is none."""
+    """The rows of the lines from offset `place`, one by one, and a Fault for each invalid line."""
     places: list[int] = []
     following = place
     texts: list[str] = []
@@ -207,7 +207,7 @@ def _by_line(place: int, block: bytes, options: Options) -> Iterator[Rows | Faul
 
 
 def pick(row: Any, field: str) -> Any:
-    """The value of `field` in a JSON object; of 'a.b', which is no field itself, that of b in a. None when it is absent."""
+    """The value of `field` in a JSON object; of 'a.b', unless that is a field, that of b in a. None when it is absent."""
     if not isinstance(row, dict):
         return None
     if field in row:
@@ -217,26 +217,26 @@ def pick(row: Any, field: str) -> Any:
 
 
 def described(fields: dict[str, Any]) -> str:
-    """Fields that have a value as JSON; '' when none has."""
+    """The fields that have a value, as JSON; '' when there are none."""
     there = {name: value for name, value in fields.items() if value not in (None, "")}
     return json.dumps(there, sort_keys=True, ensure_ascii=True, default=str) if there else ""
 
 
 def read_parquet(file: File, options: Options) -> Iterator[Rows | Fault]:
-    """The rows of a Parquet table, without a Python string each; a Fault for each that has no text."""
+    """The rows of a Parquet table, without Python strings; a Fault for each without text."""
     with _opened(file) as table:
         yield from _table_rows(table, file, options)
 
 
 def row_group_bytes(file: File, options: Options) -> list[int]:
-    """Bytes of each row group of a Parquet table before compression. Raises Unreadable as reading it would."""
+    """Bytes of each row group of a Parquet table before compression. Raises Unreadable like reading."""
     with _opened(file) as table:
         return _sizes(table, file, options)
 
 
 @contextmanager
 def _opened(file: File) -> Iterator[Any]:
-    """The table of a Parquet file; what is wrong with it is Unreadable."""
+    """The table of a Parquet file. Raises Unreadable for an invalid one."""
     _need_arrow("reading Parquet")
     from pyarrow import parquet
 
@@ -250,16 +250,16 @@ def _opened(file: File) -> Iterator[Any]:
 
 
 def _sizes(table: Any, file: File, options: Options) -> list[int]:
-    """Bytes of each row group. Raises Unreadable for a table without texts, or one that swells too much."""
+    """Bytes of each row group. Raises Unreadable for a table without texts, or one that expands too much."""
     kind = _type_of(table.schema_arrow, options.text_field)
     if kind is None or not _is_text(kind):
         names = ", ".join(table.schema_arrow.names)
         said = f"columns: {names}" if kind is None else f"column {options.text_field} holds {kind}"
         raise Unreadable("no_text_field", said)
     sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.metadata.num_row_groups)]
-    # A part was looked at as a whole when it was cut.
+    # Of a part, the whole table was checked when it was cut.
     if file.part is None and sum(sizes) > max(_FREE_TABLE_BYTES, MAX_EXPANSION * file.size):
-        raise Unreadable("expands_too_much", f"{file.size} bytes say they hold {sum(sizes)}")
+        raise Unreadable("expands_too_much", f"{file.size} bytes declare {sum(sizes)} bytes of content")
     return sizes
 
 
@@ -332,7 +332,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _large(array: Any) -> Any:
-    """A string array with 64-bit offsets. Bytes are taken as they are: what is no UTF-8 is found later, by row."""
+    """A string array with 64-bit offsets. Binary values are not decoded: invalid UTF-8 is found later, per row."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_string_view(array.type):

@@ -1,4 +1,4 @@
-"""Sound: which texts of a batch stand as they are, found by one pass over their bytes; the others are looked at one by one."""
+"""Sound: finds the texts of a batch that need no change, in one pass over their bytes; the others are processed one by one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHANGES, FIRST, SECOND, TAIL, SPACE = 1, 2, 4, 8, 16
 
 
 def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
-    """(the documents among `texts` as hone keeps them, their indices int64 [k], a Fault for each of the others).
+    """(the documents among `texts` as stored, their indices int64 [k], a Fault for each of the others).
 
-    What documents.settle says of each text; the texts themselves are not copied when all stand as they are.
+    Equal to documents.settle of each text; the texts are not copied when none of them changes.
     """
     states = look(texts.data, texts.offsets, _plain(), *_tables())
     if not states.any():
@@ -36,7 +36,7 @@ def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
             faults.append(Fault(reason, "" if reason == "empty" else text, len(raw)))
         settled.append(b"" if reason else text.encode())
         same &= settled[-1] == raw
-    if same:  # all of them are sound in truth
+    if same:  # none of them changes
         return texts, np.arange(texts.num_texts), []
     starts = np.cumsum([0, *map(len, settled)]).astype(np.int64)
     new = np.frombuffer(b"".join(settled), np.uint8)
@@ -50,7 +50,7 @@ def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
 
 @cache
 def _plain() -> np.ndarray:
-    """bool [256]: bytes after which nothing has to be looked at: ASCII but NUL and line ends."""
+    """bool [256]: bytes that need no check: ASCII except NUL and line ends."""
     plain = np.zeros(256, bool)
     plain[1:128] = True
     plain[[10, 13]] = False
@@ -59,9 +59,9 @@ def _plain() -> np.ndarray:
 
 @cache
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """(marks, classes), uint8 [65536] each: bits that say what is special about a character, its canonical combining class.
+    """(marks, classes), uint8 [65536] each: flags of a character's special properties, its canonical combining class.
 
-    CHANGES: NFC changes it, or it is U+FFFD or a control character. SECOND: it may melt into the character before it, which is a FIRST.
+    CHANGES: NFC changes it, or it is U+FFFD or a control character. SECOND: it may compose with the character before it, a FIRST.
     TAIL: looks like a byte of UTF-8 that was read as Windows-1252 or Latin-1. SPACE: white space.
     """
     marks, classes = np.zeros(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8)
@@ -79,7 +79,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
         elif len(codes) == 2:
             marks[codes[0]] |= FIRST
             marks[codes[1]] |= SECOND
-    marks[0x1100:0x1113] |= FIRST  # Korean syllables are put together by rule
+    marks[0x1100:0x1113] |= FIRST  # Korean syllables are composed by rule
     marks[0xAC00:0xD7A4:28] |= FIRST
     marks[0x1161:0x11C3] |= SECOND
     marks[0xFFFD] |= CHANGES
@@ -174,7 +174,7 @@ def _is_space(byte):
 
 @entry
 def tidy(data, offsets, states, new, starts):
-    """(uint8 [m], int64 [n + 1]): the texts end to end, UNTIDY ones tidied, the ODD ones those of `new` at `starts`."""
+    """(uint8 [m], int64 [n + 1]): the texts concatenated, UNTIDY ones tidied, ODD ones replaced by those of `new` at `starts`."""
     num = len(offsets) - 1
     out = np.empty(offsets[num] - offsets[0] + len(new), np.uint8)
     places = np.zeros(num + 1, np.int64)

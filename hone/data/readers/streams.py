@@ -1,4 +1,4 @@
-"""Streams: a file's bytes, local or remote, decompressed; a stream that breaks off or swells without end is noticed."""
+"""Streams: a file's bytes, local or remote, decompressed; detects truncated streams and decompression bombs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hone.data.readers.listing import File
 from hone.data.readers.remote import open_remote
 
 MAX_EXPANSION = 250
-"""Text shrinks to a tenth, logs to a fiftieth; what swells more is a bomb."""
+"""Text shrinks to a tenth, logs to a fiftieth; what expands more is a decompression bomb."""
 FREE_BYTES = 256 << 20
-"""A stream may decompress to so much before its expansion is looked at."""
+"""Bytes that a stream may decompress to before its expansion is checked."""
 
 
 def open_raw(file: File) -> IO[bytes]:
-    """The file's bytes as they lie there, seekable."""
+    """The file's bytes as stored, seekable."""
     return open_remote(file.url) if file.url else open(file.path, "rb")
 
 
 def open_stream(file: File) -> io.BufferedReader:
     """The file's bytes, decompressed.
 
-    A stream that breaks off raises EOFError when its end is reached, one that swells too much Unreadable.
+    A truncated stream raises EOFError at its end, one that expands too much raises Unreadable.
     """
     raw = open_raw(file)
     if not file.compression:
@@ -36,7 +36,7 @@ def open_stream(file: File) -> io.BufferedReader:
 
 
 def head(file: File, num_bytes: int) -> bytes:
-    """What the first `num_bytes` of the file decompress to. Raises OSError, zlib.error or zstandard's ZstdError."""
+    """The decompressed form of the first `num_bytes` of the file. Raises OSError, zlib.error or zstandard's ZstdError."""
     with open_raw(file) as raw:
         rest = raw.read(num_bytes)
     if not file.compression:
@@ -55,7 +55,7 @@ def head(file: File, num_bytes: int) -> bytes:
 
 
 def zstandard() -> Any:
-    """The package. Raises MissingExtra without it."""
+    """The module zstandard. Raises MissingExtra without it."""
     try:
         import zstandard
     except ImportError:
@@ -64,14 +64,14 @@ def zstandard() -> Any:
 
 
 def decompressor() -> Any:
-    """Of zstd frames with windows as long as there are (`--long=31`)."""
+    """A decompressor of zstd frames with windows of any length (`--long=31`)."""
     return zstandard().ZstdDecompressor(max_window_size=1 << 31)
 
 
 class Salvage:
-    """Reads what stands before the place where a stream breaks off, and only then raises EOFError.
+    """Reads everything before the place where a stream is truncated, and only then raises EOFError.
 
-    Of a stream that is damaged, what a read has gathered is lost: decompressors notice some bytes too late.
+    Of a damaged stream, the data of the current read are lost: decompressors detect some errors late.
     """
 
     _STEP = 1 << 16
@@ -81,7 +81,7 @@ class Salvage:
         self._error: EOFError | None = None
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes, fewer only before the end or the break; b'' at the end."""
+        """Up to `size` bytes, fewer only before the end or truncation; b'' at the end."""
         parts = []
         while size and self._error is None:
             try:
@@ -99,7 +99,7 @@ class Salvage:
 
 
 class _Bounded(io.RawIOBase):
-    """Reads `content`, which decompresses `raw`, while it stays in proportion to what was read of `raw`."""
+    """Reads `content`, which decompresses `raw`, as long as it is in proportion to the bytes read of `raw`."""
 
     def __init__(self, content: Any, raw: IO[bytes]) -> None:
         self._content, self._raw = content, raw
@@ -109,7 +109,7 @@ class _Bounded(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Decompressed bytes handed out; fastwarc asks."""
+        """Decompressed bytes returned so far, which fastwarc calls."""
         return self._position
 
     def close(self) -> None:
@@ -118,18 +118,18 @@ class _Bounded(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        # One step of the decompressor: asked for more, gzip would lose what it has when the next step fails.
+        # One step of the decompressor: in a longer read, gzip would lose its data when a later step fails.
         count = self._content.readinto1(buffer)
         self._position += count
         if self._position > FREE_BYTES and self._position > MAX_EXPANSION * self._raw.tell():
-            raise Unreadable("expands_too_much", f"{self._raw.tell()} bytes gave {self._position} so far")
+            raise Unreadable("expands_too_much", f"{self._raw.tell()} bytes expanded to {self._position} so far")
         return count
 
 
 class _Zstd:
-    """Reads concatenated zstd frames; unlike the library's own reader it notices a missing end."""
+    """Reads concatenated zstd frames; unlike the library's own reader it detects a missing end."""
 
-    _FEED = 1 << 14  # one feed of the decompressor gives everything that is in it: a small bite bounds its memory
+    _FEED = 1 << 14  # one feed returns all of its content: small ones bound the memory
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -142,7 +142,7 @@ class _Zstd:
         self._ready = memoryview(b"")
 
     def readinto1(self, buffer: Any) -> int:
-        """Fills `buffer` with what is at hand, at least a byte before the end. Raises EOFError for a stream that has none."""
+        """Fills `buffer` with the available bytes, at least one before the end. Raises EOFError for a truncated stream."""
         while not self._ready:
             rest = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
@@ -150,7 +150,7 @@ class _Zstd:
             chunk = rest or self._raw.read(self._FEED)
             if not chunk:
                 if self._begun:
-                    raise EOFError("the compressed stream breaks off")
+                    raise EOFError("the compressed stream is truncated")
                 return 0
             self._begun = True
             self._ready = memoryview(self._frame.decompress(chunk))

@@ -1,4 +1,4 @@
-"""Texts: plain text files as documents, decoded one by one, so that bad bytes cost only the document they stand in."""
+"""Texts: plain text files as documents, decoded one by one, so that bad bytes only cost their own document."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hone.data.readers.listing import File
 from hone.data.readers.streams import Salvage, open_stream
 
 END_OF_TEXT = "<|endoftext|>"
-"""Parts documents in text files (a common dump format) and closes each one in the packed tokens."""
+"""Separates documents in text files (a common dump format) and ends each one in the packed tokens."""
 _CHUNK_BYTES = 1 << 20
 _SHOWN_BEFORE = 100
 
 
 def read_text(file: File, options: Options) -> Iterator[Piece | Fault]:
-    """Documents parted by END_OF_TEXT; a longer one than `max_document_chars` is cut, at a blank line if it can be.
+    """Documents separated by END_OF_TEXT; one longer than `max_document_chars` is cut, at a blank line if possible.
 
-    A Fault stands for each document with bytes that are no text. Of a compressed stream that breaks off what could be
-    decoded is given, then EOFError raised.
+    A Fault for each document with undecodable bytes. Of a truncated compressed stream, what could be
+    decoded is returned, then EOFError raised.
     """
     with open_stream(file) as buffered:
         stream = Salvage(buffered)
@@ -43,7 +43,7 @@ def _chunks(first: bytes, stream: Salvage) -> Iterator[bytes]:
 
 
 def _parted(chunks: Iterable[bytes], mark: bytes, unit: int) -> Iterator[tuple[bytes, bool]]:
-    """(bytes, whether a document ends behind them), without the marks, which begin at multiples of `unit` bytes."""
+    """(bytes, whether a document ends after them), without the separators, which begin at multiples of `unit` bytes."""
     held = b""
     try:
         for chunk in chunks:
@@ -52,7 +52,7 @@ def _parted(chunks: Iterable[bytes], mark: bytes, unit: int) -> Iterator[tuple[b
             while (end := _find(raw, mark, begin, unit)) >= 0:
                 yield raw[begin:end], True
                 begin = end + len(mark)
-            kept = max((len(raw) - len(mark)) // unit * unit, begin)  # a mark may begin behind it
+            kept = max((len(raw) - len(mark)) // unit * unit, begin)  # a separator may begin after it
             if kept > begin:
                 yield raw[begin:kept], False
             held = raw[kept:]
@@ -63,7 +63,7 @@ def _parted(chunks: Iterable[bytes], mark: bytes, unit: int) -> Iterator[tuple[b
 
 
 def _find(raw: bytes, mark: bytes, begin: int, unit: int) -> int:
-    """Where the next mark begins; -1 where there is none."""
+    """The offset of the next separator; -1 without one."""
     end = raw.find(mark, begin)
     while end % unit and end >= 0:
         end = raw.find(mark, end + 1)
@@ -71,7 +71,7 @@ def _find(raw: bytes, mark: bytes, begin: int, unit: int) -> int:
 
 
 class _Documents:
-    """Puts documents together from pieces of bytes, and cuts the long ones."""
+    """Assembles documents from pieces of bytes, and cuts long ones."""
 
     def __init__(self, decoder: Decoder, most: int) -> None:
         self._decoder, self._most = decoder, most
@@ -84,7 +84,7 @@ class _Documents:
         self._is_cut = False
 
     def add(self, raw: bytes, ends: bool) -> Iterator[Piece | Fault]:
-        """What is complete when `raw` has come; all of the document when it `ends` there."""
+        """Documents complete after `raw`; with `ends`, also the rest of the current one."""
         self._num_bytes += len(raw)
         text = self._lines.decode(self._decoder.decode(raw, ends), ends)
         self._texts.append(text)
@@ -101,14 +101,14 @@ class _Documents:
             yield from self.rest()
 
     def rest(self) -> Iterator[Piece | Fault]:
-        """What has come of the document, unless it is blank; the next one begins."""
+        """The current document so far, unless blank; then starts the next one."""
         text = "".join(self._texts)
         if text.strip():
             yield self._piece(text)
         self._begin()
 
     def broken_off(self) -> Iterator[Piece | Fault]:
-        """What has come of the document when no more will; the letter that was cut in two is left out."""
+        """The current document so far, at the truncation; without a character that was cut in two."""
         text = self._lines.decode(self._decoder.decode(b"", True), True)
         self._texts.append(text.rstrip(BAD))
         yield from self.rest()
@@ -124,9 +124,9 @@ class _Documents:
 
 
 def _cut(text: str, begin: int, most: int) -> tuple[int, int]:
-    """(end, where the next begins) of the text from `begin` on of at most `most` characters.
+    """(end, start of the next) of a piece of the text from `begin` on, of at most `most` characters.
 
-    Cut at the last blank line, line end or space in its last half, which goes.
+    Cut at the last blank line, line end or space in its last half, which is removed.
     """
     for border in ("\n\n", "\n", " "):
         place = text.rfind(border, begin + most // 2, begin + most)

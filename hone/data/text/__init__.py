@@ -1,1 +1,1 @@
-"""Text as bytes: batches of documents in one buffer, and the kernels that go over them."""
+"""Text as bytes: batches of documents in one buffer, and the kernels over them."""

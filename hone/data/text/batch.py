@@ -1,4 +1,4 @@
-"""Batches of texts as one buffer of UTF-8 bytes and the offsets between them: what the kernels see."""
+"""Batches of texts as one buffer of UTF-8 bytes and the offsets between them, the input of the kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pa = lazy("pyarrow")
 
 
 class Texts(NamedTuple):
-    """n texts end to end. `data` uint8 [num_bytes], UTF-8; `offsets` int64 [n + 1]: text i is data[offsets[i]:offsets[i + 1]].
+    """n concatenated texts. `data` uint8 [num_bytes], UTF-8; `offsets` int64 [n + 1]: text i is data[offsets[i]:offsets[i + 1]].
 
     `offsets` need not begin at 0, nor `data` end with the last text: both may be views of an Arrow buffer.
     """
@@ -23,7 +23,7 @@ class Texts(NamedTuple):
 
     @classmethod
     def of(cls, strings: Sequence[str]) -> Texts:
-        """Encodes `strings`. A lone surrogate, which has no UTF-8 form, is a UnicodeEncodeError."""
+        """Encodes `strings`. Raises UnicodeEncodeError for a lone surrogate, which has no UTF-8 form."""
         raw = [text.encode() for text in strings]
         offsets = np.zeros(len(raw) + 1, np.int64)
         np.cumsum([len(text) for text in raw], out=offsets[1:])
@@ -34,7 +34,7 @@ class Texts(NamedTuple):
         """Views the buffers of an Arrow large_string array without a copy; of other string arrays the offsets are widened."""
         if not pa.types.is_large_string(array.type):
             array = array.cast(pa.large_string())
-        assert array.null_count == 0, "texts are never null"
+        assert array.null_count == 0, "texts must not be null"
         _, offsets, data = array.buffers()
         if offsets is None or not len(array):
             return cls(np.empty(0, np.uint8), np.zeros(1, np.int64))

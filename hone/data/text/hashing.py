@@ -1,8 +1,8 @@
-"""Hashes of words and of runs of words, straight from UTF-8 bytes: what near-duplicate detection compares.
+"""Hashes of words and word n-grams of UTF-8 bytes, which near-duplicate detection compares.
 
-A word is a longest run of letters, digits and underscores (what the pattern \\w+ finds), its letters in lower case one
-by one. Its hash is FNV-1a over code points, finished by `mix`. The hash of n words in a row is `mix` of the polynomial
-sum of theirs, which rolls: a word comes in, the oldest goes out, whatever n is. All arithmetic is modulo 2^64.
+A word is a longest run of letters, digits and underscores (a match of \\w+), in lower case letter
+by letter. Its hash is FNV-1a over code points, finished by `mix`. The hash of n words in a row is `mix` of a polynomial
+of theirs, a rolling hash: its update takes the same time for every n. All arithmetic is modulo 2^64.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ PRIME = np.uint64(0x00000100000001B3)
 ROLL = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
 _TABLE_SIZE = 0x34000
-"""Above lie only marks, tags and private letters."""
+"""Code points above are only marks, tags and private-use letters."""
 CHUNK = 4096
-"""Shingles handed on at once: they stay in the first-level cache, whatever the document's size."""
+"""Shingles per call of the caller's loop: they fit the L1 cache, whatever the document's size."""
 
 
 @functools.cache
 def word_table() -> np.ndarray:
-    """For each code point (uint32 [212992]) 0 where it ends a word, else the code point of its lower case.
+    """For each code point (uint32 [212992]) 0 if it ends a word, else the code point of its lower case.
 
-    Where lower case is several letters the first counts; the final sigma counts as a sigma.
+    Of a lower case with several letters the first is taken; the final sigma is a sigma.
     """
     points = np.arange(_TABLE_SIZE, dtype=np.uint32)
     letters = points.view("U1")
@@ -36,13 +36,13 @@ def word_table() -> np.ndarray:
         if table[point]:
             table[point] = ord(chr(point).lower()[0])
     table[ord("ς")] = ord("σ")
-    table.flags.writeable = False  # made once a process: a shard may take less time than the table
+    table.flags.writeable = False  # cached per process: small shards take less time than this table
     return table
 
 
 @kernel
 def mix(value):
-    """The finishing step of SplitMix64 (Steele et al. 2014): each bit of a uint64 changes half of the others."""
+    """The finalizer of SplitMix64 (Steele et al. 2014): each input bit of a uint64 changes about half of the output bits."""
     value = np.uint64(value)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -51,7 +51,7 @@ def mix(value):
 
 @kernel
 def code_point(data, place, end):
-    """(code point, bytes) of the UTF-8 sequence that begins with a byte above 127 at `place`; one cut off by `end` is 0."""
+    """(code point, bytes) of the UTF-8 sequence that begins with a byte above 127 at `place`; 0 for one cut off by `end`."""
     lead = np.int64(data[place])
     if lead < 0xE0:
         if place + 2 > end:
@@ -70,7 +70,7 @@ def code_point(data, place, end):
 
 @kernel
 def roll_power(n):
-    """ROLL to the power n: what the word that leaves a run of n was multiplied by."""
+    """ROLL to the power n: the factor of the oldest word when it leaves a run of n."""
     power = _ONE
     for _ in range(n):
         power *= ROLL
@@ -79,7 +79,7 @@ def roll_power(n):
 
 @inlined
 def _letter(data, place, end, table):
-    """(what `table` has for the character that begins at `place`, its bytes)."""
+    """(the value of `table` for the character that begins at `place`, its bytes)."""
     byte = data[place]
     if byte < 128:
         return table[byte], np.int64(1)
@@ -91,8 +91,8 @@ def _letter(data, place, end, table):
 def next_shingles(data, end, table, ring, state, out):
     """Writes hashes of the next runs of len(ring) words into `out` (uint64); returns how many, 0 at the text's end.
 
-    `state` uint64 [3] begins as (the text's first byte, 0, 0), `ring` uint64 [n] as zeros; both carry on from call to
-    call. A text of fewer than n words has one run: all of them.
+    `state` uint64 [3] starts as (the text's first byte, 0, 0), `ring` uint64 [n] as zeros; both are passed from call to
+    call. A text of fewer than n words has one run of all of them.
     """
     n = len(ring)
     place, num_words, total = np.int64(state[0]), np.int64(state[1]), state[2]
@@ -101,7 +101,7 @@ def next_shingles(data, end, table, ring, state, out):
     count = 0
     while place < end:
         letter = np.uint32(0)
-        while place < end:  # what stands before the word
+        while place < end:  # characters before the word
             letter, step = _letter(data, place, end, table)
             place += step
             if letter != 0:

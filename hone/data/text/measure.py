@@ -1,4 +1,4 @@
-"""The pass over a batch: every document is read once, and all its counts stand in one row."""
+"""Measure: reads every document of a batch once and writes all its counts to one row."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words,
     DUP_LINES, DUP_LINE_CHARS, DUP_PARAGRAPHS, DUP_PARAGRAPH_CHARS, NGRAMS, DIFFERENT, EMAILS, ADDRESSES, PHONES, CARDS,
     TOXIC,
 ) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 19))  # fmt: skip
-"""Places in a document's row, after its totals; NGRAMS is the first of nine."""
+"""Indices in a document's row, after its totals; NGRAMS is the first of nine."""
 NUM_COLUMNS = TOXIC + 1
 _ROOM_WORDS = 1 << 15
-"""Room for different words, kept from document to document; a batch of few bytes has less. When three quarters are taken the
-table starts anew: it should fit a core's share of the cache."""
+"""Capacity for distinct words, which stay in the table between documents; less for a batch of few bytes. When it is three
+quarters full the table is emptied: it should fit a core's share of the cache."""
 _LEAST_DIGITS = 4
 _TOXIC_FIRST = tables.flag("toxic_first")
 _LATEST = (1 << 31) - 1
@@ -43,7 +43,7 @@ def phrase_hash(words: Words, ids: np.ndarray, first: int, end: int) -> int:
 
 @kernel
 def toxic_words(words: Words, ids: np.ndarray, num_words: int, phrases: np.ndarray, longest: int) -> int:
-    """Words at which a phrase begins whose hash is in the table `phrases`."""
+    """The number of words at which a phrase begins whose hash is in the table `phrases`."""
     hits = 0
     for place in range(num_words):
         if words.records[ids[place], FLAGS] & np.uint64(_TOXIC_FIRST):
@@ -57,13 +57,13 @@ def toxic_words(words: Words, ids: np.ndarray, num_words: int, phrases: np.ndarr
 
 @kernel
 def repeats(scratch: Scratch, table: Table, row: np.ndarray, filled: int, last: np.ndarray, clock: int) -> float:
-    """Fills the part of `row` about what repeats itself; `filled` entries of `scratch.forms` are looked at. Returns MTLD."""
+    """Writes the counts of repeats to `row`; `filled` entries of `scratch.forms` are used. Returns MTLD."""
     row[DUP_LINES], row[DUP_LINE_CHARS] = duplicates(scratch.line_hashes, scratch.line_chars, row[LINES], table)
     row[DUP_PARAGRAPHS], row[DUP_PARAGRAPH_CHARS] = duplicates(
         scratch.paragraph_hashes, scratch.paragraph_chars, row[PARAGRAPHS], table
     )
     ngrams(scratch.ids, scratch.places, row[WORDS], table, row[NGRAMS:DIFFERENT])
-    # The rooms for n-grams are free again.
+    # The buffers for n-grams are reused.
     row[DIFFERENT], mtld = diversity(scratch.forms, filled, last, clock, table.chosen, table.grams)
     return mtld
 
@@ -134,7 +134,7 @@ def alphabet() -> Alphabet:
 @functools.lru_cache(maxsize=4)
 def phrase_table(lexicon: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, int]:
     """(sorted hashes of first words, table of the phrases, words of the longest) of a lexicon."""
-    if not lexicon:  # the kernel below need not be compiled
+    if not lexicon:  # then the kernel need not be compiled
         return np.zeros(0, np.uint64), np.zeros(16, np.uint64), 0
     texts = Texts.of(lexicon)
     firsts, wholes, longest = phrase_hashes(_frozen(texts.data), texts.offsets, alphabet())
@@ -148,7 +148,7 @@ def phrase_table(lexicon: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, int]
 
 
 def _frozen(data: np.ndarray) -> np.ndarray:
-    """A view that cannot be written, whatever `data` is: kernels are compiled for one kind of array only."""
+    """A read-only view of `data`: kernels are compiled for this one array type."""
     view = np.ascontiguousarray(data).view()
     view.flags.writeable = False
     return view
@@ -157,12 +157,12 @@ def _frozen(data: np.ndarray) -> np.ndarray:
 def counts_of(texts: Texts, lexicon: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
     """(counts int64 [num_texts, NUM_COLUMNS], MTLD float64 [num_texts]) of `texts`."""
     toxic, phrases, longest = phrase_table(tuple(lexicon))
-    offsets = np.array(texts.offsets, np.int64)  # a copy that can be written, as all others the kernel sees
+    offsets = np.array(texts.offsets, np.int64)  # a writable copy, as for every call of the kernel
     return measure(_frozen(texts.data), offsets, alphabet(), toxic, phrases, longest)
 
 
 def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """The signal columns that follow from `counts` (int64 [n, NUM_COLUMNS]) of n documents."""
+    """The signal columns computed from `counts` (int64 [n, NUM_COLUMNS]) of n documents."""
     get = counts.T
     chars = get[w.CHARS] + get[s.GAPS] + get[s.NEWLINES]
     stops = get[s.STOPS]

@@ -1,4 +1,4 @@
-"""Kernels that count what looks like personal data: e-mail addresses, public IPv4 addresses, telephone and card numbers."""
+"""Kernels that count matches of personal data: e-mail addresses, public IPv4 addresses, telephone and card numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _wordlike(byte: int) -> bool:
 
 @kernel
 def _domain(data: np.ndarray, first: int, end: int) -> bool:
-    """Whether data[first:end] is a domain: at least two labels of letters, digits and inner dashes, the last of letters."""
+    """Whether data[first:end] is a domain: at least two labels of letters, digits and inner hyphens, the last of letters."""
     labels, label, letters = 0, first, True
     if end - first > MAX_DOMAIN:
         return False
@@ -54,7 +54,7 @@ def _domain(data: np.ndarray, first: int, end: int) -> bool:
 
 @kernel
 def emails(data: np.ndarray, start: int, end: int) -> int:
-    """E-mail addresses: a local part of 1 to 64 characters (RFC 5321, unquoted), '@' and a domain."""
+    """Number of e-mail addresses: a local part of 1 to 64 characters (RFC 5321, unquoted), '@' and a domain."""
     count = 0
     after = start
     while True:
@@ -86,7 +86,7 @@ def emails(data: np.ndarray, start: int, end: int) -> int:
 
 @kernel
 def public(address: int) -> bool:
-    """Whether an IPv4 address, as a number, is one of the public internet (IANA's special ranges and multicast are not)."""
+    """Whether an IPv4 address, as a number, is public (not in IANA's special ranges or multicast)."""
     a, b, c = address >> 24, address >> 16 & 255, address >> 8 & 255
     if a == 0 or a == 10 or a == 127 or a >= 224:
         return False
@@ -101,7 +101,7 @@ def public(address: int) -> bool:
 
 @kernel
 def _address(data: np.ndarray, place: int, end: int) -> tuple[int, int]:
-    """(address or -1, where the digits and dots that begin at `place` end)."""
+    """(address or -1, the end of the digits and dots that begin at `place`)."""
     value, part, digits, parts = 0, 0, 0, 0
     good = True
     stop = place
@@ -142,7 +142,7 @@ def _luhn(data: np.ndarray, first: int, end: int) -> bool:
 def numbers(data: np.ndarray, start: int, end: int, out: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> None:
     """Counts public IPv4 addresses, telephone-like and card-like numbers of data[start:end] into `out` (int64 [3]).
 
-    Digits in groups with at most two of space, dot, dash and brackets between them are one run. A run after '+' of 8 to 15
+    Groups of digits with at most two of space, dot, hyphen and brackets between them are one run. A run after '+' of 8 to 15
     digits is a telephone number (E.164); so are three groups of 3, 3 and 4 digits whose first two begin with 2 to 9 (North
     America). One group of 13 to 19 digits, or four of 4, or 4-6-5, that begin with 2 to 6 and pass Luhn's check are a card.
     """

@@ -1,4 +1,4 @@
-"""Kernels for what a document repeats: lines, paragraphs, word n-grams (exact), and how soon its words do (MTLD)."""
+"""Kernels for repeats in a document: lines, paragraphs, word n-grams (exact), and lexical diversity (MTLD)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hone.data.text.segment import find
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _EMPTY = np.uint64(0)
 _LATEST = (1 << 31) - 1
-"""The last number of a word in clocks of int32, which then begin anew."""
+"""The largest word number in int32 clocks, after which they restart."""
 FACTOR_PERCENT = 72
-"""A factor of MTLD ends when its types are at most this share of its words."""
+"""A factor of MTLD ends when the distinct share of its words is at most this many percent."""
 
 
 class Table(NamedTuple):
-    """Room for one hash table and the n-grams at each place; the largest document fits.
+    """Buffers for one hash table and the n-grams at each place, for the largest document.
 
-    `last` int32 says for each slot of word pairs when it was last used, in words of all documents (`clock` int64 [1] is the
-    next one's number): so it need not be cleared. `marks` uint8: one place before the first is for what is not wanted.
+    `last` int32 is, for each slot of word pairs, when it was last used, counted in words of all documents (`clock` int64 [1] is
+    the number of the next word), so that it need not be cleared. `marks` uint8: the place before the first receives unused writes.
     """
 
     keys: np.ndarray
@@ -35,7 +35,7 @@ class Table(NamedTuple):
 
 @kernel
 def capacity_for(num_keys: int) -> int:
-    """A power of two that holds `num_keys` at half load."""
+    """The least power of two that holds `num_keys` at half load."""
     size = 16
     while size < 2 * num_keys:
         size *= 2
@@ -44,7 +44,7 @@ def capacity_for(num_keys: int) -> int:
 
 @allocating
 def empty_table(num_bytes: int) -> Table:
-    """Room for documents of up to `num_bytes`; pages are only touched as far as a document needs them."""
+    """Buffers for documents of up to `num_bytes`; memory pages are only used as far as a document needs them."""
     most = num_bytes // 2 + 2
     slots = capacity_for(most)
     return Table(
@@ -60,7 +60,7 @@ def empty_table(num_bytes: int) -> Table:
 
 @kernel
 def duplicates(hashes: np.ndarray, chars: np.ndarray, num_parts: int, table: Table) -> tuple[int, int]:
-    """(parts seen before, characters in them) of `num_parts` parts with `hashes`."""
+    """(parts that occurred before, characters in them) of `num_parts` parts with `hashes`."""
     if num_parts < 2:
         return 0, 0
     keys = table.keys[: capacity_for(num_parts)]
@@ -78,7 +78,7 @@ def duplicates(hashes: np.ndarray, chars: np.ndarray, num_parts: int, table: Tab
 
 @inlined
 def _slot_of(keys: np.ndarray, key: int, shift: int) -> int:
-    """The slot of a key made of two numbers: they are spread first, so that neighbours do not crowd."""
+    """The slot of a key made of two numbers, hashed so that neighbouring keys are spread."""
     mask = np.uint64(len(keys) - 1)
     slot = key * _SPREAD >> shift
     while keys[slot] != key and keys[slot] != _EMPTY:
@@ -88,7 +88,7 @@ def _slot_of(keys: np.ndarray, key: int, shift: int) -> int:
 
 @kernel
 def _shift_for(slots: int) -> int:
-    """How far a product of 64 bits is shifted to be below `slots`, a power of two."""
+    """The right shift that reduces a 64-bit product to below `slots`, a power of two."""
     shift = np.uint64(64)
     while slots > 1:
         slots >>= 1
@@ -98,9 +98,9 @@ def _shift_for(slots: int) -> int:
 
 @kernel
 def _perhaps_repeated(ids: np.ndarray, num_words: int, table: Table) -> int:
-    """Writes into `table.chosen` the places of all word pairs that occur again, and of a few others; returns how many.
+    """Writes into `table.chosen` the places of all word pairs that occur again, and of some others; returns their number.
 
-    Every pair has a slot; one that finds another there marks both. Whether they are equal is for the caller to see.
+    Every pair has a slot; one that finds another there marks both. The caller compares them exactly.
     """
     clock = table.clock[0]
     if clock > _LATEST - num_words:
@@ -115,7 +115,7 @@ def _perhaps_repeated(ids: np.ndarray, num_words: int, table: Table) -> int:
         other = last[slot] - clock
         last[slot] = clock + index
         marks[index + 1] = other >= 0
-        marks[max(other, -1) + 1] = 1  # where there is no other: a place that no one reads
+        marks[max(other, -1) + 1] = 1  # without another: the place that is never read
     left = 0
     for index in range(num_words - 1):
         chosen[left] = index
@@ -126,9 +126,9 @@ def _perhaps_repeated(ids: np.ndarray, num_words: int, table: Table) -> int:
 @kernel
 def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, out: np.ndarray) -> None:
     """Characters of repeated n-grams into `out` (int64 [9]): for n = 2, 3, 4 those of the most frequent n-gram, all its
-    occurrences together; for 5 to 10 those in the union of the n-grams seen before.
+    occurrences together; for 5 to 10 those in the union of the n-grams that occurred before.
 
-    An n-gram is the pair of the (n-1)-grams that begin at its first and its second word, both known by number, so equal
+    An n-gram is the pair of the (n-1)-grams that begin at its first and its second word, both by number, so equal
     keys are equal n-grams; where either of them is unique the n-gram is too, and its place is left out from then on.
     """
     out[:] = 0
@@ -189,9 +189,9 @@ def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, ou
 
 @kernel
 def _factors(seen: np.ndarray, num_words: int, forwards: bool) -> float:
-    """Factors of one direction: `seen` holds where the form of each word stood last, for backwards where it stands next.
+    """Factors in one direction: `seen` is where the form of each word occurred last (backwards: occurs next).
 
-    A form is new to a factor when that is not within it.
+    A form is new to a factor when that is outside of it.
     """
     factors, score, first = 0, 0, 0 if forwards else num_words - 1
     for index in range(num_words):
@@ -211,18 +211,18 @@ def _factors(seen: np.ndarray, num_words: int, forwards: bool) -> float:
 def diversity(
     forms: np.ndarray, num_words: int, last: np.ndarray, clock: int, before: np.ndarray, after: np.ndarray
 ) -> tuple[int, float]:
-    """(different forms, MTLD) of the words with numbers `forms`. McCarthy and Jarvis 2010.
+    """(distinct forms, MTLD) of the words with numbers `forms`. McCarthy and Jarvis 2010.
 
-    MTLD is the mean length of the stretches ("factors") over which the share of different words sinks to 0.72, counted
-    once forwards and once backwards; a text that never sinks so far has its own length.
+    MTLD is the mean length of the stretches ("factors") over which the share of distinct words falls to 0.72, the mean of
+    both directions; a text whose share never falls so far has its own length.
 
-    `last` says for each form when it was last seen, in words of all documents; nothing of this one was before `clock`.
-    `before` and `after` are scratch: where each word's form stood last and stands next.
+    `last` is when each form was last seen, in words of all documents; this document starts at `clock`.
+    `before` and `after` are scratch: where each word's form occurred last and occurs next.
     """
     if num_words == 0:
         return 0, 0.0
     different = 0
-    following = after[1:]  # what comes after no word is written before the first
+    following = after[1:]  # a form that does not occur again is written before the first
     for index in range(num_words):
         form = forms[index]
         place = last[form] - clock

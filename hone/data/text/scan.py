@@ -1,4 +1,4 @@
-"""The kernel that reads a document once: its words, lines and paragraphs, and every count that needs no comparing."""
+"""The kernel that reads a document once: its words, lines and paragraphs, and every count that needs no comparisons."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from hone.data.text.words import (
     JAVASCRIPT_LINES, POLICY_LINES, LOREM_IPSUM, STOPS, UPPER_LINES, BOILERPLATE_WORDS, C4_LINES, C4_SENTENCES,
     C4_LOOSE_SENTENCES, LONG_LINES, PARAGRAPHS, TEXT_HASH,
 ) = range(NUM_COUNTS, NUM_COUNTS + 22)  # fmt: skip
-"""Places in the totals of a document, after the sums of its words' counts."""
+"""Indices in the totals of a document, after the sums of its words' counts."""
 NUM_TOTALS = TEXT_HASH + 1
 (
     _LINE_WORDS, _LINE_CHARS, _LINE_CAPITALS, _LINE_SENTENCES, _LINE_GAPS, _FIRST, _LAST, _ANY, _BEFORE, _SECOND_LAST,
     _LONG, _POLICY, _CART, _PART_CHARS, _PART_FILLED,
 ) = range(15)  # fmt: skip
-"""Places in the state of a line: its counts, flags of its first, last and any word, of the one before the last, whether one
-plain space lies before the last, what was found; then two of the paragraph, which its lines leave as they are."""
+"""Indices in the state of a line: its counts, flags of its first, last and any word, of the second to last, whether a single
+plain space precedes the last, what was found; then two of the paragraph, which lines do not reset."""
 NUM_STATE = _PART_FILLED + 1
 _WHOLE, _PART, _HASHED = range(3)
-"""Places in the hashes: of the text, its paragraph and its line so far."""
+"""Indices in the hashes of the text, its paragraph and its line so far."""
 
 _STOPS = (1 << len(tables.STOP_WORDS)) - 1
 _BULLET, _ELLIPSIS, _TERMINAL, _C4 = flag("bullet"), flag("ellipsis"), flag("terminal"), flag("c4_terminal")
@@ -59,14 +59,14 @@ MAX_WORD_CHARS, SHORT_LINE_CHARS, LONG_LINE_CHARS, MAX_EDITED_WORDS = 1000, 30, 
 _HIGH = np.uint64(0x100)
 _LANES = np.uint64(0x00FF00FF00FF00FF)
 ZERO, ONE = np.int64(0), np.int64(1)
-"""Of a plain 0 numba would compile what it is given to once more: a literal has a type of its own."""
+"""Typed zero and one: for a literal 0, which has a type of its own, numba would compile the function again."""
 _CHUNK_WORDS = 256
-"""Words taken at once: as many as sums of bytes in 16 bits can hold."""
+"""Words processed at once: as many as byte sums in 16 bits can hold."""
 
 
 class Scratch(NamedTuple):
-    """Room for the parts of one document: words (`ids`, `places`: characters before each, one space between,
-    `forms`: numbers of bare forms, where a word has one), lines, paragraphs; and what passes from step to step."""
+    """Buffers for one document: words (`ids`, `places`: characters before each with one space between words,
+    `forms`: numbers of bare forms, where a word has one), lines, paragraphs; and state between steps."""
 
     ids: np.ndarray
     forms: np.ndarray
@@ -86,7 +86,7 @@ class Scratch(NamedTuple):
 
 @allocating
 def empty_scratch(num_bytes: int) -> Scratch:
-    """Room for documents of up to `num_bytes`."""
+    """Buffers for documents of up to `num_bytes`."""
     most = num_bytes // 2 + 2
     return Scratch(
         np.empty(most, np.int32),
@@ -108,7 +108,7 @@ def empty_scratch(num_bytes: int) -> Scratch:
 
 @kernel
 def policy_phrase(bits: int, before: int, second: int) -> bool:
-    """Whether a policy notice ends with a word of flags `bits`, one space after `before`, one space after `second`."""
+    """Whether a policy notice ends with a word of flags `bits`, preceded by words of flags `before` and `second`, one space apart."""
     if bits & _POLICY_WORD and before & (_PRIVACY | _COOKIE):
         return True
     if bits & _COOKIES and before & (_USES | _USE_LAST):
@@ -120,7 +120,7 @@ def policy_phrase(bits: int, before: int, second: int) -> bool:
 
 @kernel
 def boilerplate(line: np.ndarray, chars: int) -> int:
-    """Words of a line that RefinedWeb's line rules take away."""
+    """Words of a line that RefinedWeb's line rules remove."""
     num_words = line[_LINE_WORDS]
     if num_words == 1 or 2 * line[_LINE_CAPITALS] > chars:
         return num_words
@@ -136,7 +136,7 @@ def boilerplate(line: np.ndarray, chars: int) -> int:
 
 @kernel
 def end_line(line: np.ndarray, hashed: int, trailing: bool, total: np.ndarray, scratch: Scratch) -> None:
-    """Adds a finished line to the totals and empties it. `trailing`: white space stands at its end."""
+    """Adds a finished line to the totals and resets it. `trailing`: white space is at its end."""
     chars = line[_LINE_CHARS] + line[_LINE_GAPS]
     if line[_LINE_WORDS]:
         number = total[LINES]
@@ -172,7 +172,7 @@ def end_line(line: np.ndarray, hashed: int, trailing: bool, total: np.ndarray, s
 
 @kernel
 def end_paragraph(hashed: int, line: np.ndarray, total: np.ndarray, scratch: Scratch) -> None:
-    """Notes a finished paragraph if it holds a word, and empties it."""
+    """Records a finished paragraph if it has a word, and resets it."""
     if line[_PART_FILLED]:
         scratch.paragraph_hashes[total[PARAGRAPHS]] = hashed
         scratch.paragraph_chars[total[PARAGRAPHS]] = line[_PART_CHARS]
@@ -182,7 +182,7 @@ def end_paragraph(hashed: int, line: np.ndarray, total: np.ndarray, scratch: Scr
 
 @kernel
 def take_gap(data: np.ndarray, place: int, end: int, line: np.ndarray, total: np.ndarray, scratch: Scratch) -> None:
-    """Takes the white space data[place:end] between two words, and the ends of lines and paragraphs in it."""
+    """Processes the white space data[place:end] between two words, and the ends of lines and paragraphs in it."""
     hashes = scratch.hashes
     hashed, trailing = hashes[_HASHED], False
     while place < end:
@@ -219,7 +219,7 @@ def take_gap(data: np.ndarray, place: int, end: int, line: np.ndarray, total: np
 def keep(
     line: np.ndarray, num_words: int, chars: int, capitals: int, sentences: int, gaps: int, last: int, anything: int
 ) -> None:
-    """Adds to a line what was counted since the last time."""
+    """Adds to a line the counts since the last call."""
     line[_LINE_WORDS] += num_words
     line[_LINE_CHARS] += chars
     line[_LINE_CAPITALS] += capitals
@@ -233,10 +233,10 @@ def take_rare(
     number: int, adjacent: bool, before: int, second: int, second_adjacent: bool, words: Words, line: np.ndarray,
     total: np.ndarray,
 ) -> int:  # fmt: skip
-    """What only a few words ask for: phrases that end with word `number`, counts above a byte. Returns its characters.
+    """Counts that few words need: phrases that end with word `number`, counts above a byte. Returns its characters.
 
-    `before` and `second` are flags of the words before it; `adjacent` and `second_adjacent`: one plain space lies before
-    this word, before the one before.
+    `before` and `second` are flags of the words before it; `adjacent` and `second_adjacent`: a single plain space precedes
+    this word, and the one before.
     """
     bits = np.int64(words.records[number, FLAGS])
     chars = np.int64(words.records[number, LOW] & np.uint64(255))
@@ -264,15 +264,15 @@ def take_words(
     data: np.ndarray, gap: int, first: int, num_words: int, filled: int, words: Words, scratch: Scratch,
     total: np.ndarray,
 ) -> int:  # fmt: skip
-    """Adds `num_words` words, known by number, of which the first is the document's word `first`, to their lines.
+    """Adds `num_words` words, by number, the first of which is the document's word `first`, to their lines.
 
-    `gap` is where the white space before it begins. Returns how many entries `scratch.forms` then has, `filled` of which
-    are those of the words before.
+    `gap` is where the white space before the first begins. Returns the new number of entries of `scratch.forms`, of which
+    `filled` are those of earlier words.
     """
     line, edges, ids, places, hashes = scratch.line, scratch.edges, scratch.ids, scratch.places, scratch.hashes
     even_low = odd_low = even_high = odd_high = np.uint64(0)
     place, longest = places[first], total[MAX_WORD]
-    # What every word changes is kept out of memory, and put back where a gap or a rare word asks for it.
+    # Counts that every word changes are local variables, written back only for a gap or a rare word.
     hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, ZERO, ZERO, ZERO
     since, last, before, anything, adjacent = first, line[_LAST], line[_BEFORE], line[_ANY], line[_SECOND_LAST] > 0
     fresh = line[_LINE_WORDS] == 0
@@ -333,9 +333,9 @@ def take_words(
 def find_numbers(
     data: np.ndarray, first: int, num_words: int, words: Words, toxic: np.ndarray, alphabet: Alphabet, scratch: Scratch
 ) -> bool:  # fmt: skip
-    """Writes the numbers of `num_words` words, whose edges are known, into `scratch.ids`, from its place `first` on.
+    """Writes the numbers of `num_words` words with known edges into `scratch.ids`, from its index `first` on.
 
-    Step by step for all of them, so that many reads of memory are under way at once. False when `words` is too full.
+    Each step runs for all words, so that their memory reads overlap. False when `words` is too full.
     """
     edges, keys, ids = scratch.edges, scratch.keys, scratch.ids
     mask = np.uint64(len(words.slots) - 1)
@@ -362,7 +362,7 @@ def scan(
     total: np.ndarray,
 ) -> int:  # fmt: skip
     """Reads data[start:end] into `scratch` and `total` (int64 [NUM_TOTALS]). Returns the entries of `scratch.forms`; -1 when
-    `words` is too full to go on."""
+    `words` is too full."""
     line, hashes, edges, state = scratch.line, scratch.hashes, scratch.edges, scratch.state
     total[:] = 0
     line[:] = 0

@@ -1,4 +1,4 @@
-"""Kernels that walk UTF-8: code points, white space, words and their hashes."""
+"""Kernels over UTF-8: code points, white space, words and their hashes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SEED = np.uint64(0x243F6A8885A308D3)
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
 BLOCK = 64
-"""Bytes looked at in one step."""
+"""Bytes processed in one step."""
 
 
 @inlined
 def fold(hashed: int, value: int) -> int:
-    """`hashed` extended by `value`: the order of values matters."""
+    """The hash `hashed` extended by `value`: the order of values matters."""
     hashed = (hashed ^ value) * np.uint64(0xD6E8FEB86659FD93)
     return hashed ^ (hashed >> np.uint64(32))
 
@@ -66,7 +66,7 @@ def zeros_below(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_ahead(typing: Any, data: Any, place: Any) -> Any:
-    """Has the processor bring the first item of data[place], along the first axis, near: a hint, harmless out of bounds."""
+    """Prefetches the first item of data[place], along the first axis; out of bounds it has no effect."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> None:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -84,7 +84,7 @@ def fetch_ahead(typing: Any, data: Any, place: Any) -> Any:
 def bytes_within(typing: Any, data: Any, place: Any, low: Any, high: Any) -> Any:
     """Which of data[place:place + 64] are `low` to `high`, as the bits of a uint64, the first byte lowest; no check of bounds.
 
-    One comparison of vectors: LLVM makes of it what the processor has.
+    One vector comparison, which LLVM compiles to the processor's instructions.
     """
     byte, lanes = ir.IntType(8), ir.VectorType(ir.IntType(8), 64)
 
@@ -105,7 +105,7 @@ def bytes_within(typing: Any, data: Any, place: Any, low: Any, high: Any) -> Any
 
 @kernel
 def next_within(data: np.ndarray, place: int, end: int, low: int, high: int) -> int:
-    """Where the first byte of data[place:end] that is `low` to `high` stands; `end` when there is none."""
+    """The offset of the first byte of data[place:end] from `low` to `high`; `end` when there is none."""
     while place < end:
         if place + BLOCK > len(data):
             if low <= data[place] <= high:
@@ -121,7 +121,7 @@ def next_within(data: np.ndarray, place: int, end: int, low: int, high: int) -> 
 
 @kernel
 def _white(data: np.ndarray, place: int, size: int, spaces: np.ndarray) -> tuple[int, int]:
-    """(which of data[place:place + 64] are white, as bits; bytes that a wide space has beyond them). From `size` on all are."""
+    """(which of data[place:place + 64] are white, as bits; bytes of a multi-byte space beyond them). From `size` on all are."""
     white = bytes_within(data, place, *SPACE_BYTES[0]) | bytes_within(data, place, *SPACE_BYTES[1])
     leads = bytes_within(data, place, *LEAD_BYTES[0]) | bytes_within(data, place, *LEAD_BYTES[1])
     if size < BLOCK:
@@ -145,12 +145,12 @@ def _white(data: np.ndarray, place: int, size: int, spaces: np.ndarray) -> tuple
 def find_words(
     data: np.ndarray, end: int, spaces: np.ndarray, edges: np.ndarray, tail: np.ndarray, state: np.ndarray
 ) -> int:
-    """Writes where each next word of a text begins and ends into `edges` (int64 [n]), until at least n - 64 stand there or
-    the text is over; returns how many. `tail` uint8 [72] is scratch.
+    """Writes the begin and end of each next word of a text into `edges` (int64 [n]), until it has at least n - 64 or
+    the text ends; returns their number. `tail` uint8 [72] is scratch.
 
-    `state` int64 [4] begins as (first byte of the text, 1, 0, 0) and carries on from call to call: next byte, whether the
-    one before is white, how many of the next belong to a wide space, how many of `edges` are already there: 1 when the last
-    call left a word begun, whose first byte its caller has moved to the front.
+    `state` int64 [4] starts as (first byte of the text, 1, 0, 0) and is passed from call to call: next byte, whether the
+    one before is white, how many of the next belong to a multi-byte space, how many of `edges` are already filled: 1 when the last
+    call ended inside a word, whose first byte its caller has moved to the front.
     """
     place, before, beyond, found = state[0], np.uint64(state[1]), state[2], state[3]
     while place < end and found < len(edges) - BLOCK:
@@ -180,10 +180,10 @@ def find_words(
 
 @inlined
 def word_key(data: np.ndarray, first: int, end: int) -> int:
-    """Hash of the word data[first:end], never 0: of its bytes eight by eight, then of what is left and its length."""
+    """Hash of the word data[first:end], never 0: of its bytes eight by eight, then of the rest and its length."""
     size = end - first
     hashed = _SEED
-    if size < 16 and first + 16 <= len(data):  # without a branch by length, which no processor foresees
+    if size < 16 and first + 16 <= len(data):  # without a branch by length, which cannot be predicted
         low, high = eight_bytes(data, first), eight_bytes(data, first + 8)
         hashed = mix(hashed + low) if size >= 8 else hashed
         packed = high if size >= 8 else low
@@ -201,7 +201,7 @@ def word_key(data: np.ndarray, first: int, end: int) -> int:
 
 @inlined
 def find(keys: np.ndarray, key: int) -> int:
-    """The slot of `keys` (uint64 [power of two], 0 where empty) that holds `key`, or the empty one where it belongs."""
+    """The slot of `keys` (uint64 [power of two], 0 where empty) with `key`, or the empty one for it."""
     mask = np.uint64(len(keys) - 1)
     slot = key & mask
     while keys[slot] != key and keys[slot] != np.uint64(0):

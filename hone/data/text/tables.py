@@ -1,4 +1,4 @@
-"""Tables that let kernels treat UTF-8 as Unicode: white space, classes of code points, lower case, words to look for."""
+"""Tables that let kernels treat UTF-8 as Unicode: white space, classes of code points, lower case, words to find."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import unicodedata
 import numpy as np
 
 ALPHABETIC, ALPHANUMERIC, UPPER_CASE, EDGE, CLOSER, TERMINAL, BULLET, FULL_STOP = (1 << bit for bit in range(8))
-"""Bits of `classes`: what str.isalpha, str.isalnum and str.isupper say of a character, and the marks below."""
+"""Bits of `classes`: str.isalpha, str.isalnum and str.isupper of a character, and the marks below."""
 SPACE_BYTES = ((9, 13), (28, 32))
 """The white bytes of ASCII, as ranges."""
 LEAD_BYTES = ((0xC2, 0xC2), (0xE1, 0xE3))
-"""First bytes of what may be a wide space, as ranges."""
+"""First bytes of possible multi-byte spaces, as ranges."""
 EDGE_PUNCTUATION = ".,;:!?\"'()[]{}<>*`"
-"""What is taken from both ends of a word to make it bare."""
+"""Characters stripped from both ends of a word to get its bare form."""
 CLOSERS = "\"')]”’"
-"""Marks that may stand between the end of a sentence and the space after it."""
+"""Marks allowed between the end of a sentence and the space after it."""
 TERMINAL_MARKS = ".!?‼⁇⁈⁉։؟۔।॥။።፧។៕᠃᠉。．｡！？﹒﹖﹗"
-"""Marks that Unicode says end a sentence, in the scripts most written; FineWeb's line rule asks for one, quotes do not do."""
+"""Sentence-ending marks of Unicode, in the most common scripts; FineWeb's line rule requires one, quotes are not enough."""
 BULLETS = "•-●*‣◦"
 FULL_STOPS = "。！？"
-"""Marks that end a sentence wherever they stand."""
+"""Marks that end a sentence in any position."""
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 COUNTED_THINGS = (
     "likes", "shares", "comments", "retweets", "reposts", "quotes", "bookmarks", "upvotes", "downvotes", "downloads",
@@ -29,14 +29,14 @@ COUNTED_THINGS = (
 )  # fmt: skip
 
 STARTS, ENDS, EQUALS, CONTAINS, BARE = range(5)
-"""How a pattern fits a lower-cased word; BARE: equals it without the punctuation around."""
+"""How a pattern matches a lower-cased word; BARE: equals it without the punctuation around."""
 FLAGS = (
     *(f"stop_{word}" for word in STOP_WORDS), "bullet", "ellipsis", "terminal", "c4_terminal", "javascript", "lorem",
     "ipsum", "terms", "of", "use_first", "privacy", "policy", "cookie", "uses", "cookies", "use_last", "thing",
     "quantity", "sign_in", "read", "more", "items", "in", "cart", "toxic_first", "letter", "filled",
     "wide",
 )  # fmt: skip
-"""Names of the bits that a word's flags may have, the lowest first."""
+"""Names of the bits of a word's flags, the lowest first."""
 _PATTERNS = (
     *((word, BARE, f"stop_{word}") for word in STOP_WORDS),
     *((word, BARE, "thing") for word in COUNTED_THINGS),
@@ -63,13 +63,13 @@ _PATTERNS = (
 
 
 def flag(name: str) -> int:
-    """The bit that stands for `name` of FLAGS."""
+    """The bit of `name` in FLAGS."""
     return 1 << FLAGS.index(name)
 
 
 @functools.cache
 def spaces() -> np.ndarray:
-    """int64 [29]: the code points that part words, as str.split has it."""
+    """int64 [29]: the code points that separate words, as in str.split."""
     return np.array([code for code in range(0x3001) if chr(code).isspace()], np.int64)
 
 
@@ -101,7 +101,7 @@ def classes() -> np.ndarray:
 def lower_case() -> np.ndarray:
     """int32 [n]: the lower-case form of every code point below n, one for one; all others are their own.
 
-    The dotted capital I, the only one whose full form has two code points, becomes a plain i, and sigma is never final.
+    The dotted capital I, the only one whose full lower case has two code points, becomes a plain i, and sigma is never final.
     """
     table = np.arange(0x20000, dtype=np.int32)
     for code in range(len(table)):
@@ -112,10 +112,10 @@ def lower_case() -> np.ndarray:
 
 @functools.cache
 def patterns() -> tuple[np.ndarray, ...]:
-    """The words to look for: code points int32 end to end, offsets int64 [k + 1], mode, bit, letters and size int64 [k].
+    """The words to find: code points int32 concatenated, offsets int64 [k + 1], mode, bit, letters and size int64 [k].
 
-    Letters are a set of code points modulo 64, as bits: a word that lacks one of them cannot fit.
-    Size is how many characters a word must have, with or without the punctuation around; 0: any number.
+    Letters are a set of code points modulo 64, as bits: a word that lacks one of them cannot match.
+    Size is the number of characters a word must have, with or without the punctuation around; 0: any number.
     """
     texts = [[ord(char) for char in text] for text, _, _ in _PATTERNS]
     codes = np.array([code for text in texts for code in text], np.int32)

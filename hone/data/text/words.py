@@ -1,4 +1,4 @@
-"""Kernels for single words: what a rule may want to know of one, counted once for every different word."""
+"""Kernels for single words: everything that rules use of a word, counted once for every distinct word."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _DOT, _ELLIPSIS_MARK, _HASH, _OPEN, _CLOSE, _BRACE, _AT = (ord(char) for char in
 
 
 KEY, FLAGS, LOW, HIGH = range(4)
-"""Places in a word's record of four uint64: hash of the raw word; bits of tables.FLAGS, the number of its bare form above
+"""Indices in a word's record of four uint64: hash of the raw word; bits of tables.FLAGS, the number of its bare form above
 them; its counts as bytes, CHARS to UPPERS and ALNUMS to ATS."""
 BARE_HASH, WIDE_ROW = range(2)
-"""Places in what is seldom asked of a word: hash of its bare form, its row of wide counts."""
+"""Indices in a word's rarely used record: hash of its bare form, its row of wide counts."""
 FORM_SHIFT = len(tables.FLAGS)
 MOST_SMALL = 255
 _NUMBER_BITS, _NUMBER = np.uint64(28), np.uint64((1 << 28) - 1)
@@ -44,11 +44,11 @@ _TAG_BITS = np.uint64(32)
 
 
 class Words(NamedTuple):
-    """Every different word seen so far, by open addressing.
+    """Every distinct word so far, by open addressing.
 
-    `slots` uint32 [power of two] holds, where not 0, the number of a word + 1 and above it bits 32 and up of its hash.
-    Frequent words come first and so have low numbers: what is looked at most lies together. `records` uint64 [words, 4],
-    two to a cache line, and `others` uint64 [words, 2] are described above. Counts above 255 stand in `wide` int32
+    `slots` uint32 [power of two] holds, if not 0, the number of a word + 1 and above it bits 32 and up of its hash.
+    Frequent words come first and so have low numbers, which keeps their records close together. `records` uint64 [words, 4],
+    two to a cache line, and `others` uint64 [words, 2] are described above. Counts above 255 are in `wide` int32
     [rows, NUM_COUNTS]. `bare_slots` uint64 is the table of bare forms: number + 1 (lowest 28 bits) and the top of the
     hash. `used` int64 [3]: words, bare forms, wide rows.
     """
@@ -62,8 +62,8 @@ class Words(NamedTuple):
 
 
 class Alphabet(NamedTuple):
-    """What bytes and code points are and which patterns to look for: the tables of hone.data.text.tables,
-    and what characters of ASCII add to the counts."""
+    """The classes of bytes and code points and the patterns to find: the tables of hone.data.text.tables,
+    and what ASCII characters add to the counts."""
 
     spaces: np.ndarray
     sums: np.ndarray
@@ -79,7 +79,7 @@ class Alphabet(NamedTuple):
 
 @allocating
 def empty_words(capacity: int, num_bytes: int) -> Words:
-    """A table with room for `capacity` (a power of two) words, among them the long ones of a text of `num_bytes`."""
+    """An empty table for `capacity` (a power of two) words, among them the long ones of a text of `num_bytes`."""
     slots = 2 * capacity
     return Words(
         np.zeros(slots, np.uint32),
@@ -99,13 +99,13 @@ def is_full(words: Words) -> bool:
 
 @inlined
 def entry_of(key: int, number: int, mask: int) -> int:
-    """What stands in `slots`, of which there are mask + 1, for word `number` with hash `key`."""
+    """The entry of `slots`, of which there are mask + 1, for word `number` with hash `key`."""
     return np.uint32(key >> _TAG_BITS & ~mask & np.uint64(0xFFFFFFFF) | np.uint64(number + 1))
 
 
 @inlined
 def look_up(slots: np.ndarray, records: np.ndarray, key: int) -> tuple[int, int]:
-    """(slot, number) of the word with hash `key`; (the empty slot where it belongs, -1) when it is new."""
+    """(slot, number) of the word with hash `key`; (the empty slot for it, -1) when it is new."""
     mask = np.uint64(len(slots) - 1)
     slot = key & mask
     while slots[slot] != np.uint32(0):
@@ -120,9 +120,9 @@ def look_up(slots: np.ndarray, records: np.ndarray, key: int) -> tuple[int, int]
 
 @inlined
 def _form_of(slots: np.ndarray, key: int) -> tuple[int, int]:
-    """(slot, number) of the bare form with hash `key`; (the empty slot where it belongs, -1) when it is new.
+    """(slot, number) of the bare form with hash `key`; (the empty slot for it, -1) when it is new.
 
-    Forms are told apart by the top of their hash and their place.
+    Forms are compared by the top of their hash and their slot.
     """
     mask = np.uint64(len(slots) - 1)
     slot = key & mask
@@ -175,7 +175,7 @@ def bare_span(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
 def read_bare(lower: np.ndarray, first: int, end: int) -> tuple[int, int]:
     """(hash, syllables) of the bare form lower[first:end], which has at least one syllable.
 
-    Those are groups of vowels (a e i o u y); a last e is silent unless it makes the only group or ends -le.
+    Syllables are groups of vowels (a e i o u y); a last e is silent unless it makes the only group or ends -le.
     """
     groups, before, hashed = 0, 0, _ONE
     for index in range(first, end):
@@ -191,7 +191,7 @@ def read_bare(lower: np.ndarray, first: int, end: int) -> tuple[int, int]:
 
 @kernel
 def c4_end(lower: np.ndarray, end: int) -> bool:
-    """Whether a line whose last word this is ends as C4 wants, citation marks such as [3] taken away."""
+    """Whether a line with this last word ends as C4 requires, without citation marks such as [3]."""
     while end > 0 and lower[end - 1] == 93:
         first = end - 2
         while first >= 0 and 48 <= lower[first] <= 57:
@@ -230,9 +230,9 @@ def end_flags(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
 
 @inlined
 def pattern_flags(lower: np.ndarray, num_chars: int, first: int, end: int, letters: int, alphabet: Alphabet) -> int:
-    """The bits of the patterns that the word fits; `letters` are its own, as those of the patterns in `alphabet`."""
+    """The bits of the patterns that the word matches; `letters` is its set of letters, as in `Alphabet.letters`."""
     bits, likely = 0, np.uint64(0)
-    for index in range(len(alphabet.modes)):  # without a branch: the compiler makes vectors of it
+    for index in range(len(alphabet.modes)):  # without a branch, so that it compiles to vector instructions
         size = alphabet.sizes[index]
         fits = alphabet.letters[index] & ~letters == 0 and (size == 0 or size == num_chars or size == end - first)
         likely |= np.uint64(fits) << np.uint64(index)
@@ -262,7 +262,7 @@ def pattern_flags(lower: np.ndarray, num_chars: int, first: int, end: int, lette
 
 @inlined
 def is_quantity(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> bool:
-    """Whether the word is a number as counters write it: 3, 1,204, 2.5k, (17."""
+    """Whether the word is a number as in a counter: 3, 1,204, 2.5k, (17."""
     place = 0
     while place < num_chars and not (lower[place] == 95 or class_of(lower[place], classes) & tables.ALPHANUMERIC):
         place += 1
@@ -277,9 +277,9 @@ def is_quantity(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> bool:
 
 @functools.cache
 def ascii_sums() -> np.ndarray:
-    """uint64 [128, 2]: what each character of ASCII adds to the counts of a word, as bytes of LOW and HIGH.
+    """uint64 [128, 2]: what each ASCII character adds to the counts of a word, as bytes of LOW and HIGH.
 
-    LETTERED counts letters here; ellipses and what asks for the whole word are not in it.
+    LETTERED counts letters here; ellipses and counts that depend on the whole word are not in it.
     """
     sums = np.zeros((128, NUM_COUNTS), np.uint8)
     for code, row in enumerate(sums):
@@ -293,7 +293,7 @@ def ascii_sums() -> np.ndarray:
 
 @inlined
 def count_of(low: int, high: int, place: int) -> int:
-    """One count of a word from its counts as bytes."""
+    """One count of a word, unpacked from its bytes."""
     half = low if place < 8 else high
     return np.int64(half >> np.uint64(8 * (place & 7)) & np.uint64(255))
 
@@ -302,8 +302,8 @@ def count_of(low: int, high: int, place: int) -> int:
 def plain_counts(
     data: np.ndarray, start: int, end: int, alphabet: Alphabet, lower: np.ndarray
 ) -> tuple[int, int, int, int]:
-    """(LOW, HIGH, letters as in Alphabet.letters, classes of any character) of a word of ASCII without two dots in a row, and
-    the word in lower case in `lower`. LOW is 0 for any other word and a long one."""
+    """(LOW, HIGH, letters as in Alphabet.letters, classes of any character) of an ASCII word without two dots in a row, and
+    the word in lower case in `lower`. LOW is 0 for any other word and for a long one."""
     low = high = letters = np.uint64(0)
     kinds, before = 0, 0
     if end - start > MOST_SMALL:
@@ -362,7 +362,7 @@ def any_counts(
 
 @inlined
 def number_of_urls(lower: np.ndarray, num_chars: int, letters: int) -> int:
-    """How often a word has what a web address begins with."""
+    """How many beginnings of web addresses a word contains."""
     if _URL_LETTERS & ~letters and _WWW_LETTERS & ~letters:
         return 0
     urls = 0
@@ -375,7 +375,7 @@ def number_of_urls(lower: np.ndarray, num_chars: int, letters: int) -> int:
 
 @inlined
 def number_of_form(hashed: int, words: Words) -> int:
-    """The number of the bare form with this hash, which is added where it is new."""
+    """The number of the bare form with this hash, which is added if new."""
     spot, form = _form_of(words.bare_slots, hashed)
     if form < 0:
         form = words.used[1]
@@ -389,7 +389,7 @@ def add_word(
     data: np.ndarray, start: int, end: int, slot: int, key: int, words: Words, alphabet: Alphabet, toxic: np.ndarray,
     lower: np.ndarray,
 ) -> int:  # fmt: skip
-    """Puts the word data[start:end] with hash `key` into the empty `slot`; returns its number. `lower` is scratch."""
+    """Writes the word data[start:end] with hash `key` to the empty `slot`; returns its number. `lower` is scratch."""
     number = words.used[0]
     words.used[0] += 1
     words.slots[slot] = entry_of(key, number, np.uint64(len(words.slots) - 1))

@@ -1,1 +1,1 @@
-"""Text to token ids, ids to rows: encoding, packing and the index of rows."""
+"""From text to token ids to sequences: encoding, packing and its index."""

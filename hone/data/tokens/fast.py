@@ -1,9 +1,9 @@
-"""Fast encoding: a byte-level BPE of `tokenizers` run by tiktoken, five times as fast, with the same ids or not at all.
+"""Fast encoding: runs a byte-level BPE of `tokenizers` with tiktoken, five times as fast, if their ids are provably equal.
 
-tiktoken joins the two neighbours whose joint bytes have the lowest rank; `tokenizers` joins the pair that stands first in
-a list of merges. Both give the same when encoding every token's own bytes by the merges gives that token back: up to the
-join, what lies between a token's ends has been joined as if it stood alone, and alone it has exactly one last pair.
-`build` checks this for every token, and refuses with the reason whatever it cannot vouch for.
+tiktoken merges the two neighbours whose joint bytes have the lowest rank; `tokenizers` merges the pair that is first in
+a list of merges. Both give the same ids if encoding every token's own bytes by the merges gives that token back: up to the
+merge, the bytes between a token's ends are merged as if they were alone, and alone they have exactly one last pair.
+`build` checks this for every token, and refuses a tokenizer, with the reason, if it cannot prove it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _FAST_WORD = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|"
 _FAST_REST = r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The same splits without backtracking. Every pattern here covers any text, so none of it is lost between matches.
+# The same splits without backtracking. Every pattern here matches all of a text, so no characters are lost between matches.
 _PATTERNS = {
     _GPT2: r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s+",
     _WORD + r"\p{N}{1,3}" + _REST: _FAST_WORD + r"\p{N}{1,3}+" + _FAST_REST,  # Llama 3, cl100k
@@ -35,7 +35,7 @@ _NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
 
 class _Refused(Exception):
-    """Why a tokenizer cannot be run by tiktoken."""
+    """The reason why a tokenizer cannot be run by tiktoken."""
 
 
 class FastBPE(NamedTuple):
@@ -49,7 +49,7 @@ class FastBPE(NamedTuple):
     normalized: _Added
 
     def encode(self, text: str) -> np.ndarray | None:
-        """The ids of `text`; None when it has characters that the two libraries may take for different things."""
+        """The ids of `text`; None when it has characters that the two libraries may classify differently."""
         if not text.isascii():
             suspects = _suspects(self.normalizer is not None)
             if suspects is not None and suspects[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any():
@@ -77,14 +77,14 @@ class FastBPE(NamedTuple):
 
 
 class _Added(NamedTuple):
-    """Tokens cut out of the text before it is split: `pattern` finds them, longest first, `arrays` has those that count."""
+    """Added tokens, cut out of the text before it is split: `pattern` finds them, longest first, `arrays` has their ids."""
 
     pattern: re.Pattern[str] | None
     arrays: dict[str, np.ndarray]
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]], dtype: np.dtype) -> _Added:
-        """Special tokens in `rows` are text like any other, yet nothing is looked for inside of them."""
+        """Special tokens in `rows` are encoded as plain text, but no other token is searched for inside of them."""
         arrays = {row["content"]: np.array([row["id"]], dtype) for row in rows if not row["special"]}
         if not arrays:
             return cls(None, {})
@@ -92,7 +92,7 @@ class _Added(NamedTuple):
         return cls(re.compile("|".join(map(re.escape, words))), arrays)
 
     def split(self, text: str) -> list[tuple[np.ndarray | None, str]]:
-        """`text` as (token's array or None, part), empty parts left out."""
+        """`text` as (token's array or None, part), without empty parts."""
         if self.pattern is None:
             return [(None, text)] if text else []
         parts: list[tuple[np.ndarray | None, str]] = []
@@ -126,7 +126,7 @@ def build(core: Any, dtype: np.dtype) -> tuple[FastBPE | None, str]:
         ranks, ids = _ranks(spec["model"])
     except _Refused as refused:
         return None, str(refused)
-    marks = {"<|never used|>": len(ids)}  # tiktoken's search for marks needs one
+    marks = {"<|never used|>": len(ids)}  # tiktoken requires a special token
     encoding = tiktoken.Encoding("hone", pat_str=pattern, mergeable_ranks=ranks, special_tokens=marks)
     sides = [[row for row in spec["added_tokens"] if row["normalized"] is side] for side in (False, True)]
     raw, normalized = (_Added.of(rows, dtype) for rows in sides)
@@ -135,7 +135,7 @@ def build(core: Any, dtype: np.dtype) -> tuple[FastBPE | None, str]:
 
 
 def _splitting(spec: dict[str, Any] | None) -> tuple[str, bool]:
-    """(tiktoken's pattern, whether a space goes before a text) for the pre-tokenizer `spec`."""
+    """(tiktoken's pattern, whether a space is added before a text) for the pre-tokenizer `spec`."""
     match spec:
         case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": bool(prefix)}:
             return _PATTERNS[_GPT2], prefix
@@ -147,7 +147,7 @@ def _splitting(spec: dict[str, Any] | None) -> tuple[str, bool]:
             ],
         } if regex in _PATTERNS:
             return _PATTERNS[regex], False
-    raise _Refused("its pre-tokenizer is not the one of GPT-2, Llama 3 or Qwen 2")
+    raise _Refused("its pre-tokenizer is not that of GPT-2, Llama 3 or Qwen 2")
 
 
 def _check_normalizer(spec: dict[str, Any] | None) -> None:
@@ -157,7 +157,7 @@ def _check_normalizer(spec: dict[str, Any] | None) -> None:
 
 
 def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
-    """(rank of each token's bytes, id of each rank). Refuses merges that ranks cannot express."""
+    """(rank of each token's bytes, id of each rank). Refuses merges that ranks cannot represent."""
     if model["type"] != "BPE":
         raise _Refused(f"its model is {model['type']}, not BPE")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
@@ -176,7 +176,7 @@ def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
         name = left + right
         if name != names[-1]:
             if name in known:
-                raise _Refused(f"its merges for {name!r} do not stand together")
+                raise _Refused(f"its merges for {name!r} are not consecutive")
             known.add(name)
             names.append(name)
     by_merges = tokenizers.models.BPE(vocab=vocab, merges=merges)
@@ -184,12 +184,12 @@ def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
         if len(by_merges.tokenize(name)) != 1:
             raise _Refused(f"its merges do not lead to its token {name!r}")
     if model.get("ignore_merges"):
-        # A word that is a token is that token, though merges may not lead there. Such a token can stand behind all others
-        # if its bytes never come down to two parts, since only then would tiktoken join them inside longer words.
+        # A word that is a token gets that id, though merges may not lead to it. Such a token can be put after all others
+        # if its bytes never merge down to two parts, since only then would tiktoken merge them inside longer words.
         for name in vocab.keys() - known:
             if len(name) > 1 and set(name) <= letters.keys():
                 if len(by_merges.tokenize(name)) == 2:
-                    raise _Refused(f"its token {name!r} is one as a word of its own only")
+                    raise _Refused(f"its token {name!r} is only used as a whole word")
                 names.append(name)
         names[len(known) :] = sorted(names[len(known) :])
     ranks = {bytes(letters[char] for char in name): rank for rank, name in enumerate(names)}
@@ -197,7 +197,7 @@ def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies, as GPT-2 has it: printable bytes are themselves."""
+    """The character of each byte in byte-level vocabularies, as in GPT-2: printable bytes map to themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -205,9 +205,9 @@ def _byte_letters() -> dict[str, int]:
 
 @functools.cache
 def _suspects(unassigned: bool) -> np.ndarray | None:
-    """Which code points (bool [1114112]; None: none of them) may be of another class in each library's own edition of Unicode.
+    """Code points (bool [1114112]; None: none) whose class may differ between the libraries' editions of Unicode.
 
-    With `unassigned` also those that Python does not know yet: of all others it can tell whether they are in NFC, since
+    With `unassigned`, also those that Python does not know yet; for all others it knows whether they are in NFC, since
     normalization never changes for a character once it is assigned.
     """
     import tiktoken

@@ -1,4 +1,4 @@
-"""Pack: documents to token ids, end to end in memory-mappable files with their starts."""
+"""Pack: writes the token ids of documents, concatenated, to memory-mappable files with the documents' starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from hone.base.durable import write_atomic
 from hone.data.corpus import Corpus, publish
 from hone.data.tokens.megatron import write_index
-from hone.data.tokens.rows import Rows, best_fit_rows
+from hone.data.tokens.packing import PackingSpec, best_fit_index
 from hone.data.tokens.tokenizer import Encoder
 
 SPLITS = ("train", "val")
@@ -26,15 +26,15 @@ def pack(
     encoder: Encoder,
     state: Path,
     folder: Path,
-    shape: Rows,
+    shape: PackingSpec,
     *,
     progress: Callable[[int], None] = lambda num_bytes: None,
     durable: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, int]]:
     """Writes `<split>.bin`, `<split>.starts.npy` and meta.json into `folder`; returns {split: {tokens, documents, bytes}}.
 
-    `splits` maps a split to the documents in it (bool [num_documents]), `shape` says which indices to write beside. Each shard is tokenized into `state` first, so
-    a killed run goes on with the next one.
+    `splits` maps a split to its documents (bool [num_documents]), `shape` selects the indices to write. Each shard is tokenized into `state` first, so
+    that a killed run resumes with the next one.
     """
     folder.mkdir(exist_ok=True)
     encode_shards(corpus, splits, encoder, state, progress=progress, durable=durable)
@@ -60,7 +60,7 @@ def pack(
         assert size == rows[split]["tokens"] * encoder.dtype.itemsize, f"{split}.bin has {size} bytes"
         if shape.kind == "best_fit":
             for seq_len in shape.lengths:
-                best_fit_rows(starts, seq_len).write(folder, split)
+                best_fit_index(starts, seq_len).write(folder, split)
         if shape.megatron:
             write_index(folder / f"{split}.idx", starts, encoder.dtype)
     meta = {
@@ -83,7 +83,7 @@ def encode_shards(
     progress: Callable[[int], None] = lambda num_bytes: None,
     durable: Callable[[], None] = lambda: None,
 ) -> None:
-    """The tokens of each shard, in `state` where `pack` finds them; what is there already stays."""
+    """Writes the tokens of each shard to `state`, where `pack` reads them; existing ones are kept."""
     for number, shard, first, _ in corpus.spans():
         for split in SPLITS:
             path = state / f"tokens-{number:05d}.{split}"

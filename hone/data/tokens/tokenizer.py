@@ -1,4 +1,4 @@
-"""The tokenizer of a data artifact: byte-level BPE trained on its text, or one taken from a folder."""
+"""The tokenizer of a data artifact: byte-level BPE trained on its text, or copied from a folder."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ _NO_LIMIT = 1 << 30
 
 
 class Tokenizer(Spec):
-    """How text becomes tokens."""
+    """The tokenizer's source and training."""
 
-    path: str | None = Field(None, description="Folder with a tokenizer.json to take over; none: train one.")
-    vocab_size: int = Field(4096, ge=257, description="Tokens to train, 256 bytes and the end of text among them.")
+    path: str | None = Field(None, description="Folder with a tokenizer.json to reuse; none: train one.")
+    vocab_size: int = Field(
+        4096, ge=257, description="Size of the vocabulary to train, including 256 bytes and the end-of-text token."
+    )
     max_train_bytes: int = Field(
-        50_000_000, gt=0, description="Most text to train on; beyond it documents are sampled."
+        50_000_000, gt=0, description="Most bytes of text to train on; of more, documents are sampled."
     )
     max_token_chars: int = Field(32, gt=0, description="Longest token in bytes.")
 
 
 class Encoder(NamedTuple):
-    """A loaded tokenizer with what packing needs to know. `fast` runs it by tiktoken; `why_slow` says why it cannot."""
+    """A loaded tokenizer for packing. `fast` runs it with tiktoken; `why_slow` is the reason when it cannot."""
 
     core: Any
     eos_token_id: int
@@ -55,7 +57,7 @@ class Encoder(NamedTuple):
         return _dtype(self.vocab_size)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, closed by the end of text. Words such as '<|endoftext|>' inside a text are plain text."""
+        """Token ids of each text, followed by the end-of-text token. '<|endoftext|>' and the like inside a text are plain text."""
         if self.fast is None:
             return self._encode_by_merges(texts)
         closing = np.array([self.eos_token_id], self.dtype)
@@ -108,15 +110,15 @@ def train(spec: Tokenizer, texts: Iterable[str], folder: Path) -> None:
 
 
 def take(source: str, folder: Path) -> None:
-    """Copies the tokenizer in folder `source` into `folder`. Raises ArtifactError when there is none."""
+    """Copies the tokenizer from folder `source` to `folder`. Raises ArtifactError when there is none."""
     for name in (*OPTIONAL_FILES, *FILES):
         path = Path(source).expanduser() / name
         if path.is_file():
-            temporary = folder / f"{name}.taking"  # in the own folder: another stage may take one at the same time
+            temporary = folder / f"{name}.taking"  # in our own folder: another stage may copy one at the same time
             shutil.copyfile(path, temporary)
             temporary.replace(folder / name)
         elif name == FILES[0]:
-            raise ArtifactError(f"{source} has no {name}", fix="point tokenizer.path at a folder with a tokenizer.json")
+            raise ArtifactError(f"{source} has no {name}", fix="set tokenizer.path to a folder with a tokenizer.json")
 
 
 def load(folder: Path | str) -> Encoder:
@@ -125,11 +127,11 @@ def load(folder: Path | str) -> Encoder:
     path = folder / "tokenizer.json"
     try:
         core = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf8"))
-    except Exception as error:  # the library raises bare Exception for anything it cannot parse
-        raise ArtifactError(f"{path} is no tokenizer: {error}", fix="point at a folder with a tokenizer.json") from None
+    except Exception as error:  # the library raises bare Exception for invalid files
+        raise ArtifactError(f"{path} is not a tokenizer: {error}", fix="give a folder with a tokenizer.json") from None
     eos = core.token_to_id(_eos_text(folder))
     if eos is None:
-        raise SpecError(f"{folder} names no end-of-text token", fix="set eos_token in its tokenizer_config.json")
+        raise SpecError(f"{folder} has no end-of-text token", fix="set eos_token in its tokenizer_config.json")
     core.encode_special_tokens = True
     core.no_truncation()
     core.no_padding()
@@ -143,7 +145,7 @@ def _dtype(vocab_size: int) -> np.dtype:
 
 
 def _eos_text(folder: Path) -> str:
-    """What the folder's settings call the end of text; hone's own mark when they say nothing."""
+    """The end-of-text token in the folder's settings; hone's own without one."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / name
         if path.exists():
@@ -154,13 +156,13 @@ def _eos_text(folder: Path) -> str:
 
 
 def _for_training(text: str) -> Iterator[str]:
-    """`text` in pieces, endless words broken: the trainer's time grows with the square of a word's length."""
+    """`text` in pieces, overlong words split: the trainer's time is quadratic in a word's length."""
     for part in _pieces(text, _TRAIN_PIECE_CHARS):
         yield _ENDLESS_WORD.sub(r"\g<0>\n", part)
 
 
 def _pieces(text: str, limit: int) -> Iterator[str]:
-    """`text` in pieces of at most `limit` characters, cut before line breaks where there are any: BPE needs bounded input."""
+    """`text` in pieces of at most `limit` characters, cut before line breaks where possible: BPE needs bounded input."""
     while len(text) > limit:
         cut = text.rfind("\n", limit // 2, limit)
         cut = cut if cut > 0 else limit

@@ -179,20 +179,20 @@ def test_any_shards_and_order_find_the_same(sets, shared_data, tmp_path):
     texts = [text + (examples[number].texts[0] if number % 3 == 0 else "") for number, text in enumerate(clean)]
     ids = [f"{number:016x}" for number in random.Random(1).sample(range(10**9), len(texts))]
     spec = NGrams(evaluations=(str(sets / "gsm8k-test.jsonl"),), fields=("question",))
-    alive = np.ones(len(texts), bool)
+    kept = np.ones(len(texts), bool)
     order = random.Random(2).sample(range(len(texts)), len(texts))
     first, second = tmp_path / "one", tmp_path / "two"
     first.mkdir(), second.mkdir()
-    one = spec.contaminated(Memory(texts, ids), alive, first)
+    one = spec.contaminated(Memory(texts, ids), kept, first)
     other = Memory([texts[i] for i in order], [ids[i] for i in order], (9, 0, len(texts) - 9), batch=4)
     other.columns["source"] = np.array([f"file-{i}" for i in order], object)
-    two = spec.contaminated(other, alive, second)
+    two = spec.contaminated(other, kept, second)
     assert (two.dropped == one.dropped[order]).all() and two.figures == one.figures and two.examples == one.examples
     assert one.dropped.tolist() == [number % 3 == 0 for number in range(len(texts))]
-    alive[0] = False
+    kept[0] = False
     third = tmp_path / "three"
     third.mkdir()
-    assert not spec.contaminated(Memory(texts, ids), alive, third).dropped[0]
+    assert not spec.contaminated(Memory(texts, ids), kept, third).dropped[0]
 
 
 def test_shared_words_are_cut_and_common_phrases_do_not_count(tmp_path):
@@ -202,15 +202,15 @@ def test_shared_words_are_cut_and_common_phrases_do_not_count(tmp_path):
     long = "A long story that goes on and on about other things. " * 4
     texts = [f"{long}{question}! {long}", f"Q: {question.lower()}.", *(f"{long} {n} {phrase}" for n in range(4)), long]
     corpus = Memory(texts)
-    alive = np.ones(len(texts), bool)
+    kept = np.ones(len(texts), bool)
     spec = NGrams(evaluations=(str(tmp_path / "set.txt"),), remove="span", max_documents=3)
-    found = spec.contaminated(corpus, alive, tmp_path)
+    found = spec.contaminated(corpus, kept, tmp_path)
     assert found.dropped.tolist() == [False, True] + [False] * 5
     assert corpus.after(found.cuts)[0] == f"{long}! {long}" and corpus.after(found.cuts)[1:] == texts[1:]
     assert found.figures["evaluations"]["set.txt"] == {"examples": 3, "too_short": 1, "hit": 1, "documents": 2}
     every = spec.model_copy(update={"max_documents": None, "remove": "document"})
     (tmp_path / "every").mkdir()
-    assert every.contaminated(corpus, alive, tmp_path / "every").dropped.tolist() == [True] * 6 + [False]
+    assert every.contaminated(corpus, kept, tmp_path / "every").dropped.tolist() == [True] * 6 + [False]
 
 
 def test_short_texts_count_as_a_whole(tmp_path):
@@ -251,7 +251,7 @@ def test_every_kind_of_file(tmp_path):
         ("a.csv", b"", (), "is empty"),
         ("a.txt", b"\xff\xfe\xfd", (), "row 0"),
         ("a.parquet", b"nothing", (), "a.parquet"),
-        ("a.xyz", b"nothing", (), "of no known kind"),
+        ("a.xyz", b"nothing", (), "unknown format"),
         ("a.jsonl.gz", b"nothing", (), "a.jsonl.gz"),
     ],
 )
@@ -262,13 +262,13 @@ def test_what_cannot_be_read_is_said(tmp_path, name, content, fields, message):
 
 
 def test_misuse_is_said(tmp_path):
-    corpus, alive = Memory(["a text"]), np.ones(1, bool)
+    corpus, kept = Memory(["a text"]), np.ones(1, bool)
     with pytest.raises(SpecError, match="names no evaluation set"):
-        NGrams().contaminated(corpus, alive, tmp_path)
+        NGrams().contaminated(corpus, kept, tmp_path)
     with pytest.raises(SpecError, match="evaluation set: no file"):
-        NGrams(evaluations=(str(tmp_path / "gone"),)).contaminated(corpus, alive, tmp_path)
+        NGrams(evaluations=(str(tmp_path / "gone"),)).contaminated(corpus, kept, tmp_path)
     with pytest.raises(SpecError, match="holds no evaluation file"):
-        NGrams(evaluations=(str(tmp_path),)).contaminated(corpus, alive, tmp_path)
+        NGrams(evaluations=(str(tmp_path),)).contaminated(corpus, kept, tmp_path)
 
 
 def test_files_of_one_name_are_sets_of_their_own(tmp_path):

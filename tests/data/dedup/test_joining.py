@@ -152,12 +152,12 @@ def test_hashes_are_read_from_the_shards_by_the_tasks(tmp_path, monkeypatch, mos
     texts = [f"text {number}" for number in draw.integers(0, 60, 200)]
     ids = [oracles.identity(text, place) for place, text in enumerate(texts)]
     corpus = oracles.corpus_of(tmp_path / "in", texts, ids, 7)
-    alive = draw.random(200) < 0.8
+    kept = draw.random(200) < 0.8
     (tmp_path / "state").mkdir()
-    stands = Exact().representatives(corpus, alive, tmp_path / "state")
+    stands = Exact().representatives(corpus, kept, tmp_path / "state")
     for index, text in enumerate(texts):
-        group = [other for other in range(200) if alive[other] and texts[other] == text]
-        assert stands[index] == (min(group, key=lambda other: ids[other]) if alive[index] else index)
+        group = [other for other in range(200) if kept[other] and texts[other] == text]
+        assert stands[index] == (min(group, key=lambda other: ids[other]) if kept[index] else index)
     assert "text_hash" not in corpus.columns._read
 
 

@@ -110,14 +110,14 @@ def test_ranges_of_keys_give_the_same_clusters(known, tmp_path, monkeypatch):
 def test_batches_of_one_text_sign_the_same(known, tmp_path):
     texts = [*known[0][:30], "", "word", "?", "long " * 5000]
     corpus = oracles.corpus_of(tmp_path / "in", texts, [str(place) for place in range(len(texts))], 2, rows=7)
-    alive = np.ones(len(texts), bool)
-    alive[[0, 5, 31]] = False
+    kept = np.ones(len(texts), bool)
+    kept[[0, 5, 31]] = False
     technique = MinHash()
     read = []
     for num_bytes in (1, 5000, 1 << 30):
         state = tmp_path / str(num_bytes)
         state.mkdir()
-        files = shards.sign_shards(corpus, alive, state, "keys", 14, technique.keys, num_bytes)
+        files = shards.sign_shards(corpus, kept, state, "keys", 14, technique.keys, num_bytes)
         read.append(shards.gather(files, 15, 0, 15))
         assert all((shards.gather(files, 15, row, row + 1)[1][0] == read[-1][1][row]).all() for row in range(15))
     for one, other in itertools.combinations(read, 2):
@@ -133,10 +133,10 @@ def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
     texts = known[0][:200]
     ids = [oracles.identity(text, place) for place, text in enumerate(texts)]
     corpus = oracles.corpus_of(tmp_path / "in", texts, ids, 4)
-    alive, state = np.ones(len(texts), bool), tmp_path / "state"
+    kept, state = np.ones(len(texts), bool), tmp_path / "state"
     state.mkdir()
     monkeypatch.setattr(joining, "TASK_KEYS", 600)
-    whole = MinHash().representatives(corpus, alive, state)
+    whole = MinHash().representatives(corpus, kept, state)
     names = {path.name for path in state.iterdir()}
     assert len(names) == 4 + 2 * 5, "three of fourteen bands a task"
     signed, compared = [], []
@@ -144,15 +144,15 @@ def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
     monkeypatch.setattr(MinHash, "keys", lambda self, batch: signed.append(batch.num_texts) or keys(self, batch))
     monkeypatch.setattr(joining, "join_equal", lambda *args: compared.append(1) or equal(*args))
     (state / "join-002.done").unlink()
-    assert (MinHash().representatives(corpus, alive, state) == whole).all()
+    assert (MinHash().representatives(corpus, kept, state) == whole).all()
     assert (signed, len(compared)) == ([], 3) and {path.name for path in state.iterdir()} == names
     (state / "keys-00002.u64").unlink()
-    assert (MinHash().representatives(corpus, alive, state) == whole).all()
+    assert (MinHash().representatives(corpus, kept, state) == whole).all()
     assert sum(signed) == 50 and len(compared) == 3, "the same keys made again were compared again"
     (state / "keys-00002.u64").unlink()
-    alive[100:150:2] = False
-    fewer = MinHash().representatives(corpus, alive, state)
-    assert (fewer[~alive] == np.flatnonzero(~alive)).all() and len(compared) == 3 + 14, (
+    kept[100:150:2] = False
+    fewer = MinHash().representatives(corpus, kept, state)
+    assert (fewer[~kept] == np.flatnonzero(~kept)).all() and len(compared) == 3 + 14, (
         "groups of other keys were taken over"
     )
 
@@ -161,19 +161,19 @@ def test_shards_may_be_prepared_one_by_one_anywhere(known, tmp_path):
     texts = known[0][:200]
     ids = [oracles.identity(text, place) for place, text in enumerate(texts)]
     corpus = oracles.corpus_of(tmp_path / "in", texts, ids, 5)
-    alive = np.ones(len(texts), bool)
-    alive[::7] = False
+    kept = np.ones(len(texts), bool)
+    kept[::7] = False
     for technique in (MinHash(), SimHash()):
         alone, together = tmp_path / f"{technique.reason}-alone", tmp_path / f"{technique.reason}-together"
         alone.mkdir()
         together.mkdir()
         for part in reversed(corpus.parts()):
-            technique.prepare(Corpus.of(part), technique.takes_part(corpus, alive), alone)
+            technique.prepare(Corpus.of(part), technique.takes_part(corpus, kept), alone)
         prepared = {path.name: path.read_bytes() for path in alone.iterdir()}
-        stands = technique.representatives(corpus, alive, together)
-        assert (technique.representatives(corpus, alive, alone) == stands).all()
+        stands = technique.representatives(corpus, kept, together)
+        assert (technique.representatives(corpus, kept, alone) == stands).all()
         assert len(prepared) == 5 and all((together / name).read_bytes() == raw for name, raw in prepared.items())
-        assert (stands[~alive] == np.flatnonzero(~alive)).all() and alive[stands[alive]].all()
+        assert (stands[~kept] == np.flatnonzero(~kept)).all() and kept[stands[kept]].all()
 
 
 def test_a_torn_file_is_an_error(known, tmp_path):

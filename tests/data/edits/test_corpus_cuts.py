@@ -52,7 +52,7 @@ def run(folder, rows: list[str], borders: tuple[int, ...], apart: bool) -> tuple
     folder.mkdir()
     (folder / "set.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
     corpus = on_disk(folder, rows, borders)
-    alive = np.ones(len(corpus), bool)
+    kept = np.ones(len(corpus), bool)
     steps = [EDITS.read("lines"), EDITS.read("substrings")]
     last = DECONTAMINATIONS.read({"kind": "ngrams", "evaluations": [str(folder / "set.jsonl")]})
     found = None
@@ -60,16 +60,16 @@ def run(folder, rows: list[str], borders: tuple[int, ...], apart: bool) -> tuple
         state = folder / f"state-{number}"
         state.mkdir()
         if apart:  # the last shard first, each known by itself alone
-            chosen = technique.takes_part(corpus, alive)
+            chosen = technique.takes_part(corpus, kept)
             for part in reversed(corpus.parts()):
                 technique.prepare(Corpus.of(part), chosen, state)
         if technique is last:
-            found = technique.contaminated(corpus, alive, state)
+            found = technique.contaminated(corpus, kept, state)
         else:
-            corpus.cut(technique.cuts(corpus, alive, state))
+            corpus.cut(technique.cuts(corpus, kept, state))
     left = {}
     for _, shard, first, _ in corpus.spans():
-        left.update(corpus.texts(shard, first, alive))
+        left.update(corpus.texts(shard, first, kept))
     assert np.flatnonzero(found.dropped).tolist() == [7]
     return [left[index] for index in range(len(rows))], found.examples
 
@@ -97,15 +97,15 @@ def test_texts_are_read_again_by_tasks_alone(tmp_path, monkeypatch):
     here, tasks = tmp_path / "here", tmp_path / "tasks"
     here.mkdir()
     tasks.mkdir()
-    alive = np.ones(len(corpus), bool)
-    expected = technique.cuts(corpus, alive, here)
+    kept = np.ones(len(corpus), bool)
+    expected = technique.cuts(corpus, kept, here)
     names = []
-    for function, planned in rounds(technique, corpus, alive, tasks):
+    for function, planned in rounds(technique, corpus, kept, tasks):
         names.append((function.__name__, len(planned)))
         for task in planned:
             perform(function, task)
     assert names == [("prepare", 3), ("hash_windows", 3), ("cut_repeats", 3)]
     monkeypatch.setattr(Corpus, "batches", None)  # whoever reads a text now fails
-    found = technique.cuts(corpus, alive, tasks)
+    found = technique.cuts(corpus, kept, tasks)
     assert sum(len(one.document) for one in found) > 10
     assert all(np.array_equal(a, b) for one, other in zip(expected, found) for a, b in zip(one, other))

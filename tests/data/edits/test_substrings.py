@@ -72,9 +72,9 @@ def by_suffix_array(texts: list[bytes], length: int) -> dict[int, set[int]]:
     }
 
 
-def marked(spec: Substrings, corpus: Memory, state, alive=None, **options) -> dict[int, set[int]]:
+def marked(spec: Substrings, corpus: Memory, state, kept=None, **options) -> dict[int, set[int]]:
     """The repeats as found, before they are brought to borders."""
-    spec.cuts(corpus, np.ones(len(corpus), bool) if alive is None else alive, state, **options)
+    spec.cuts(corpus, np.ones(len(corpus), bool) if kept is None else kept, state, **options)
     from hone.data.edits.rows import spans_of
 
     gone: dict[int, set[int]] = {index: set() for index in range(len(corpus))}
@@ -103,11 +103,11 @@ PIECES = [
 )
 def test_exactly_the_repeats_of_plain_python(tmp_path_factory, texts, draw, length):
     ids = [f"{number:04x}" for number in draw.sample(range(1000), len(texts))]
-    alive = np.array([draw.random() < 0.9 for _ in texts])
+    kept = np.array([draw.random() < 0.9 for _ in texts])
     border = draw.randint(0, len(texts))
     corpus = Memory([text.decode() for text in texts], ids, (border, 0, len(texts) - border), batch=draw.randint(1, 3))
-    order = sorted(np.flatnonzero(alive).tolist(), key=lambda index: ids[index])
-    found = marked(Substrings(min_bytes=length), corpus, tmp_path_factory.mktemp("state"), alive)
+    order = sorted(np.flatnonzero(kept).tolist(), key=lambda index: ids[index])
+    found = marked(Substrings(min_bytes=length), corpus, tmp_path_factory.mktemp("state"), kept)
     assert {index: found[index] for index in order} == by_windows(texts, order, length)
     assert not any(found[index] for index in range(len(texts)) if index not in order)
 
@@ -129,23 +129,23 @@ def test_any_shards_and_order_give_the_same_text(shared_data, tmp_path):
     texts = english(shared_data)
     spec = Substrings()
     ids = [f"{number:016x}" for number in random.Random(3).sample(range(10**9), len(texts))]
-    alive = np.ones(len(texts), bool)
+    kept = np.ones(len(texts), bool)
     corpus = Memory(texts, ids)
     folders = [tmp_path / name for name in ("one", "two", "three")]
     for folder in folders:
         folder.mkdir()
-    left = corpus.after(spec.cuts(corpus, alive, folders[0]))
+    left = corpus.after(spec.cuts(corpus, kept, folders[0]))
     size = sum(map(len, texts))
     assert sum(map(len, left)) < 0.95 * size
     order = random.Random(4).sample(range(len(texts)), len(texts))
     other = Memory([texts[i] for i in order], [ids[i] for i in order], (10, 0, 7, len(texts) - 17), batch=5)
-    assert other.after(spec.cuts(other, alive, folders[1], gathered_rows=500)) == [left[i] for i in order]
+    assert other.after(spec.cuts(other, kept, folders[1], gathered_rows=500)) == [left[i] for i in order]
     # Killed anywhere: whatever files are there by then, the rest comes out the same.
     names = sorted(path.name for path in folders[1].iterdir())
     for number, name in enumerate(names):
         if name.startswith(("runs-0", "windows", "cuts")) and number % 2:
             (folders[1] / name).unlink()
-    assert other.after(spec.cuts(other, alive, folders[1], gathered_rows=500)) == [left[i] for i in order]
+    assert other.after(spec.cuts(other, kept, folders[1], gathered_rows=500)) == [left[i] for i in order]
     # What is left repeats no more than words at the borders.
     again = Memory([text for text in left if text])
     more = spec.cuts(again, np.ones(len(again), bool), folders[2])

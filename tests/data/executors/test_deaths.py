@@ -224,7 +224,7 @@ def test_a_result_that_is_short_changed_or_unknown_is_an_error(tmp_path):
     folder = task.folder
     assert finished(square, task) is None and perform(square, task) == finished(square, task) == {"rows": 0}
     (folder / "0.txt").write_text("")
-    with pytest.raises(ArtifactError, match="has 0 bytes, its manifest promises 1"):
+    with pytest.raises(ArtifactError, match="has 0 bytes, its manifest lists 1"):
         finished(square, task)
     (folder / "0.txt").write_text("1")
     with pytest.raises(ArtifactError, match="not the file that its manifest describes"):

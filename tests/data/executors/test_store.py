@@ -263,7 +263,7 @@ def test_a_stage_on_machines_that_share_no_disk(serial, source, tmp_path, apart,
     for step in ("read", "filter", "dedup-1", "edit-0", "tokens", "documents"):  # each machine did some of each
         assert all(list((state / step).glob("*.done")) for state in states), step
     with pytest.raises(
-        ArtifactError, match=r"quality\.npz is no scorer's model.*No such file"
+        ArtifactError, match=r"quality\.npz is not a scorer's model.*No such file"
     ):  # they are really apart
         without = {"kind": "processes", "workers": 2}
         Data.read(spec(source)).make("data-other", run=Run(quiet=True, executor=without))

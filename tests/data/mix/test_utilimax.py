@@ -121,10 +121,10 @@ def test_weights_from_runs(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "is no JSON"),
-        ("[1]", "no table of numbers"),
-        ('{"books": {"qa": "much"}}', "no table of numbers"),
-        ('{"books": {"qa": 1}, "code": {"qa": 1}}', "says nothing of web"),
+        ("{", "is not JSON"),
+        ("[1]", "not a table of numbers"),
+        ('{"books": {"qa": "much"}}', "not a table of numbers"),
+        ('{"books": {"qa": 1}, "code": {"qa": 1}}', "does not name web"),
         ('{"books": {"qa": 1}, "code": {"qa": 1}, "web": {"math": 1}}', "'web' has"),
         ('{"books": {"qa": 1}, "code": {"qa": 1}, "web": {"qa": NaN}}', "'web' has"),
         ('{"books": {}, "code": {}, "web": {}}', "the tasks none"),

@@ -38,7 +38,7 @@ def test_weights_sum_to_one_and_keep_every_cap(sizes, part, max_epochs, kind):
         assert share.epochs == pytest.approx(share.weight * budget / share.tokens)
         assert share.epochs <= max_epochs * (1 + 1e-6)
         if share.capped:
-            assert share.epochs == pytest.approx(max_epochs, rel=1e-4) and "held at the cap" in share.reason
+            assert share.epochs == pytest.approx(max_epochs, rel=1e-4) and "reduced to the cap" in share.reason
         assert share.reason
     assert Chosen.read(json.loads(json.dumps(chosen.row()))) == chosen
 
@@ -86,9 +86,9 @@ def test_fixed_weights_are_kept_or_refused():
     np.testing.assert_allclose(weights("fixed", [10, 10], 10, weights={"s1": 2, "s0": 0}), [0, 1])
     with pytest.raises(SpecError, match=r"gives 's1' 0.75 of 100 tokens, 7.5 epochs"):
         weights("fixed", [50, 10], 100, weights={"s1": 3, "s0": 1})
-    with pytest.raises(SpecError, match=r"lets s1 give 40\.0%"):
+    with pytest.raises(SpecError, match=r"limits s1 to 40\.0%"):
         weights("fixed", [50, 10], 100, weights={"s1": 3, "s0": 0})
-    with pytest.raises(SpecError, match="says nothing of s1 and names other"):
+    with pytest.raises(SpecError, match="does not name s1 and names other"):
         weights("fixed", [50, 10], 10, weights={"s0": 3, "other": 1})
     for bad in ({"s0": -1.0, "s1": 2.0}, {"s0": 0.0}, {"s0": float("nan")}, {"s0": float("inf")}):
         with pytest.raises(SpecError, match="weights are numbers"):
@@ -97,7 +97,7 @@ def test_fixed_weights_are_kept_or_refused():
 
 @pytest.mark.parametrize("kind", ["proportional", "temperature", "unimax"])
 def test_impossible_caps_say_what_would_do(kind):
-    with pytest.raises(SpecError, match=r"gives 440, the training takes 1000") as caught:
+    with pytest.raises(SpecError, match=r"allows 440 tokens, but the training takes 1000") as caught:
         weights(kind, [10, 100], 1000)
     assert "at least 9.1," in str(caught.value)
     assert weights(kind, [10, 100], 1000, max_epochs=9.1).sum() == pytest.approx(1)
@@ -107,7 +107,7 @@ def test_impossible_sources_are_named():
     proportional = MIXTURES.read("proportional")
     with pytest.raises(SpecError, match="at least one source"):
         proportional.weigh([], 10)
-    with pytest.raises(SpecError, match="two sources have one name"):
+    with pytest.raises(SpecError, match="two sources have the same name"):
         proportional.weigh([Source("a", 5), Source("a", 5)], 10)
     with pytest.raises(SpecError, match="'b' has 1 tokens"):
         proportional.weigh([Source("a", 5), Source("b", 1)], 10)

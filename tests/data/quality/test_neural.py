@@ -197,20 +197,20 @@ def test_attention_is_that_of_the_formula():
 
 def test_mistakes(seeds, model, tmp_path, monkeypatch):
     spec, folder = model
-    with pytest.raises(SpecError, match="40 is no multiple of 32"):
+    with pytest.raises(SpecError, match="40 is not a multiple of 32"):
         Neural.read({"hidden_size": 40})
     with pytest.raises(SpecError, match=r"scorer\.low names no file"):
         Neural(high=seeds["high"]).train(tmp_path)
-    with pytest.raises(ArtifactError, match="is no scorer's model"):
+    with pytest.raises(ArtifactError, match="is not a scorer's model"):
         spec.open(tmp_path / "empty")
     if not torch.cuda.is_available():
-        with pytest.raises(SpecError, match="torch sees no CUDA device"):
+        with pytest.raises(SpecError, match="torch finds no CUDA device"):
             spec.model_copy(update={"device": "cuda"}).train(tmp_path)
     spec.train(tmp_path)
     weights = tmp_path / "quality" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-8] + bytes(8))
-    with pytest.raises(ArtifactError, match=r"model\.safetensors is not the one it was made with"):
+    with pytest.raises(ArtifactError, match=r"model\.safetensors is not the file it was written with"):
         spec.open(tmp_path)
     assert spec.train(tmp_path) == spec.known(folder).figures and weights.read_bytes() == whole  # made again
     plain = builtins.__import__

@@ -146,17 +146,17 @@ def test_mistakes(seeds, tmp_path):
     few = write(tmp_path / "few.jsonl", [some_words(False, i) for i in range(9)])
     with open(few, "a") as file:
         file.write("{broken\n")
-    with pytest.raises(SpecError, match=r"scorer\.low gives 9 different documents.*; 1 bad_json"):
+    with pytest.raises(SpecError, match=r"scorer\.low gives 9 distinct documents.*; 1 bad_json"):
         HashedLogistic(high=seeds["high"], low=(few,)).train(tmp_path)
-    with pytest.raises(SpecError, match="stand in both"):
+    with pytest.raises(SpecError, match="are in both"):
         HashedLogistic(high=seeds["high"], low=seeds["high"]).train(tmp_path)
     for column in ("my column", "class", ""):
         with pytest.raises(SpecError, match="column's name"):
             HashedLogistic.read({"column": column})
-    with pytest.raises(ArtifactError, match=r"quality\.npz is no scorer's model"):
+    with pytest.raises(ArtifactError, match=r"quality\.npz is not a scorer's model"):
         HashedLogistic(**seeds).open(tmp_path / "empty")
     (tmp_path / "quality.npz").write_bytes(b"PK\3\4 no archive")
-    with pytest.raises(ArtifactError, match="is no scorer's model"):
+    with pytest.raises(ArtifactError, match="is not a scorer's model"):
         HashedLogistic(**seeds).open(tmp_path)
     assert HashedLogistic(**seeds).train(tmp_path)["auc"] == 1  # a damaged one is made again
 
@@ -179,9 +179,9 @@ def test_a_function_of_ones_own(tmp_path):
     found = spec.open(tmp_path).columns(Texts.of(["a" * size for size in (10, 20, 30, 40, 50)]))
     assert found["long"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     assert spec.open(tmp_path).columns(Texts.of([]))["long"].shape == (0,)
-    with pytest.raises(SpecError, match="gave \\(1,\\) for 2 texts"):
+    with pytest.raises(SpecError, match="returned shape \\(1,\\) for 2 texts"):
         Function(target=f"{__name__}:wrong").open(tmp_path).columns(Texts.of(["a", "b"]))
-    with pytest.raises(SpecError, match="gave no numbers"):
+    with pytest.raises(SpecError, match="returned no numbers"):
         Function(target=f"{__name__}:words").open(tmp_path).columns(Texts.of(["a", "b"]))
     for target in ("", "nowhere_at_all:f", f"{__name__}:absent"):
         with pytest.raises(SpecError, match="cannot be found"):

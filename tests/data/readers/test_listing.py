@@ -149,7 +149,7 @@ def test_several_sources(tmp_path):
     ]
     assert len({item.id for item in found}) == 3
     assert [item.source for item in items([str(one)])] == ["a.txt"]
-    with pytest.raises(SpecError, match="names nothing"):
+    with pytest.raises(SpecError, match="is empty"):
         list_source([])
     with pytest.raises(SpecError, match="no such file"):
         list_source([str(one), str(tmp_path / "missing")])
@@ -368,8 +368,8 @@ def test_data_sets_of_the_hub(hub):
         ("hf:me/books:en:validation", "no split 'validation'"),
         ("hf:me/nothing", "no such data set"),
         ("hf:me/plain:absent", "no file of the data set"),
-        ("hf:books", "names no data set"),
-        ("hf:a/b:c:d:e", "names no data set"),
+        ("hf:books", "not the name of a data set"),
+        ("hf:a/b:c:d:e", "not the name of a data set"),
     ],
 )
 def test_data_sets_that_are_not_there(hub, source, said):

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hone.base.errors import ArtifactError, FitError, SpecError
 from hone.base.run import Run
 from hone.data.load import IGNORE, PackedTokens
-from hone.data.order.base import row_means
+from hone.data.order.base import sequence_means
 from hone.data.stage import Data
 from hone.data.tokens.megatron import write_index
-from hone.data.tokens.rows import RowIndex, Rows, best_fit_rows
+from hone.data.tokens.packing import PackingIndex, PackingSpec, best_fit_index
 
 EOS = 0
 SIZES = st.lists(st.integers(0, 14), max_size=14)
@@ -76,35 +76,35 @@ def fewest_rows(sizes: list[int], seq_len: int) -> int:
     return sum(size // seq_len for size in sizes) + fewest(tuple(rests), ())
 
 
-def rows_of(index: RowIndex) -> list[list[tuple[int, int]]]:
+def rows_of(index: PackingIndex) -> list[list[tuple[int, int]]]:
     return [
         [tuple(piece) for piece in index.pieces[index.firsts[row] : index.firsts[row + 1]].tolist()]
-        for row in range(index.num_rows)
+        for row in range(index.num_sequences)
     ]
 
 
 @settings(max_examples=300)
 @given(SIZES, st.integers(1, 17))
 def test_the_rows_are_those_of_best_fit_decreasing(sizes, seq_len):
-    assert rows_of(best_fit_rows(starts_of(sizes), seq_len)) == by_hand(sizes, seq_len)
+    assert rows_of(best_fit_index(starts_of(sizes), seq_len)) == by_hand(sizes, seq_len)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(4, 12))
 def test_against_the_optimum(sizes, seq_len):
-    index = best_fit_rows(starts_of(sizes), seq_len)
+    index = best_fit_index(starts_of(sizes), seq_len)
     best = fewest_rows(sizes, seq_len)
-    assert best <= index.num_rows <= 11 / 9 * best + 6 / 9  # Dosa 2007: the tight bound of decreasing order
+    assert best <= index.num_sequences <= 11 / 9 * best + 6 / 9  # Dosa 2007: the tight bound of decreasing order
 
 
 @pytest.mark.parametrize("seq_len", [512, 2048])
 def test_large_input_is_nearly_full(seq_len):
     draw = np.random.default_rng(1)
     sizes = np.minimum(draw.lognormal(6, 1.2, 200_000), 50_000).astype(np.int64) + 1
-    index = best_fit_rows(starts_of(sizes), seq_len)
+    index = best_fit_index(starts_of(sizes), seq_len)
     least = -(-int(sizes.sum()) // seq_len)
-    assert least <= index.num_rows <= 1.001 * least
-    assert index.padding == index.num_rows * seq_len - sizes.sum()
+    assert least <= index.num_sequences <= 1.001 * least
+    assert index.padding == index.num_sequences * seq_len - sizes.sum()
     # Every input token once: pieces by place are each document's tokens but the last, without gap or overlap.
     order = np.argsort(index.pieces[:, 0])
     begun, sized = index.pieces[order].T
@@ -125,7 +125,7 @@ def write(folder: Path, documents: list[list[int]], lengths: tuple[int, ...] = (
     flat.tofile(tokens / "train.bin")
     np.save(tokens / "train.starts.npy", starts)
     for seq_len in lengths:
-        best_fit_rows(starts, seq_len).write(tokens, "train")
+        best_fit_index(starts, seq_len).write(tokens, "train")
     row = {"tokens": len(flat), "documents": len(closed), "bytes": len(flat)}
     meta = {"dtype": "uint16", "vocab_size": 1000, "eos_token_id": EOS, "splits": {"train": row}}
     meta["packing"] = {"kind": "best_fit", "lengths": list(lengths)}
@@ -146,7 +146,7 @@ def test_an_epoch_shows_every_prediction_once(tmp_path_factory, sizes, seq_len, 
     data = PackedTokens(write(tmp_path_factory.mktemp("data"), documents))
     home = {token: number for number, document in enumerate(documents) for token in document}
     expected = sorted(pair for document in documents for pair in zip(document, [*document[1:], EOS]))
-    num_rows = data.num_rows(seq_len)
+    num_rows = data.num_sequences(seq_len)
     steps = -(-num_rows // batch_size)
     batches = [data.batch(step, batch_size, seq_len, seed) for step in range(steps)]
     tokens, targets, ids = (np.concatenate([batch[part] for batch in batches])[:num_rows] for part in range(3))
@@ -161,9 +161,9 @@ def test_an_epoch_shows_every_prediction_once(tmp_path_factory, sizes, seq_len, 
             marks, key=lambda m: (m < 0, m)
         )
     packing = data.packing(seq_len)
-    assert (packing.rows, packing.padding, packing.borders) == (num_rows, int((ids == -1).sum()), 0)
+    assert (packing.num_sequences, packing.padding, packing.borders) == (num_rows, int((ids == -1).sum()), 0)
     assert packing.parted == sum(size > seq_len for size in sizes)
-    means = row_means(data, np.arange(len(sizes), dtype=float), seq_len)
+    means = sequence_means(data, np.arange(len(sizes), dtype=float), seq_len)
     for number, batch in enumerate(data.in_order(1, seq_len)):
         owners = [home[token] for token, mark in zip(batch.tokens[0].tolist(), batch.document_ids[0]) if mark >= 0]
         assert means[number] == pytest.approx(np.mean(owners))
@@ -187,7 +187,7 @@ def test_written_rows_are_the_computed_ones_and_any_step_can_be_resumed_at(tmp_p
     data, other = (
         PackedTokens(write(tmp_path / str(place), documents, kept)) for place, kept in enumerate([(16,), ()])
     )
-    assert isinstance(data.row_index(16).pieces, np.memmap)
+    assert isinstance(data.packing_index(16).pieces, np.memmap)
     far = [data.batch(step, 3, 16, seed=5) for step in range(200)]
     for step in (199, 0, 71):
         for one, two in zip(far[step], other.batch(step, 3, 16, seed=5)):
@@ -203,14 +203,14 @@ def test_damaged_rows_are_said(tmp_path):
     tokens = write(tmp_path, corpus([4, 5, 6]), (8,)) / "tokens"
     (tokens / "train.pieces-8.npy").write_bytes(b"no array")
     with pytest.raises(ArtifactError, match=r"train\.pieces-8\.npy or train\.rows-8\.npy is missing or damaged"):
-        PackedTokens(tmp_path).num_rows(8)
-    best_fit_rows(starts_of([4]), 8).write(tokens, "train")
+        PackedTokens(tmp_path).num_sequences(8)
+    best_fit_index(starts_of([4]), 8).write(tokens, "train")
     np.save(tokens / "train.rows-8.npy", np.array([0, 5]))
-    with pytest.raises(ArtifactError, match="do not fit together"):
-        PackedTokens(tmp_path).num_rows(8)
+    with pytest.raises(ArtifactError, match="do not match"):
+        PackedTokens(tmp_path).num_sequences(8)
     (tokens / "train.rows-8.npy").unlink()
     with pytest.raises(ArtifactError, match="missing or damaged"):
-        PackedTokens(tmp_path).num_rows(8)
+        PackedTokens(tmp_path).num_sequences(8)
     meta = json.loads((tokens / "meta.json").read_text())
     (tokens / "meta.json").write_text(json.dumps(meta | {"packing": {"kind": "tetris"}}))
     with pytest.raises(ArtifactError, match="corrupt"):
@@ -219,18 +219,18 @@ def test_damaged_rows_are_said(tmp_path):
 
 def test_nothing_to_pack(tmp_path):
     data = PackedTokens(write(tmp_path, [], (8,)))
-    assert data.num_rows(8) == 0 and list(data.in_order(2, 8)) == [] and data.packing(8).waste == 0
+    assert data.num_sequences(8) == 0 and list(data.in_order(2, 8)) == [] and data.packing(8).waste == 0
     with pytest.raises(SpecError, match="too few"):
         data.batch(0, 1, 8, 0)
-    assert best_fit_rows(starts_of([0, 0]), 4).num_rows == 0
+    assert best_fit_index(starts_of([0, 0]), 4).num_sequences == 0
 
 
 def test_settings():
-    assert Rows.read({"kind": "best_fit"}) == Rows.model_validate("best_fit") != Rows()
+    assert PackingSpec.read({"kind": "best_fit"}) == PackingSpec.model_validate("best_fit") != PackingSpec()
     with pytest.raises(SpecError, match="lengths must be 1 or more, got 0"):
-        Rows.read({"lengths": [0]})
+        PackingSpec.read({"lengths": [0]})
     with pytest.raises(SpecError, match="kind"):
-        Rows.read({"kind": "worst_fit"})
+        PackingSpec.read({"kind": "worst_fit"})
 
 
 def test_megatrons_index(tmp_path):
@@ -252,8 +252,8 @@ def test_real_text_wastes_little(shared_data):
     with gzip.open(shared_data / "code" / "permissive-code.jsonl.gz", "rt", encoding="utf8") as file:
         rows = [json.loads(line) for line in file]
     sizes = [max(len(str(value)) for value in row.values()) // 4 + 1 for row in rows]
-    index = best_fit_rows(starts_of(sizes), 4096)
-    assert index.padding / (index.num_rows * 4096) < 0.01
+    index = best_fit_index(starts_of(sizes), 4096)
+    assert index.padding / (index.num_sequences * 4096) < 0.01
 
 
 def test_the_stage_packs_by_best_fit(tmp_path):
@@ -270,11 +270,13 @@ def test_the_stage_packs_by_best_fit(tmp_path):
     stream = Data.read(common).make(tmp_path / "b", run=Run(quiet=True))
     one, other = PackedTokens(made.folder), PackedTokens(stream.folder)
     assert one.kind == "best_fit" and other.kind == "stream" and (one.tokens == other.tokens).all()
-    assert isinstance(one.row_index(64).pieces, np.memmap)
+    assert isinstance(one.packing_index(64).pieces, np.memmap)
     names = {path.name for path in (made.folder / "tokens").iterdir()}
     expected = {f"{split}.{part}" for split in ("train", "val") for part in ("idx", "rows-32.npy", "pieces-64.npy")}
     assert expected <= names and not {path.name for path in (stream.folder / "tokens").iterdir()} & expected
     stats = json.loads((made.folder / "stats.json").read_text())["packing"]
-    assert stats["64"]["best_fit"]["rows"] == one.num_rows(64) and stats["64"]["stream"]["rows"] == other.num_rows(64)
+    assert stats["64"]["best_fit"]["rows"] == one.num_sequences(64) and stats["64"]["stream"][
+        "rows"
+    ] == other.num_sequences(64)
     assert Data.read({**common, "packing": shape}).make(tmp_path / "c", run=Run(quiet=True)).content == made.content
     assert Data.from_overrides({"packing": "best_fit"}).packing.kind == "best_fit"

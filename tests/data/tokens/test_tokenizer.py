@@ -76,5 +76,5 @@ def test_missing_and_corrupt(tmp_path):
     with pytest.raises(ArtifactError, match="has no tokenizer"):
         take(str(tmp_path), tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ArtifactError, match="is no tokenizer"):
+    with pytest.raises(ArtifactError, match="is not a tokenizer"):
         load(tmp_path)
