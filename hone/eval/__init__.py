@@ -1,1 +1,1 @@
-"""How good a model is: perplexity, bits per byte, distance to a reference model."""
+"""Evaluation of a model: perplexity, bits per byte, distance to a reference model."""

@@ -1,4 +1,4 @@
-"""How far a model's predictions lie from a reference model's: Kullback-Leibler divergence and first-choice agreement."""
+"""Distance of a model's predictions from a reference model's: Kullback-Leibler divergence and top-1 agreement."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || model) in nats of each row: logits [..., V] of both -> [...].
+    """KL(reference || model) in nats of each position: logits [..., V] of both -> [...].
 
-    Exactly 0 for equal logits. Rounding could take a tiny divergence below 0; it is cut off there.
+    Exactly 0 for equal logits. A tiny negative value from rounding is set to 0.
     """
     expected = reference.log_softmax(-1)
     return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).clamp_min(0)
 
 
 def agreement(reference: Tensor, logits: Tensor) -> Tensor:
-    """Whether both rate the same token highest: logits [..., V] of both -> bool [...]. Ties go to the lower id in both."""
+    """Whether both have the same most likely token: logits [..., V] of both -> bool [...]. Ties go to the lower id in both."""
     return reference.argmax(-1) == logits.argmax(-1)

@@ -21,10 +21,10 @@ def perplexity(
     stride: int | None = None,
     join: Join = "documents",
 ) -> float:
-    """Perplexity of `decoder` on `tokens` (int [N]; documents begin at `starts`, default: all is one document).
+    """Perplexity of `decoder` on `tokens` (int [N]; documents begin at `starts`, default: a single document).
 
-    Windows of `window` tokens (default: the model's context, at most the text) begin every `stride` (default: `window`);
-    every token but the first of a document is scored once. Raises SpecError when nothing can be predicted.
+    Windows of `window` tokens (default: the model's context, at most the text) begin every `stride` (default: `window`) tokens;
+    every token but the first of a document is scored once. Raises SpecError when no token can be scored.
     """
     tokens = np.asarray(tokens)
     if len(tokens) < 2:

@@ -1,4 +1,4 @@
-"""Scores every token of a text by a model: its loss and, beside a reference model, divergence and agreement."""
+"""Scores every token of a text with a model: its loss and, with a reference model, divergence and agreement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hone.model.decoder import Decoder
 class Scores:
     """Per token of the text, in its order: `scored` bool [N]; `loss` float32 nats where scored, else 0.
 
-    Beside a reference: `kl` float32 nats (reference || model) and `agree` bool (same most likely token).
+    With a reference: `kl` float32 nats (reference || model) and `agree` bool (same most likely token).
     """
 
     scored: np.ndarray
@@ -50,13 +50,13 @@ class Scores:
 
     @property
     def top1_agreement(self) -> float | None:
-        """Share of scored tokens where both models' first choices are the same; None without a reference."""
+        """Share of scored tokens with the same most likely token in both models; None without a reference."""
         return None if self.agree is None else _mean(self.agree, self.scored)
 
     def bits_per_byte(self, token_bytes: np.ndarray) -> float | None:
-        """Bits the model needs for a byte of the text it predicted. `token_bytes` int [N]: UTF-8 bytes of each token.
+        """Bits per UTF-8 byte of the text. `token_bytes` int [N]: UTF-8 bytes of each token.
 
-        Tokens that stand for no text (end of text) cost bits and bring no bytes. None when there are no bytes.
+        Tokens without text (end of text) add bits and no bytes. None when there are no bytes.
         """
         total = float(token_bytes[self.scored].sum())
         return float(self.loss[self.scored].sum(dtype=np.float64)) / np.log(2) / total if total else None
@@ -77,7 +77,7 @@ def score(
 ) -> Scores:
     """Scores `tokens` (int [N]; documents begin at `starts`, default: one document) in windows, see `windows.cut`.
 
-    Logits are taken in float32 whatever the model computes in. `watch` is told the tokens of each finished batch.
+    Logits are converted to float32 from any dtype. `watch` is called with the tokens of each finished batch.
     Raises HoneError when a loss or a divergence is NaN or infinite.
     """
     starts = np.array([0, len(tokens)]) if starts is None else starts
@@ -122,12 +122,12 @@ def _not_finite(name: str, values: np.ndarray, num_scored: int, dtype: torch.dty
 
 
 def _stack(tokens: np.ndarray, group: list[Piece]) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
-    """Inputs int64 [B, S] padded at the end, and for the predictions that count: targets, mask over [B, S], token places."""
+    """Inputs int64 [B, S] padded at the end, and for the scored predictions: targets, mask over [B, S], token indices."""
     longest = max(piece.stop - piece.start for piece in group)
     inputs = np.zeros((len(group), longest), np.int64)
     kept = np.zeros((len(group), longest), bool)
     for row, piece in enumerate(group):
-        # A causal model cannot see what follows, so padding at the end changes nothing before it.
+        # A causal model does not attend to later tokens, so padding at the end changes nothing before it.
         inputs[row, : piece.stop - piece.start] = tokens[piece.start : piece.stop]
         kept[row, piece.first - piece.start - 1 : piece.stop - piece.start] = True
     where = np.concatenate([np.arange(piece.first, piece.stop + 1) for piece in group])

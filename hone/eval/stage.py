@@ -1,4 +1,4 @@
-"""The eval stage: how good a model is on a text, and how far it lies from a reference model."""
+"""The eval stage: scores a model on a text, and its distance from a reference model."""
 
 from __future__ import annotations
 
@@ -32,44 +32,46 @@ from hone.model.folder import weights_bytes
 torch = lazy("torch")
 
 DEFAULT_WINDOW = 1024
-"""Window where none is given and the model's context is longer."""
+"""Default window for models with a longer context."""
 
 
 _WAYS = {MEMORY: ("lower batch_tokens", "compute in bfloat16: dtype", "score a smaller or quantized model")}
 
 
 class EvalPlan(Plan):
-    """A plan with the window that is used: the spec's, or what the model's context allows."""
+    """A plan with the window: the spec's, or the model's context."""
 
     window: int
 
 
 class Eval(Stage):
-    """Perplexity and bits per byte on a split of a data artifact; beside a reference model, divergence and agreement."""
+    """Perplexity and bits per byte on a split of a data artifact; with a reference model, divergence and agreement."""
 
     stage: ClassVar[str] = "eval"
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": True, "reference": False}
 
     split: str = Field("val", description="Split of the data artifact to score.")
     window: int = Field(
-        0, ge=0, description="Tokens a prediction may look back on; 0: the model's context, up to 1024."
+        0, ge=0, description="Longest context of a prediction, in tokens; 0: the model's context, up to 1024."
     )
-    stride: int = Field(0, ge=0, description="Tokens from one window's begin to the next; 0: the window.")
+    stride: int = Field(0, ge=0, description="Tokens from the begin of one window to that of the next; 0: the window.")
     join: Literal["documents", "stream"] = Field(
-        "documents", description="Whether documents see each other (stream) or not."
+        "documents", description="Whether tokens attend to earlier documents (stream) or not (documents)."
     )
     max_tokens: int = Field(0, ge=0, description="Score this many tokens from the front of the split; 0: all.")
     batch_tokens: int = Field(4096, gt=0, description="Tokens computed at once.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Format the model computes in.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of the computation.")
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Eval:
         if self.window and self.stride > self.window:
-            raise ValueError(f"stride {self.stride} is longer than window {self.window}: tokens between go unscored")
+            raise ValueError(
+                f"stride {self.stride} is longer than window {self.window}: tokens in between would not be scored"
+            )
         return self
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> EvalPlan:
-        """Time and memory from what one batch needs. Raises SpecError when model, reference and data do not go together."""
+        """Time and memory of the batches. Raises SpecError when model, reference and data do not match."""
         model, data = need(facts, "model", CheckpointFacts), need(facts, "data", DataFacts)
         models = {"model": model}
         if "reference" in facts:
@@ -78,7 +80,7 @@ class Eval(Stage):
             raise ArtifactError(f"{model.where} has no tokenizer.json", fix="copy it from where the model comes from")
         window = self.window or min(model.config.max_seq_len, DEFAULT_WINDOW)
         for role, one in models.items():
-            one.config.must_be_causal("a token's loss would be read off, not predicted")
+            one.config.must_be_causal("a token's loss would not be that of a prediction")
             _same_tokens(model, one)
             if window > one.config.max_seq_len:
                 raise SpecError(
@@ -126,7 +128,7 @@ class Eval(Stage):
     def _estimates(
         self, models: list[CheckpointFacts], data: DataFacts, machine: Machine, window: int
     ) -> dict[str, Estimate]:
-        """Time, and what the work adds to memory. `models`: the model, then the reference if there is one."""
+        """Time, and the memory that the work adds. `models`: the model, then the reference if there is one."""
         facts = [one.config.facts() for one in models]
         split = data.split(self.split)
         compared, vocab_size = len(facts) > 1, facts[0].vocab_size
@@ -136,7 +138,7 @@ class Eval(Stage):
         repeated = window / (self.stride or window)
         batch = min(self.batch_tokens, tokens)
         forwards = [forward_seconds(one, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype) for one in facts]
-        # Exponentials over every logit: one for the loss; both models' log-softmax and one more for a divergence.
+        # Exponentials of every logit: one for the loss; both models' log-softmax and one more for a divergence.
         softmax_s = (4 if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
         value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
         each = " + ".join(f"forward [{forward.formula}]" for forward in forwards)
@@ -154,7 +156,7 @@ class Eval(Stage):
         }
 
     def _record(self, draft: Draft, scores: Any, text: Any, window: int, own_bytes: int) -> None:
-        """The figures, and eval.json with the loss of every document."""
+        """Records the figures, and writes eval.json with the loss of every document."""
         how = f"window {window}, stride {self.stride or window}, join {self.join}, {text.how}"
         count = scores.num_scored
         draft.record("perplexity", scores.perplexity, "", n=count, note=how)
@@ -193,12 +195,12 @@ def evaluate(
 
 
 def _same_tokens(model: CheckpointFacts, reference: CheckpointFacts) -> None:
-    """Raises SpecError unless the reference's logits are about the model's tokens."""
+    """Raises SpecError unless the reference has the model's tokenizer."""
     sizes = model.config.vocab_size, reference.config.vocab_size
     if sizes[0] != sizes[1]:
         differ = f"{model.where} has {sizes[0]} tokens, reference {reference.where} has {sizes[1]}"
     elif reference.tokenizer not in (None, model.tokenizer):
-        differ = f"the tokenizers of {model.where} and reference {reference.where} cut texts differently"
+        differ = f"the tokenizers of {model.where} and reference {reference.where} tokenize differently"
     else:
         return
     raise SpecError(

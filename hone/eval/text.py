@@ -1,4 +1,4 @@
-"""The text a model is scored on: a split of a data artifact in the model's own tokens, and the bytes behind each."""
+"""The text on which a model is scored: a split of a data artifact in the model's own tokens, and the bytes of each token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Text(NamedTuple):
 
 
 def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 0) -> Text:
-    """Split `split` of data artifact `data` in the tokens of `model`, whole documents up to `max_tokens` (0: all).
+    """Split `split` of data artifact `data` in the tokens of `model`, whole documents up to `max_tokens` tokens (0: all).
 
-    When the model has another tokenizer than the data, the documents' text is tokenized anew. Raises SpecError when
-    the split holds nothing to score, or the texts are not there any more.
+    When the model's tokenizer is not that of the data, the documents' text is tokenized again. Raises SpecError when
+    the split has no token to score, or its texts no longer exist.
     """
     tokenizer = load_tokenizer(model)
     if tokenizer.identity == identity_of(data):
@@ -53,13 +53,13 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
 
 
 def _tokenized(data: Path, split: str, tokenizer: Tokenizer):
-    """The split's documents, tokenized as the tokenizer's own template wants, closed by its end-of-text token if any."""
+    """The split's documents, tokenized with the tokenizer's own template, followed by its end-of-text token if any."""
     import pyarrow.parquet as parquet
 
     files = sorted((data / "documents").glob("*.parquet"))
     if not files:
         raise SpecError(
-            f"the model has another tokenizer than {data}, and the texts of {data} are not there (documents/*.parquet)",
+            f"the model has another tokenizer than {data}, and the texts of {data} (documents/*.parquet) are missing",
             fix="make the data artifact again, or evaluate on data packed with the model's tokenizer",
         )
     end = list(tokenizer.eos_ids[:1])
@@ -71,7 +71,7 @@ def _tokenized(data: Path, split: str, tokenizer: Tokenizer):
 
 
 def _lengths(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
-    """UTF-8 bytes of each token; special tokens stand for no text."""
+    """UTF-8 bytes of each token; 0 for special tokens."""
     used, place = np.unique(tokens, return_inverse=True)
     special = tokenizer.special_ids
     sizes = [0 if int(token) in special else len(tokenizer.token_bytes(int(token))) for token in used]

@@ -1,4 +1,4 @@
-"""How a text is cut into windows for scoring: where each begins, and which of its predictions count."""
+"""Windows of a text for scoring: where each begins, and which of its predictions are scored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 LOGITS = 1 << 22
-"""Logits alive at once for one model (16 MiB in float32): long texts and large vocabularies cost no more memory."""
+"""Logits in memory at once for one model (16 MiB in float32), so that long texts and large vocabularies need no more."""
 
 Join = Literal["documents", "stream"]
-"""documents: none sees another, windows begin anew in each. stream: all end to end, as published perplexities do it."""
+"""documents: windows start anew in each document. stream: all documents concatenated, as in published perplexities."""
 
 
 class Piece(NamedTuple):
-    """Input tokens `start` to `stop` (exclusive); of their predictions those of tokens `first` to `stop` (inclusive) count."""
+    """Input tokens `start` to `stop` (exclusive); the predictions of tokens `first` to `stop` (inclusive) are scored."""
 
     start: int
     stop: int
@@ -26,9 +26,9 @@ class Piece(NamedTuple):
 def cut(starts: np.ndarray, window: int, stride: int | None = None, join: Join = "documents") -> list[Piece]:
     """Windows over documents that begin at `starts` (int64 [num_documents + 1], the last is the end).
 
-    Each window has at most `window` input tokens and begins `stride` (default: `window`) after the one before it.
+    Each window has at most `window` input tokens and begins `stride` (default: `window`) tokens after the one before.
     A token is scored once, in the first window that predicts it; only the first token of each document (of the
-    whole text for `stream`) is never predicted. With a stride below the window every token but those of a document's
+    whole text for `stream`) is not predicted. With a stride below the window, every token except those of a document's
     first window has at least window - stride tokens of context.
     """
     stride = stride or window
@@ -47,7 +47,7 @@ def cut(starts: np.ndarray, window: int, stride: int | None = None, join: Join =
 
 
 def batches(pieces: list[Piece], batch_tokens: int) -> Iterator[list[Piece]]:
-    """Pieces of like length together, longest first, at most `batch_tokens` padded positions (but at least one piece)."""
+    """Batches of pieces of similar length, longest first, at most `batch_tokens` padded positions (but at least one piece)."""
     group: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: (piece.start - piece.stop, piece.start)):
         longest = group[0].stop - group[0].start if group else 0

@@ -1,4 +1,4 @@
-"""Training on one device: schedules, objectives, optimizers, activation checkpointing, precision, and the loop that joins them."""
+"""Training on one device: schedules, objectives, optimizers, activation checkpointing, precision, and the loop over steps."""
 
 from hone.base.table import Table
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which layers drop their activations in the forward pass and compute them again in the backward pass."""
+"""Activation checkpointing: layers whose activations are dropped in the forward pass and recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hone.base.table import Technique
 
 
 class Segment(NamedTuple):
-    """Layers `start` to `stop` (exclusive); when `recompute`, only the segment's input survives the forward pass."""
+    """Layers `start` to `stop` (exclusive); with `recompute`, only the segment's input is kept after the forward pass."""
 
     start: int
     stop: int
@@ -20,14 +20,14 @@ class Segment(NamedTuple):
 
 
 class ActivationCheckpointing(Technique):
-    """A policy of activation checkpointing: it cuts the layers into segments."""
+    """A policy of activation checkpointing, which divides the layers into segments."""
 
     def segments(self, num_layers: int) -> tuple[Segment, ...]:
-        """Cuts `num_layers` layers into segments that follow each other and cover all."""
+        """Divides `num_layers` layers into consecutive segments that cover all."""
         raise NotImplementedError
 
     def estimates(self, num_layers: int) -> dict[str, Estimate]:
-        """For `num_layers` layers: the share of forward work done twice, and the layers whose activations live at once."""
+        """For `num_layers` layers: the share of recomputed forward work, and the number of layers with activations in memory at once."""
         segments = self.segments(num_layers)
         repeated = sum(part.stop - part.start for part in segments if part.recompute)
         return {
@@ -43,31 +43,31 @@ class ActivationCheckpointing(Technique):
 
 
 class KeepAll(ActivationCheckpointing):
-    """Keep every activation: the fastest, and the most memory."""
+    """Keeps every activation: fastest, and most memory."""
 
     def segments(self, num_layers: int) -> tuple[Segment, ...]:
-        """One segment a layer, none recomputed."""
+        """One segment per layer, none recomputed."""
         return tuple(Segment(layer, layer + 1, False) for layer in range(num_layers))
 
 
 class EveryNth(ActivationCheckpointing):
-    """Recompute every n-th layer; n = 1 recomputes all, one at a time. Chen et al. 2016, arXiv:1604.06174."""
+    """Recomputes every n-th layer; n = 1 recomputes all, one at a time. Chen et al. 2016, arXiv:1604.06174."""
 
     paper: ClassVar[str] = "arXiv:1604.06174"
-    n: int = Field(1, ge=1, description="Of n layers that follow each other, the first is recomputed.")
+    n: int = Field(1, ge=1, description="Of n consecutive layers, the first is recomputed.")
 
     def segments(self, num_layers: int) -> tuple[Segment, ...]:
-        """One segment a layer; layers 0, n, 2n, ... are recomputed."""
+        """One segment per layer; layers 0, n, 2n, ... are recomputed."""
         return tuple(Segment(layer, layer + 1, layer % self.n == 0) for layer in range(num_layers))
 
 
 class SquareRoot(ActivationCheckpointing):
-    """Recompute in about sqrt(L) segments of sqrt(L) layers: O(sqrt(L)) memory for one more forward. Chen et al. 2016, arXiv:1604.06174."""
+    """Recomputes about sqrt(L) segments of sqrt(L) layers: O(sqrt(L)) memory for one more forward pass. Chen et al. 2016, arXiv:1604.06174."""
 
     paper: ClassVar[str] = "arXiv:1604.06174"
 
     def segments(self, num_layers: int) -> tuple[Segment, ...]:
-        """Segments of ceil(sqrt(L)) layers, all recomputed but the last, whose backward pass comes first anyway."""
+        """Segments of ceil(sqrt(L)) layers, all recomputed but the last, whose backward pass comes first."""
         length = math.isqrt(max(num_layers - 1, 0)) + 1
         return tuple(
             Segment(start, min(start + length, num_layers), start + length < num_layers)
@@ -76,10 +76,10 @@ class SquareRoot(ActivationCheckpointing):
 
 
 def live_layers(segments: tuple[Segment, ...]) -> int:
-    """Layers whose activations are in memory at the worst moment of the backward pass."""
+    """Number of layers with activations in memory at the peak of the backward pass."""
     kept = sum(part.stop - part.start for part in segments if not part.recompute)
     longest = max((part.stop - part.start for part in segments if part.recompute), default=0)
-    # The last segment's activations are gone when an earlier one is recomputed; with it kept, the worst is at the turn.
+    # The last segment's activations are freed before an earlier one is recomputed; if it is kept, the peak is at the turn.
     tail = segments[-1]
     if not tail.recompute and kept == tail.stop - tail.start:
         return max(kept, longest)

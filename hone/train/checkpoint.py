@@ -1,4 +1,4 @@
-"""Checkpoints of a training: a folder of safetensors and JSON, whole or absent, the newest few kept."""
+"""Checkpoints of a training: folders of safetensors and JSON, written atomically; the newest few are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "step-"
 class Checkpoints:
     """Checkpoints in `folder`, each `step-00000100/` with tensors.safetensors and numbers.json.
 
-    A checkpoint is written under another name, synced, and renamed: a kill leaves it whole or not there.
+    A checkpoint is written under another name, synced, and renamed: after a kill it is whole or missing.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -27,7 +27,7 @@ class Checkpoints:
         self.keep = keep
         self.folder.mkdir(parents=True, exist_ok=True)
         self.largest_bytes = self._bytes()
-        """The most that whole checkpoints took on disk at once."""
+        """The largest number of bytes that whole checkpoints had on disk at once."""
 
     def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Writes the state after `step`; deletes all but the newest `keep` checkpoints."""
@@ -58,7 +58,7 @@ class Checkpoints:
             return None
         _, folder = whole[-1]
         tensors = load_file(folder / "tensors.safetensors")
-        # Before the embedding was a module its weight was named "embedding".
+        # In older checkpoints the embedding was no module, and its weight was named "embedding".
         named = {f"{name}.embed_tokens.weight" if (name := key.removesuffix(".embedding")) != key else key: tensor
                  for key, tensor in tensors.items()}  # fmt: skip
         return named, json.loads((folder / "numbers.json").read_text("utf8"))

@@ -1,7 +1,7 @@
-"""The training loop: one step is forward, backward, norm, update; `fit` repeats it, evaluates, logs and checkpoints.
+"""The training loop: a step is forward, backward, norm, update; `fit` repeats it, evaluates, logs and checkpoints.
 
-Everything a step does is in `Trainer.step`. Other rooms train through the same two names: build a `Trainer` around a
-decoder and hand it to `fit` with packed tokens.
+A step is all in `Trainer.step`. Other rooms train with the same two names: a `Trainer` around a
+decoder, and `fit` with packed tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hone.train.watch import Watch
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step did. `loss` is nats per valid token before the update; `tokens` counts inputs so far.
+    """The result of one optimizer step. `loss` is nats per valid token before the update; `tokens` counts inputs so far.
 
-    `extra_loss` is what mixers and feed-forwards add of their own (a router's balance, say), None where none does.
-    `skipped` means that fp16 gradients overflowed: the weights stayed as they were and `grad_norm` is None.
+    `extra_loss` is the sum of the layers' own losses (such as a router's load balancing), None without any.
+    `skipped` means that fp16 gradients overflowed: the weights are unchanged and `grad_norm` is None.
     """
 
     step: int
@@ -62,30 +62,30 @@ class Step:
 
 
 class Sums(NamedTuple):
-    """What a step's forward and backward passes add up, over micro-batches and over ranks; means are made of sums only."""
+    """Sums over a step's forward and backward passes, over micro-batches and ranks; means are computed from sums only."""
 
     loss: Tensor
-    """The objective, summed over the targets that it counts."""
+    """The objective, summed over its valid targets."""
     extra: Tensor | None
-    """What mixers and feed-forwards add of their own, summed over tokens; None where none does."""
+    """The layers' own losses, summed over tokens; None without any."""
     squared_norm: Tensor
-    """Of the gradient."""
+    """Squared norm of the gradient."""
 
 
 class Counts(NamedTuple):
-    """What the sums of a step are divided by."""
+    """The divisors of a step's sums."""
 
     targets: float
-    """Targets that the objective counts; at least 1."""
+    """Valid targets of the objective; at least 1."""
     tokens: float
     """Tokens of the batch."""
 
 
 class Trainer:
-    """A decoder in training: its weights, its optimizer, the loss scale, and how many of `steps` are done.
+    """A decoder in training: its weights, its optimizer, the loss scale, and the number of `steps` done.
 
-    The model comes in float32 and is trained in place; afterwards its parameters have the dtype of `precision` (see
-    precision.py). `gradient_accumulation_steps` cuts a step's batch into that many micro-batches: less memory, the same result but
+    The model is given in float32 and trained in place; afterwards its parameters have the dtype of `precision` (see
+    precision.py). `gradient_accumulation_steps` divides a step's batch into that many micro-batches: less memory, the same result but
     for rounding. `compile` runs every layer through torch.compile.
     """
 
@@ -126,7 +126,7 @@ class Trainer:
                 layer.compile(dynamic=False)
 
     def step(self, batch: Batch) -> Step:
-        """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are no longer numbers."""
+        """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are not finite."""
         lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
         loss, extra, norm = self._means(*self.gradients(batch))
         finite = math.isfinite(norm)
@@ -144,10 +144,10 @@ class Trainer:
         return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=not finite)
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
-        """Forward and backward passes over the micro-batches of `batch`: leaves each weight its gradient times the loss scale.
+        """Forward and backward passes over the micro-batches of `batch`: sets each weight's gradient, times the loss scale.
 
         The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
-        how the step is cut, however many targets each micro-batch has.
+        the division into micro-batches, however many targets each has.
         """
         counts = self._counts(batch)
         total, extras = torch.zeros((), device=self.device), None
@@ -184,7 +184,7 @@ class Trainer:
         return sums
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The objective summed over one micro-batch, and what mixers and feed-forwards add, summed over its tokens."""
+        """The objective summed over one micro-batch, and the layers' own losses, summed over its tokens."""
         tokens, targets, context = to_device(batch, self.device)
         teacher_hidden = None
         if self.teacher is not None and self.objective.from_teacher:
@@ -203,7 +203,7 @@ class Trainer:
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, numbers): all that the next step depends on. The order of the data follows from `done`."""
+        """(tensors, numbers) on which the next step depends. The order of the data follows from `done`."""
         tensors = self.update.state()
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -211,9 +211,9 @@ class Trainer:
         return tensors, {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Restores what `state` gave; the next step is then the one that would have followed.
+        """Restores the result of `state`; the next step is then the one that would have followed.
 
-        Bit for bit on a CPU with as many threads; on a GPU attention's backward pass may add in another order.
+        Bit for bit on a CPU with the same number of threads; on a GPU attention's backward pass may add in another order.
         """
         self.update.restore(tensors)
         torch.set_rng_state(tensors["rng.cpu"])
@@ -237,11 +237,11 @@ def fit(
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int = 0,
 ) -> None:
-    """Trains until `trainer.steps` are done, from wherever `trainer` stands.
+    """Trains until `trainer.steps` are done, from its current step.
 
-    A step takes `batch_size` sequences of `seq_len` tokens. With `val` the loss on its first `eval_sequences` sequences (0: all) is
-    taken every `eval_every` steps and after the last one. `watch` logs every step; `checkpoints` saves the
-    whole state every `checkpoint_every` steps, after `watch` has made its lines durable.
+    A step is a batch of `batch_size` sequences of `seq_len` tokens. With `val` the loss on its first `eval_sequences` sequences (0: all) is
+    computed every `eval_every` steps and after the last one. `watch` logs every step; `checkpoints` saves the
+    whole state every `checkpoint_every` steps, after `watch` has synced its logs.
     """
     while trainer.done < trainer.steps:
         step = trainer.step(data.batch(trainer.done, batch_size, seq_len, seed))
@@ -301,7 +301,7 @@ def _through(layers: list[Any], x: Tensor, context: Context) -> Tensor:
 
 
 def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Context]:
-    """(tokens, targets, context) of a batch; sequences that are one document each get the cheaper causal context."""
+    """(tokens, targets, context) of a batch; sequences of a single document get the cheaper causal context."""
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
     if (batch.document_ids == batch.document_ids[:, :1]).all():
@@ -310,7 +310,7 @@ def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Conte
 
 
 def _cut(batch: Batch, parts: int) -> list[Batch]:
-    """`batch` in `parts` micro-batches of as many sequences each."""
+    """`batch` in `parts` micro-batches of equal numbers of sequences."""
     size, rest = divmod(len(batch.tokens), parts)
-    assert not rest, f"{len(batch.tokens)} sequences do not make {parts} equal micro-batches"
+    assert not rest, f"{len(batch.tokens)} sequences cannot be divided into {parts} equal micro-batches"
     return [Batch(*(array[at * size : (at + 1) * size] for array in batch)) for at in range(parts)]

@@ -1,10 +1,10 @@
-"""Precision policy: which numbers compute, which numbers keep the weights, and the loss scale that fp16 needs.
+"""Precision policy: the dtypes of the computation and of the stored weights, and the loss scale that fp16 needs.
 
 - fp32: everything in float32.
 - bf16: the model's weights, activations and gradients are bfloat16; the optimizer holds float32 master weights and
-  moments and writes the rounded masters back after every step. No autocast: what a tensor is stays visible in its dtype.
-- fp16: as bf16, with the loss multiplied by a power of two so that small gradients survive, the gradients divided by it
-  in float32, and a step skipped when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
+    moments and copies the rounded masters back after every step. No autocast: dtypes stay visible in the code.
+- fp16: as bf16, with the loss multiplied by a power of two so that small gradients do not underflow, the gradients divided
+    by it in float32, and a step skipped when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
 
 Norms, softmax, the loss and the accumulation of gradients over micro-batches are float32 everywhere.
 """
@@ -43,8 +43,8 @@ class LossScaler:
         self.good_steps = 0
 
     def overflowed(self) -> None:
-        """The step's gradients were not finite: the caller skips the step. Raises FitError when nothing is left to halve."""
-        assert self.enabled, "only a scaled loss may overflow and go on"
+        """To be called when the step's gradients were not finite and it is skipped. Raises FitError when the scale cannot be halved."""
+        assert self.enabled, "only a scaled loss may overflow"
         self.scale /= 2
         self.good_steps = 0
         if self.scale < 2.0**-14:
@@ -54,16 +54,16 @@ class LossScaler:
             )
 
     def passed(self) -> None:
-        """The step's gradients were finite."""
+        """To be called when the step's gradients were finite."""
         self.good_steps += 1
         if self.enabled and self.good_steps >= self.growth_interval:
             self.scale = min(self.scale * 2, 2.0**24)
             self.good_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The numbers to store in a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restores what `state` gave."""
+        """Restores the result of `state`."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

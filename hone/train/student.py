@@ -1,4 +1,4 @@
-"""A shallower student made from a teacher's own layers: the start of a half-depth draft model."""
+"""A shallower student made from a teacher's own layers, for instance for a draft model of half the depth."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ torch = lazy("torch")
 
 
 def student_config(teacher: ModelConfig, keep_every: int) -> ModelConfig:
-    """The teacher's config with layers 0, n, 2n, ... only. Raises SpecError when that drops no layer."""
+    """The teacher's config with layers 0, n, 2n, ... only. Raises SpecError when that removes no layer."""
     if not 1 < keep_every <= teacher.num_layers:
         raise SpecError(
             f"keep_every = {keep_every} makes no smaller student of a teacher with {teacher.num_layers} layers",
             fix=f"give a value from 2 to {teacher.num_layers}",
         )
-    # Read anew: a layer that borrows the keys of one that is dropped must be refused.
+    # Validated again: a layer that reuses the keys of a removed layer must be refused.
     return ModelConfig.read({**teacher.model_dump(mode="json"), "layers": teacher.layers[::keep_every]})
 
 
 def from_teacher(teacher: Decoder, keep_every: int) -> Decoder:
     """A decoder with copies of every `keep_every`-th layer, the embedding, the norm and the head of `teacher`.
 
-    Same dtype and device. A student that starts from its teacher's layers needs a fraction of the steps that a random
-    one does (DistilBERT, Sanh et al. 2019, arXiv:1910.01108, which kept every second layer).
+    Same dtype and device. A student initialised from its teacher's layers needs a fraction of the steps of a random
+    one (DistilBERT, Sanh et al. 2019, arXiv:1910.01108, which kept every second layer).
     """
     from hone.model.decoder import Decoder
 

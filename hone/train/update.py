@@ -1,4 +1,4 @@
-"""The update: steps the weights, bucket by bucket, by the rule of their group, and keeps the optimizer's state."""
+"""The update: applies the rule of each group to its weights, bucket by bucket, and holds the optimizer's state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hone.train.weights import Weights, describe_parameters
 class Update:
     """One optimizer over all trained weights of `model`, which compute in `dtype`; see `Weights` for `accumulate`.
 
-    Half-precision gradients are widened a bucket at a time: only so many exist in float32 at once.
+    Half-precision gradients are converted to float32 one bucket at a time, to save memory.
     """
 
     def __init__(self, model: Decoder, optimizer: Optimizer, dtype: torch.dtype, *, accumulate: bool) -> None:
@@ -24,7 +24,7 @@ class Update:
         self.weights = Weights(model, dtype, accumulate=accumulate)
         self.groups = optimizer.groups(self.parameters)
         grouped = [name for group in self.groups for name in group.names]
-        assert sorted(grouped) == sorted(self.parameters), "every parameter belongs to exactly one group"
+        assert sorted(grouped) == sorted(self.parameters), "every parameter must belong to exactly one group"
         self.states: dict[str, dict[str, Tensor]] = {}
         """Optimizer state by parameter; empty before the first step."""
         self.count = 0
@@ -48,7 +48,7 @@ class Update:
         return Entry(master, grad, self.states[name], self.parameters[name])
 
     def _buckets(self, group: Group) -> Iterator[list[str]]:
-        """Names of the group in buckets of about BUCKET numbers; one bucket when nothing must be widened."""
+        """Names of the group in buckets of about BUCKET numbers; one bucket when no gradient must be converted."""
         names: list[str] = []
         numbers = 0
         for name in group.names:
@@ -70,7 +70,7 @@ class Update:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restores what `state` gave."""
+        """Restores the result of `state`."""
         self.count, self.states = int(tensors["updates"].item()), {}
         for label, tensor in tensors.items():
             key, _, name = label.partition(".")

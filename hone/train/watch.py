@@ -1,4 +1,4 @@
-"""Logs of a running training: steps.jsonl, timings, TensorBoard curves and the progress line."""
+"""Logs of a running training: steps.jsonl, timings, TensorBoard curves and the progress bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hone.base.run import Progress
 class Watch:
     """Logs every step.
 
-    `steps.jsonl` in `folder` is content: two runs of one spec write the same, and on a resume the lines after the
+    `steps.jsonl` in `folder` is content: equal for two runs of one spec, and on a resume the lines after the
     checkpoint's step are dropped. `timing.jsonl` and TensorBoard events in `log` differ from run to run.
     MFU (model FLOPs utilization) is 3 x `forward_flops_per_token` x tokens/s / `peak_flops_per_s`: 6 a weight (head
     included, embedding lookup not) plus causal-halved attention, recomputation not counted; None without a peak.
@@ -40,7 +40,7 @@ class Watch:
         _cut_back(self.path, resume_at)
         self._steps = open(self.path, "a", encoding="utf8")
         self._timing = open(log / "timing.jsonl", "a", encoding="utf8")
-        # Events after the step of the resume are dropped by TensorBoard itself when it meets the same step again.
+        # TensorBoard itself drops events after the step of the resume when it reads the same step again.
         self._curves = SummaryWriter(str(log), purge_step=resume_at + 1 if resume_at else None)
         self._device = device
         self._flops_per_token = 3 * forward_flops_per_token
@@ -49,10 +49,10 @@ class Watch:
         self._kept = kept
         self._before = time.perf_counter()
         self.rates: list[tuple[int, float]] = []
-        """(tokens, seconds) of every step of this process, evaluation and checkpoints left out."""
+        """(tokens, seconds) of every step of this process, without evaluation and checkpoints."""
 
     def stepped(self, row: dict[str, Any]) -> None:
-        """After a training step; `row` is its line in steps.jsonl."""
+        """Logs a training step; `row` is its line in steps.jsonl."""
         now = time.perf_counter()
         time_s, self._before = now - self._before, now
         tokens = row["tokens"] // row["step"]
@@ -74,7 +74,7 @@ class Watch:
             self._progress.advance(1, text)
 
     def evaluated(self, row: dict[str, Any]) -> None:
-        """After an evaluation; `row` is its line in steps.jsonl."""
+        """Logs an evaluation; `row` is its line in steps.jsonl."""
         _write(self._steps, row)
         for name, value in row.items():
             if name != "step":
@@ -82,7 +82,7 @@ class Watch:
         self._before = time.perf_counter()
 
     def sync(self) -> None:
-        """Makes everything written so far durable, then calls `kept`, which notes the time spent."""
+        """Syncs everything written so far to disk, then calls `kept`, which stores the time spent."""
         for file in (self._steps, self._timing):
             file.flush()
             os.fsync(file.fileno())
@@ -91,7 +91,7 @@ class Watch:
             self._kept()
 
     def restart_clock(self) -> None:
-        """Leaves what was done since the last step (a checkpoint) out of the next step's time."""
+        """Excludes the time since the last step (of a checkpoint) from the next step's time."""
         self._before = time.perf_counter()
 
     def mfu(self, tokens_per_s: float) -> float | None:
@@ -101,12 +101,12 @@ class Watch:
         return self._flops_per_token * tokens_per_s / self._peak
 
     def tokens_per_s(self) -> float:
-        """Rate over this process's steps, the first two (warming up) left out when there are more than five."""
+        """Rate over this process's steps, without the first two (warm-up) when there are more than five."""
         rates = self.rates[2:] if len(self.rates) > 5 else self.rates
         return sum(tokens for tokens, _ in rates) / max(sum(time_s for _, time_s in rates), 1e-9)
 
     def close(self) -> None:
-        """Makes everything durable and closes the files."""
+        """Syncs and closes the files."""
         self.sync()
         self._steps.close()
         self._timing.close()
@@ -119,7 +119,7 @@ def _write(file: TextIO, row: dict[str, Any]) -> None:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drops the lines after `step`, and one that a kill left half written."""
+    """Drops the lines after `step`, and an incomplete last line."""
     if not path.exists():
         return
     kept = []
@@ -130,7 +130,7 @@ def _cut_back(path: Path, step: int) -> None:
 
 
 def _memory_bytes(device: str) -> int:
-    """Bytes resident in this process now; on a GPU the most allocated so far, as a step's end holds little of its peak."""
+    """Resident bytes of this process; on a GPU the peak of allocated memory so far, since little of it is in use at a step's end."""
     if device.startswith("cuda"):
         import torch
 

@@ -1,4 +1,4 @@
-"""The weights that are trained: float32, or half precision with a float32 master each, and where their gradients lie."""
+"""The trained weights: float32, or half precision with float32 masters, and the location of their gradients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Weights:
     """The trained parameters of `model` by name, and their float32 masters.
 
     With `dtype` float32 a parameter is its own master. Otherwise each parameter is replaced by a copy in `dtype` and its
-    float32 original becomes the master that the optimizer trains: 2 + 4 bytes a weight, plus 2 for the gradient, or 4
+    float32 original becomes the master that the optimizer updates: 2 + 4 bytes per weight, plus 2 for the gradient, or 4
     more when `accumulate` sums the gradients of several micro-batches in float32.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype, *, accumulate: bool) -> None:
         self.parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
         self.split = dtype != torch.float32
-        """Whether parameters and masters are two."""
+        """Whether parameters and masters are different tensors."""
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
@@ -34,21 +34,21 @@ class Weights:
                     parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
 
     def grad(self, name: str) -> Tensor:
-        """The summed gradient of `name`, from where it lies: beside its master, or beside the parameter."""
+        """The summed gradient of `name`, stored with its master or with the parameter."""
         found = self.masters[name].grad
         found = self.parameters[name].grad if found is None else found
         assert found is not None, f"{name} got no gradient"
         return found
 
     def squared_norm(self) -> Tensor:
-        """Squared norm of all gradients together: a float64 scalar, for it is added up over ranks."""
+        """Squared norm of all gradients together: a float64 scalar, because it is summed over ranks."""
         grads = [self.grad(name) for name in self.parameters]
         norms = torch._foreach_norm(grads, 2, torch.promote_types(grads[0].dtype, torch.float32))
         return torch.linalg.vector_norm(torch.stack(norms)).double().square()
 
     def take_grads(self, names: Sequence[str], factor: float) -> list[Tensor]:
-        """The gradients of `names` times `factor`, float32; the weights have none afterwards."""
-        # In float32 a gradient is scaled where it lies; a half-precision one is widened first.
+        """The gradients of `names` times `factor`, float32; clears them on the weights."""
+        # In float32 a gradient is scaled in place; a half-precision one is converted first.
         grads = [self.grad(name).float() for name in names]
         self.drop_grads(names)
         if factor != 1.0:
@@ -56,20 +56,20 @@ class Weights:
         return grads
 
     def drop_grads(self, names: Sequence[str] | None = None) -> None:
-        """Forgets the gradients of `names` (None: all)."""
+        """Clears the gradients of `names` (None: all)."""
         for name in self.parameters if names is None else names:
             self.parameters[name].grad = self.masters[name].grad = None
 
     @torch.no_grad()
     def publish(self, names: Sequence[str]) -> None:
-        """Brings the parameters of `names` up to date with their masters."""
+        """Copies the masters of `names` to their parameters."""
         if self.split:
             for name in names:
                 self.parameters[name].copy_(self.masters[name])
 
 
 def describe_parameters(model: Decoder) -> dict[str, Parameter]:
-    """What an optimizer knows of each trained parameter of `model`."""
+    """The optimizer's description of each trained parameter of `model`."""
     pieces = {
         f"layers.{index}.{path}.weight": tuple(piece.out_features for piece in linear.pieces)
         for index in range(model.config.num_layers)
@@ -85,7 +85,7 @@ def describe_parameters(model: Decoder) -> dict[str, Parameter]:
 
 
 def _add_to(master: Tensor) -> Any:
-    """A hook that moves a parameter's fresh gradient into its master's float32 sum."""
+    """A hook that adds a parameter's new gradient to its master's float32 sum."""
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None, "a gradient's hook without a gradient"

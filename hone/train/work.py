@@ -1,4 +1,4 @@
-"""What a training does, in numbers, and what that costs: seconds of a step, bytes in memory and on disk."""
+"""The amount of work of a training and its cost: seconds of a step, bytes of memory and disk."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from hone.measure.machine import Machine
 from hone.train.activation_checkpointing import Segment, live_layers
 
 CHECKPOINTS = "checkpoint_bytes"
-"""The figure of what checkpoints take on disk at most, while the stage runs."""
+"""The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
 
 WAYS = {
     MEMORY: (
         "raise gradient_accumulation_steps",
         "set activation_checkpointing: every_nth",
-        "take a smaller model or seq_len, or optimizer: adamw_8bit",
+        "use a smaller model or seq_len, or optimizer: adamw_8bit",
     )
 }
-"""Ways out of a memory that is too small."""
+"""Ways out when memory or disk is too small."""
 
 FILES_BYTES = 2 << 20
-"""What a trained folder holds beside weights and logs: a tokenizer, a config, the manifest."""
+"""Bytes of a trained folder beside weights and logs: a tokenizer, a config, the manifest."""
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
 
 LOG_BYTES = 700
-"""What a step adds to steps.jsonl, timing.jsonl and TensorBoard's events."""
+"""Bytes that a step adds to steps.jsonl, timing.jsonl and TensorBoard's events."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A training whose steps take `batch_size` sequences of `seq_len`, cut into `gradient_accumulation_steps` micro-batches."""
+    """A training whose steps are batches of `batch_size` sequences of `seq_len`, in `gradient_accumulation_steps` micro-batches."""
 
     model: ModelFacts
     steps: int
@@ -50,10 +50,10 @@ class Work:
     update: UpdateCost
     gradient_accumulation_steps: int = 1
     eval_sequences: int = 0
-    """Sequences evaluated in all, every evaluation counted."""
+    """Sequences of all evaluations together."""
     teacher: ModelFacts | None = None
     packed: bool = True
-    """Whether sequences hold several documents, which costs attention masks."""
+    """Whether sequences hold several documents, which requires attention masks."""
     num_checkpoints: int = 0
     """Checkpoints on disk at once."""
 
@@ -67,14 +67,14 @@ class Work:
 
 
 class TrainPlan(Plan):
-    """A plan with the steps that are taken; checkpoints need disk beside the finished folder."""
+    """A plan with the number of steps; checkpoints need disk beside the finished folder."""
 
     steps: int
     wanted_steps: int
     """Steps without a time budget."""
 
     def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
-        """As `Plan.shortages`, the checkpoints counted."""
+        """As `Plan.shortages`, including the checkpoints."""
         found = super().shortages(capacity)
         if CHECKPOINTS in self.estimates and DISK in capacity and all(one.name != DISK for one in found):
             kept, folder = self.estimates[CHECKPOINTS], self.estimates[DISK]
@@ -90,7 +90,7 @@ class TrainPlan(Plan):
 
 
 def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
-    """Every figure of the training that can be said before it."""
+    """Estimates of the training's figures."""
     step = step_seconds(work, machine)
     evaluation, around = _evaluation_s(work, machine), _around_s(work, machine)
     num_params, width = work.model.num_params, BYTES[work.dtype]
@@ -135,7 +135,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
 
 
 def affordable_steps(work: Work, time_budget_s: float | None, machine: Machine) -> int:
-    """The steps of `work`, or fewer, one at least, so that they and their evaluations take `time_budget_s` on `machine`."""
+    """The steps of `work`, or fewer, but at least one, so that they and their evaluations take `time_budget_s` on `machine`."""
     if time_budget_s is None:
         return work.steps
     step_s, others_s = step_seconds(work, machine).value, _evaluation_s(work, machine) + _around_s(work, machine)
@@ -143,7 +143,7 @@ def affordable_steps(work: Work, time_budget_s: float | None, machine: Machine) 
 
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
-    """Seconds of one optimizer step, the teacher's forward pass included."""
+    """Seconds of one optimizer step, including the teacher's forward pass."""
     step = train_step_seconds(
         work.model,
         machine,
@@ -163,7 +163,7 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
 
 
 def growth_bytes(work: Work, device: str) -> Estimate:
-    """Bytes that the training adds at its peak to what was in memory before."""
+    """Bytes that the training adds at its peak to the memory in use before."""
     from hone.ops.loss.api import kernel_chunk_tokens
     from hone.ops.loss.reference import default_chunk_tokens
 
@@ -191,7 +191,7 @@ def growth_bytes(work: Work, device: str) -> Estimate:
 
 
 def out_of_memory(error: BaseException, device: str, step: int) -> FitError | None:
-    """What a user is told when `error` of step `step` says that memory is full, which torch does in several ways; else None."""
+    """The error for the user when `error` of step `step` is one of torch's several out-of-memory errors; else None."""
     if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
         return None
     return FitError(

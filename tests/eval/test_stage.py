@@ -105,7 +105,7 @@ def test_mistakes(tiny_llama, data, tmp_path):
     values = json.loads((other / "tokenizer.json").read_text())
     values["model"]["merges"].reverse()
     (other / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(SpecError, match="cut texts differently: their predictions cannot be compared"):
+    with pytest.raises(SpecError, match="tokenize differently: their predictions cannot be compared"):
         evaluate(tmp_path / "eval-a", tiny_llama, data, other)
     shorter = shutil.copytree(tiny_llama, tmp_path / "shorter")
     config = json.loads((shorter / "config.json").read_text())
@@ -166,7 +166,7 @@ def test_a_loss_that_is_not_finite_is_no_figure(tiny_llama, data, tmp_path):
     made = evaluate(tmp_path / "eval-32", large, data)
     assert made.figures["loss"].value > 710, "so large that its perplexity is beyond a float"
     absent = made.figures["perplexity"]
-    assert absent.value is None and absent.note.startswith("inf, which is no figure; window 512")
+    assert absent.value is None and absent.note.startswith("inf, which is not finite; window 512")
     with pytest.raises(HoneError, match=r"the model's loss is not finite at \d+ of \d+ tokens in float16") as caught:
         evaluate(tmp_path / "eval-16", large, data, dtype="float16")
     assert "float32" in caught.value.fix

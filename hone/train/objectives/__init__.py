@@ -1,1 +1,1 @@
-"""Objectives: what a training minimises; what they share, and a file for each."""
+"""Objectives: the loss that a training minimizes. One file per objective."""

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Objective(Technique):
-    """A loss over the decoder's last hidden states. It gives a sum: the loop divides by all valid targets of a step,
-    so the result is the same however a step is cut into micro-batches."""
+    """A loss over the decoder's last hidden states. It returns a sum: the loop divides by all valid targets of a step,
+    so that the result does not depend on the division into micro-batches."""
 
     from_teacher: ClassVar[bool] = False
-    """Whether a teacher's hidden states are needed."""
+    """Whether it requires a teacher's hidden states."""
 
     def count(self, targets: NDArray[np.int64]) -> int:
-        """What the sum is divided by: the targets that are not -100. `targets` are of a whole step, on the host."""
+        """The divisor of the sum: the number of targets that are not -100. `targets` are of a whole step, on the host."""
         return int((targets != -100).sum())
 
     def total(

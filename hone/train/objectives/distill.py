@@ -1,4 +1,4 @@
-"""Distillation objective: learn from a teacher's whole distribution beside the text itself."""
+"""Distillation objective: the teacher's whole distribution and the text itself as targets."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ class Distill(Objective):
 
     paper: ClassVar[str] = "arXiv:1503.02531"
     from_teacher: ClassVar[bool] = True
-    alpha: float = Field(0.9, ge=0, le=1, description="Weight of the teacher's distribution; the text has the rest.")
-    temperature: float = Field(1.0, gt=0, description="Both distributions are softened by it before they are compared.")
+    alpha: float = Field(
+        0.9, ge=0, le=1, description="Weight of the teacher's distribution; that of the text is 1 - alpha."
+    )
+    temperature: float = Field(1.0, gt=0, description="Temperature of both distributions.")
 
     def total(
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None
     ) -> Tensor:
-        """Nats of the mix summed over the valid targets. T^2 keeps the gradient's size when T changes."""
+        """The loss in nats summed over the valid targets. T^2 keeps the gradient's size when T changes."""
         from hone.train.objectives.distill_loss import distill_loss
 
         assert teacher is not None and teacher_hidden is not None, "distill without a teacher"

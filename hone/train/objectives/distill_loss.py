@@ -1,4 +1,4 @@
-"""The distillation loss over two heads, chunk by chunk: neither the student's nor the teacher's logits ever exist whole.
+"""The distillation loss over two heads, chunk by chunk: the logits of student and teacher are never in memory as a whole.
 
 Legend: T tokens, V vocabulary, D the student's width, E the teacher's.
 """
@@ -25,7 +25,8 @@ def distill_loss(
 ) -> Tensor:
     """alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) cross entropy, summed over valid targets.
 
-    `softcaps` are those of the student's and the teacher's logits. `x_TD` and `teacher_TE` are normed hidden states in any floating dtype, targets int64 with -100 where there is none.
+    `softcaps` are those of the student's and the teacher's logits. `x_TD` and `teacher_TE` are normed hidden states in any
+    floating dtype, targets int64 with -100 for no target.
     A float32 scalar in nats (float64 for float64 inputs), differentiable in `x_TD` and `weight_VD`. arXiv:1503.02531.
     """
     softcap, teacher_softcap = softcaps

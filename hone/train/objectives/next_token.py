@@ -1,4 +1,4 @@
-"""Next-token objective: cross entropy of each token given those before it, never holding all logits at once."""
+"""Next-token objective: cross entropy of each token given the previous ones, without materialising all logits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Optimizers: what they share, and a file for each."""
+"""Optimizers. One file per optimizer."""

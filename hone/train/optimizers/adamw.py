@@ -33,7 +33,7 @@ class AdamW(Optimizer):
         return by_decay(parameters, tuple(parameters), rule, self.weight_decay)
 
     def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
-        """Two moments a weight."""
+        """Cost of two moments per weight."""
         return adamw(facts)
 
 
@@ -46,14 +46,14 @@ class AdamWRule(Rule):
     eps: float
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Both moments, zero."""
+        """Both moments, as zeros."""
         return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
     def step(self, entries: Sequence[Entry], *, count: int, lr: float, weight_decay: float) -> None:
-        """m and v are running means of g and g^2; w (1 - lr decay) - lr m' / (sqrt(v') + eps), m' and v' without their bias."""
+        """m and v are running means of g and g^2; w (1 - lr decay) - lr m' / (sqrt(v') + eps), with m' and v' bias-corrected."""
         from torch.optim.adamw import adamw as fused_adamw
 
-        # The kernel adds one to each of these itself.
+        # The kernel itself adds one to each of these.
         done = torch.full((len(entries),), float(count - 1), device=entries[0].weight.device)
         fused_adamw(
             [entry.weight for entry in entries],

@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 torch = lazy("torch")
 
 BLOCK = 256
-"""Numbers that share a scale."""
+"""Numbers per scale."""
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Weights whose moments exist in float32 at a time: what stays in a core's cache, what keeps a GPU busy."""
+"""Weights whose moments are in float32 at a time: fits a core's cache on a CPU, keeps a GPU busy."""
 
 STATE_BYTES = 2 + 2 * 4 / BLOCK
 MOVED_BYTES = 180
-"""Each of about 25 element-wise operations of a step reads and writes 4 to 12 bytes a weight."""
+"""Bytes per weight: each of about 25 element-wise operations of a step reads and writes 4 to 12."""
 
 WORK_BYTES = 40
-"""Held a weight of a chunk: both moments, their codes as integers, what is between."""
+"""Bytes per weight of a chunk: both moments, their codes as integers, temporaries."""
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with block-wise dynamic 8-bit moments: 2 bytes a weight, not 8. Dettmers et al. 2021, arXiv:2110.02861."""
+    """AdamW with block-wise dynamic 8-bit moments: 2 bytes per weight instead of 8. Dettmers et al. 2021, arXiv:2110.02861."""
 
     paper: ClassVar[str] = "arXiv:2110.02861"
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the running mean of gradients.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the running mean of squared gradients.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
-    min_elements: int = Field(4096, ge=0, description="Weights with fewer numbers keep moments of 32 bits.")
+    min_elements: int = Field(4096, ge=0, description="Weights with fewer elements have 32-bit moments.")
     quantize_embedding: bool = Field(
-        False, description="Whether the embedding's moments have 8 bits too; the paper keeps them in 32."
+        False, description="Whether the embedding's moments have 8 bits too; in the paper they have 32."
     )
 
     def groups(self, parameters: Mapping[str, Parameter]) -> list[Group]:
@@ -63,7 +63,7 @@ class AdamW8bit(Optimizer):
         return numbers >= self.min_elements and (parameter.kind != "embedding" or self.quantize_embedding)
 
     def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
-        """As `groups` has it; a matrix of a layer is large, other weights but embedding and head are small."""
+        """Cost with the groups of `groups`; a matrix of a layer is large, other weights but embedding and head are small."""
         sizes = [rows * columns for layer in facts.layers for rows, columns in layer.matmuls]
         large = [size for size in sizes if size >= self.min_elements]
         eight = layer_matrix_params(facts) * sum(large) / max(sum(sizes), 1)
@@ -83,14 +83,14 @@ class AdamW8bit(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW8bitRule(Rule):
-    """A step as AdamW's in float32, from moments that are decoded before it and encoded after it, chunk by chunk."""
+    """AdamW's step in float32, with moments decoded before it and encoded after it, chunk by chunk."""
 
     beta1: float
     beta2: float
     eps: float
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Codes of zeros, uint8 [numbers], and a scale a block, float32 [blocks], for each moment."""
+        """Codes of zeros, uint8 [numbers], and a scale per block, float32 [blocks], for each moment."""
         numbers, state = weight.numel(), {}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             zero = int((_table(signed, weight.device) == 0).nonzero())
@@ -128,9 +128,9 @@ class AdamW8bitRule(Rule):
 
 
 def quantize(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [numbers], scales float32 [blocks]) of float32 `values` [numbers]: the nearest code of each over its block's largest.
+    """(codes uint8 [numbers], scales float32 [blocks]) of float32 `values` [numbers]: the nearest code to each divided by its block's maximum.
 
-    Unsigned, a number above zero never becomes zero: as a second moment zero would divide the first by eps alone.
+    Unsigned, a number above zero never becomes zero: a zero second moment would divide the first by eps alone.
     """
     padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1)
@@ -142,7 +142,7 @@ def quantize(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The float32 numbers [numbers] that `quantize` has encoded."""
+    """The float32 values [numbers] of codes from `quantize`."""
     values = _table(signed, codes.device).index_select(0, codes.int())
     padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     return padded.mul_(scales[:, None]).view(-1)[: len(codes)]
@@ -150,11 +150,11 @@ def dequantize(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 @cache
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of dynamic tree quantization, rising; float32.
+    """The 256 values of dynamic tree quantization, ascending; float32.
 
-    A value's leading zero bits count its decade, 10^-6 to 1; the bits after them cut the decade's [0.1, 1] into equal
-    bins, of which the middles are the values. Fewer zeros leave more bits: 64 bins in the first decade, 1 in the last.
-    Signed, each bin stands on both sides; unsigned, the sign's bit makes twice as many bins. Zero and one complete it.
+    A value's leading zero bits are its decade, 10^-6 to 1; the bits after them divide the decade's [0.1, 1] into equal
+    bins, whose centers are the values. Fewer zeros leave more bits: 64 bins in the first decade, 1 in the last.
+    Signed, each bin is on both sides of zero; unsigned, the sign's bit doubles the bins. Zero and one are added.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -162,13 +162,13 @@ def _table(signed: bool, device: torch.device) -> Tensor:
         for place in range(bins):
             value = 10.0**-decade * (0.1 + 0.9 * (place + 0.5) / bins)
             values += [value, -value] if signed else [value]
-    assert len(values) == 256, f"{len(values)} values are no byte's"
+    assert len(values) == 256, f"{len(values)} values, expected 256"
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
 @cache
 def _borders(signed: bool, device: torch.device) -> Tensor:
-    """Above border n the nearest code is n + 1: middles between neighbours, and infinity; unsigned, the first is zero."""
+    """Above border n the nearest code is n + 1: midpoints between neighbours, and infinity; unsigned, the first is zero."""
     table = _table(signed, device)
     borders = torch.cat([(table[1:] + table[:-1]) / 2, table.new_full((1,), float("inf"))])
     if not signed:
@@ -178,13 +178,13 @@ def _borders(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _first_codes(signed: bool, device: torch.device) -> Tensor:
-    """The code of the smallest number among those whose upper 16 bits are n, int32 [65536].
+    """The code of the smallest number among those with upper 16 bits n, int32 [65536].
 
-    Such numbers lie so near each other that one border at most is between them: the codes of all are this one or the next.
+    Such numbers are so close that at most one border is between them: the codes of all are this one or the next.
     """
     upper = torch.arange(1 << 16, dtype=torch.int64, device=device)
     bits = (upper << 16) | torch.where(
         upper >= 1 << 15, 0xFFFF, 0
-    )  # of negative ones the smallest is the farthest from zero
+    )  # of negative numbers the smallest is the farthest from zero
     smallest = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
     return torch.bucketize(smallest.nan_to_num(0.0), _borders(signed, device)[:-1], out_int32=True)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What an optimizer knows of one trained weight before any step.
+    """What an optimizer knows of a trained weight.
 
-    `kind`: a 'matrix' of a layer's linear (output rows first), the 'embedding' (the head too, when both are one), the
-    'head', or 'other' (norms, biases, a mixer's own numbers). `pieces` are the rows of the matrices that a fused one is
-    made of: queries, keys and values, say.
+    `kind`: a 'matrix' of a layer's linear (output rows first), the 'embedding' (also the head, when tied), the
+    'head', or 'other' (norms, biases, a mixer's own parameters). `pieces` are the row counts of the matrices that are fused
+    into one, such as queries, keys and values.
     """
 
     kind: Literal["matrix", "embedding", "head", "other"]
@@ -41,9 +41,9 @@ class Entry:
 
 
 class Rule:
-    """One step of weights from their gradients. It holds numbers only: the state of a weight is an argument.
+    """The update of weights from their gradients. It has numbers only: the state of a weight is an argument.
 
-    A step of one weight depends on no other weight, so a group may be stepped in parts, in any order.
+    The step of a weight does not depend on other weights, so a group may be updated in parts, in any order.
     """
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Muon: a matrix's step is its momentum made orthogonal, so that every direction in it is learned at the same speed."""
+"""Muon: the step of a matrix is its orthogonalised momentum, so that all singular directions have the same size."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ if TYPE_CHECKING:
 torch = lazy("torch")
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan's quintic: steep at zero, so that five iterations bring singular values from 0.005 on to between 0.7 and 1.2."""
+"""Jordan's quintic: steep at zero, so that five iterations map singular values from 0.005 on to between 0.7 and 1.2."""
 
 STATE_BYTES = 4
 MOVED_BYTES = 52
-"""Momentum: 12 bytes a weight; Nesterov: 12; the direction rounded, scaled and read back: 16; decay and step: 12."""
+"""Bytes per weight: momentum 12; Nesterov 12; the direction rounded, scaled and read back 16; decay and step 12."""
 
 
 class Muon(Optimizer):
-    """Momentum orthogonalised by Newton-Schulz on the layers' matrices, AdamW on all other weights. Jordan et al. 2024; Liu et al. 2025 (Moonlight), arXiv:2502.16982."""
+    """Orthogonalises the momentum of the layers' matrices by Newton-Schulz; AdamW for other weights. Jordan et al. 2024; Liu et al. 2025 (Moonlight), arXiv:2502.16982."""
 
     paper: ClassVar[str] = "arXiv:2502.16982"
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the running mean of gradients.")
-    nesterov: bool = Field(True, description="Orthogonalise the mean as it will be after another such gradient.")
+    nesterov: bool = Field(
+        True, description="Nesterov momentum: orthogonalise the mean after adding the gradient once more."
+    )
     ns_steps: int = Field(5, ge=1, description="Newton-Schulz iterations.")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
         description="Scale of a matrix's step: original, sqrt(max(1, rows / columns)); match_rms_adamw, 0.2 sqrt(max(rows, "
-        "columns)), which makes it as large as AdamW's (Moonlight), so that both take one learning rate.",
+        "columns)), which makes it as large as AdamW's (Moonlight), so that both use one learning rate.",
     )
     adamw_lr: float | None = Field(None, gt=0, description="Peak learning rate of AdamW's weights; empty: lr.")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the running mean of gradients.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the running mean of squared gradients.")
-    eps: float = Field(1e-8, gt=0, description="AdamW's summand to the root of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of AdamW's second moment.")
 
     def groups(self, parameters: Mapping[str, Parameter]) -> list[Group]:
-        """The layers' matrices, then the rest as AdamW has it."""
+        """The layers' matrices, then the rest in AdamW's groups."""
         matrices = tuple(name for name, one in parameters.items() if one.kind == "matrix")
         rest = [name for name in parameters if name not in set(matrices)]
         muon = MuonRule(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
@@ -55,7 +57,7 @@ class Muon(Optimizer):
         return groups + by_decay(parameters, rest, rule, self.weight_decay, (self.adamw_lr or self.lr) / self.lr)
 
     def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
-        """One momentum a matrix weight; each iteration multiplies three times."""
+        """Cost of one momentum per matrix weight; each iteration has three matrix products."""
         inside = layer_matrix_params(facts)
         rest = facts.num_params - inside
         matmuls, largest, count = [], 0, 0
@@ -78,7 +80,7 @@ class Muon(Optimizer):
 
 @dataclass(frozen=True)
 class MuonRule(Rule):
-    """Muon on matrices; a fused one (queries, keys and values) is taken apart, a stack of experts [E, N, K] one by one."""
+    """Muon on matrices; the matrices of a fused one (queries, keys and values) and of a stack of experts [E, N, K] are separate."""
 
     momentum: float
     nesterov: bool
@@ -86,11 +88,11 @@ class MuonRule(Rule):
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """The momentum, zero."""
+        """The momentum, as zeros."""
         return {"momentum": torch.zeros_like(weight)}
 
     def step(self, entries: Sequence[Entry], *, count: int, lr: float, weight_decay: float) -> None:
-        """M is the running mean of G; W (1 - lr decay) - lr scale O(M), O being `orthogonalize`."""
+        """M is the running mean of G; W (1 - lr decay) - lr scale O(M), where O is `orthogonalize`."""
         for entry in entries:
             average = entry.state["momentum"].lerp_(entry.grad, 1 - self.momentum)
             direction = entry.grad.lerp(average, self.momentum) if self.nesterov else average
@@ -100,7 +102,7 @@ class MuonRule(Rule):
                 weight.sub_(orthogonalize(part, self.ns_steps).to(weight.dtype), alpha=lr * self.scale(part.shape))
 
     def scale(self, shape: Sequence[int]) -> float:
-        """What an orthogonal step of this shape [..., rows, columns] is multiplied by."""
+        """The factor of an orthogonal step of this shape [..., rows, columns]."""
         rows, columns = shape[-2:]
         if self.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
@@ -110,7 +112,7 @@ class MuonRule(Rule):
 def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     """About U V^T of the singular value decomposition U S V^T of `matrix` [..., rows, columns], by Newton-Schulz.
 
-    Its singular values lie near 0.7 to 1.2, not at 1: five iterations of a quintic. In bfloat16 on a GPU, as Jordan's; in
+    Its singular values are about 0.7 to 1.2, not 1: five iterations of a quintic. In bfloat16 on a GPU, like Jordan's; in
     the matrix's own dtype on a CPU. A zero matrix stays zero.
     """
     x = matrix.bfloat16() if matrix.is_cuda else matrix

@@ -1,1 +1,1 @@
-"""Learning-rate schedules: what they share, and a file for each."""
+"""Learning-rate schedules. One file per schedule."""

@@ -9,7 +9,7 @@ from hone.base.table import Technique
 
 
 class Schedule(Technique):
-    """Linear warm-up to the peak learning rate, then what the subclass says."""
+    """Linear warm-up to the peak learning rate, then `after_warmup` of the subclass."""
 
     warmup: float = Field(0.05, ge=0, description="Steps of linear warm-up; a value below 1 is a share of all steps.")
     floor: float = Field(0.1, ge=0, le=1, description="Share of the peak learning rate left at the last step.")

@@ -1,4 +1,4 @@
-"""Cosine schedule: after warm-up the learning rate falls along half a cosine to its floor."""
+"""Cosine schedule: after warm-up the learning rate decays along half a cosine to its floor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.train.schedules.base import Schedule
 
 
 class Cosine(Schedule):
-    """Warm up, then fall along half a cosine. Loshchilov and Hutter 2016 (one cycle), arXiv:1608.03983."""
+    """Linear warm-up, then decay along half a cosine. Loshchilov and Hutter 2016 (one cycle), arXiv:1608.03983."""
 
     paper: ClassVar[str] = "arXiv:1608.03983"
 

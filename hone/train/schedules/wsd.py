@@ -1,4 +1,4 @@
-"""WSD schedule: warm-up, a long stable stretch at the peak, a short decay at the end."""
+"""WSD schedule: warm-up, a long stable phase at the peak, a short decay at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.train.schedules.base import Schedule, span
 
 
 class WarmupStableDecay(Schedule):
-    """Warm up, stay at the peak, decay only at the end, so that training can be prolonged. Hu et al. 2024, arXiv:2404.06395."""
+    """Linear warm-up, a stable phase at the peak, a decay at the end, so that training can be prolonged. Hu et al. 2024, arXiv:2404.06395."""
 
     paper: ClassVar[str] = "arXiv:2404.06395"
     decay: float = Field(0.2, ge=0, description="Steps of the final decay; a value below 1 is a share of all steps.")
@@ -21,21 +21,21 @@ class WarmupStableDecay(Schedule):
     )
 
     def share(self, step: int, steps: int) -> float:
-        """As `Schedule.share`, the decay counted in shares of all steps."""
+        """As `Schedule.share`, with `decay` in shares of all steps."""
         left = steps - 1 - step  # 0 at the last step
         decay = min(span(self.decay, steps), steps - span(self.warmup, steps))
         if left >= decay:
             return super().share(step, steps)
-        # t runs from 1/decay at the first step of the decay to 1 at the last step of all.
+        # t goes from 1/decay at the first step of the decay to 1 at the last step.
         return self._fall((decay - left) / decay)
 
     def after_warmup(self, step: int, steps: int) -> float:
-        """The stable stretch."""
+        """The stable phase."""
         return 1.0
 
     def _fall(self, t: float) -> float:
         if self.shape == "exponential":
-            # No power reaches 0; a floor of 0 decays to a thousandth, as far as bf16 weights can tell.
+            # No power reaches 0: a floor of 0 decays to a thousandth, below what bf16 weights resolve.
             return math.exp(t * math.log(max(self.floor, 1e-3)))
         curve = t if self.shape == "linear" else math.sqrt(t)
         return 1 - (1 - self.floor) * curve
