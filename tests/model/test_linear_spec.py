@@ -23,6 +23,7 @@ from tests.test_contracts import TINY
 VARIANTS = [
     *MIXERS,
     {"kind": "attention", "qkv_bias": True, "out_bias": True, "qk_norm": True},
+    {"kind": "attention", "rotary_dim": 4, "scale": 0.3, "softcap": 2.0},
     {"kind": "mla", "q_latent_dim": 16},
     {"kind": "gated_linear", "gate": "head"},
     {"kind": "delta_net", "gated": False},

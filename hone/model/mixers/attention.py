@@ -171,10 +171,6 @@ class AttentionLayer(GroupedHeadsLayer):
             q, k = rope(q, cos, sin), rope(k, cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
-        return self.attended(q, k, v, context)
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """The layer's output from rotated q [..., H, Dh] and k, v [..., KV, Dh]."""
         if self.shares_kv:
             context.share_kv(self.layer, k, v)
         return self.out(context.attend(self.layer, q, k, v, **self.options).flatten(-2))
@@ -195,7 +191,9 @@ class PartlyRotatedLayer(AttentionLayer):
         if spec.rotary_dim != 0:
             cos, sin = context.rotary(spec.rope, spec.rotary_dim or spec.head_dim, x.dtype)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        return self.attended(q, k, v, context)
+        if self.shares_kv:
+            context.share_kv(self.layer, k, v)
+        return self.out(context.attend(self.layer, q, k, v, **self.options).flatten(-2))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

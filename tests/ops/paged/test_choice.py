@@ -33,6 +33,7 @@ LATENT = {
         (HOPPER, {"v_dim": 512}, "reference", "up to 256 wide"),
         (HOPPER, {"page_dtype": torch.int8, "head_dim": 32}, "reference", "multiple"),
         (HOPPER, {"rows": 10000}, "reference", "8192 sequences"),
+        (HOPPER, {"softcap": True}, "reference", "no softcap"),
         (Where(), {}, "reference", "no GPU"),
         (Where("cuda", (9, 0), 132), {}, "reference", "not installed"),
     ],
