@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     Only its input is saved for the backward pass, which recomputes the gate. Differentiable once. Raises SpecError for
     a last axis of odd size.
     """
-    _check_halves(gate_up)
+    if gate_up.shape[-1] % 2:
+        _refuse_odd(gate_up)
     chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
     if chosen == "triton":
         return entry_of(_gate_op, _gate, _Gate, gate_up)(gate_up)
@@ -37,17 +38,17 @@ def geglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     Two calls of torch on every device; under torch.compile they become one kernel. Raises SpecError for an axis that has
     no halves.
     """
-    _check_halves(gate_up)
+    if gate_up.shape[-1] % 2:
+        _refuse_odd(gate_up)
     backend_of("geglu", gate_up.device, backend)
     return reference.geglu(gate_up)
 
 
-def _check_halves(gate_up: Tensor) -> None:
-    if gate_up.shape[-1] % 2:
-        raise SpecError(
-            f"gate_up {tuple(gate_up.shape)} cannot be halved: its last axis is odd",
-            fix="give [..., 2F]: the gate's F columns, then the up projection's",
-        )
+def _refuse_odd(gate_up: Tensor) -> NoReturn:
+    raise SpecError(
+        f"gate_up {tuple(gate_up.shape)} cannot be halved: its last axis is odd",
+        fix="give [..., 2F]: the gate's F columns, then the up projection's",
+    )
 
 
 # The GPU path: the Triton kernels as torch ops and, for eager calls, as plain autograd Functions.
