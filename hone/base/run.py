@@ -84,6 +84,11 @@ class Progress:
         """`unit` per second, in this run."""
         return (self.done - self._before) / max(self._clock() - self._started, 1e-9)
 
+    @property
+    def pace(self) -> str:
+        """The rate with its unit: '12,345 tokens/s', '0.027 layers/s'."""
+        return f"{self.rate:{',.0f' if self.rate >= 10 else '.2g'}} {self.unit}/s"
+
     def close(self) -> None:
         """Ends the display."""
 
@@ -110,7 +115,7 @@ class Bar(Progress):
 
     def advance(self, amount: float = 1, text: str = "") -> None:
         super().advance(amount, text)
-        shown = f"{self.rate:,.0f} {self.unit}/s  {text}" if self.unit else text
+        shown = f"{self.pace}  {text}" if self.unit else text
         self._bar.update(self._task, advance=amount, text=shown)
 
     def skip(self, amount: float) -> None:
@@ -157,7 +162,7 @@ class Lines(Progress):
         if self.total:
             parts[0] += f" of {self._amount(self.total)} ({min(self.done / self.total, 1):.0%})"
         if self.rate > 0:
-            parts += [f"{self.rate:,.0f} {self.unit}/s"] if self.unit else []
+            parts += [self.pace] if self.unit else []
             left = [self.total - self.done] if self.total else []
             parts += [self.text] if self.text else []
             parts += [f"{human_seconds(max(one, 0) / self.rate)} left" for one in left]
