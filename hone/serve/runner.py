@@ -88,24 +88,24 @@ class Runner:
         sampling = step.sampled
         if not sampling:
             return results
-        wishes = step.sampling if len(sampling) == step.num_seqs else step.sampling.take(sampling)
+        parameters = step.sampling if len(sampling) == step.num_seqs else step.sampling.take(sampling)
         if guesses is None:
             if len(sampling) < len(x):
                 x = x[torch.from_numpy(step.batch.last_places()[sampling]).to(x.device)]
-            for place, chosen in zip(sampling, self.sampler.choose(self.model.head(x), wishes)):
+            for place, chosen in zip(sampling, self.sampler.choose(self.model.head(x), parameters)):
                 results[place].chosen = [chosen]
             return results
         # Logits are needed after each sampling sequence's last token and after each of its guesses.
         last = step.batch.last_places()
         places = [np.arange(last[place] - step.num_guesses[place], last[place] + 1) for place in sampling]
         logits = self.model.head(x[torch.from_numpy(np.concatenate(places)).to(x.device)])
-        checked = verify(self.sampler, logits, wishes, [guesses[place] for place in sampling])
+        checked = verify(self.sampler, logits, parameters, [guesses[place] for place in sampling])
         for place, chosen in zip(sampling, checked):
             results[place].chosen = chosen
         return results
 
     def _guesses(self, step: StepInput) -> list[Guess] | None:
-        """What stands after each sequence's last token; None when nothing does. The draft model reads in any case."""
+        """Each sequence's guesses; None when no sequence has any. The draft model computes its tokens in any case."""
         guesses = self.guesser.guess(step) if self.guesser is not None and len(step.draft_tokens) else None
         if not step.any_guesses:
             return None

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self, get_origin, get_type_hints
 import numpy as np
 
 NULL_PAGE = 0
-"""Page that pads block tables: never given out, and zero (but where a captured pass's padding files its keys, unread)."""
+"""Page that pads block tables: never allocated, and zero (a captured pass writes its padding's keys there; nothing reads them)."""
 
 _ALIGNED = 16
 """Bytes at whose multiples arrays begin in a packed buffer, so that kernels may read it in place."""
@@ -107,7 +107,7 @@ def _filled(cls: type[Arrays], views: Iterator[np.ndarray]) -> Any:
 class Batch(Arrays):
     """The tokens of one forward pass, and where their keys and values go.
 
-    Sequence s has `ends[s] - lengths[s]` tokens in the cache already and brings `lengths[s]` new ones; its pages stand
+    Sequence s has `ends[s] - lengths[s]` tokens in the cache and `lengths[s]` new ones; its pages are
     in `table[s]`, enough for both.
     """
 
@@ -120,7 +120,7 @@ class Batch(Arrays):
     offsets: Int64
     """[T] Place of each token in its page."""
     lengths: Int32
-    """[S] Tokens that each sequence brings."""
+    """[S] New tokens of each sequence."""
     ends: Int32
     """[S] Tokens of each sequence, the new ones included."""
     table: Int32Table
@@ -130,7 +130,7 @@ class Batch(Arrays):
     def of(
         cls, tokens: Sequence[int], starts: Sequence[int], lengths: Sequence[int], table: np.ndarray, block_size: int
     ) -> Batch:
-        """The batch of sequences that bring `lengths` tokens each after the `starts` that they have in the cache."""
+        """The batch of sequences with `lengths` new tokens each after the `starts` that are in the cache."""
         begins, counts = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         seqs = np.repeat(np.arange(len(counts)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -150,7 +150,7 @@ class Batch(Arrays):
     @cached_property
     def flat(self) -> np.ndarray:
         """int64 [5, S]: tokens, positions, pages, offsets and ends of a batch with one token a sequence."""
-        assert len(self.tokens) == self.num_seqs, "every sequence brings one token"
+        assert len(self.tokens) == self.num_seqs, "every sequence has one new token"
         return np.stack([self.tokens, self.positions, self.pages, self.offsets, self.ends])
 
     def next(self, tokens: Sequence[int], starts: Sequence[int], table: np.ndarray | None, block_size: int) -> Batch:
@@ -182,7 +182,7 @@ class Batch(Arrays):
         return len(self.lengths)
 
     def last_places(self) -> np.ndarray:
-        """[S] Where each sequence's last token stands among the T."""
+        """[S] Index of each sequence's last token among the T."""
         return np.cumsum(self.lengths, dtype=np.int64) - 1
 
 
@@ -224,7 +224,7 @@ class Sampling(Arrays):
         return replace(self, **{**own, "position": own["position"] + ahead})
 
     def later(self) -> Sampling:
-        """The same wishes for the token one place later; only where none depends on the tokens before."""
+        """The same parameters for the token one position later; only where none depends on earlier tokens."""
         assert not self.any_touched, "lists of tokens change with every token"
         found = object.__new__(Sampling)  # `replace` takes several microseconds, and this runs in every step
         found.__dict__.update(self.__dict__)  # with what was derived: greedy, plain, touched
@@ -272,12 +272,12 @@ _OWN = tuple(one.name for one in fields(Sampling) if one.name not in _SHARED)
 
 @dataclass(frozen=True, eq=False)
 class StepInput(Arrays):
-    """All that one step computes on. Guesses that the draft model is still to make stand as token 0 in `batch.tokens`."""
+    """The whole input of a step. Guesses that the draft model makes during the step are token 0 in `batch.tokens`."""
 
     batch: Batch
     sampling: Sampling
     samples: Bool
-    """[S] Whether the step brings the sequence's next token (False: its prompt is not read to the end)."""
+    """[S] Whether the step samples the sequence's next token (False: its prompt is not yet computed to the end)."""
     num_guesses: Int32
     """[S] Of a sequence's tokens, the last ones that are guesses."""
     draft_starts: Int32
@@ -299,7 +299,7 @@ class StepInput(Arrays):
 
     @cached_property
     def sampled(self) -> list[int]:
-        """Places of the sequences whose next token the step brings."""
+        """Indices of the sequences whose next token the step samples."""
         return np.flatnonzero(self.samples).tolist()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""From scheduled work to a step's flat input: the last place where live sequences are seen."""
+"""Builds a step's flat input from the scheduler's work: nothing below reads the scheduler's sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepBuilder:
         """Sequences, their page lists and the input of the last step, when it was one that `_decoded` can go on from."""
 
     def build(self, work: Sequence[Work], fresh: Sequence[int]) -> StepInput:
-        """The input of a step of `work`; `fresh` pages are wiped before it. Touches no sequence."""
+        """The input of a step of `work`; `fresh` pages are wiped before it. Changes no sequence."""
         seqs, pages = [item.seq for item in work], [item.seq.pages for item in work]
         decoding = all(
             item.count == 1 and item.start >= item.seq.num_prompt and not item.num_guesses and not item.draft_count

@@ -17,14 +17,14 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
 from hone.ops.formats import LARGEST
-from hone.ops.paged.reference import Extras, PagedPlan, attend_planned, plan_rows
+from hone.ops.paged.reference import Extras, PagedPlan, attend_planned, plan_sequences
 
 __all__ = [
     "PagedPlan",
     "attend_latent",
     "attend_paged",
     "attend_planned",
-    "plan_rows",
+    "plan_sequences",
     "quantize_kv",
     "runs_kernel",
     "write_kv",
@@ -147,7 +147,7 @@ def attend_paged(
 
 
 def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, **options: Any) -> bool:
-    """Whether `attend_paged` runs a kernel, which reads lengths and pages on the device. Else call `plan_rows` once per step
+    """Whether `attend_paged` runs a kernel, which reads lengths and pages on the device. Else call `plan_sequences` once per step
     and `attend_planned` in every layer. `options`: further facts of the dispatch rule (softcap=True)."""
     return _backend(q, k_pages, v_pages, num_rows, None, **options) == "triton"
 
@@ -225,7 +225,7 @@ def _planned(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor
                 f"sequence {seq} has {count} new tokens of {total}, and {page_table.shape[1]} pages of {page_size}",
                 fix="give seq_lens that include the new tokens, and pages for all of them",
             )
-    return plan_rows(page_table.cpu().numpy(), totals, lengths, page_size, q.device)
+    return plan_sequences(page_table.cpu().numpy(), totals, lengths, page_size, q.device)
 
 
 def _per_token(scale: Tensor | None, pages: Tensor) -> Tensor | None:

@@ -98,7 +98,7 @@ class PagedPlan:
     page_size: int
 
 
-def plan_rows(
+def plan_sequences(
     page_table: np.ndarray,
     seq_lens: Sequence[int],
     query_lens: Sequence[int],
@@ -147,7 +147,7 @@ def attend_planned(
     window: int | None = None,
     extras: Extras = _PLAIN,
 ) -> Tensor:
-    """`attend_paged` with the plan of `plan_rows`, which every layer of a step shares."""
+    """`attend_paged` with the plan of `plan_sequences`, which every layer of a step shares."""
     if len(plan.groups) == 1 and isinstance(plan.groups[0].queries, slice):
         return _attend_group(q, k_pages, v_pages, plan.groups[0], scale, window, extras)
     out = q.new_empty(*q.shape[:2], extras.value_dim or v_pages.shape[-1])

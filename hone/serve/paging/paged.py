@@ -11,7 +11,15 @@ from torch import Tensor
 from hone.model.context import Context
 from hone.ops import rope_write
 from hone.ops.dispatch import choose, locate
-from hone.ops.paged.api import PagedPlan, attend_latent, attend_paged, attend_planned, plan_rows, runs_kernel, write_kv
+from hone.ops.paged.api import (
+    PagedPlan,
+    attend_latent,
+    attend_paged,
+    attend_planned,
+    plan_sequences,
+    runs_kernel,
+    write_kv,
+)
 from hone.ops.paged.reference import Extras
 from hone.serve.paging.cache import KVCache
 from hone.serve.step import NULL_PAGE, Batch, layout
@@ -96,7 +104,9 @@ class Paged(Context):
         if self._plan is None:
             batch = self._batch
             table = batch.table.astype(np.int64)
-            self._plan = plan_rows(table, batch.ends.tolist(), batch.lengths.tolist(), self.cache.block_size, q.device)
+            self._plan = plan_sequences(
+                table, batch.ends.tolist(), batch.lengths.tolist(), self.cache.block_size, q.device
+            )
         return self._plan
 
 

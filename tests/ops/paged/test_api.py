@@ -12,7 +12,7 @@ from hone.ops import rope_write
 from hone.ops.attention import masks
 from hone.ops.attention.reference import attend
 from hone.ops.paged import reference as paged_rows
-from hone.ops.paged.api import attend_latent, attend_paged, attend_planned, plan_rows, quantize_kv, write_kv
+from hone.ops.paged.api import attend_latent, attend_paged, attend_planned, plan_sequences, quantize_kv, write_kv
 from tests.ops.paged.paged_case import Case, distance
 
 HEAD_DIM = 6
@@ -91,11 +91,11 @@ def test_other_number_formats(dtype):
 
 def test_like_rows_share_a_call_and_unlike_ones_do_not():
     table = torch.zeros(40, 64, dtype=torch.int64).numpy()
-    decode = plan_rows(table, [100] * 32, [1] * 32, 16)
+    decode = plan_sequences(table, [100] * 32, [1] * 32, 16)
     assert len(decode.groups) == 1 and isinstance(decode.groups[0].queries, slice)
-    spread = plan_rows(table, [20] * 32 + [1000], [1] * 33, 16)
+    spread = plan_sequences(table, [20] * 32 + [1000], [1] * 33, 16)
     assert len(spread.groups) == 2
-    mixed = plan_rows(table, [100] * 8 + [60, 64, 700], [1] * 8 + [60, 64, 200], 16)
+    mixed = plan_sequences(table, [100] * 8 + [60, 64, 700], [1] * 8 + [60, 64, 200], 16)
     assert [group.fresh for group in mixed.groups].count(True) == 1
     assert sorted(group.table.shape[0] for group in mixed.groups) == [1, 2, 8]
 
@@ -104,7 +104,7 @@ def test_a_plan_serves_layers_of_different_shapes():
     plan = None
     for kv_heads in (1, 2, 1):
         (k_pages, v_pages), table, contents = filled([9, 12], kv_heads, 4, seed=3)
-        plan = plan or plan_rows(table.numpy(), [9, 12], [3, 1], 4)
+        plan = plan or plan_sequences(table.numpy(), [9, 12], [3, 1], 4)
         q = torch.randn(4, 2, HEAD_DIM, dtype=torch.float64)
         for window in (None, 4):
             found = attend_planned(q, k_pages, v_pages, plan, scale=0.4, window=window)
