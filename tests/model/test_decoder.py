@@ -174,3 +174,11 @@ def test_what_a_gpu_runs_traces_whole_and_once_for_all_layers(packed: bool, monk
             layer(x, context)
     assert len(graphs) == 1, "a layer's own numbers, or what the first one makes, are compiled in"
     assert graphs[0].count("hone.attend.default") == 1
+
+
+def test_the_embeddings_multiplier_is_rounded_to_their_format() -> None:
+    """As transformers does for Gemma: sqrt(3072) is 55.5 in bfloat16."""
+    config = Shape(hidden_size=48, num_layers=1).config(40).model_copy(update={"embedding_multiplier": 3072**0.5})
+    model, tokens = build(config, dtype=torch.bfloat16), torch.arange(40)
+    assert torch.equal(model.embed(tokens), model.embedding * torch.tensor(3072**0.5).bfloat16())
+    assert torch.equal(model.double().embed(tokens), model.embedding * 3072**0.5)
