@@ -268,7 +268,7 @@ def test_other_mistakes(arguments, words):
         (["calibrate", "--devcie=cpu"], "hone calibrate has no option --devcie", "did you mean '--device'?"),
         (["push", "a", "b", "--out=c"], "hone push has no option --out", "--redo, --quiet"),
         (["compress", "tests", "--step=rtn", "--out=/tmp/x"], "Compress has no field 'step'", "did you mean 'steps'?"),
-        (["train", "tests", "--from.dta=x", "--out=/tmp/x"], "no use for 'dta'", "did you mean 'data'?"),
+        (["train", "tests", "--from.dta=x", "--out=/tmp/x"], "no input 'dta'", "did you mean 'data'?"),
         (["train", "tests", "--work=x", "--out=/tmp/x"], "hone train has no option --work", "--out"),
         (["train", "tests", "--workers=2", "--out=/tmp/x"], "hone train has no option --workers", "--device"),
         (["train", "--compile", "work/data", "--out=/tmp/x"], "no folder work/data", "check the path"),

@@ -436,6 +436,8 @@ def _finished(out: Path, identity: dict[str, Any], run: Run, kind: type[Spec] | 
 
 
 def _nearest(folder: Path) -> str:
-    beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    if not folder.parent.is_dir():
+        return f"there is no folder {folder.parent} either"
+    beside = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     hint = did_you_mean(folder.name, beside, f"{folder.parent}/{{}}")
     return hint.strip() or f"{folder.parent} holds: {', '.join(sorted(beside)[:8]) or 'no folders'}"

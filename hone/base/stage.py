@@ -86,11 +86,11 @@ class Stage(Spec):
         """Raises SpecError unless every required role is in `given` and every given role is one of the stage's."""
         for role, required in self.roles.items():
             if required and not any(role == self._role(name) for name in given):
-                raise SpecError(f"a {self.stage} stage needs a '{role}'", fix=f"add {role}: NAME OR FOLDER")
+                raise SpecError(f"{self.stage} needs the input '{role}'", fix=f"add {role}: NAME OR FOLDER")
         for role in given:
             if self._role(role) not in self.roles:
                 raise SpecError(
-                    f"a {self.stage} stage has no use for '{role}'",
+                    f"{self.stage} has no input '{role}'",
                     fix=f"{did_you_mean(role, self.roles)}its inputs are: {', '.join(self.roles) or 'none'}",
                 )
 

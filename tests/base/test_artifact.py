@@ -194,10 +194,10 @@ class Letters(Facts):
 
 def test_stage_checks_roles(tmp_path, monkeypatch):
     monkeypatch.setattr("hone.base.plan.FACTS", {"text": "tests.base.test_artifact:Letters"})
-    with pytest.raises(HoneError, match="needs a 'data'"):
+    with pytest.raises(HoneError, match="needs the input 'data'"):
         Half().make(tmp_path / "t", {}, QUIET)
     parent = finish(tmp_path / "data-a")
-    with pytest.raises(HoneError, match="no use for 'model'"):
+    with pytest.raises(HoneError, match="no input 'model'"):
         Half().make(tmp_path / "t", {"data": parent, "model": parent}, QUIET)
     made = Half().make(tmp_path / "t", {"data": parent}, QUIET)
     manifest = json.loads((made.folder / "hone.json").read_text())

@@ -164,9 +164,9 @@ def test_several_data_folders(table_folder, data_folder, tmp_path):
     unweighted = Train.read(SPEC).make(tmp_path / "train-both", parents, QUIET)
     assert unweighted.figures["weight_one"].value == pytest.approx(0.5)
     assert unweighted.figures["val_loss"].value > 0
-    with pytest.raises(SpecError, match="needs a 'data'"):
+    with pytest.raises(SpecError, match="needs the input 'data'"):
         Train.read(SPEC).make(tmp_path / "x", {}, QUIET)
-    with pytest.raises(SpecError, match=r"no use for 'model\.two'"):
+    with pytest.raises(SpecError, match=r"no input 'model\.two'"):
         Train.read(SPEC).make(tmp_path / "x", {**parents, "model.two": Artifact.read(data_folder)}, QUIET)
 
 
