@@ -177,7 +177,9 @@ class Recipe(Spec):
 
     def _entry(self, stages: list[dict[str, Any]], where: str, field: str) -> dict[str, Any]:
         if not field:
-            raise SpecError(f"'{where}' has no field", fix="write --STAGE.FIELD=VALUE, such as --data.source=PATH")
+            raise SpecError(
+                f"--{where} names no field of a stage", fix="write --STAGE.FIELD=VALUE, such as --data.source=PATH"
+            )
         matches = [entry for entry in stages if where in (entry["stage"], f"{entry['stage']}-{entry.get('name', '')}")]
         names = [f"{entry['stage']}-{entry['name']}" if entry.get("name") else entry["stage"] for entry in stages]
         if not matches:

@@ -259,8 +259,8 @@ def test_other_mistakes(arguments, words):
     [
         (["report", "work/tiny", "--x"], "hone report has no option --x", "its options: none"),
         (["report", "work/tiny", "--out=x"], "hone report has no option --out", "its options: none"),
-        (["run", "recipes/tiny.yaml", "--out=x"], "'out' names no field", "--STAGE.FIELD=VALUE"),
-        (["plan", "recipes/tiny.yaml", "--quiet"], "'quiet' names no field", "--STAGE.FIELD=VALUE"),
+        (["run", "recipes/tiny.yaml", "--out=x"], "--out names no field of a stage", "--STAGE.FIELD=VALUE"),
+        (["plan", "recipes/tiny.yaml", "--quiet"], "--quiet names no field of a stage", "--STAGE.FIELD=VALUE"),
         (["show", "recipes/tiny.yaml", "--deep=1"], "hone show has no option --deep", "its options: none"),
         (["techniques", "--slot=mixer"], "hone techniques has no option --slot", "its options: none"),
         (["techniques", "mixer", "optimizer"], "takes one SLOT or NAME, got mixer optimizer", ""),

@@ -23,7 +23,7 @@ from hone.data.readers.documents import Options
 from hone.data.readers.listing import File, list_source
 from hone.data.results import added, count_by, lowest, ranked
 from hone.data.stage import Data
-from hone.data.tokens.best_fit import best_fit, num_rows
+from hone.data.tokens.best_fit import best_fit, num_sequences
 from hone.data.work import Models, read, read_task
 from tests.data.stories import story
 from tests.data.test_corpus import rows_file
@@ -102,7 +102,7 @@ def test_a_chain_samples_the_lowest_ids_of_each_reason_and_remembers_who_dropped
         assert row["documents_in"] == left.sum()
         step, before = row["name"], left
         for reason in row["reasons"]:
-            gone = np.flatnonzero(chain.gone_by == chain.causes.index((step, reason)) + 1)
+            gone = np.flatnonzero(chain.dropped_by == chain.causes.index((step, reason)) + 1)
             assert before[gone].all()
             assert row["reasons"][reason] == {"documents": len(gone), "bytes": int(sizes[gone].sum())}
             shown = [one.index for one in chain.dropped if (one.step, one.reason) == (step, reason)]
@@ -152,7 +152,7 @@ def test_lowest_are_the_lowest(ids, count, data):
 @given(st.lists(st.integers(1, 70), max_size=60), st.integers(1, 40))
 def test_rows_are_counted_without_laying_them_out(sizes, seq_len):
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    assert num_rows(starts, seq_len) == len(best_fit(starts, seq_len)[0]) - 1
+    assert num_sequences(starts, seq_len) == len(best_fit(starts, seq_len)[0]) - 1
 
 
 def test_two_expressions_are_told_apart(corpus, tmp_path):

@@ -201,7 +201,7 @@ def test_rank_and_targets_are_read_and_printed() -> None:
 def test_what_cannot_be_compressed_yet_is_said(tmp_path: Path) -> None:
     spec = Compress.read({"steps": [{"kind": "rtn", "group_size": 0}]})
     saved(build(with_experts(), seed=1), tmp_path / "experts")
-    with pytest.raises(SpecError, match=r"feed_forward\.gate_up holds a matrix for each expert"):
+    with pytest.raises(SpecError, match=r"feed_forward\.gate_up holds one matrix per expert"):
         spec.make(tmp_path / "x", {"model": Artifact.read(tmp_path / "experts")}, Run(quiet=True))
     left = spec.model_copy(update={"ignore": ("lm_head", r"\.experts\."), "targets": (r"self_attn",)})
     made = left.make(tmp_path / "y", {"model": Artifact.read(tmp_path / "experts")}, Run(quiet=True))

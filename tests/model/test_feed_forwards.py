@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,16 @@ from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.linear import make_dense
 
 
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_swiglu_is_its_formula(bias: bool) -> None:
-    spec = FEED_FORWARDS.read({"kind": "swiglu", "intermediate_size": 12, "bias": bias})
+@pytest.mark.parametrize(("kind", "activation"), [("swiglu", F.silu), ("geglu", tanh_gelu)])
+def test_a_gated_layer_is_its_formula(
+    kind: str, activation: Callable[[torch.Tensor], torch.Tensor], bias: bool
+) -> None:
+    spec = FEED_FORWARDS.read({"kind": kind, "intermediate_size": 12, "bias": bias})
     layer = spec.build(Placement(8, 0, "layers.0.feed_forward", 1e-6, make_dense)).double()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -24,7 +33,7 @@ def test_swiglu_is_its_formula(bias: bool) -> None:
     x = torch.randn(2, 5, 8, generator=draw, dtype=torch.float64)
     gate, up = layer.gate_up.weight.split(12)
     gate_bias, up_bias = layer.gate_up.bias.split(12) if bias else (None, None)
-    inner = F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
+    inner = activation(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
     made = layer(x, Causal(torch.zeros(2, 5)))
     torch.testing.assert_close(made, F.linear(inner, layer.down.weight, layer.down.bias))
     inputs = x[:1, :2].clone().requires_grad_()
