@@ -11,6 +11,9 @@ import pytest
 from filelock import FileLock
 
 from hone.base.run import Run
+from hone.measure.calibrate import _GRADIENT_SHAPES, _SHAPES
+from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate, keep_calibration
+from hone.measure.machine import describe, identity
 from hone.recipe import Recipe
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: more threads than cores wait for each other
@@ -47,6 +50,39 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(folder)
             whole.touch()
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A calibration with fixed rates in a cache folder of the session's own, for its subprocesses too.
+
+    A machine that runs tests is busy: each command would measure its rates again, for seconds, and keep none.
+    """
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    machine = describe()
+    products = [("forward", shape) for shape in _SHAPES]
+    products += [(layout, shape) for layout in ("input_gradient", "weight_gradient") for shape in _GRADIENT_SHAPES]
+    keep_calibration(
+        identity(machine),
+        Calibration(
+            device=machine.processor,
+            threads=1,
+            torch=str(machine.torch),
+            read_bytes_per_s=1e10,
+            copies=tuple(Bandwidth(num_bytes=1 << size, bytes_per_s=1e10) for size in (16, 20, 24, 28)),
+            gathers=tuple(Bandwidth(num_bytes=1 << size, bytes_per_s=5e9) for size in (18, 21, 24, 26)),
+            matmuls=tuple(
+                MatmulRate(dtype="float32", m=m, n=n, k=k, flops_per_s=3e10, layout=layout)
+                for layout, (m, n, k) in products
+            ),
+            attentions=(AttentionRate(dtype="float32", forward_flops_per_s=2e10, train_flops_per_s=8e9),),
+            op_s=4e-6,
+            exp_per_s=5e8,
+            durable_s=0.002,
+            disk_bytes_per_s=5e8,
+        ),
+    )
+    describe.cache_clear()
 
 
 @pytest.fixture(scope="session")

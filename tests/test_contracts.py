@@ -83,6 +83,7 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*QUANTIZERS, *PRUNERS])
 def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     before = digests(tiny_llama)
@@ -179,6 +180,7 @@ def tiny_model(name: str):
     return build(Shape.read({**sizes, "num_layers": 2, "mixers": mixers}).config(20), seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MIXERS])
 def test_a_mixer_learns(name):
     model = tiny_model(name)
@@ -206,6 +208,7 @@ def test_a_mixer_says_its_cost(name, tmp_path):
     assert torch.equal(hone.load(tmp_path)(tokens), model(tokens))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*MIXERS])
 def test_a_mixer_writes_what_whole_passes_would_or_says_that_it_cannot(name):

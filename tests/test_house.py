@@ -190,6 +190,7 @@ def test_every_table_is_listed():
     assert found == set(TABLES)
 
 
+@pytest.mark.slow
 def test_techniques_and_stages_load_without_extras():
     code = (
         "import sys\n"

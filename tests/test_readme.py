@@ -30,6 +30,7 @@ def test_make_targets_exist():
         assert f"\n{target}:" in makefile
 
 
+@pytest.mark.slow
 def test_commands_run_in_their_order(home, capsys):
     commands = [shlex.split(command)[1:] for command in COMMANDS if command.startswith("hone ")]
     assert len(commands) >= 4

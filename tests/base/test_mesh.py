@@ -69,6 +69,7 @@ def ranks(folder: Path, *troubles: str) -> list[subprocess.CompletedProcess]:
     return [subprocess.CompletedProcess(one.args, one.wait(120), *one.communicate()) for one in begun]
 
 
+@pytest.mark.slow
 def test_rank_0_makes_one_artifact_and_errors_reach_every_rank(tmp_path):
     done = ranks(tmp_path, "", "refused", "bug")
     both = ["made by 0", "SpecError: nothing to dig with"]
@@ -79,6 +80,7 @@ def test_rank_0_makes_one_artifact_and_errors_reach_every_rank(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("dig-*")) == ["dig-fine"]
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_is_killed_leaves_no_rank_waiting(tmp_path):
     done = ranks(tmp_path, "killed")
     assert done[0].returncode == -9

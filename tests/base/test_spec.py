@@ -88,6 +88,7 @@ def test_every_field_is_listed_for_help():
     assert [row[2] for row in rows] == ["10", "0.1", "round", "[]"]
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)))
 def test_fingerprint_ignores_order_only(values):
     shuffled = dict(reversed(list(values.items())))

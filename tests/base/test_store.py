@@ -431,6 +431,7 @@ def test_stages_name_pull_and_push_for_urls(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data-a"]
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path):
     made = finish(tmp_path / "data-a")
     url = f"file://{tmp_path}/mounted/data-a"

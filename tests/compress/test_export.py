@@ -39,6 +39,7 @@ def transformers_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype =
         return model(tokens).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), CELLS)
 def test_transformers_loads_it_with_the_same_logits(family: str, form: str, family_folder, compress) -> None:
     pytest.importorskip("compressed_tensors")
@@ -80,6 +81,7 @@ def test_ignored_and_untargeted_modules_stay_dense(family_folder, compress) -> N
     assert (ours - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # tied, untied
 def test_embedding_and_head_may_be_stored_narrower(family: str, family_folder, compress) -> None:
     wide = compress(family_folder(family), FORMATS["int8-channel"], name="wide")

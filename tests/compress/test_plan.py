@@ -33,6 +33,7 @@ def planned(facts: CheckpointFacts) -> CheckpointFacts:
     return facts.model_copy(update={"where": "train-base"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("rest_dtype", ["keep", "float16"])
 def test_a_model_that_does_not_exist_is_planned_to_the_byte(

@@ -34,6 +34,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps", [[INT4], [GPTQ4], [{"kind": "rtn", "bits": 8, "group_size": 0}], [{"kind": "magnitude"}]]
 )
@@ -184,6 +185,7 @@ def test_weights_that_are_not_finite_are_named(value: float, tiny_llama: Path, c
         compress(folder, INT4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"]
 )
@@ -240,6 +242,7 @@ def test_a_disk_without_room_is_said_before_the_work(
         compress(tiny_llama, INT4)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_a_clear_error_and_can_be_resumed(
     tiny_llama: Path, compress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

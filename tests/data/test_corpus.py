@@ -76,6 +76,7 @@ def test_tasks_keep_order_and_size():
     assert [file for group in groups for file in group] == files and [len(group) for group in groups] == [2, 2, 2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["a", "é日", "x\u2028"])
 def test_ten_megabytes_on_one_line_go_through(tmp_path, unit):
     (tmp_path / "in").mkdir()

@@ -74,6 +74,7 @@ def sampled(source: Path, tmp_path: Path, num_bytes: float = 1_000_000, **option
     return sample, [document for batch in sample.batches() for document in batch.documents()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", ["jsonl", "jsonl.gz", "parquet", "txt", "warc", "md"])
 @pytest.mark.parametrize("read_bytes", [64 << 20, 2 << 20])
 def test_a_sample_holds_whole_documents_from_all_parts_of_a_file(format_, read_bytes, tmp_path, monkeypatch):
@@ -210,6 +211,7 @@ def beginning(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fill", "spec"),
     [
@@ -235,6 +237,7 @@ def test_a_run_ends_within_the_tolerance_of_its_forecast(fill, spec, tmp_path, m
     assert made.figures["time_s"].estimate.value > 0
 
 
+@pytest.mark.slow
 def test_what_is_not_foreseen_is_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_module, "SAMPLE_BYTES", (1_000_000, 1_000_000))
     spec = {**SOUND, "source": str(twice(tmp_path / "in")), "edits": ["lines"]}
@@ -249,6 +252,7 @@ def test_a_filter_that_names_no_column_is_said_before_anything_is_read(tmp_path)
         Data.read({"source": str(rare_in(tmp_path)), **SOUND, "filters": [wrong]}).plan({}, None)
 
 
+@pytest.mark.slow
 def test_facts_of_what_will_be_made(tmp_path):
     spec = Data.read({"source": str(rare_in(tmp_path)), **SOUND})
     planned, made = spec.plan({}, None), spec.make(tmp_path / "out", run=Run(quiet=True))

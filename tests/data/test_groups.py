@@ -69,6 +69,7 @@ def test_the_share_of_a_cascades_dear_scorer() -> None:
     assert scorer_rows(rows, {"good_dear": np.empty(0, bool)}) == rows
 
 
+@pytest.mark.slow
 def test_a_filter_that_silences_a_group_is_seen(tmp_path: Path) -> None:
     for group, word in (("press", "the"), ("street", "finna")):
         (tmp_path / "in" / group).mkdir(parents=True)

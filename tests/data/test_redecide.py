@@ -97,6 +97,7 @@ def test_its_own_filters_give_its_own_figures(made, few_at_once):
     assert again.counts["read"]["bytes"] == made.figures["input_bytes"].value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [LOOSER, STRICTER, ["gopher_repetition"]], ids=["looser", "stricter", "others"])
 def test_other_filters_keep_what_a_run_with_them_keeps(made, source, tmp_path, few_at_once, filters):
     run = make(source, tmp_path / "other", filters, dedups=[])

@@ -33,6 +33,7 @@ def test_a_document_depends_on_its_number_alone(pool):
     assert list(documents(pool, 4, 2, 0, 200_000).strings())[:10] != whole[:10]
 
 
+@pytest.mark.slow
 def test_shares_of_copies_are_the_stated_ones(pool):
     made = list(documents(pool, 0, 0, 0, 8_000_000).strings())
     counts = Counter(made)

@@ -53,12 +53,14 @@ def check(texts: list[str]) -> None:
             assert columns[name][index] == pytest.approx(value, rel=1e-12), (name, text)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(mixed_text, max_size=4))
 def test_signals_of_made_text_equal_the_plain_count(texts):
     check(texts)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(any_text, max_size=4))
 def test_signals_of_random_unicode_equal_the_plain_count(texts):
@@ -98,6 +100,7 @@ def test_a_long_document_equals_the_plain_count(shared_data):
     check([normalize(gzip.decompress(book).decode("utf8", "replace"))[:1_200_000]])
 
 
+@pytest.mark.slow
 def test_many_different_words_outgrow_the_tables():
     words = [f"w{number:x}" for number in range(70_000)]
     check([" ".join(words), " ".join(words[:300]), " ".join(words[::-1])])

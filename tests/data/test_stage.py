@@ -273,6 +273,7 @@ def run_killed(out: Path, source: Path, kill_at: int, where: str) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+@pytest.mark.slow
 def test_killed_at_durable_steps_the_rerun_gives_the_same_bytes(made, source, tmp_path, monkeypatch):
     out = tmp_path / "data-text"
     # Every run goes a few steps further than the one before and dies before or after a rename.
@@ -299,6 +300,7 @@ def test_killed_at_ten_random_durable_steps(made, source, tmp_path):
         assert spec_of(source).make(out, run=QUIET).content == made.content, f"killed at step {kill_at} of {num_steps}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [6, 30])
 def test_input_that_changes_during_an_interruption_is_read_again(made, source, tmp_path, kill_at):
     changing = tmp_path / "source"
@@ -347,6 +349,7 @@ def test_a_file_edited_in_place_is_said(tmp_path, capsys):
     assert spec.make(tmp_path / "data-y", run=QUIET).content != made.content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [6, 30])
 def test_a_file_edited_in_place_during_an_interruption_is_read_again(source, tmp_path, kill_at, capsys):
     changing = tmp_path / "source"
@@ -362,6 +365,7 @@ def test_a_file_edited_in_place_during_an_interruption_is_read_again(source, tmp
     assert artifact.content == spec_of(changing).make(tmp_path / "fresh", run=QUIET).content
 
 
+@pytest.mark.slow
 def test_limits_and_splits(source, tmp_path):
     small = spec_of(source, max_bytes=20_000, validation_fraction=0.0).make(tmp_path / "small", run=QUIET)
     assert small.figures["input_bytes"].value <= 20_000 and small.figures["val_tokens"].value == 0
@@ -385,6 +389,7 @@ def test_an_own_rule_and_a_taken_tokenizer(made, source, tmp_path):
     assert [row["slot"] for row in artifact.techniques] == ["filter"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -464,6 +469,7 @@ def test_the_output_may_not_lie_in_its_own_source(tmp_path):
         Data.read({"source": ""})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_fields_that_no_row_has_are_said(tmp_path, capsys, kind):
     import pyarrow as pa

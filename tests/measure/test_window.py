@@ -28,6 +28,7 @@ def meter(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 def test_peak_and_growth(meter):
     with Window() as window:
         held = np.ones(200 * MIB, np.uint8)
@@ -41,6 +42,7 @@ def test_peak_and_growth(meter):
     assert after.memory_growth_bytes < 20 * MIB
 
 
+@pytest.mark.slow
 def test_an_inner_window_does_not_lose_the_outer_peak(meter):
     with Window() as outer:
         held = np.ones(150 * MIB, np.uint8)
@@ -65,6 +67,7 @@ def test_an_inner_peak_belongs_to_the_outer_one_too(meter):
     assert inner.memory_growth_bytes > 95 * MIB and outer.memory_growth_bytes > 95 * MIB
 
 
+@pytest.mark.slow
 def test_windows_may_overlap_across_threads(meter):
     begun, go_on = threading.Event(), threading.Event()
     seen = []

@@ -16,6 +16,7 @@ FILES = sorted(FOLDER.rglob("interpreted*.py"))
 REST = [path for path in FILES if path.parent == FOLDER or not (path.parent / "test_interpreted.py").exists()]
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     """One process for all of them: most of a small file's time would be imports."""
     run_interpreted(*REST)

@@ -50,6 +50,7 @@ def damage(values: Any, chance: random.Random) -> Any:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_damaged_lines_still_give_a_page(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)

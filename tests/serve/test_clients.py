@@ -274,6 +274,7 @@ async def impatient(client: httpx.AsyncClient, number: int, generator: random.Ra
         return "gave up"
 
 
+@pytest.mark.slow
 def test_two_hundred_users_leave_no_page_behind(server: LiveServer):
     async def main() -> list[str]:
         limits = httpx.Limits(max_connections=None)

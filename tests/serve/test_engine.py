@@ -67,6 +67,7 @@ def test_salt_keeps_prefixes_apart():
         assert (outputs[-1].num_cached_tokens > 0) == (number == 2)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_arrivals_aborts_and_priorities_in_a_tiny_pool(data):
@@ -134,6 +135,7 @@ def _hf_pair(tmp_path, family: str, **more):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "more"), [
     ("Llama", {}),
     ("Mistral", {"sliding_window": 24}),

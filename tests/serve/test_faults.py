@@ -115,6 +115,7 @@ def test_a_step_that_raises_fails_its_requests_and_serving_goes_on(server: LiveS
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_health_is_by_progress(server: LiveServer):
     stuck = threading.Thread(target=lambda: server.post("/v1/completions", prompt=[fake.STUCK], max_tokens=4))
     stuck.start()

@@ -234,6 +234,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(server: LiveServer):
     assert "Traceback" not in server.errors()
 
 
+@pytest.mark.slow
 def test_api_key_and_chat_template_file(tiny_llama: Path, tmp_path: Path):
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
@@ -342,6 +343,7 @@ def mutate(generator: random.Random) -> tuple[str, bytes, str]:
     return path, raw, kind
 
 
+@pytest.mark.slow
 def test_no_malformed_request_gets_a_5xx(server: LiveServer):
     generator = random.Random(20261121)
     requests = [mutate(generator) for _ in range(2000)]

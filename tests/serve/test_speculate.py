@@ -41,6 +41,7 @@ with torch.no_grad():
 PROMPTS = [[(5 * i + 2 * j) % 61 for j in range(1, 3 + 6 * i)] for i in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [MODEL, NEAR, DRAFT], ids=["itself", "near", "stranger"])
 @pytest.mark.parametrize(
     "spec", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 3}, {"num_pages": 14, "enable_prefix_caching": False}]
@@ -150,6 +151,7 @@ def _chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     return float(stats.chisquare(seen, [value * scale for value in should]).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drawn", "certain"])
 def test_verified_tokens_follow_the_models_distribution(kind):
     """The rejection rule alone, over 20,000 seeds: first token, and second token given the first."""
@@ -175,6 +177,7 @@ def test_verified_tokens_follow_the_models_distribution(kind):
     assert rate == pytest.approx(float(expected), abs=0.015)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["draft_model", "prompt_lookup"])
 def test_sampled_pairs_follow_the_models_distribution(drafter):
     """Through the engine: 3,000 seeds, tokens two and three together against exact probabilities of a dense model."""

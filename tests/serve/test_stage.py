@@ -77,6 +77,7 @@ def test_a_request_that_would_be_cut_short_is_said(tmp_path, tiny_llama, data):
         serve(tmp_path, tiny_llama, data, prompt_tokens=(20, 20), output_tokens=(60, 60), engine={"max_model_len": 48})
 
 
+@pytest.mark.slow
 def test_content_is_the_same_every_time(tmp_path, tiny_llama, data):
     one = serve(tmp_path, tiny_llama, data, "serve-one")
     for name, fields in {
@@ -111,6 +112,7 @@ def test_a_draft_model_without_a_drafter_is_a_mistake(tmp_path, tiny_llama, data
         )
 
 
+@pytest.mark.slow
 def test_formats_are_the_engines_as_in_serving(tmp_path, tiny_llama, data):
     """What `hone bench` measures is what `hone serve` runs: one EngineSpec."""
     plain, half = (

@@ -161,6 +161,7 @@ def test_decay_touches_matrices_only(data_folder):
         torch.testing.assert_close(one - other, expected, rtol=1e-2, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_learns(data_folder, precision):
     data = PackedTokens(data_folder)
@@ -253,6 +254,7 @@ def test_the_saved_model_is_the_trained_one(data_folder, tmp_path):
         assert torch.equal(back(tokens), trainer.model(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 9])
 def test_compiled_layers_may_be_recomputed(data_folder, window):
     """What layers share is made before the first: traced into it, a second run would find it there and keep other tensors."""

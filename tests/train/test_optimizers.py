@@ -51,6 +51,7 @@ def make(data: PackedTokens, optimizer, *, steps: int = 20, precision: str = "fp
 # every optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_it_learns(name, data_folder):
     data, val = PackedTokens(data_folder), PackedTokens(data_folder, "val")
@@ -60,6 +61,7 @@ def test_it_learns(name, data_folder):
     assert validate(trainer.model, val, batch_size=8, seq_len=64) < 0.6 * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_a_resumed_training_is_the_same_to_the_bit(name, precision, data_folder, tmp_path):
@@ -277,6 +279,7 @@ def test_a_gradient_that_ceases_moves_nothing_far():
     assert weight.abs().max() < 8 * 0.01 * 1.5
 
 
+@pytest.mark.slow
 def test_8_bits_end_where_32_do(data_folder):
     data, val = PackedTokens(data_folder), PackedTokens(data_folder, "val")
     found = {}

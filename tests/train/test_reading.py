@@ -63,6 +63,7 @@ def plain(table_folder, tmp_path_factory):
     return train(table_folder, tmp_path_factory.mktemp("line") / "train-plain")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*CURRICULA])
 def test_every_curriculum_trains(kind, table_folder, plain, tmp_path):
     made = train(table_folder, tmp_path / "train-ordered", curriculum=kind)
@@ -72,6 +73,7 @@ def test_every_curriculum_trains(kind, table_folder, plain, tmp_path):
     assert ("curriculum" in {row["slot"] for row in made.techniques}) == (kind != "random")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mixture",
     [
@@ -99,6 +101,7 @@ def test_mixtures_train_and_say_what_they_read(mixture, table_folder, tmp_path):
     assert technique["kind"] == made.manifest["spec"]["mixture"]["kind"]
 
 
+@pytest.mark.slow
 def test_utilimax_learns_from_runs_on_one_source_each(table_folder, tmp_path):
     runs = {}
     for name in ("large", "small"):
@@ -155,6 +158,7 @@ def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, t
         fake.server.server_close()
 
 
+@pytest.mark.slow
 def test_several_data_folders(table_folder, data_folder, tmp_path):
     parents = {"data.one": Artifact.read(table_folder), "data.two": Artifact.read(data_folder)}
     spec = Train.read({**SPEC, "mixture": {"kind": "fixed", "weights": {"one": 1, "two": 3}}})
@@ -170,6 +174,7 @@ def test_several_data_folders(table_folder, data_folder, tmp_path):
         Train.read(SPEC).make(tmp_path / "x", {**parents, "model.two": Artifact.read(data_folder)}, QUIET)
 
 
+@pytest.mark.slow
 def test_a_kill_changes_no_byte_of_a_mixture_by_curriculum(table_folder, tmp_path):
     spec = {
         **SPEC,

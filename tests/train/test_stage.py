@@ -103,6 +103,7 @@ def test_checkpoints_do_not_change_the_result(trained, data_folder, tmp_path):
     assert again.content == trained.content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "spans"), [("fp32", [(1, 15), (20, 35), (40, 55)]), ("fp16", [(10, 50)])])
 def test_kills_at_random_moments_change_no_byte(precision, spans, data_folder, tmp_path):
     spec = {**SPEC, "steps": 60, "precision": precision}
@@ -284,6 +285,7 @@ def test_circumstances_are_no_part_of_what_is_made(trained, data_folder):
     assert there.fingerprint == trained.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", {"kind": "adamw_8bit", "min_elements": 0}])
 def test_every_optimizer_makes_the_same_bytes_after_a_kill(optimizer, data_folder, tmp_path):
     spec = {**SPEC, "steps": 25, "optimizer": optimizer}

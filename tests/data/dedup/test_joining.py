@@ -165,6 +165,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("join-")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [10**6, 150])
 def test_workers_write_what_one_process_writes(keys, tmp_path, monkeypatch, most):
     monkeypatch.setattr(joining, "SORT_KEYS", most)
@@ -210,6 +211,7 @@ KILLED = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_goes_on_to_the_same_groups(keys, tmp_path, monkeypatch):
     monkeypatch.setattr(joining, "SORT_KEYS", 150)
     rows, owners, sizes, expected = keys

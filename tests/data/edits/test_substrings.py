@@ -95,6 +95,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=9).map(b"".join), min_size=1, max_size=5),

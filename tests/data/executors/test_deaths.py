@@ -93,6 +93,7 @@ def tasks(folder: Path, count: int, *more) -> list[Task]:
     return [Task(f"task-{number}", folder, (number, *more), [number]) for number in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ALL, ids=lambda row: row["kind"])
 def test_results_come_in_order_and_are_not_made_twice(tmp_path, executor):
     with opened(executor) as pool:
@@ -108,6 +109,7 @@ def test_results_come_in_order_and_are_not_made_twice(tmp_path, executor):
         assert not list((tmp_path / "b").glob("*.txt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", OTHERS, ids=lambda row: row["kind"])
 def test_a_task_is_tried_again_when_its_worker_dies_and_given_up_at_last(tmp_path, executor):
     notes = tmp_path / "notes"
@@ -120,6 +122,7 @@ def test_a_task_is_tried_again_when_its_worker_dies_and_given_up_at_last(tmp_pat
             list(pool.map(die, [task._replace(arguments=(9, notes, 99)) for task in tasks(tmp_path / "ever", 1)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", OTHERS, ids=lambda row: row["kind"])
 def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
     from pyarrow import parquet
@@ -148,6 +151,7 @@ def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
     assert table.column("score").to_pylist() == [0.5] * 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", OTHERS, ids=lambda row: row["kind"])
 def test_the_file_whose_reader_dies_is_set_aside_alone(tmp_path, executor):
     from pyarrow import parquet

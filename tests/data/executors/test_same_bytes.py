@@ -62,12 +62,14 @@ def serial(source, tmp_path_factory) -> Artifact:
         return make(source, tmp_path_factory.mktemp("serial") / "data-text", {"kind": "serial"})
 
 
+@pytest.mark.slow
 def test_processes_write_what_one_process_writes(serial, source, tmp_path):
     made = make(source, tmp_path / "data-text", {"kind": "processes", "workers": 2})
     assert made.content == serial.content and len(list((made.folder / "documents").iterdir())) == 6
     assert made.figures["worker_memory_bytes"].value > 0
 
 
+@pytest.mark.slow
 def test_ray_writes_what_one_process_writes(serial, source, tmp_path):
     pytest.importorskip("ray")
     made = make(source, tmp_path / "data-text", {"kind": "ray", "workers": 2, "address": "local"})
@@ -80,6 +82,7 @@ def test_every_step_took_something(serial):
     assert taken["read"] and taken["exact"] and taken["lines"]
 
 
+@pytest.mark.slow
 def test_a_limit_ends_at_the_same_document(source, tmp_path):
     one = make(source, tmp_path / "one", {"kind": "serial"}, max_bytes=120_000)
     two = make(source, tmp_path / "two", {"kind": "processes", "workers": 2}, max_bytes=120_000)

@@ -249,6 +249,7 @@ def serial(source, tmp_path_factory) -> Artifact:
         return Data.read(spec(source)).make(tmp_path_factory.mktemp("serial") / "data-text", run=Run(quiet=True))
 
 
+@pytest.mark.slow
 def test_a_stage_on_machines_that_share_no_disk(serial, source, tmp_path, apart, monkeypatch):
     monkeypatch.setattr(
         joining, "SORT_KEYS", 60
@@ -269,6 +270,7 @@ def test_a_stage_on_machines_that_share_no_disk(serial, source, tmp_path, apart,
         Data.read(spec(source)).make("data-other", run=Run(quiet=True, executor=without))
 
 
+@pytest.mark.slow
 def test_a_limit_ends_at_the_same_document(source, tmp_path):
     given = {"source": str(source / "text"), "tokenizer": {"vocab_size": 400}, "max_bytes": 60_000}
     executor = {"kind": "processes", "workers": 2, "store": f"file://{tmp_path}/bucket"}
@@ -320,6 +322,7 @@ def test_a_stage_goes_on_where_its_machine_was_lost(serial, source, tmp_path, ex
     made.verify()
 
 
+@pytest.mark.slow
 def test_an_edited_input_and_a_redo_take_nothing_from_the_store(source, tmp_path):
     """Same spec, same names, same sizes: what the store holds is of the text before."""
     shutil.copytree(source / "text", tmp_path / "text")
@@ -343,6 +346,7 @@ def test_an_edited_input_and_a_redo_take_nothing_from_the_store(source, tmp_path
     assert made("five", redo=True) == after and made("six") == after
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_is_said_and_the_stage_resumes(serial, source, tmp_path, monkeypatch):
     plain, puts = Store.put, []
 
@@ -359,6 +363,7 @@ def test_a_store_that_fails_is_said_and_the_stage_resumes(serial, source, tmp_pa
     assert Data.read(spec(source)).make(tmp_path / "data-text", run=run).content == serial.content
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_used_is_said_before_the_work(source, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for store, kind in (("bucket/runs", SpecError), ("nowhere://x", SpecError), ("s3://bucket/runs", MissingExtra)):

@@ -143,6 +143,7 @@ def test_a_final_refusal_is_an_error_with_what_was_said(medu, fake):
         Endpoint(url="localhost:8000").ask(["x"], 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken", ["not json", "[]", "{}", '{"choices": []}', '{"choices": [{"message": {"content": null}}]}']
 )
@@ -203,6 +204,7 @@ def test_examples_and_samples_must_be_there(medu, tmp_path):
         MIXTURES.read(medu).weigh([Source("a", 10), Source("b", 10)], 10)
 
 
+@pytest.mark.slow
 def test_hones_own_server_is_such_an_endpoint(tiny_llama):
     """Its answers are noise, so the text is only checked to arrive."""
     pytest.importorskip("uvicorn")

@@ -75,6 +75,7 @@ def synthetic(tmp_path):
     return {"kind": "regmix", "mixtures": mixtures, "losses": losses, "target": "one", "num_simulated": 20_000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regressor", ["boosting", "ridge"])
 def test_a_known_optimum_is_found(synthetic, regressor):
     sources = [Source(name, 10_000) for name in "abc"]
@@ -117,6 +118,7 @@ def test_simulated_mixtures_keep_the_caps():
     np.testing.assert_allclose(simulate([10, 1000, 5], tight, 50, 3), np.tile(tight, (50, 1)), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_boosting_fits_what_a_line_cannot():
     draw = np.random.default_rng(1)
     x = draw.random((600, 4))

@@ -195,6 +195,7 @@ def test_attention_is_that_of_the_formula():
         assert torch.allclose(found[row], torch.einsum("hqk,khd->qhd", weights, v[row, :size]))
 
 
+@pytest.mark.slow
 def test_mistakes(seeds, model, tmp_path, monkeypatch):
     spec, folder = model
     with pytest.raises(SpecError, match="40 is not a multiple of 32"):
@@ -226,6 +227,7 @@ def test_mistakes(seeds, model, tmp_path, monkeypatch):
             call(folder)
 
 
+@pytest.mark.slow
 def test_a_cascade_of_the_cheap_and_the_neural(seeds, tmp_path):
     plain = Cascade.read({})
     assert (plain.cheap.kind, plain.dear.kind) == ("hashed_logistic", "neural")
@@ -241,6 +243,7 @@ def test_a_cascade_of_the_cheap_and_the_neural(seeds, tmp_path):
     assert asked.any() and (found["quality"][asked] == dear[asked]).all()
 
 
+@pytest.mark.slow
 def test_serial_and_processes_write_the_same_scores(seeds, model, tmp_path, monkeypatch):
     """Through the stage, as a cascade: its seeds are files of the artifact."""
     monkeypatch.setattr(annotate, "TASK_BYTES", 1000)

@@ -50,6 +50,7 @@ def lines(seed: int) -> bytes:
     return raw.rstrip(b"\n") if draw.random() < 0.3 else raw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_jsonl_is_the_same_whole_and_in_parts_of_any_size(tmp_path, monkeypatch, seed):
     path = tmp_path / "rows.jsonl"
@@ -100,6 +101,7 @@ def table(path: Path, texts: list[str | None], group: int) -> None:
     parquet.write_table(pa.table(columns), path, row_group_size=group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3, 50, 1000])
 def test_parquet_is_the_same_whole_and_in_parts(tmp_path, monkeypatch, group):
     draw = random.Random(group)
@@ -178,6 +180,7 @@ def test_a_damaged_row_group_costs_its_part_alone(tmp_path, monkeypatch):
     assert [(item.reason, item.num_bytes) for item in broken] == [("bad_parquet", cut[2].size)]
 
 
+@pytest.mark.slow
 def test_the_stage_writes_the_same_documents_and_tokens_whatever_the_parts(tmp_path, monkeypatch):
     source = tmp_path / "in"
     source.mkdir()

@@ -41,6 +41,7 @@ def expected(text: str) -> tuple[str, str]:
     return settle(text)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(PIECES.filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text)), max_size=6))
 @example(["e\u0301"])
@@ -180,6 +181,7 @@ def test_real_text_with_a_few_broken_quotes_is_kept(shared_data):
     assert len(document.text) > 195_000 and document.text.count("”") == 62 and "â€" not in document.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mark", ["\u0301\u0316", "\u0f73", "\U0001d165\u0301"])
 def test_piled_marks_are_set_aside_before_they_are_put_in_order(mark):
     """Sorted, the last of them would take days."""

@@ -75,6 +75,7 @@ def test_the_next_byte_of_a_kind(size):
         assert next_within(data[:size], 0, size, ord("7"), ord("7")) == (size if at is None else at)
 
 
+@pytest.mark.slow
 def test_clocks_begin_anew_before_they_run_out():
     words = random.Random(1).choices("abcdefgh", k=300)
     ids = np.array([ord(word) for word in words], np.int32)

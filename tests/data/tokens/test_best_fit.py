@@ -256,6 +256,7 @@ def test_real_text_wastes_little(shared_data):
     assert index.padding / (index.num_sequences * 4096) < 0.01
 
 
+@pytest.mark.slow
 def test_the_stage_packs_by_best_fit(tmp_path):
     """Settings to rows: the files are there, mapped, the same each time, and the tokens are those of the stream."""
     (tmp_path / "in").mkdir()

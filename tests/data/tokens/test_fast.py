@@ -159,6 +159,7 @@ def small(vocab_more: list[str], merges: list[tuple[str, str]], **options) -> Co
 WORDS = st.text(alphabet="abc", min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.tuples(WORDS, WORDS), max_size=12), st.booleans(), st.data())
 def test_random_merges_are_right_or_refused(pairs, ignore, data):

@@ -66,6 +66,7 @@ def prompt(length: int, rows: int = 2) -> torch.Tensor:
     return torch.randint(3, SMALL["vocab_size"], (rows, length), generator=draw)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_logits_equal_transformers_both_ways(name: str, folder_of, tmp_path: Path) -> None:

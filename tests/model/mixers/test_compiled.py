@@ -31,6 +31,7 @@ def decoder(name: str, dtype: torch.dtype = torch.float32):
     return build(Shape.read({**sizes, "num_layers": 4, "mixers": STACKS[name]}).config(20), seed=1, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STACKS])
 def test_compiled_and_recomputed(name):
     rng = np.random.default_rng(0)

@@ -195,6 +195,7 @@ def test_counts_its_parameters(mixer):
     assert matmuls[1] == tuple(layer.out.weight.shape) and linears["mixer.out"].residual
 
 
+@pytest.mark.slow
 @FAMILY
 def test_learns_and_writes(mixer):
     """Built as it is for training (float32, its own initial values), it learns a repeating text and goes on with it."""

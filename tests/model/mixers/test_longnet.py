@@ -62,6 +62,7 @@ def test_formula_and_its_gradient(spec, length):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [NET, DEEP])
 def test_decoding(spec):
     model = small(spec)

@@ -38,6 +38,7 @@ def spec(name: str) -> Train:
     return Train.read({"model": {**shape, "mixers": mixers, "max_seq_len": 96}, **steps})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MIXERS])
 def test_it_trains_on_packed_documents_and_what_is_saved_writes(name, data, tmp_path):
     if not tiny_model(name).config.layers[1].mixer.causal:
@@ -58,6 +59,7 @@ def test_the_recipe_of_mixers_reads():
     assert kinds[6] == ["delta_net", "delta_net", "attention", "delta_net"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mla", "compressive", "gated_linear"])
 def test_stacks_of_our_own_are_quantized_and_scored(name, data, tmp_path):
     made = spec(name).make(tmp_path / "train-base", {"data": data}, QUIET)

@@ -147,6 +147,7 @@ def test_gradients_through_a_merge_are_those_of_the_whole() -> None:
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_on_the_cpu_at_any_length() -> None:
     run = torch.compile(
         lambda q, k, v: attend(q, k, v, CAUSAL) + attend(q, k, v, FULL), fullgraph=True, backend="aot_eager"

@@ -63,6 +63,7 @@ def steps(record: Compiled, head_dim: int) -> None:
     assert record.count("UTMAREDG") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_causal(head_dim):
     record = compiled(head_dim, MASK="causal", **ANALYTIC)

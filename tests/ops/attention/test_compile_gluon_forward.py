@@ -51,6 +51,7 @@ def compiled(head_dim: int, *, softcap: bool = False, dtype: str = "bf16", **mas
     return compile_gluon(flash.flash_forward, signature, constants, maxnreg=flash._MAX_REGISTERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "mask"),
     [(128, CAUSAL), (64, CAUSAL), (128, SINCE), (128, BAND), (128, SAME)],

@@ -76,6 +76,7 @@ def backward(part: str, width: int, kind: int) -> Compiled:
     return compile_triton(kernel, types, constants, **flash_backward.launch_options(width, width, block_n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "kind"), [(128, CAUSAL), (128, LISTS), (192, CAUSAL)])
 def test_forward(width: int, kind: int) -> None:
     record = forward(width, kind)
@@ -84,6 +85,7 @@ def test_forward(width: int, kind: int) -> None:
     assert record.count("UTMALDG") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "width", "kind", "spills"),
     [

@@ -11,5 +11,6 @@ from tests.ops.interpreter import run_interpreted
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     run_interpreted(*sorted(Path(__file__).parent.glob("interpreted*.py")))

@@ -23,6 +23,7 @@ def integers(names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), "i32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 64])
 def test_skinny(rows: int) -> None:
     shape = skinny_shape(rows, *SIZE)
@@ -74,6 +75,7 @@ def assert_products(record, shape: QuantizedShape) -> None:
     assert bool(record.count("LDSM")) == synced, record.line()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "group"), [(1, 128), (16, 0), (64, 32), (256, 128)])
 def test_four_bits(rows: int, group: int) -> None:
     shape = quantized_shape(rows, *SIZE, 4, group)

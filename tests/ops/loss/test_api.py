@@ -90,6 +90,7 @@ def test_gradcheck() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_has_its_gradients() -> None:
     x, weight, targets = inputs()
 

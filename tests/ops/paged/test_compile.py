@@ -71,6 +71,7 @@ def fetched_ahead(record: Compiled) -> bool:
     return bool(waits) and min(waits) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "page_size", "options"),
     [

@@ -73,6 +73,7 @@ def test_chunks_agree_with_the_recurrence_and_so_do_gradients(form, resets, stre
         torch.testing.assert_close(mine, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_gradcheck(form):
     given = [x.requires_grad_() if x is not None else None for x in drawn(form, seq_len=7)]

@@ -26,6 +26,7 @@ def numbers(names):
     return dict.fromkeys(names.split(), "i32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "reverse"), [(kernels.NO_DECAY, False), (kernels.TOKEN_DECAY, True)])
 def test_outputs(mode, reverse):
     """Two programs share a multiprocessor: 64 k registers, 227 KiB."""
@@ -170,6 +171,7 @@ def test_outputs_with_a_decay_a_channel(dim, block_v, stages):
     assert 2 * (record.shared + 1024) <= 228 << 10, record.line()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "reverse", "warps"), [(128, False, 4), (128, True, 4), (256, True, 8)])
 def test_gradients_with_a_decay_a_channel(dim, reverse, warps):
     few, wide = box(64, chunks.FEW), wide_box(chunks.FEW)
