@@ -341,6 +341,7 @@ def test_calibrate_measures_again(monkeypatch, tmp_path, capsys):
     assert "GFLOP/s" in capsys.readouterr().out and list(tmp_path.rglob("calibration-*.json"))
 
 
+@pytest.mark.slow
 def test_a_file_where_a_folder_should_be(tmp_path):
     (tmp_path / "file").write_text("x")
     mistake(hone("run", "recipes/tiny.yaml", f"--work={tmp_path / 'file'}", "--quiet"), "cannot use", "Not a directory")

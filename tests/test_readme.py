@@ -39,6 +39,7 @@ def test_commands_run_in_their_order(home, capsys):
     assert "gptq" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_python_runs(home, capsys):
     (code,) = [block for kind, block in BLOCKS if kind == "python"]
     names: dict = {}

@@ -18,6 +18,7 @@ from hone.model.quantized.packed_int import PackedInt
 from tests.compress.test_export import transformers_logits
 
 
+@pytest.mark.slow
 def test_a_new_technique_is_one_file_and_one_table_line(
     tiny_llama: Path, compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

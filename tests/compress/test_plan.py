@@ -111,6 +111,7 @@ def test_a_refused_command_leaves_no_folder(tiny_llama: Path, tmp_path: Path) ->
         assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
+@pytest.mark.slow
 def test_every_error_says_what_it_is_of(tiny_llama: Path, compress, calibration_text: Path) -> None:
     step = {"kind": "rtn", "bits": 4, "group_size": 32}
     blind, seen = (

@@ -94,6 +94,7 @@ def test_pruned_weights_stay_zero_under_a_quantizer(tiny_llama: Path, compress) 
             assert (module.dequantize(torch.float32) == 0).float().mean() >= 0.5
 
 
+@pytest.mark.slow
 def test_calibration_tokens_may_come_from_a_data_artifact(tiny_llama: Path, tmp_path: Path) -> None:
     import numpy as np
 

@@ -92,6 +92,7 @@ HALVE = '''
 '''
 
 
+@pytest.mark.slow
 def test_what_a_step_edits_is_what_is_written_and_quantized(
     tiny_llama: Path, compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

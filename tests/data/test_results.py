@@ -155,6 +155,7 @@ def test_rows_are_counted_without_laying_them_out(sizes, seq_len):
     assert num_sequences(starts, seq_len) == len(best_fit(starts, seq_len)[0]) - 1
 
 
+@pytest.mark.slow
 def test_two_expressions_are_told_apart(corpus, tmp_path):
     source = tmp_path / "source"
     source.mkdir()

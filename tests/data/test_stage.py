@@ -129,6 +129,7 @@ def test_a_scorer_is_a_column_that_filters_decide_by(tmp_path):
         spec.make(tmp_path / "out", run=QUIET)
 
 
+@pytest.mark.slow
 def test_a_scorer_trained_again_in_its_place_is_opened_again(tmp_path):
     def kept(high: list[str], low: list[str]) -> list[str]:
         draw = random.Random(1)
@@ -212,6 +213,7 @@ def test_documents_tokens_and_figures_agree(made):
     assert abs(made.figures["train_tokens"].error) < 0.3
 
 
+@pytest.mark.slow
 def test_the_same_bytes_from_another_place(made, source, tmp_path):
     (tmp_path / "else").symlink_to(source)
     again = spec_of(tmp_path / "else").make(tmp_path / "out", run=QUIET)
@@ -335,6 +337,7 @@ def test_a_finished_artifact_of_changed_input_is_said(tmp_path, capsys):
     assert "has changed since data-x was made; make it again with --redo=data-x" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_edited_in_place_is_said(tmp_path, capsys):
     source = tmp_path / "in"
     source.mkdir()

@@ -73,6 +73,7 @@ def test_figures(tiny_llama, data, tmp_path):
     assert [row[0] for row in rows] == [len(tokenizer.encode(text)) for text in TEXTS]
 
 
+@pytest.mark.slow
 def test_content_repeats(tiny_llama, data, tmp_path):
     one = evaluate(tmp_path / "eval-one", tiny_llama, data, window=32, stride=16)
     two = evaluate(tmp_path / "eval-two", tiny_llama, data, window=32, stride=16)
@@ -152,6 +153,7 @@ def changed(folder: Path, to: Path, name: str, value: float) -> Path:
     return to
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["model", "reference"])
 def test_weights_that_are_not_finite_give_no_figure(role, tiny_llama, data, tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
@@ -161,6 +163,7 @@ def test_weights_that_are_not_finite_give_no_figure(role, tiny_llama, data, tmp_
     assert not (tmp_path / "eval").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_no_figure(tiny_llama, data, tmp_path):
     large = changed(tiny_llama, tmp_path / "large", "model.norm.weight", 6e4)
     made = evaluate(tmp_path / "eval-32", large, data)

@@ -40,6 +40,7 @@ def test_a_missing_gpu_is_a_users_mistake():
         describe("cuda")
 
 
+@pytest.mark.slow
 def test_calibration_is_kept_and_found(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(micro, "BUDGET_S", 0.05)

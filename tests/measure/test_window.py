@@ -59,6 +59,7 @@ def test_an_inner_window_does_not_lose_the_outer_peak(meter):
     assert idle.memory_growth_bytes < 20 * MIB
 
 
+@pytest.mark.slow
 def test_an_inner_peak_belongs_to_the_outer_one_too(meter):
     with Window() as outer, Window() as inner:
         held = np.ones(100 * MIB, np.uint8)

@@ -198,6 +198,7 @@ def test_rank_and_targets_are_read_and_printed() -> None:
         config(adapters=["lora_typo"])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compressed_yet_is_said(tmp_path: Path) -> None:
     spec = Compress.read({"steps": [{"kind": "rtn", "group_size": 0}]})
     saved(build(with_experts(), seed=1), tmp_path / "experts")

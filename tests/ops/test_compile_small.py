@@ -67,6 +67,7 @@ def test_few_tokens_streams_weights_through_shared_memory() -> None:
     assert record.count("HGMMA") and record.count("LDGSTS")
 
 
+@pytest.mark.slow
 def test_sample() -> None:
     types = fp32("logits", "temperature", "floor", "top_p", "min_p_log")
     types |= {"keys": "*i64", "best": "*fp64", "token": "*i32", "top_k": "*i32"}

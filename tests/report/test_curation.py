@@ -176,6 +176,7 @@ ANYTHING = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.sampled_from(["groups", "scorers", "packing", "steps"]), ANYTHING),
     st.lists(st.dictionaries(st.sampled_from(["step", "documents", "samples"]), ANYTHING), max_size=3),

@@ -29,6 +29,7 @@ MODEL = decoder()
 PROMPTS = [[(7 * i + 3 * j) % VOCAB for j in range(1, 4 + 5 * i)] for i in range(5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [
     {},
     {"max_num_batched_tokens": 8},

@@ -82,6 +82,7 @@ def test_every_shape_of_prompt_gives_the_same_text(server: LiveServer):
     assert two["choices"][0]["text"] == two["choices"][1]["text"] == texts.pop()
 
 
+@pytest.mark.slow
 def test_defaults_of_max_tokens(server: LiveServer):
     reply = server.post("/v1/completions", prompt="the", ignore_eos=True).json()
     assert reply["usage"]["completion_tokens"] == 16

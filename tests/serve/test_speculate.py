@@ -104,6 +104,7 @@ def test_prefix_pages_serve_model_and_draft_alike():
     assert counts["accepted_tokens"] - before["accepted_tokens"] == guessed > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(data=st.data())
 def test_any_arrivals_and_aborts_with_a_draft(data):

@@ -54,6 +54,7 @@ def serve(tmp_path, tiny_llama, data, name="serve-a", **fields):
     return spec.make(tmp_path / name, {"model": Artifact.read(tiny_llama), "data": data}, Run(quiet=True))
 
 
+@pytest.mark.slow
 def test_figures_and_forecasts_are_there(tmp_path, tiny_llama, data):
     made = serve(tmp_path, tiny_llama, data)
     figures = made.figures

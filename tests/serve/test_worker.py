@@ -193,6 +193,7 @@ def die_while_building() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "kind", "text"),
     [

@@ -60,6 +60,7 @@ def test_same_losses_as_transformers_with_torch_adamw(data_folder, tmp_path):
         assert ours.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_micro_batches_equal_one_big_batch(data_folder, precision):
     data = PackedTokens(data_folder)
@@ -224,6 +225,7 @@ def test_a_student_starts_as_every_second_layer(data_folder):
     assert teacher.embedding.abs().max() > 0, "the student shares nothing with its teacher"
 
 
+@pytest.mark.slow
 def test_distillation_brings_a_student_to_its_teacher(data_folder):
     data = PackedTokens(data_folder)
     trainer = make(data, steps=40, optimizer=AdamW(lr=1e-2))

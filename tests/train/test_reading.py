@@ -115,6 +115,7 @@ def test_utilimax_learns_from_runs_on_one_source_each(table_folder, tmp_path):
     assert set(made.manifest["input_files"]) == {"mixture.runs.large", "mixture.runs.small"}
 
 
+@pytest.mark.slow
 def test_regmix_trains_on_what_runs_said(table_folder, tmp_path):
     shares = np.linspace(0.05, 0.95, 40)
     runs = "".join(f"{n},{share},{1 - share}\n" for n, share in enumerate(shares))
@@ -127,6 +128,7 @@ def test_regmix_trains_on_what_runs_said(table_folder, tmp_path):
     assert made.figures["weight_large"].value == pytest.approx(0.8, abs=0.1)
 
 
+@pytest.mark.slow
 def test_medu_asks_once_and_an_interrupted_run_keeps_its_weights(table_folder, tmp_path):
     pytest.importorskip("openai")
     (tmp_path / "examples.txt").write_text("Why is the fox quick?")
@@ -202,6 +204,7 @@ def test_mistakes_are_named_before_any_work(table_folder, data_folder, tmp_path)
         train(data_folder, tmp_path / "train-bare", curriculum="staged")
 
 
+@pytest.mark.slow
 def test_other_content_of_a_table_is_another_artifact(table_folder, tmp_path):
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"large": {"t": 1.0}, "small": {"t": 2.0}}))

@@ -116,6 +116,7 @@ def test_kills_at_random_moments_change_no_byte(precision, spans, data_folder, t
     Artifact.read(out).verify()
 
 
+@pytest.mark.slow
 def test_a_time_budget_gives_the_steps_and_a_resumed_run_keeps_them(trained, data_folder, tmp_path, monkeypatch):
     """The steps come from the machine's rate when the run begins; another rate later changes nothing."""
     data, out = {"data": Artifact.read(data_folder)}, tmp_path / "train-base"

@@ -94,6 +94,7 @@ def test_removals_do_not_depend_on_order_or_shards(known, tmp_path):
         assert again == first
 
 
+@pytest.mark.slow
 def test_ranges_of_keys_give_the_same_clusters(known, tmp_path, monkeypatch):
     texts = known[0]
     corpus = oracles.corpus_of(tmp_path / "in", texts, [str(place) for place in range(len(texts))], 4)

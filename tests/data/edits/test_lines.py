@@ -105,6 +105,7 @@ SPECS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(TEXTS, SPECS, st.randoms(use_true_random=False))
 def test_as_plain_python(tmp_path_factory, texts, spec, draw):

@@ -198,6 +198,7 @@ def test_a_reader_that_dies_inside_a_part_costs_the_rest_of_that_part(tmp_path, 
     assert kept == [row for row in (json.loads(row)["text"] for row in rows) if row in kept] and len(kept) >= 20
 
 
+@pytest.mark.slow
 def test_no_worker_dies_of_an_answer(tmp_path):
     """A broken row is told of by the worker that found it, and what cannot be sent is an error, not a death."""
     (tmp_path / "rows.jsonl").write_text('{"text": "one that is fine"}\n{broken\n')

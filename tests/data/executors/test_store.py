@@ -76,6 +76,7 @@ def apart(tmp_path, monkeypatch) -> Path:
     return machines
 
 
+@pytest.mark.slow
 def test_workers_apart_find_what_they_read_and_hand_on_what_they_write(tmp_path, apart):
     state = Path("state")
     made = tasks(state, 4)

@@ -122,6 +122,7 @@ def test_grades_become_utilities_and_weights(medu, fake, monkeypatch):
     assert chosen == mixture.weigh(SOURCES, 100)
 
 
+@pytest.mark.slow
 def test_refusals_are_asked_again_and_the_key_is_sent(medu, fake, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     fake.fails = [500, 429, 503]
@@ -130,6 +131,7 @@ def test_refusals_are_asked_again_and_the_key_is_sent(medu, fake, monkeypatch):
     assert all(key == "Bearer secret" for _, _, key in fake.seen)
 
 
+@pytest.mark.slow
 def test_a_final_refusal_is_an_error_with_what_was_said(medu, fake):
     fake.fails = [400]
     with pytest.raises(HoneError, match=r"in 1 attempts: 400 busy"):

@@ -73,6 +73,7 @@ def counted(text: str, word_runs: int, letter_run: int, log_buckets: int) -> Cou
     return Counter(value >> (64 - log_buckets) for value in hashes)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.integers(1, 3), st.sampled_from([0, 1, 3, 5]))
 def test_counts_are_those_of_plain_python(texts, word_runs, letter_run):

@@ -89,6 +89,7 @@ def test_figures_are_those_of_the_held_out(model):
     assert figures["auc"] >= 0.95 and figures["accuracy"] >= 0.85, figures
 
 
+@pytest.mark.slow
 def test_training_twice_gives_the_same_bytes_and_is_not_repeated(seeds, model, tmp_path, monkeypatch):
     spec, folder = model
     random_state = torch.get_rng_state()

@@ -201,6 +201,7 @@ def test_code_with_a_long_header_is_decoded_too(tmp_path):
     assert not broken and "Größe, Länge" in documents[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1000, 70_000, 1 << 30])
 def test_texts_are_cut_the_same_whatever_the_chunks(tmp_path, monkeypatch, most):
     draw = random.Random(most)

@@ -34,6 +34,7 @@ def edges_of(text: str, room: int) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", SPACES)
 def test_a_space_parts_words_wherever_it_stands(space):
     for at in range(2 * BLOCK + 3):

@@ -259,6 +259,7 @@ def test_a_disputed_character_goes_the_slow_way(tmp_path, monkeypatch):
         assert encoder.encode([text])[0].tolist() == encoder._replace(fast=None).encode([text])[0].tolist()
 
 
+@pytest.mark.slow
 def test_suspects_are_found_by_asking_both_libraries(monkeypatch):
     """Python's own unassigned characters are suspects where it has to tell NFC; a class that one library has more of, always."""
     import tiktoken

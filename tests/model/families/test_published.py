@@ -120,6 +120,7 @@ def test_any_broken_config_is_a_spec_error(name: str, data: st.DataObject) -> No
         assert isinstance(error, SpecError) and error.fix
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_engine_computes_what_whole_passes_compute(name: str, folder_of) -> None:

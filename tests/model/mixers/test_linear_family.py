@@ -133,6 +133,7 @@ def test_delta_rule(mixer):
     torch.testing.assert_close(module(x, Causal(torch.zeros(2, 90))), wanted)
 
 
+@pytest.mark.slow
 @FAMILY
 def test_bit_by_bit_is_the_whole_in_bounded_memory(mixer):
     model = small(mixer)

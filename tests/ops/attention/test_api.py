@@ -70,6 +70,7 @@ def test_options_and_lse(softcap: float | None, sinks: Tensor | None) -> None:
     assert torch.isneginf(lse[:, :, :6]).all() == (sinks is None)
 
 
+@pytest.mark.slow
 def test_gradients() -> None:
     q, k, v = (part.requires_grad_() for part in inputs(5, 4))
     sinks = torch.randn(4, dtype=F64, requires_grad=True)

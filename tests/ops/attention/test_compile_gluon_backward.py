@@ -76,6 +76,7 @@ def test_full_half_precision():
     steps(compiled(128, "fp16", MASK="full", **ANALYTIC), 128)
 
 
+@pytest.mark.slow
 def test_lists_with_a_rule_and_shared_heads():
     rule = gluon_function("hone.ops.attention.masks:_since")
     mask = {"MASK": "lists", "RULE": rule, "QUERIES": None, "PARAMS": (), "HAS_DATA": (True, False)}
@@ -84,6 +85,7 @@ def test_lists_with_a_rule_and_shared_heads():
     assert record.spill_bytes <= 1600, record.line()
 
 
+@pytest.mark.slow
 def test_lists_with_a_range_of_queries_for_each_key():
     name = "hone.ops.attention.masks:_band"
     mask = {"MASK": "lists", "RULE": gluon_function(name), "QUERIES": gluon_function(QUERIES[name])}
@@ -92,6 +94,7 @@ def test_lists_with_a_range_of_queries_for_each_key():
     assert record.spill_bytes <= 600, record.line()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_passes(dtype):
     strides = ["out_b", "out_s", "out_h", "d_out_b", "d_out_s", "d_out_h"]

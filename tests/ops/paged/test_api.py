@@ -50,6 +50,7 @@ def expected(q, rows, query_lens, window):
     return torch.cat(out)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0, 1, 2, 7, 40])), min_size=1, max_size=7),

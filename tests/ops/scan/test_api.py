@@ -142,6 +142,7 @@ def test_the_delta_rule_in_chunks_is_the_rule(form, resets):
     torch.testing.assert_close(last, now)
 
 
+@pytest.mark.slow
 def test_gradcheck_of_the_delta_rule():
     q, k, v, decay, state = drawn("token", seq_len=7)
     given = [q, k / k.norm(dim=-1, keepdim=True), v, torch.rand(2, 7, 2, dtype=torch.float64), decay]

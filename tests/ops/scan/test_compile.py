@@ -91,6 +91,7 @@ def test_part_states():
     assert record.count("HGMMA") > 0, record.line()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("falls", "reverse"), [(False, False), (True, True)])
 def test_outputs_on_hopper(falls, reverse):
     """Products wait for each other only where they must: once with another one under way, then for both, twice."""
@@ -148,6 +149,7 @@ def of_channels(kernel, signature, fixed, **options):
     return record
 
 
+@pytest.mark.slow
 def test_chunks_with_a_decay_a_channel():
     few = box(64, chunks.FEW)
     fixed = {"CHUNK": 64, "BLOCK_K": 128, "BLOCK_V": 128, "FEW": chunks.FEW, "WIDE": 64, "LEVELS": 6}
@@ -161,6 +163,7 @@ def test_chunks_with_a_decay_a_channel():
     of_channels(chunks._within, {**signature, "fallen": "*fp32"}, fixed, num_warps=8, num_stages=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "block_v", "stages"), [(128, 64, 2), (256, 32, 1)])
 def test_outputs_with_a_decay_a_channel(dim, block_v, stages):
     signature = {**dict.fromkeys(["q_desc", "k_desc"], box(64, dim)), "v_desc": box(64, block_v)}
