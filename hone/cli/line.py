@@ -52,7 +52,8 @@ def run(words: list[str], options: dict[str, str]) -> int:
     here = calibrated(circumstances(options))
     started = time.monotonic()
     here.redo = False
-    planned = recipe.plan(work, here, redo)
+    with here.progress("planning", None):  # the first time on a machine, kernels of the data stage are compiled
+        planned = recipe.plan(work, here, redo)
     here.say(compact(planned))
     for row in planned:
         if isinstance(row.problem, FitError):

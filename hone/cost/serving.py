@@ -11,7 +11,7 @@ from hone.base.figure import Estimate
 from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES
-from hone.cost.roofline import attention_seconds, seconds
+from hone.cost.roofline import attention_seconds, copy_rate, seconds
 from hone.cost.steps import Product, forward_seconds, product_seconds, traffic_seconds
 from hone.measure.machine import Machine
 
@@ -219,12 +219,13 @@ class Serving:
         bound = calibration is None or dtype not in calibration.dtypes
         shared = 1.0 if calibration is None else max(calibration.threads / self.threads, 1.0)
         started_s = seconds(machine, num_ops=starts + host, dtype=dtype).value
-        value = sum(parts.values()) * shared + started_s
+        mapped_s = mapping_seconds(machine, width * self._cached_values(step) / max(facts.num_layers, 1))
+        value = sum(parts.values()) * shared + mapped_s + started_s
         formula = " + ".join(f"{name} {part * shared * 1e3:.2f} ms" for name, part in parts.items())
         return Estimate(
             value=value,
             unit="s",
-            formula=f"{formula} + {starts + host:,.0f} starts {started_s * 1e3:.2f} ms",
+            formula=f"{formula} + new memory {mapped_s * 1e3:.2f} ms + {starts + host:,.0f} starts {started_s * 1e3:.2f} ms",
             bound=bound,
         )
 
@@ -254,6 +255,20 @@ def gather_seconds(machine: Machine, num_bytes: float) -> float:
     Between two uses of a layer's pages those of all layers are used, so they stay in a cache only if all fit.
     """
     return seconds(machine, num_bytes=3.0 * num_bytes, op_bytes=3.0 * num_bytes).value
+
+
+_MAPPED_BYTES = 1 << 20
+"""Size from which the memory of a tensor is mapped anew when it is made, and given back when it is gone."""
+
+
+def mapping_seconds(machine: Machine, num_bytes: float) -> float:
+    """What writing `num_bytes` of keys and values into new tensors takes more than into known memory: once per step, since
+    its layers share them. 0 where that is not calibrated."""
+    calibration = machine.calibration
+    if calibration is None or not calibration.gathers or num_bytes / 2 < _MAPPED_BYTES:
+        return 0.0
+    new, known = calibration.gathers[-1].bytes_per_s, copy_rate(calibration, 2.0 * num_bytes)
+    return max(2.0 * num_bytes / new - 2.0 * num_bytes / known, 0.0)
 
 
 def serving_seconds(serving: Serving, traffic: Traffic, batching: Batching) -> Estimate:

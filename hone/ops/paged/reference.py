@@ -169,9 +169,9 @@ def _attend_group(
     num_seqs, longest = group.positions.shape
     heads, head_dim = q.shape[1:]
     kv_heads, page_size = k_pages.shape[1:3]
-    k = _gathered(k_pages, group, extras.k_scale, q.dtype)
+    k = _gathered(k_pages, group, extras.k_scale, q.dtype, "k")
     latent = extras.value_dim is not None
-    v = k[..., : extras.value_dim] if latent else _gathered(v_pages, group, extras.v_scale, q.dtype)
+    v = k[..., : extras.value_dim] if latent else _gathered(v_pages, group, extras.v_scale, q.dtype, "v")
     if group.fresh and (window is None or window >= longest) and extras.sinks is None and extras.softcap is None:
         q = q.view(num_seqs, longest, heads, head_dim).transpose(1, 2)
         k, v = k[:, :, :longest], v[:, :, :longest]
@@ -191,11 +191,18 @@ def _attend_group(
     return out.view(-1, heads, v.shape[-1])
 
 
-def _gathered(pages: Tensor, group: _Group, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[R, KV, L, D] of a group's sequences, scaled if pages are quantized (scale [num_pages, KV, page_size])."""
+def _gathered(pages: Tensor, group: _Group, scale: Tensor | None, dtype: torch.dtype, name: str) -> Tensor:
+    """[R, KV, L, D] of a group's sequences, scaled if pages are quantized (scale [num_pages, KV, page_size]).
+
+    The layers of a step share one buffer each for keys and values: mapping new memory takes longer than the copy. It is
+    valid until the next call for `name`.
+    """
     kv_heads, page_size, width = pages.shape[1:]
-    index = group.gather_index(kv_heads)
-    rows = pages.view(-1, page_size * width).index_select(0, index).view(len(group.table), kv_heads, -1, width)
+    index, flat = group.gather_index(kv_heads), pages.view(-1, page_size * width)
+    key = (name, kv_heads, page_size, width, pages.dtype)
+    if key not in group.memo:
+        group.memo[key] = flat.new_empty(len(index), page_size * width)
+    rows = torch.index_select(flat, 0, index, out=group.memo[key]).view(len(group.table), kv_heads, -1, width)
     if scale is None:
         return rows.to(dtype)
     scales = scale.reshape(-1, page_size).index_select(0, index).view(len(group.table), kv_heads, -1, 1)
