@@ -14,6 +14,7 @@ from hone.cost.serving import (
     StepKind,
     Traffic,
     gather_seconds,
+    mapping_seconds,
     schedule,
     serving_seconds,
     touched_pages,
@@ -159,6 +160,20 @@ def flat(op_s: float = 0.0) -> Machine:
     return Machine(
         cpu="c", num_cores=1, num_threads=1, ram_bytes=1, os="", python="", torch="2", calibration=calibration
     )
+
+
+def test_new_memory_costs_its_mapping_once_per_step():
+    known = flat()
+    assert mapping_seconds(known, 1 << 27) == 0, "not calibrated"
+    gathers = (Bandwidth(num_bytes=1 << 27, bytes_per_s=1e7),)
+    new = known.model_copy(update={"calibration": known.calibration.model_copy(update={"gathers": gathers})})
+    assert mapping_seconds(new, 1 << 20) == 0, "small tensors reuse memory"
+    assert mapping_seconds(new, 1 << 27) == pytest.approx((1 << 28) / 1e7 - (1 << 28) / 1e8)
+    with_mapping, without = (
+        Serving(LLAMA_8B, one, "bfloat16").step_seconds(decode(16, 4097)).value for one in (new, known)
+    )
+    layer = 2 * 16 * LLAMA_8B.state_values(4097) / LLAMA_8B.num_layers
+    assert with_mapping - without == pytest.approx(mapping_seconds(new, layer))
 
 
 def test_a_cpu_gathers_pages_at_the_rate_of_all_layers_together():

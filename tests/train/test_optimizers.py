@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import mean
 
 import pytest
 import torch
@@ -43,8 +44,10 @@ def small(name: str, **options):
     return OPTIMIZERS.read({"kind": name, **({"min_elements": 512} if name == "adamw_8bit" else {}), **options})
 
 
-def make(data: PackedTokens, optimizer, *, steps: int = 20, precision: str = "fp32", shape: Shape = SHAPE) -> Trainer:
-    model = build(shape.config(data.vocab_size), seed=3)
+def make(
+    data: PackedTokens, optimizer, *, steps: int = 20, precision: str = "fp32", shape: Shape = SHAPE, seed: int = 3
+) -> Trainer:
+    model = build(shape.config(data.vocab_size), seed=seed)
     return Trainer(model, steps=steps, schedule=Cosine(warmup=2), optimizer=optimizer, precision=precision)
 
 
@@ -282,14 +285,14 @@ def test_a_gradient_that_ceases_moves_nothing_far():
 @pytest.mark.slow
 def test_8_bits_end_where_32_do(data_folder):
     data, val = PackedTokens(data_folder), PackedTokens(data_folder, "val")
-    found = {}
-    for optimizer in (AdamW(lr=1e-2), AdamW8bit(lr=1e-2, min_elements=0, quantize_embedding=True)):
-        trainer = make(data, optimizer, steps=60)
-        fit(trainer, data, batch_size=8, seq_len=64)
-        found[type(optimizer)] = validate(trainer.model, val, batch_size=8, seq_len=64)
-    # Sixty steps amplify roundings: machines differ by 3 % in either direction.
-    assert found[AdamW8bit] == pytest.approx(found[AdamW], rel=0.06)
-    assert found[AdamW] < 1.5
+    found: dict[type, list[float]] = {AdamW: [], AdamW8bit: []}
+    for seed in (1, 3):  # to the end of learning: while the loss still falls fast, roundings decide where it is
+        for optimizer in (AdamW(lr=1e-2), AdamW8bit(lr=1e-2, min_elements=0, quantize_embedding=True)):
+            trainer = make(data, optimizer, steps=150, seed=seed)
+            fit(trainer, data, batch_size=8, seq_len=64)
+            found[type(optimizer)].append(validate(trainer.model, val, batch_size=8, seq_len=64))
+    assert mean(found[AdamW8bit]) < 1.03 * mean(found[AdamW]), found
+    assert max(found[AdamW]) < 0.5
 
 
 def test_small_weights_and_the_embedding_stay_in_32_bits(data_folder):
