@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hone.measure.amx import avoid_undescribed_tiles
+
 if TYPE_CHECKING:
     from hone.base.artifact import Artifact
     from hone.base.errors import HoneError
@@ -50,6 +52,8 @@ __all__ = [
     "save",
 ]
 __version__ = "0.1.0"
+
+avoid_undescribed_tiles()  # before anything multiplies: oneDNN reads its limit once
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hone.base.errors import MachineError
 from hone.base.run import Run
+from hone.measure.amx import cpu_isa_limit
 from hone.measure.calibration import Calibration, read_calibration
 from hone.measure.memory import resident_bytes
 
@@ -34,6 +35,7 @@ class Machine(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu: str
+    cpu_isa_limit: str | None = Field(None, description="Instruction set that oneDNN is limited to; None: no limit.")
     num_cores: int = Field(description="Physical cores this process may use.")
     num_threads: int = Field(description="Logical processors this process may use (affinity and cgroup quota).")
     ram_bytes: int = Field(description="Memory this process may use (cgroup limit, else all).")
@@ -82,6 +84,7 @@ def describe(device: str = "cpu") -> Machine:
     threads = _quota(len(allowed))
     machine = Machine(
         cpu=_cpu_name(),
+        cpu_isa_limit=cpu_isa_limit(),
         num_cores=min(_physical_cores(allowed), threads),
         num_threads=threads,
         ram_bytes=_ram_bytes(),

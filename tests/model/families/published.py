@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
 
 SMALL: dict[str, Any] = {
     "vocab_size": 131,
@@ -108,3 +114,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By a name for the test: what was published, sizes aside."""
+
+
+def make_folder(folder: Path, values: dict[str, Any], std: float) -> Path:
+    """Writes config.json and random weights (normal, matrices with `std`) as transformers names them."""
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf8")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(*((0.5, 0.2) if parameter.dim() == 1 else (0.0, std)))
+    tied = config.tie_word_embeddings
+    tensors = {key: value for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")}
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+    return folder

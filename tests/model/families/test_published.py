@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hone.base.errors import HoneError, SpecError
 from hone.model import hf
@@ -31,28 +30,6 @@ from tests.serve.small import drain, engine, greedy, request, tokens_of
 
 LENGTHS = (21, 57)
 """Below and above the old context of every scaling, and above every window."""
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory):
-    """A folder with the published config.json (transformers 4) and random weights, as transformers names them."""
-
-    @functools.cache
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps({**PUBLISHED[name], **SMALL}), encoding="utf8")
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.2)
-        tied = config.tie_word_embeddings
-        tensors = {key: value for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")}
-        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
-        return folder
-
-    return make
 
 
 def theirs(folder: Path) -> transformers.PreTrainedModel:
