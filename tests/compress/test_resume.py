@@ -6,24 +6,39 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def child(spec: dict, model: Path, out: Path, deadline: int, when: str = "after") -> subprocess.CompletedProcess:
+class Child(NamedTuple):
+    """How one process ended; `num_writes` and `content` are of a run that lived."""
+
+    returncode: int
+    num_writes: int
+    content: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Callable[..., Child]]:
+    """Compresses in a process of its own: child(spec, model, out, deadline=0, when='after')."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    arguments = [json.dumps(spec), str(model), str(out), str(deadline), when]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.compress.killed", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "tests.compress.killed"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as forking:
+
+        def run(spec: dict, model: Path, out: Path, deadline: int = 0, when: str = "after") -> Child:
+            print(json.dumps([spec, str(model), str(out), deadline, when]), file=forking.stdin, flush=True)
+            return Child(*json.loads(forking.stdout.readline()))
+
+        yield run
+        forking.stdin.close()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -43,38 +58,38 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_killed_runs_end_with_the_same_bytes(
-    steps: list, deadlines: list, tiny_llama: Path, calibration_text: Path, tmp_path: Path
+    steps: list, deadlines: list, child, tiny_llama: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     spec = {"steps": steps, "num_sequences": 8, "seq_len": 32}
     if steps[0]["kind"] == "gptq":
         spec["calibration_text"] = str(calibration_text)
-    whole = child(spec, tiny_llama, tmp_path / "compress-whole", 0)
+    whole = child(spec, tiny_llama, tmp_path / "compress-whole")
     assert whole.returncode == 0, whole.stderr
     for deadline, when in deadlines:  # one after the other on the same folder: each resumes what the last one left
         died = child(spec, tiny_llama, tmp_path / "compress-torn", deadline, when)
         assert died.returncode == -9, f"{died.returncode}: {died.stderr}"
         assert (tmp_path / "compress-torn.partial").is_dir() and not (tmp_path / "compress-torn").exists()
-    resumed = child(spec, tiny_llama, tmp_path / "compress-torn", 0)
+    resumed = child(spec, tiny_llama, tmp_path / "compress-torn")
     assert resumed.returncode == 0, resumed.stderr
     assert contents(tmp_path / "compress-torn") == contents(tmp_path / "compress-whole")
-    assert resumed.stdout.split()[1] == whole.stdout.split()[1]
-    assert int(resumed.stdout.split()[0]) < int(whole.stdout.split()[0]), "nothing was resumed"
+    assert resumed.content == whole.content
+    assert resumed.num_writes < whole.num_writes, "nothing was resumed"
 
 
 @pytest.mark.slow
-def test_killed_at_every_durable_write(tiny_llama: Path, calibration_text: Path, tmp_path: Path) -> None:
+def test_killed_at_every_durable_write(child, tiny_llama: Path, calibration_text: Path, tmp_path: Path) -> None:
     spec = {
         "steps": [{"kind": "magnitude"}, {"kind": "gptq", "bits": 3, "group_size": 32}],
         "num_sequences": 8,
         "seq_len": 32,
         "calibration_text": str(calibration_text),
     }
-    whole = child(spec, tiny_llama, tmp_path / "compress-whole", 0)
+    whole = child(spec, tiny_llama, tmp_path / "compress-whole")
     assert whole.returncode == 0, whole.stderr
-    for deadline in range(1, int(whole.stdout.split()[0]) + 1):
+    for deadline in range(1, whole.num_writes + 1):
         out, when = tmp_path / f"compress-{deadline}", ("before", "after")[deadline % 2]
         assert child(spec, tiny_llama, out, deadline, when).returncode == -9
         if not out.exists():  # a kill after the last rename leaves nothing to do
-            resumed = child(spec, tiny_llama, out, 0)
+            resumed = child(spec, tiny_llama, out)
             assert resumed.returncode == 0, resumed.stderr
         assert contents(out) == contents(tmp_path / "compress-whole"), (deadline, when)
