@@ -164,7 +164,11 @@ def calibrated(run: Any) -> Any:
 
     machine = machine_of(run)
     if machine.calibration is None:
-        machine = machine.model_copy(update={"calibration": calibrate(run.device, dtype_on(run.device))})
+        with run.progress(
+            "measuring the speed of this machine, once", None
+        ):  # the first import of torch takes long, too
+            measured = calibrate(run.device, dtype_on(run.device))
+        machine = machine.model_copy(update={"calibration": measured})
         run.machine = machine.model_dump(mode="json")
     return run
 

@@ -134,26 +134,26 @@ class Probe:
 
 
 class Timer:
-    """Seconds of a call on one device, the least of several tries (others may use the machine too)."""
+    """Seconds of a call on one device, the median of several tries: what long work gets, not the best case."""
 
     def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
         self.cuda = device.startswith("cuda")
         self.clock = clock
 
-    def least(self, probe: Probe, budget_s: float) -> float:
-        """Least seconds of one call among tries that together take about `budget_s`; one try is made in any case."""
+    def typical(self, probe: Probe, budget_s: float) -> float:
+        """Median seconds of one call among tries that together take about `budget_s`; one try is made in any case."""
         inner = max(probe.inner, self._calls(probe)) if self.cuda else probe.inner
-        best, begun = math.inf, self.clock()
+        tries, begun = [], self.clock()
         while True:
             before = self.clock()
             for _ in range(inner):
                 probe.work()
             self.wait()
             now = self.clock()
-            best = min(best, (now - before) / inner)
+            tries.append((now - before) / inner)
             if now - begun >= budget_s:
-                return best
+                return statistics.median(tries)
 
     def _calls(self, probe: Probe) -> int:
         """Number of calls of `work` for a try of `_GPU_TRY_S`; loads the kernels."""
@@ -184,7 +184,7 @@ def rounds(timer: Timer, probes: Mapping[Hashable, Probe]) -> dict[Hashable, lis
                 if turn == 0:
                     probe.work()
                     timer.wait()
-                seconds[name].append(timer.least(probe, probe.budget_s / ROUNDS))
+                seconds[name].append(timer.typical(probe, probe.budget_s / ROUNDS))
     return seconds
 
 
@@ -197,7 +197,7 @@ def _rates(
     probes: Mapping[Any, Probe],
     seconds: Mapping[Any, Sequence[float]],
 ) -> Calibration:
-    """The best round of every probe as rates, together with those of other dtypes in `kept`."""
+    """The best round of every probe (others may use the machine too) as rates, together with those of other dtypes in `kept`."""
     best = {name: min(each) for name, each in seconds.items()}
     op_s = best["op"]
 

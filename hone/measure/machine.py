@@ -101,7 +101,9 @@ def identity(machine: Machine) -> dict[str, str]:
     """The facts that a calibration depends on: the processor, the part of it that is used, and torch's version."""
     threads = "1" if machine.device.startswith("cuda") else os.environ.get("OMP_NUM_THREADS", str(machine.num_cores))
     kind = "cuda" if machine.device.startswith("cuda") else "cpu"
-    return {"device": kind, "processor": machine.processor, "threads": threads, "torch": str(machine.torch)}
+    facts = {"device": kind, "processor": machine.processor, "threads": threads, "torch": str(machine.torch)}
+    limited = kind == "cpu" and machine.cpu_isa_limit is not None
+    return {**facts, "cpu_isa_limit": machine.cpu_isa_limit} if limited else facts
 
 
 def _index(device: str) -> int:

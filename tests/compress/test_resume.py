@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Child(NamedTuple):
-    """How one process ended; `num_writes` and `content` are of a run that lived."""
-
-    returncode: int
-    num_writes: int
-    content: str
-    stderr: str
+from tests.forking import forking
 
 
 @pytest.fixture(scope="module")
-def child() -> Iterator[Callable[..., Child]]:
+def child():
     """Compresses in a process of its own: child(spec, model, out, deadline=0, when='after')."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.compress.killed"]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as forking:
-
-        def run(spec: dict, model: Path, out: Path, deadline: int = 0, when: str = "after") -> Child:
-            print(json.dumps([spec, str(model), str(out), deadline, when]), file=forking.stdin, flush=True)
-            return Child(*json.loads(forking.stdout.readline()))
-
-        yield run
-        forking.stdin.close()
+    with forking("tests.compress.killed:compress") as call:
+        yield call
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,8 +47,8 @@ def test_killed_runs_end_with_the_same_bytes(
     resumed = child(spec, tiny_llama, tmp_path / "compress-torn")
     assert resumed.returncode == 0, resumed.stderr
     assert contents(tmp_path / "compress-torn") == contents(tmp_path / "compress-whole")
-    assert resumed.content == whole.content
-    assert resumed.num_writes < whole.num_writes, "nothing was resumed"
+    assert resumed.result[1] == whole.result[1]
+    assert resumed.result[0] < whole.result[0], "nothing was resumed"
 
 
 @pytest.mark.slow
@@ -86,7 +61,7 @@ def test_killed_at_every_durable_write(child, tiny_llama: Path, calibration_text
     }
     whole = child(spec, tiny_llama, tmp_path / "compress-whole")
     assert whole.returncode == 0, whole.stderr
-    for deadline in range(1, whole.num_writes + 1):
+    for deadline in range(1, whole.result[0] + 1):
         out, when = tmp_path / f"compress-{deadline}", ("before", "after")[deadline % 2]
         assert child(spec, tiny_llama, out, deadline, when).returncode == -9
         if not out.exists():  # a kill after the last rename leaves nothing to do

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from hone.data.load import PackedTokens
 from hone.data.stage import Data
 from hone.data.tokens.tokenizer import load
 from tests.data.stories import WORDS, story
+from tests.forking import forking
 
 QUIET = Run(quiet=True)
 
@@ -235,52 +235,19 @@ def test_deciding_again_needs_no_text(made):
     assert 0 < keep.sum() < len(keep) and set(reasons[~keep]) == {"too_few_words"}
 
 
-KILLED = textwrap.dedent("""
-    import os, shutil, signal, sys
-    from hone.base.run import Run
-    from hone.data.stage import Data
-
-    out, source, kill_at, where = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    count = 0
-    replace, rmtree = os.replace, shutil.rmtree
-
-    def counted(*arguments, **options):
-        global count
-        if not str(arguments[1]).startswith(out):  # the plan's sample leaves nothing that is resumed from
-            return replace(*arguments, **options)
-        count += 1
-        if count == kill_at and where == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(*arguments, **options)
-        if count == kill_at and where == "after":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def half_removed(path, *arguments, **options):
-        if where == "commit" and str(path).startswith(f"{out}/"):  # the finished folder's, no longer the draft's
-            for file in sorted(path.iterdir())[::2]:
-                rmtree(file) if file.is_dir() else file.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        rmtree(path, *arguments, **options)
-
-    os.replace, shutil.rmtree = counted, half_removed
-    spec = Data.read({"source": source, "tokenizer": {"vocab_size": 400}, "filters": ["length", "gopher_quality"]})
-    spec.make(out, run=Run(quiet=True))
-    print(count)
-""")
-
-
-def run_killed(out: Path, source: Path, kill_at: int, where: str) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(out), str(source), str(kill_at), where]
-    return subprocess.run(command, env=environment, check=False).returncode
+@pytest.fixture(scope="module")
+def run_killed():
+    """Makes a data set in a process of its own: run_killed(out, source, kill_at, where)."""
+    with forking("tests.data.killed:data") as call:
+        yield call
 
 
 @pytest.mark.slow
-def test_killed_at_durable_steps_the_rerun_gives_the_same_bytes(made, source, tmp_path, monkeypatch):
+def test_killed_at_durable_steps_the_rerun_gives_the_same_bytes(run_killed, made, source, tmp_path, monkeypatch):
     out = tmp_path / "data-text"
     # Every run goes a few steps further than the one before and dies before or after a rename.
     for kill_at, where in ((3, "before"), (4, "after"), (5, "before"), (4, "after"), (2, "before"), (1, "commit")):
-        assert run_killed(out, source, kill_at, where) == -signal.SIGKILL
+        assert run_killed(out, source, kill_at, where).returncode == -signal.SIGKILL
         assert out.exists() == (where == "commit"), "what only a draft needs is swept away after the rename"
     artifact = spec_of(source).make(out, run=QUIET)
     assert artifact.content == made.content and not (out / "state").exists()
@@ -288,28 +255,26 @@ def test_killed_at_durable_steps_the_rerun_gives_the_same_bytes(made, source, tm
 
 
 @pytest.mark.slow
-def test_killed_at_ten_random_durable_steps(made, source, tmp_path):
+def test_killed_at_ten_random_durable_steps(run_killed, made, source, tmp_path):
     """Each kill hits a run from its start, at a step of its own tenth of them."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "whole"), str(source), "0", ""]
-    num_steps = int(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+    num_steps = run_killed(tmp_path / "whole", source, 0, "").result
     assert num_steps > 50
     draw = random.Random(num_steps)
     for tenth in range(10):
         kill_at = draw.randint(tenth * num_steps // 10 + 1, (tenth + 1) * num_steps // 10)
         out = tmp_path / f"data-{kill_at}"
-        assert run_killed(out, source, kill_at, draw.choice(["before", "after"])) == -signal.SIGKILL
+        assert run_killed(out, source, kill_at, draw.choice(["before", "after"])).returncode == -signal.SIGKILL
         assert spec_of(source).make(out, run=QUIET).content == made.content, f"killed at step {kill_at} of {num_steps}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [6, 30])
-def test_input_that_changes_during_an_interruption_is_read_again(made, source, tmp_path, kill_at):
+def test_input_that_changes_during_an_interruption_is_read_again(run_killed, made, source, tmp_path, kill_at):
     changing = tmp_path / "source"
     changing.mkdir()
     (changing / "rows.jsonl").write_bytes((source / "rows.jsonl").read_bytes())
     out = tmp_path / "data-text"
-    assert run_killed(out, changing, kill_at, "after") == -signal.SIGKILL
+    assert run_killed(out, changing, kill_at, "after").returncode == -signal.SIGKILL
     (changing / "more.txt").write_text(story(999))
     artifact = spec_of(changing).make(out, run=QUIET)
     assert artifact.content == spec_of(changing).make(tmp_path / "fresh", run=QUIET).content
@@ -354,12 +319,12 @@ def test_a_file_edited_in_place_is_said(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [6, 30])
-def test_a_file_edited_in_place_during_an_interruption_is_read_again(source, tmp_path, kill_at, capsys):
+def test_a_file_edited_in_place_during_an_interruption_is_read_again(run_killed, source, tmp_path, kill_at, capsys):
     changing = tmp_path / "source"
     changing.mkdir()
     (changing / "rows.jsonl").write_bytes((source / "rows.jsonl").read_bytes())
     out = tmp_path / "data-text"
-    assert run_killed(out, changing, kill_at, "after") == -signal.SIGKILL
+    assert run_killed(out, changing, kill_at, "after").returncode == -signal.SIGKILL
     content = (changing / "rows.jsonl").read_text()
     (changing / "rows.jsonl").write_text(content.replace("the", "eht"))
     os.utime(changing / "rows.jsonl", ns=(1, 1))
