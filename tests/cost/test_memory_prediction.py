@@ -84,7 +84,7 @@ def errors(folder: Path) -> tuple[float, str]:
     ids=["default", "accumulate", "every", "bf16"],
 )
 def test_training(data, tmp_path, spec):
-    error, said = errors(make("train", tmp_path / "train-x", {"data": data}, {"steps": 4, **spec}))
+    error, said = errors(make("train", tmp_path / "train-x", {"data": data}, {"steps": 2, **spec}))
     print(f"{error:+.1%} {said}")
     assert abs(error) < 0.2, said
 
