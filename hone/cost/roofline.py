@@ -108,8 +108,9 @@ def matmul_seconds(
 
 
 def copy_rate(calibration: Calibration, num_bytes: float) -> float:
-    """Bytes/s when `num_bytes` are touched, from the calibrated sizes around it."""
-    near = [(abs(math.log2(max(num_bytes, 1) / copy.num_bytes)), copy.bytes_per_s) for copy in calibration.copies]
+    """Bytes/s when `num_bytes` are touched, from the calibrated sizes around it; beyond the largest, its rate."""
+    size = min(max(num_bytes, 1), max(copy.num_bytes for copy in calibration.copies))
+    near = [(abs(math.log2(size / copy.num_bytes)), copy.bytes_per_s) for copy in calibration.copies]
     return _weighted(near)
 
 

@@ -79,9 +79,9 @@ def train_step_seconds(
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         "attention": attention,
-        "element-wise": traffic_seconds(machine, facts, batch_tokens, dtype, backward=False)
-        + traffic_seconds(machine, twice, batch_tokens, dtype, backward=False)
-        + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True),
+        "element-wise": traffic_seconds(machine, facts, batch_tokens, dtype, backward=False, kept=True)
+        + traffic_seconds(machine, twice, batch_tokens, dtype, backward=False, kept=True)
+        + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True, kept=True),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True)
         # The head's gradient is summed, scaled, and added to the embedding's.
         + seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value,
@@ -133,11 +133,18 @@ def product_seconds(machine: Machine, products: Iterable[Product], dtype: str) -
     return total
 
 
-def traffic_seconds(machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool) -> float:
-    """Seconds of norms, rotations, gate and residual sums, from the numbers that they read and write per token."""
+def traffic_seconds(
+    machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool, kept: bool = False
+) -> float:
+    """Seconds of norms, rotations, gate and residual sums, from the numbers that they read and write per token.
+
+    `kept`: each operation writes new memory, as in a training, which keeps what the backward pass reads. Otherwise
+    the layers reuse the memory of the ones before, which a cache may hold.
+    """
     widest = 3 * max([facts.hidden_size, *(layer.intermediate_size for layer in facts.layers)])
     num_bytes = BYTES[dtype] * tokens * moved_values(facts, backward=backward)
-    return seconds(machine, num_bytes=num_bytes, op_bytes=BYTES[dtype] * tokens * widest, dtype=dtype).value
+    op_bytes = num_bytes if kept else BYTES[dtype] * tokens * widest
+    return seconds(machine, num_bytes=num_bytes, op_bytes=op_bytes, dtype=dtype).value
 
 
 def moved_values(facts: ModelFacts, *, backward: bool) -> float:

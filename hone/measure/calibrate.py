@@ -61,7 +61,9 @@ _GPU_GRADIENT_SHAPES = [
 ]
 _ATTENTION = (4, 8, 256, 32)
 _GPU_ATTENTION = (2, 32, 2048, 128)
-_COLD_BYTES, _GPU_COLD_BYTES = 1 << 24, 1 << 28
+_COLD_BYTES, _WIDE_COLD_BYTES, _GPU_COLD_BYTES = 1 << 24, 1 << 27, 1 << 28
+"""Bytes that the operands of successive calls are spread over: few rows multiply a model's weights, which the last cache
+may hold; many rows are activations of a long pass, which no cache holds."""
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
 _GATHER_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 26)
 _PAGE_BYTES = 4096
@@ -328,7 +330,7 @@ def _matmul(timer: Timer, numbers: _Numbers, name: tuple[Layout, int, int, int],
     # In a model neither weights nor activations are in the nearest cache: alternate between several of each. A GPU's
     # weights must not come from its second-level cache.
     size, width = _set_size(rows, outputs, inputs), numbers.flat.itemsize
-    cold, most = (_GPU_COLD_BYTES, 64) if timer.cuda else (_COLD_BYTES, 4)
+    cold, most = (_GPU_COLD_BYTES, 64) if timer.cuda else (_WIDE_COLD_BYTES, 64) if rows >= 256 else (_COLD_BYTES, 4)
     copies = max(1, min(most, cold // (size * width), numbers.flat.numel() // size))
     sets = []
     for begin in range(0, copies * size, size):
@@ -349,7 +351,7 @@ def _matmul(timer: Timer, numbers: _Numbers, name: tuple[Layout, int, int, int],
             products.popleft()
         products.append(x @ weight.T if layout == "forward" else y @ weight if layout == "input_gradient" else y.T @ x)
 
-    return Probe(work, 2.0 * math.prod(_product(*name)), budget_s, inner=copies)
+    return Probe(work, 2.0 * math.prod(_product(*name)), budget_s, inner=min(copies, 8) if not timer.cuda else copies)
 
 
 def _attention(timer: Timer, dtype: str) -> dict[str, Probe]:

@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
 
-_METHOD = 4
+_METHOD = 5
 """Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
-3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least."""
+3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least.
+5: products of many rows read and write memory that no cache holds."""
 
 
 class MatmulRate(BaseModel):
