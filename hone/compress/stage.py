@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_atomic, write_jsonl
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate
+from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
 from hone.base.plan import DISK, MEMORY, Facts, Plan, Shortage, check_order, need
 from hone.base.run import Run
@@ -22,6 +22,7 @@ from hone.base.table import Choice, Technique
 from hone.compress import STEPS
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.energy import with_energy
+from hone.cost.files import beside_bytes
 from hone.data.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
@@ -45,9 +46,6 @@ DEFAULT_SEQ_LEN = 512
 
 TEXT_BYTES_PER_TOKEN = 3.5
 """Bytes of text per token, to estimate the number of sequences of a text before it is encoded."""
-
-_BESIDE = 1 << 20
-"""Approximate bytes of config, tokenizer, index and layers.jsonl."""
 
 _WAYS = {MEMORY: ("lower batch_size", "use fewer num_sequences", "compute on another device")}
 _FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: calibration inputs are needed"
@@ -245,6 +243,7 @@ class Compress(Stage):
     def _estimates(self, model: CheckpointFacts, machine: Machine, work: Compression) -> dict[str, Estimate]:
         """Exact sizes; seconds and memory; figures that follow from the steps' options."""
         size, params = sum(work.shard_bytes), model.config.num_params
+        beside = beside_bytes(model.config.vocab_size)
         options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
         bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", "tolerance": 0.0}
         found = {
@@ -253,7 +252,9 @@ class Compress(Stage):
             "time_s": compress_seconds(machine, work),
             MEMORY: compress_bytes(machine, work),
             DISK: Estimate(
-                value=size + _BESIDE, unit="B", formula="the weights; tokenizer, config, index and rows 1 MB"
+                value=size + beside,
+                unit="B",
+                formula=f"the weights; tokenizer, config, index, rows {human_bytes(beside)}",
             ),
         }
         if self._quantizer is None:

@@ -16,6 +16,17 @@ DISK_BYTES_PER_S = 1.1e9
 HASH_BYTES_PER_S = 1.5e9
 """SHA-256 on one core with instructions for it."""
 
+TOKEN_BYTES = 64
+"""Bytes of tokenizer.json a token: 25 with 2,048 tokens, 71 with Llama 3's 128,256."""
+
+BESIDE_BYTES = 1 << 16
+"""Config, index, rows and manifest of a model folder."""
+
+
+def beside_bytes(vocab_size: int) -> float:
+    """Bytes of a model folder beside its weights and logs."""
+    return TOKEN_BYTES * vocab_size + BESIDE_BYTES
+
 
 @dataclass(frozen=True)
 class Disk:

@@ -101,12 +101,12 @@ def _serving(line: Line) -> Finding | None:
             if effect.difference is None or not effect.difference.clear:
                 continue
             ratio = effect.mean / fmean(base.values("tokens_per_s"))
-            after, before = effect.arm.change_from(base), base.change_from(effect.arm)
+            change = effect.arm.change_from(base)
             if ratio >= 1:
-                found.append((ratio, f"serving with {after} instead of {before}"))
+                found.append((ratio, f"serving {effect.arm.name} ({change}) instead of {base.name}"))
             elif "model" not in dict(effect.arm.fields) or base.model == effect.arm.model:
                 # A slower variant is no finding against it: it was made to be smaller.
-                found.append((1 / ratio, f"serving with {before} instead of {after}"))
+                found.append((1 / ratio, f"serving {base.name} instead of {effect.arm.name} ({change})"))
     if found:
         ratio, words = max(found)
         return Finding(f"{units.three(ratio)}x tokens/s", words, "serving")

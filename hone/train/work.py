@@ -8,7 +8,7 @@ from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY, Plan, Shortage
 from hone.cost.facts import ModelFacts
-from hone.cost.files import commit_seconds
+from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.cost.update import UpdateCost
@@ -26,9 +26,6 @@ WAYS = {
     )
 }
 """Ways out when memory or disk is too small."""
-
-FILES_BYTES = 2 << 20
-"""Bytes of a trained folder beside weights and logs: a tokenizer, a config, the manifest."""
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
@@ -95,6 +92,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
     evaluation, around = _evaluation_s(work, machine), _around_s(work, machine)
     num_params, width = work.model.num_params, BYTES[work.dtype]
     tokens = work.steps * work.step_tokens
+    beside = beside_bytes(work.model.vocab_size)
     weights = f"{num_params:,} parameters x {width} bytes"
     found = {
         "time_s": Estimate(
@@ -117,9 +115,9 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
         ),
         "model_bytes": Estimate(value=float(width * num_params), unit="B", formula=weights, tolerance=0.02),
         DISK: Estimate(
-            value=float(width * num_params + FILES_BYTES + LOG_BYTES * work.steps),
+            value=float(width * num_params + beside + LOG_BYTES * work.steps),
             unit="B",
-            formula=f"{weights} + tokenizer and manifest {human_bytes(FILES_BYTES)} + logs {human_bytes(LOG_BYTES * work.steps)}",
+            formula=f"{weights} + tokenizer and manifest {human_bytes(beside)} + logs {human_bytes(LOG_BYTES * work.steps)}",
         ),
     }
     if work.num_checkpoints:
