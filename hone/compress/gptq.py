@@ -25,11 +25,9 @@ formats = lazy("hone.ops.formats")
 grid = lazy("hone.compress.grid")
 schemes = lazy("hone.model.quantized.scheme")
 
-BLOCK = 64
-"""Columns per block; a matrix product adds the errors of all earlier columns to each block."""
-
-COLUMN_OPS = 17
-"""Cost of one column in launches of operations: five kernels and the slices between them (one H200: 86 us per column)."""
+COLUMN_OPS, BLOCK_LAUNCHES = 17, 12
+"""Cost in operation starts: of one column without a GPU, five operations and the slices between them; of 64 columns with
+one, a product, a kernel and the Python around them."""
 
 
 class GPTQ(IntegerQuantizer):
@@ -68,8 +66,9 @@ class GPTQ(IntegerQuantizer):
         search = super().work(rows, columns)
         return Work(
             flops=columns**3 / 3 + rows * columns**2,
-            num_bytes=search.num_bytes + (4.0 * BLOCK + 48.0) * rows * columns,
+            num_bytes=search.num_bytes + 300.0 * rows * columns,
             num_ops=search.num_ops + COLUMN_OPS * columns,
+            launches=search.num_ops + BLOCK_LAUNCHES * columns / 64,
         )
 
     def _factor(self, hessian: Tensor) -> tuple[Tensor | None, Tensor, float]:
@@ -120,26 +119,18 @@ def solve(
     `order` int64 [K] is the order in which columns are rounded (R is that of the permuted H). `keep` bool [N, K] forces
     code 0 where False, and that error is propagated like any other (arXiv:2301.00774).
     """
-    low, high = formats.code_range(bits)
+    from hone.ops import round_compensated
+
     columns = weights.shape[1]
     order = torch.arange(columns, device=weights.device) if order is None else order
     steps = scales.to(weights.dtype).T[order // (columns // scales.shape[1])]  # [K, N]: a column's scale of every row
-    wanted = weights.T[order].contiguous()  # transposed, so that a column is contiguous
-    kept = None if keep is None else keep.T[order].to(weights.dtype)
-    ratio = (factor / factor.diagonal()).contiguous()
-    codes = torch.empty_like(wanted)
-    errors = torch.empty_like(wanted)
-    for start in range(0, columns, BLOCK):
-        stop = min(start + BLOCK, columns)
-        target = torch.addmm(wanted[start:stop], ratio[:start, start:stop].T, errors[:start])
-        for column in range(start, stop):
-            here = column - start
-            code = torch.div(target[here], steps[column], out=codes[column]).round_().clamp_(low, high)
-            if kept is not None:
-                code.mul_(kept[column])
-            error = torch.addcmul(wanted[column], code, steps[column], value=-1.0, out=errors[column])
-            if column + 1 < stop:
-                target[here + 1 :].addr_(ratio[column, column + 1 : stop], error)
+    codes = round_compensated(
+        weights.T[order].contiguous(),  # transposed, so that a column is contiguous
+        steps,
+        factor / factor.diagonal(),
+        *formats.code_range(bits),
+        None if keep is None else keep.T[order],
+    )
     result = torch.empty(columns, len(weights), dtype=torch.int8, device=weights.device)
-    result[order] = codes.to(torch.int8)
+    result[order] = codes
     return result.T.contiguous()

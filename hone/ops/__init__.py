@@ -13,6 +13,7 @@ from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.norm.api import rms_norm
 from hone.ops.paged.api import attend_latent, attend_paged, quantize_kv, write_kv
 from hone.ops.rope.api import rope, rope_write
+from hone.ops.rounding.api import round_compensated
 from hone.ops.sample.api import sample
 from hone.ops.scan.api import scan, scan_delta
 
@@ -33,6 +34,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_write",
+    "round_compensated",
     "sample",
     "scan",
     "scan_delta",

@@ -159,6 +159,19 @@ def _why_no_triton(where: Where) -> str:
 
 
 _HALVES = (torch.bfloat16, torch.float16)
+_UP_TO_32 = (*_HALVES, torch.float32)
+
+
+def _by_dtype(otherwise: str, dtypes: tuple[torch.dtype, ...], reason: str) -> Callable[..., Choice]:
+    """The rule of an op whose kernel takes any shape of `dtypes`."""
+
+    def rule(where: Where, *, dtype: torch.dtype) -> Choice:
+        if dtype not in dtypes:
+            taken = ", ".join(str(one).removeprefix("torch.") for one in dtypes)
+            return Choice(otherwise, f"the kernel takes {taken}, not {dtype}")
+        return Choice("triton", reason)
+
+    return rule
 
 
 def _rms_norm(
@@ -166,7 +179,7 @@ def _rms_norm(
 ) -> Choice:
     if offset:
         return Choice("torch", "the kernel multiplies by the weight as it is stored, without an offset")
-    if dtype not in (*_HALVES, torch.float32) or weight_dtype != dtype:
+    if dtype not in _UP_TO_32 or weight_dtype != dtype:
         return Choice(
             "torch", f"the kernel takes x and weight of one dtype up to 32 bits, not {dtype} and {weight_dtype}"
         )
@@ -175,16 +188,10 @@ def _rms_norm(
     return Choice("triton", "one pass over memory")
 
 
-def _elementwise(where: Where, *, dtype: torch.dtype) -> Choice:
-    if dtype not in (*_HALVES, torch.float32):
-        return Choice("torch", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
-    return Choice("triton", "one pass over memory")
-
-
 def _linear_cross_entropy(where: Where, *, dtype: torch.dtype, softcap: bool = False) -> Choice:
     if softcap:
         return Choice("reference", "the kernel has no softcap on the logits")
-    if dtype not in (*_HALVES, torch.float32):
+    if dtype not in _UP_TO_32:
         return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
     return Choice("triton", "library products around one kernel a chunk")
 
@@ -305,18 +312,6 @@ def _grouped_linear(
     return Choice("torch", "many tokens per expert, or a gradient: torch's grouped product")
 
 
-def _permute(where: Where, *, dtype: torch.dtype) -> Choice:
-    if dtype not in (*_HALVES, torch.float32):
-        return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
-    return Choice("triton", "counting sort in two kernels")
-
-
-def _sample(where: Where, *, dtype: torch.dtype) -> Choice:
-    if dtype not in (*_HALVES, torch.float32):
-        return Choice("reference", f"the kernel takes logits of 16 and 32 bits, not {dtype}")
-    return Choice("triton", "noise and thresholds are never stored in memory")
-
-
 def _linear(
     where: Where,
     *,
@@ -390,12 +385,15 @@ RULES: dict[str, Callable[..., Choice]] = {
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
     "rms_norm": _rms_norm,
-    **dict.fromkeys(("rope", "rope_in_place", "rope_write", "swiglu"), _elementwise),
+    **dict.fromkeys(
+        ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", _UP_TO_32, "one pass over memory")
+    ),
     "geglu": lambda where: Choice("torch", "there is no kernel: torch's gelu and a product"),
     "linear_cross_entropy": _linear_cross_entropy,
     "grouped_linear": _grouped_linear,
-    "permute": _permute,
-    "sample": _sample,
+    "permute": _by_dtype("reference", _UP_TO_32, "counting sort in two kernels"),
+    "sample": _by_dtype("reference", _UP_TO_32, "noise and thresholds are never stored in memory"),
+    "round_compensated": _by_dtype("reference", (torch.float32,), "one launch for 64 columns, not five a column"),
 }
 """Rules for a GPU with Triton; that of `attend` covers every device."""
 
@@ -413,6 +411,7 @@ NO_GPU: dict[str, Choice] = {
     "grouped_linear": Choice("reference", "no GPU: one product an expert"),
     "permute": Choice("reference", "no GPU: torch's stable sort"),
     "sample": Choice("reference", "no GPU: torch's sort and argmax"),
+    "round_compensated": Choice("reference", "no GPU: torch, a column at a time"),
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
@@ -441,6 +440,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "grouped_linear": ("reference", "torch", "triton"),
     "permute": ("reference", "triton"),
     "sample": ("reference", "triton"),
+    "round_compensated": ("reference", "triton"),
 }
 """The backends of each op: a rule returns one of them, and `backend` may force one."""
 

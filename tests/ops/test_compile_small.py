@@ -13,6 +13,7 @@ from hone.ops.moe import triton_kernels as grouped
 from hone.ops.moe.api import few_shape
 from hone.ops.norm import triton_kernels as norm
 from hone.ops.rope import triton_kernels as turn
+from hone.ops.rounding import triton_kernels as rounding
 from hone.ops.sample import triton_kernels as draw
 from hone.ops.sample.api import FLOOR_SHAPE
 from tests.ops.compiled import NUMBERS, bf16, compile_simple, fp32
@@ -47,6 +48,14 @@ def test_loss(teacher: bool) -> None:
     constants = {"TEACHER": teacher, "SMOOTH": False, "GRAD": True, "BLOCK": block, "STAGES": stages}
     record = compile_simple(loss.cross_entropy_rows, types, constants, warps)
     assert record.clean and record.count("MUFU.EX2")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_rounding_stays_in_registers(keep: bool) -> None:
+    types = fp32("target", "wanted", "steps", "ratio", "errors", "low", "high") | NUMBERS
+    types |= {"low": "fp32", "high": "fp32", "keep": "*u8", "codes": "*i8"}
+    record = compile_simple(rounding.round_columns, types, {"KEEP": keep, "BLOCK": 64, "ROWS": rounding.ROWS}, 1)
+    assert record.clean and not record.count("LDL")
 
 
 def test_rope_write_with_codes() -> None:
