@@ -19,6 +19,8 @@ from benchmarks import ledger
 from hone.base.artifact import Artifact
 
 Rows = list[dict[str, Any]]
+USUAL = {"objective": "next_token", "schedule": "cosine", "optimizer": "adamw"}
+"""The techniques of a training that shows none."""
 
 
 def row(
@@ -83,11 +85,13 @@ def of_serving(line: dict[str, Artifact], plain: list[Artifact]) -> Rows:
 def of_training(line: dict[str, Artifact]) -> Rows:
     """Validation loss of schedules, objectives and optimizers, memory and speed of activation checkpointing."""
     rows = []
-    for artifact in line.values():
-        if artifact.kind != "train":
-            continue
+    trained = [artifact for artifact in line.values() if artifact.kind == "train"]
+    kinds = {one.name: {slot: one.manifest["spec"][slot]["kind"] for slot in USUAL} for one in trained}
+    plain = {one.figures["train_tokens"].value: one for one in trained if kinds[one.name] == USUAL}
+    for artifact in trained:
         spec, figures = artifact.manifest["spec"], artifact.figures
-        steps = f"{spec['steps']} steps of {spec['batch_size']} x {spec['seq_len']}"
+        count = figures["train_tokens"].value / (spec["batch_size"] * spec["seq_len"])  # fewer within a time budget
+        steps = f"{count:.0f} steps of {spec['batch_size']} x {spec['seq_len']}"
         if spec["activation_checkpointing"]["kind"] != "none" or artifact.name == "none":
             for figure, unit in (("memory_growth_bytes", "B"), ("tokens_per_s", "tokens/s")):
                 without = line["train-none"].figures[figure].value
@@ -102,10 +106,14 @@ def of_training(line: dict[str, Artifact]) -> Rows:
                     )
                 )
             continue
-        loss = figures["val_loss"].value
-        for slot in ("objective", "schedule", "optimizer"):
-            what = f"validation loss, {artifact.name}, {steps}"
-            rows.append(row(f"{slot}/{spec[slot].get('kind', 'adamw')}", what, loss, "nats/token"))
+        what, loss = f"validation loss, {artifact.name}, {steps}", figures["val_loss"].value
+        without = plain.get(figures["train_tokens"].value)  # as many steps of the same batches
+        for slot, kind in kinds[artifact.name].items():
+            if artifact is without:
+                rows.append(row(f"{slot}/{kind}", what, loss, "nats/token"))
+            elif kind != USUAL[slot]:
+                peer = without.figures["val_loss"].value if without is not None else None
+                rows.append(row(f"{slot}/{kind}", what, loss, "nats/token", USUAL[slot], peer))
     return rows
 
 
