@@ -6,13 +6,10 @@ Shapes: B sequences, S tokens, D hidden width, T tokens of a batch without paddi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hone.base.errors import ArtifactError
 from hone.compress.calibration import Calibration
 from hone.compress.statistics import STATISTICS, Statistic
 from hone.model.context import Causal, Context, Packed
@@ -34,21 +31,6 @@ class Flow:
         """Computes the inputs of the first layer."""
         tokens = torch.from_numpy(self.calibration.tokens)
         self.states = torch.cat([ends.embed(part.to(self.device)).to(self.dtype) for part in tokens.split(64)])
-
-    def snapshot(self) -> Tensor:
-        """A copy of the states on the CPU, to be written while the next layer is computed."""
-        return self.states.to("cpu", copy=True)
-
-    def restore(self, path: Path) -> None:
-        """Reads a snapshot written as "states", into new memory: a mapped file may be aligned differently, and matrix products
-        may then differ in the last bit."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                self.states = file.get_tensor("states").clone().to(self.device)
-        except (SafetensorError, OSError) as error:
-            raise ArtifactError(
-                f"{path} is corrupt: {error}", fix="delete the unfinished folder and start again"
-            ) from None
 
     @torch.no_grad()
     def statistics(

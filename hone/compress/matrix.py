@@ -6,6 +6,7 @@ Shapes: N output features (rows; q, k, v stacked count as one matrix), K input f
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -140,6 +141,11 @@ class Quantizer(Step):
     def work(self, rows: int, columns: int) -> Work:
         """Finding scales and rounding: a few passes."""
         return Work(num_bytes=32.0 * rows * columns, num_ops=12)
+
+
+def quantizer_of(steps: Iterable[Step]) -> Quantizer | None:
+    """The step that determines the storage of weights; None without a quantizer."""
+    return next((step for step in steps if isinstance(step, Quantizer)), None)
 
 
 class IntegerQuantizer(Quantizer):

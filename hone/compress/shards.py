@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hone.base.durable import sync, write_atomic
-from hone.base.errors import FitError
+from hone.base.errors import ArtifactError, FitError
 from hone.model.shards import INDEX, save_tensors
 
 DTYPES = {
@@ -61,6 +62,15 @@ def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
             sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_shard(path: Path) -> dict[str, Tensor]:
+    """The tensors of a shard, in memory of their own. Raises ArtifactError when it is corrupt."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{path} is corrupt: {error}", fix="delete the unfinished folder and start again") from None
 
 
 def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:

@@ -15,11 +15,12 @@ from hone.base.durable import write_atomic, write_jsonl
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
-from hone.base.plan import DISK, MEMORY, Facts, Plan, Shortage, check_order, need
+from hone.base.plan import DISK, MEMORY, Facts, Plan, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import STEPS
+from hone.compress.matrix import quantizer_of
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.energy import with_energy
 from hone.cost.files import beside_bytes
@@ -64,17 +65,6 @@ class CompressPlan(Plan):
     targets: tuple[tuple[Any, ...], ...]
     compute_dtype: str
     calibrated: Calibrated | None
-    scratch_bytes: int
-    """Bytes of hidden states stored with the unfinished folder."""
-
-    def shortages(self, capacity: Mapping[str, float]) -> list[Shortage]:
-        """The resources that do not suffice; the disk must hold the hidden states too."""
-        if DISK in self.estimates and DISK in capacity:
-            folder = self.estimates[DISK]
-            more = {"value": folder.value + self.scratch_bytes, "formula": f"{folder.formula}, hidden states beside it"}
-            whole = Plan(estimates={**self.estimates, DISK: folder.model_copy(update=more)}, ways=self.ways)
-            return whole.shortages(capacity)
-        return super().shortages(capacity)
 
 
 class Compress(Stage):
@@ -168,7 +158,6 @@ class Compress(Stage):
             targets=targets,
             compute_dtype=compute,
             calibrated=calibrated,
-            scratch_bytes=2 * work.states_bytes,
         )
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
@@ -191,8 +180,7 @@ class Compress(Stage):
 
     @property
     def _quantizer(self) -> Any:
-        """The step that determines the storage of weights; None without a quantizer."""
-        return next((step for step in self.steps if "weights:quantized" in step.gives), None)
+        return quantizer_of(self.steps)
 
     @property
     def _rest_dtype(self) -> Any:

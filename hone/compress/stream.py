@@ -1,4 +1,9 @@
-"""The streaming engine: loads, compresses and writes one decoder layer at a time, and resumes after the last one written."""
+"""The streaming engine: loads, compresses and writes one decoder layer at a time, and resumes after the last one written.
+
+Nothing but the written layers is kept for an interruption: the inputs of the first unfinished layer are computed again,
+from the embedding through the compressed layers. That is one forward pass a finished layer, once, where a copy of all
+states after every layer would cost more than the layer's own work.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,8 @@ from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
-from hone.compress.matrix import Matrix, Step
-from hone.compress.shards import shard_name, write_index, write_shard
+from hone.compress.matrix import Matrix, Step, quantizer_of
+from hone.compress.shards import read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
 from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear
@@ -61,7 +66,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
     Resumes after the last layer whose marker is in `draft.state`. `flow` is None when no calibration inputs are used.
     """
     count = job.checkpoint.config.num_layers
-    done = _finished_layers(draft, job, flow)
+    done = _finished_layers(draft, job)
     first = draft.folder / shard_name(1, job.num_shards)
     if not first.exists():
         tensors = {}
@@ -72,65 +77,79 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
         write_shard(first, tensors)
         del tensors
     if flow is not None and done < count:
-        if done == 0:
-            ends = job.checkpoint.build_ends(job.device, job.dtype)
-            if job.rest_dtype is not None:
-                embedding = ends.embedding.to(job.rest_dtype).to(job.dtype)
-                ends.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
-            flow.embed(ends)
-            del ends
-        else:
-            flow.restore(_states(draft, done))
+        _advance(job, flow, draft, done, run)
     # One thread writes a finished layer while the next one is computed; a layer's marker is written after its files.
     with torch.no_grad(), ThreadPoolExecutor(1) as writer, run.progress("compress", count, "layers") as bar:
         bar.advance(done)
         written: Future[None] | None = None
         for index in range(done, count):
             rows, tensors = _compress_layer(job, flow, index)
-            states = flow.snapshot() if flow is not None and index + 1 < count else None
             if written is not None:
                 written.result()
-            written = writer.submit(_keep, job, draft, index, rows, tensors, states)
-            del tensors, states  # only the writing thread keeps references, until they are on disk
+            written = writer.submit(_keep, job, draft, index, rows, tensors)
+            del tensors  # only the writing thread keeps references, until they are on disk
             bar.advance(1, rows[-1]["name"] if rows else "")
         if written is not None:
             written.result()
     return _finish(job, draft, run)
 
 
-def _keep(
-    job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor], states: Tensor | None
-) -> None:
-    """Writes layer `index`: its shard, its output states, then the marker that both are complete."""
+@torch.no_grad()
+def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
+    """Computes the inputs of layer `done`: the embedding, then the finished layers with their written weights."""
+    ends = job.checkpoint.build_ends(job.device, job.dtype)
+    if job.rest_dtype is not None:
+        embedding = ends.embedding.to(job.rest_dtype).to(job.dtype)
+        ends.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
+    flow.embed(ends)
+    del ends
+    if not done:
+        return
+    with run.progress("finished layers", done, "layers") as bar:
+        for index in range(done):
+            checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+            layer = checkpoint.build_layer(index, job.device, job.dtype)
+            written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
+            for linear in job.targets[index]:
+                _use(layer, linear, _read(job, linear, written).to(job.dtype))
+            flow.through(layer)
+            bar.advance()
+
+
+def _read(job: Job, linear: Linear, written: dict[str, Tensor]) -> Tensor:
+    """The fused weight [N, K] of a linear as its shard holds it, dequantized on the engine's device."""
+    quantizer = quantizer_of(job.steps)
+    wide, parts = torch.promote_types(job.checkpoint.dtype, torch.float32), []
+    for name, rows in linear.modules:
+        given = {key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(f"{name}.")}
+        part = {suffix: value.to(job.device) for suffix, value in given.items()}
+        if quantizer is None:
+            parts.append(part["weight"])
+        else:
+            parts.append(quantizer.scheme(linear.columns).stored(part, rows, linear.columns).weight(wide))
+    return torch.cat(parts)
+
+
+def _keep(job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+    """Writes layer `index`: its shard, then the marker that it is complete."""
     write_shard(draft.folder / shard_name(index + 2, job.num_shards), tensors)
-    if states is not None:
-        write_shard(_states(draft, index + 1), {"states": states})
     entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
     write_atomic(_marker(draft, index), json.dumps(entry).encode())
-    _states(draft, index).unlink(missing_ok=True)
     draft.keep_time()
 
 
-def _finished_layers(draft: Draft, job: Job, flow: Flow | None) -> int:
-    """Number of leading layers whose shard and marker exist (and, with calibration, their output states)."""
-    count = job.checkpoint.config.num_layers
+def _finished_layers(draft: Draft, job: Job) -> int:
+    """Number of leading layers whose shard and marker exist."""
     done = 0
-    while done < count and _marker(draft, done).exists():
+    while done < job.checkpoint.config.num_layers and _marker(draft, done).exists():
         if not (draft.folder / shard_name(done + 2, job.num_shards)).exists():
             break
         done += 1
-    if flow is not None and 0 < done < count and not _states(draft, done).exists():
-        return 0
     return done
 
 
 def _marker(draft: Draft, index: int) -> Path:
     return draft.state / f"layer-{index:05d}.json"
-
-
-def _states(draft: Draft, index: int) -> Path:
-    """File of the input states of layer `index`."""
-    return draft.state / f"states-{index:05d}.safetensors"
 
 
 def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -148,12 +167,20 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
         original = _original(module.weight.detach(), [tensors[f"{name}.weight"] for name, _ in linear.modules])
         matrix = _solve(job, f"model.layers.{index}.{linear.path}", original, statistics.pop(linear.path, {}))
         rows.append(_report(job, matrix, linear))
-        tensors.update(_written(matrix, linear, tensors))
-        if flow is not None:  # the second pass runs the compressed weights
-            module.weight = nn.Parameter(matrix.weight.to(job.dtype), requires_grad=False)
+        written = _written(matrix, linear, tensors)
+        tensors.update(written)
+        if flow is not None:  # the second pass runs the weights that are written, in their stored precision
+            plain = matrix.stored is None
+            weight = torch.cat([written[f"{name}.weight"] for name, _ in linear.modules]) if plain else matrix.weight
+            _use(layer, linear, weight.to(job.dtype))
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
         flow.through(layer)
     return rows, tensors
+
+
+def _use(layer: nn.Module, linear: Linear, weight: Tensor) -> None:
+    """Replaces the weight of a linear of `layer`."""
+    layer.get_submodule(linear.path).weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _original(computed: Tensor, stored: list[Tensor]) -> Tensor:

@@ -95,7 +95,6 @@ class Compression:
 
 def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     """Seconds of all layers in order, each loaded, calibrated, solved and evaluated while the one before is written."""
-    gpu = machine.device.startswith("cuda")
     parts: dict[str, float] = {}
     forward, bound = _forward(machine, work)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
@@ -111,14 +110,12 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
             "solvers": sum(_solve(machine, one, step) for one in matrices for step in one.steps),
             "errors": sum(_evaluate(machine, one, calibrated=bool(work.tokens)) for one in matrices),
             "second pass": 0.0 if last else forward,
-            "copying states": 0.0 if last else _copy(machine, work, gpu),
         }
         for name, value in spent.items():
             parts[name] = parts.get(name, 0.0) + value
-        kept = work.shard_bytes[index + 1] + (0 if last else work.states_bytes)
         now = max(now + sum(spent.values()), written)
-        # Weights, hidden states (without calibration: time spent), and the marker that the layer is whole.
-        written = now + disk.seconds(kept, files=4 if work.tokens and not last else 3)
+        # Weights, time spent, and the marker that the layer is whole.
+        written = now + disk.seconds(work.shard_bytes[index + 1], files=3)
     written += disk.seconds(0, files=4)  # index, config, generation config and the rows of the report
     parts["embedding and head"] = ends
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
@@ -128,7 +125,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
 
 
 def compress_bytes(machine: Machine, work: Compression) -> Estimate:
-    """Growth of memory at its peak: states and the copy being written, a layer as computed and as stored, its Hessians, and
+    """Growth of memory at its peak: states, a layer as computed and as stored, its Hessians, and
     one batch or one solve."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     layer = max((one.matmul_params for one in work.facts.layers), default=0) * (width + work.stored_width)
@@ -138,7 +135,7 @@ def compress_bytes(machine: Machine, work: Compression) -> Estimate:
         hessians = max(sum(4 * one.columns**2 for one in matrices) for matrices in work.layers)
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     parts = {
-        "hidden states": work.states_bytes * (1 if gpu else 2),
+        "hidden states": work.states_bytes,
         "one layer": layer,
         "sums of x x^T": hessians,
         # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.
@@ -189,11 +186,6 @@ def _evaluate(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:
     """Seconds of the errors of the weights and of the outputs: two products with the Hessian."""
     products = _products(machine, 4.0 * one.rows * one.columns**2) if calibrated else 0.0
     return products + _passes(machine, (REPORT_BYTES + (30 if calibrated else 0)) * one.size)
-
-
-def _copy(machine: Machine, work: Compression, gpu: bool) -> float:
-    """Seconds of the copy of the hidden states that is written."""
-    return work.states_bytes / _host_rate(machine) if gpu else _passes(machine, 2.0 * work.states_bytes)
 
 
 def _solve_bytes(one: MatrixWork, work: Compression) -> float:

@@ -148,6 +148,11 @@ class Scheme:
             return formats.unpack(stored.T.contiguous(), self.bits, rows).T.contiguous()
         return stored.reshape(1, 1) if self.per_tensor else stored
 
+    def stored(self, part: dict[str, Tensor], rows: int, in_features: int) -> Stored:
+        """The inverse of `write`: one checkpoint module [rows, in_features] from its tensors by suffix."""
+        scales = part["weight_scale"].reshape(self.grid(rows, in_features))
+        return Stored(self, self.read(part, in_features), scales, self.read_zero_points(part, rows))
+
     def by_row(self, values: Tensor, rows: int, in_features: int) -> Tensor:
         """Scales or zero points of one checkpoint module, [R, G] or [1], expanded to one set per row, [N, G]."""
         high = self.extent(rows, in_features)[0]
