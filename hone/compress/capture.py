@@ -30,7 +30,11 @@ class Flow:
     def embed(self, ends: Decoder) -> None:
         """Computes the inputs of the first layer."""
         tokens = torch.from_numpy(self.calibration.tokens)
-        self.states = torch.cat([ends.embed(part.to(self.device)).to(self.dtype) for part in tokens.split(64)])
+        width = ends.embedding.shape[1]
+        self.states = torch.empty(*tokens.shape, width, dtype=self.dtype, device=self.device)  # parts would be there twice
+        for start in range(0, len(tokens), 64):
+            part = tokens[start : start + 64].to(self.device)
+            self.states[start : start + 64] = ends.embed(part)
 
     @torch.no_grad()
     def statistics(

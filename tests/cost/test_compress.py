@@ -24,7 +24,7 @@ def compression(kind: str, num_sequences: int, num_layers: int = 2) -> Compressi
     return Compression(facts, (matrices,) * num_layers, sizes, 2, "bfloat16", **calibration)
 
 
-@pytest.mark.parametrize(("num_sequences", "layer_s"), [(512, 9.54), (128, 4.18)])
+@pytest.mark.parametrize(("num_sequences", "layer_s"), [(512, 2.82), (128, 1.14)])
 def test_gptq_on_an_h200_takes_what_was_measured(num_sequences: int, layer_s: float) -> None:
     estimate = compress_seconds(h200(), compression("gptq", num_sequences))
     assert estimate.value / 2 == pytest.approx(layer_s, rel=0.25), estimate.formula
@@ -32,14 +32,12 @@ def test_gptq_on_an_h200_takes_what_was_measured(num_sequences: int, layer_s: fl
 
 
 def test_the_parts_of_a_layer_are_those_that_were_measured() -> None:
-    """One H200, 512 x 2048: forward with Hessians 1.65 s, solvers 2.63 s, second pass 0.8 s, states to the host 5.7 s."""
+    """One H200, 512 x 2048: forward with Hessians 1.65 s, solvers 0.33 s, errors 0.13 s, second pass 0.57 s."""
     formula = compress_seconds(h200(), compression("gptq", 512)).formula
     parts = {name: float(value) for name, value, _ in (part.rsplit(" ", 2) for part in formula.split(" + "))}
     assert parts["statistics"] / 2 == pytest.approx(1.65, rel=0.25), formula
-    assert (parts["solvers"] + parts["errors"]) / 2 == pytest.approx(2.63, rel=0.25), formula
-    assert parts["second pass"] == pytest.approx(0.8, rel=0.25), formula
-    assert parts["copying states"] == pytest.approx(5.7, rel=0.05), formula
-    assert parts["waiting for the disk"] > 3, formula
+    assert (parts["solvers"] + parts["errors"]) / 2 == pytest.approx(0.46, rel=0.35), formula
+    assert parts["second pass"] == pytest.approx(0.57, rel=0.4), formula
 
 
 def test_writing_waits_for_nothing_but_the_layer_before() -> None:
