@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
+from typing import Any
 
 HELP = """hone: language models cheap to build and cheap to run, and what every optimization cost and saved.
 
@@ -65,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _say
+            return _dispatch(arguments)
     except HoneError as error:
         return _complain(error.what, error.fix)
     except KeyboardInterrupt:
@@ -85,6 +89,11 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP):
             return _complain(f"cannot use {error.filename}: {error.strerror}", "give another path")
         raise
+
+
+def _say(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    """Prints a warning without the place in the code, which tells a user of the command nothing."""
+    print(f"note: {message}", file=sys.stderr)
 
 
 def _complain(what: str, fix: str) -> int:

@@ -41,7 +41,7 @@ def show_plan(rows: Sequence[Planned], run: Run) -> int:
     problems = [row for row in rows if row.problem is not None]
     for row in problems:
         what = row.problem.what if row.problem else ""
-        console.print(f"\n{row.name}: {what}", markup=False, soft_wrap=True)
+        console.print(f"\n{what if what.startswith(row.name) else f'{row.name}: {what}'}", markup=False, soft_wrap=True)
         for way in row.problem.fix.split("; or ") if row.problem else ():
             console.print(f"  - {way}", markup=False, soft_wrap=True)
     return 2 if problems else 0

@@ -31,7 +31,9 @@ class Flow:
         """Computes the inputs of the first layer."""
         tokens = torch.from_numpy(self.calibration.tokens)
         width = ends.embedding.shape[1]
-        self.states = torch.empty(*tokens.shape, width, dtype=self.dtype, device=self.device)  # parts would be there twice
+        self.states = torch.empty(
+            *tokens.shape, width, dtype=self.dtype, device=self.device
+        )  # parts would be there twice
         for start in range(0, len(tokens), 64):
             part = tokens[start : start + 64].to(self.device)
             self.states[start : start + 64] = ends.embed(part)
