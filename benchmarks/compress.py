@@ -2,6 +2,7 @@
 
 python -m benchmarks.compress --model FOLDER --text FILE [--tokens-text FILE]   perplexity on text outside the calibration
 python -m benchmarks.compress --shape llama3-8b --layers 2 --device cuda        seconds a layer; output error on random weights
+                              [--peer]   the same model and tokens through llm-compressor's GPTQ, after hone's, in one process
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +58,8 @@ def main() -> None:
         for name, one in steps.items():
             results[name] = _measure(one, name, model, data, text, held_out, folder, arguments)
             print(json.dumps({name: results[name]}), flush=True)
-        rows = _rows(results, model, arguments)
+        peer = _llm_compressor(model, data, arguments) if arguments.peer and data is not None else None
+        rows = _rows(results, model, arguments) + _peer_rows(results["gptq"], peer, arguments)
         print(ledger.table(rows))
         if not arguments.no_ledger:
             print(ledger.append("compress", rows, arguments.device))
@@ -75,6 +78,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scratch", type=Path, help="folder for temporary models; default: the system's")
+    parser.add_argument(
+        "--peer", action="store_true", help="also llm-compressor's GPTQ; needs llmcompressor, --shape, bits 4"
+    )
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
     if (arguments.model is None) == (arguments.shape is None):
@@ -151,6 +157,52 @@ def _perplexity(folder: Path, tokens: np.ndarray, device: str) -> float:
 
     model = load(folder, device).eval()
     return score(model, tokens, window=min(model.config.max_seq_len, 2048), join="stream").perplexity
+
+
+def _llm_compressor(model: Path, data: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds and peak bytes of llm-compressor's GPTQ (W4A16, groups of 128) on the model and the tokens of hone's run."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    count, length = arguments.num_sequences, arguments.seq_len
+    rows = np.fromfile(data / "tokens" / "train.bin", "<u2")[: count * length].reshape(count, length).tolist()
+    text = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * length] * count})
+    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    processor = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+    given = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(arguments.device).eval()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    oneshot(
+        model=given,
+        dataset=text,
+        recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+        max_seq_length=length,
+        num_calibration_samples=count,
+        processor=processor,
+        pipeline="sequential",
+    )
+    torch.cuda.synchronize()
+    return {"time_s": time.perf_counter() - begun, "peak_memory_bytes": float(torch.cuda.max_memory_allocated())}
+
+
+def _peer_rows(gptq: dict, peer: dict[str, float] | None, arguments: argparse.Namespace) -> list[dict]:
+    """hone's GPTQ against llm-compressor's. Its time has no writing of the folder in it, hone's has."""
+    label = f"{arguments.shape}, {arguments.num_sequences} x {arguments.seq_len} tokens"
+    found = []
+    for key, figure, unit, scale in (
+        ("time_s", "seconds a layer beside llm-compressor", "s", 1 / arguments.layers),
+        ("peak_memory_bytes", "peak memory beside llm-compressor", "B", 1.0),
+    ):
+        if peer is not None:
+            value, theirs = gptq[key] * scale, peer[key] * scale
+            row = {"figure": f"{figure} ({label})", "value": value, "unit": unit, "n": 1, "technique": "quantizer/gptq"}
+            found.append(row | {"peer": "llm-compressor", "peer_value": theirs, "ratio": value / theirs})
+    return found
 
 
 def _rows(results: dict[str, dict], model: Path, arguments: argparse.Namespace) -> list[dict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hone.cli.options import at_most, circumstances, dtype_on, list_fields, need, only
+from hone.cli.options import at_most, circumstances, dtypes_on, list_fields, need, only
 
 _ABOUT = {
     "show": "RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (a valid recipe), or an artifact with its figures.",
@@ -96,6 +96,9 @@ def calibrate(words: list[str], options: dict[str, str]) -> int:
     only(words, options, ("device",))
     at_most(words, 0, "no argument")
     run = circumstances(options)
-    for row in measure(run.device, dtype_on(run.device), fresh=True).table():
+    measured = None
+    for dtype in dtypes_on(run.device):
+        measured = measure(run.device, dtype, fresh=True).joined(measured)
+    for row in measured.table() if measured is not None else ():
         print("  ".join(str(cell) for cell in row))
     return 0

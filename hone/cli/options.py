@@ -152,9 +152,9 @@ def circumstances(options: dict[str, str]) -> Any:
     )
 
 
-def dtype_on(device: str) -> str:
-    """The dtype of most work on `device`."""
-    return "float32" if device == "cpu" else "bfloat16"
+def dtypes_on(device: str) -> tuple[str, ...]:
+    """The dtypes of the work on `device`: on a GPU evaluation is in float32, all else in bfloat16."""
+    return ("float32",) if device == "cpu" else ("bfloat16", "float32")
 
 
 def calibrated(run: Any) -> Any:
@@ -163,11 +163,16 @@ def calibrated(run: Any) -> Any:
     from hone.measure.machine import machine_of
 
     machine = machine_of(run)
-    if machine.calibration is None:
-        with run.progress(
-            "measuring the speed of this machine, once", None
-        ):  # the first import of torch takes long, too
-            measured = calibrate(run.device, dtype_on(run.device))
+    known = machine.calibration.dtypes if machine.calibration is not None else ()
+    wanted = [dtype for dtype in dtypes_on(run.device) if dtype not in known]
+    if wanted:
+        run.say(
+            "measuring the speed of this machine (once, a few seconds)"
+        )  # the first import of torch takes long, too
+        with run.progress("measuring", None):
+            measured = machine.calibration
+            for dtype in wanted:  # what was measured beside other work is not kept, so the second lacks the first
+                measured = calibrate(run.device, dtype).joined(measured)
         machine = machine.model_copy(update={"calibration": measured})
         run.machine = machine.model_dump(mode="json")
     return run

@@ -84,6 +84,15 @@ class Calibration(BaseModel):
         """Dtypes with matmul rates."""
         return tuple(dict.fromkeys(rate.dtype for rate in self.matmuls))
 
+    def joined(self, other: Calibration | None) -> Calibration:
+        """These rates, and those of `other` for dtypes that these lack."""
+        if other is None:
+            return self
+        matmuls = tuple(rate for rate in other.matmuls if rate.dtype not in self.dtypes)
+        attentions = tuple(rate for rate in other.attentions if rate.dtype not in self.dtypes)
+        more = {"matmuls": (*matmuls, *self.matmuls), "attentions": (*attentions, *self.attentions)}
+        return self.model_copy(update=more)
+
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """The best rate measured for `dtype`; None when it was not calibrated."""
         return max((rate.flops_per_s for rate in self.matmuls if rate.dtype == dtype), default=None)

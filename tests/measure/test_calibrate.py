@@ -129,6 +129,19 @@ def test_what_was_measured_beside_other_work_is_not_kept(small):
     assert micro.calibrate() == kept  # without a word: nothing was measured
 
 
+def test_a_second_dtype_joins_the_first_kept_or_not(small):
+    small.setattr(micro, "disturbance", lambda *_: "busy")
+    with pytest.warns(UserWarning, match="busy"):
+        first, second = micro.calibrate(dtype="float32"), micro.calibrate(dtype="bfloat16")
+    assert second.dtypes == ("bfloat16",), "nothing was kept"
+    both = second.joined(first)
+    assert set(both.dtypes) == {"float32", "bfloat16"} == {rate.dtype for rate in both.attentions}
+    assert both.joined(first) == both == both.joined(None)
+    small.setattr(micro, "disturbance", lambda *_: "")
+    micro.calibrate(dtype="float32")
+    assert set(micro.calibrate(dtype="bfloat16").dtypes) == {"float32", "bfloat16"}
+
+
 def test_every_point_has_a_rate(small):
     small.setattr(micro, "disturbance", lambda *_: "")
     found = micro.calibrate()
