@@ -173,6 +173,10 @@ def calibrated(run: Any) -> Any:
             measured = machine.calibration
             for dtype in wanted:  # what was measured beside other work is not kept, so the second lacks the first
                 measured = calibrate(run.device, dtype).joined(measured)
+        if run.device != "cpu":
+            run.say(
+                "kernels are compiled on their first use here: 10 to 20 s a kind of stage, once, which no plan counts"
+            )
         machine = machine.model_copy(update={"calibration": measured})
         run.machine = machine.model_dump(mode="json")
     return run

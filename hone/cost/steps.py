@@ -144,7 +144,14 @@ def traffic_seconds(
     widest = 3 * max([facts.hidden_size, *(layer.intermediate_size for layer in facts.layers)])
     num_bytes = BYTES[dtype] * tokens * moved_values(facts, backward=backward)
     op_bytes = num_bytes if kept else BYTES[dtype] * tokens * widest
-    return seconds(machine, num_bytes=num_bytes, op_bytes=op_bytes, dtype=dtype).value
+    moved = seconds(machine, num_bytes=num_bytes, op_bytes=op_bytes, dtype=dtype).value
+    calibration = machine.calibration
+    if calibration is None or machine.device.startswith("cuda"):  # a GPU's exponentials overlap its traffic
+        return moved
+    gates = tokens * sum(layer.intermediate_size for layer in facts.layers)
+    return (
+        moved + gates * (2 if backward else 1) / calibration.exp_per_s
+    )  # the gate's sigmoid; again for the backward pass
 
 
 def moved_values(facts: ModelFacts, *, backward: bool) -> float:

@@ -38,6 +38,11 @@ DEFAULT_WINDOW = 1024
 _WAYS = {MEMORY: ("lower batch_tokens", "compute in bfloat16: dtype", "score a smaller or quantized model")}
 
 
+COMPARED = 10
+"""Time of the loss, the divergence from a reference and the equality of the most likely tokens, in times of the loss: the
+divergence has three exponentials and eight passes over new memory, the equality two searches (two Intel Xeon cores)."""
+
+
 class EvalPlan(Plan):
     """A plan with the window: the spec's, or the model's context."""
 
@@ -138,8 +143,7 @@ class Eval(Stage):
         repeated = window / (self.stride or window)
         batch = min(self.batch_tokens, tokens)
         forwards = [forward_seconds(one, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype) for one in facts]
-        # Exponentials of every logit: one for the loss; both models' log-softmax and one more for a divergence.
-        softmax_s = (4 if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
+        softmax_s = (COMPARED if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
         value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
         each = " + ".join(f"forward [{forward.formula}]" for forward in forwards)
         formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({each} + softmax {softmax_s:.3g} s)"

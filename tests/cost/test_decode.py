@@ -88,5 +88,6 @@ def test_a_cpu_gathers_pages_and_starts_every_operation():
     pages = 3 * 3 * 10 * 2 * (2 * 64)  # gathered (read, written) and read; sequences, context, layers, keys and values
     moved = 3 * 2 * (16 * 64 + 6 * 128 + 6 * 128)
     starts = 9 + 2 * 60 + 60
-    expected = 4 * (weights + pages + moved) / 1e9 + starts * 1e-6
+    gates = 3 * 2 * 128  # an exponential each
+    expected = (4 * (weights + pages + moved) + gates) / 1e9 + starts * 1e-6
     assert decode_step_seconds(facts, cpu, num_seqs=3, context=10).value == pytest.approx(expected, rel=1e-9)
