@@ -44,7 +44,7 @@ def of_filters(artifact: Artifact) -> Rows:
 
 
 def of_compression(line: dict[str, Artifact], base: Artifact) -> Rows:
-    """Perplexity and size of every compressed model of a line, beside the model it came from."""
+    """Perplexity and size of every compressed model, beside the model it came from."""
     rows = []
     whole = line[f"eval-{base.name}"].figures["perplexity"].value
     for artifact in line.values():
@@ -54,6 +54,7 @@ def of_compression(line: dict[str, Artifact], base: Artifact) -> Rows:
         step = artifact.techniques[-1]
         name = f"{step['slot']}/{step['kind']}"
         what = f"{step['bits']} bits" if "bits" in step else f"{step['sparsity']:.0%} zeros"
+        what += f", {step['pattern']}" if step.get("pattern", "none") != "none" else ""
         rows.append(
             row(name, f"perplexity, tiny, {what}", scored.figures["perplexity"].value, "", "uncompressed", whole)
         )

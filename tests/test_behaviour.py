@@ -33,7 +33,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("train/test_optimizers.py",),
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
     "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
-    "pruner": ("compress/test_stage.py",),
+    "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
     "drafter": ("serve/test_speculate.py",),
 }
 """Slot to the files that test what its techniques do. Tests that go through a whole table without naming a row do not count."""

@@ -16,6 +16,7 @@ PRUNERS = Table(
     "pruner",
     {
         "magnitude": "hone.compress.magnitude:Magnitude",
+        "wanda": "hone.compress.wanda:Wanda",
     },
 )
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
-from hone.base.figure import Estimate
 from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Step
+from hone.compress.matrix import Matrix
+from hone.compress.pruning import Pruner
 from hone.cost.compress import Work
 
 torch = lazy("torch")
 
 
-class Magnitude(Step):
+class Magnitude(Pruner):
     """Zeroes the given fraction of each matrix's weights, smallest magnitude first. Han et al. 2015, arXiv:1506.02626."""
 
     paper: ClassVar[str] = "arXiv:1506.02626"
-    gives: ClassVar[frozenset[str]] = frozenset({"weights:sparse"})
-
-    sparsity: float = Field(0.5, ge=0.0, lt=1.0, description="Fraction of each matrix's weights that become zero.")
 
     def apply(self, matrix: Matrix) -> None:
+        if self.pattern != "none":
+            matrix.prune(self.pattern_of(matrix.weight.abs()))
+            return
         sizes = matrix.weight.abs().flatten()
         count = round(self.sparsity * sizes.numel())
         keep = torch.ones_like(sizes, dtype=torch.bool)
@@ -37,6 +35,3 @@ class Magnitude(Step):
     def work(self, rows: int, columns: int) -> Work:
         """A selection and the mask, mostly the reading and writing of newly allocated memory."""
         return Work(num_bytes=440.0 * rows * columns, num_ops=30, temporaries=12)
-
-    def figures(self) -> dict[str, Estimate]:
-        return {"sparsity": Estimate(value=self.sparsity, unit="fraction", formula="the option sparsity")}

@@ -64,6 +64,13 @@ class AbsMean(Mean):
         self.total += x.float().abs().sum(0)
 
 
+class MeanSquare(Mean):
+    """Mean of x^2, float32 [K]: the diagonal of `Hessian`."""
+
+    def add(self, x: Tensor) -> None:
+        self.total += x.float().square().sum(0)
+
+
 class AbsMax:
     """Largest |x|, float32 [K]."""
 
@@ -101,6 +108,7 @@ STATISTICS: dict[str, type[Statistic]] = {
     "hessian": Hessian,
     "mean": Mean,
     "absmean": AbsMean,
+    "meansquare": MeanSquare,
     "absmax": AbsMax,
     "samples": Samples,
 }

@@ -35,6 +35,7 @@ def test_every_statistic_is_of_the_tokens_that_count(flow: Flow, tiny_llama: Pat
         x = layer.mixer_norm(flow.states)[:, :5].flatten(0, 1)
     expected = {
         "hessian": x.T @ x / len(x), "mean": x.mean(0), "absmean": x.abs().mean(0), "absmax": x.abs().amax(0),
+        "meansquare": x.square().mean(0),
         "samples": x,
     }  # fmt: skip
     assert found.keys() == expected.keys() == STATISTICS.keys()

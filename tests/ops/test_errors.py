@@ -173,6 +173,10 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("v .* do not fit", lambda: ops.rope_write(**turned(v=torch.zeros(3, 2, 6)))),
         (r"sin \(3, 1, 3\)", lambda: ops.rope_write(**turned(sin=ANGLES[..., :3]))),
     ],
+    "round_compensated": [
+        (r"steps \(3, 7\)", lambda: ops.round_compensated(X, X[:, :7], torch.eye(3), -8, 7)),
+        (r"ratio \(2, 2\)", lambda: ops.round_compensated(X, X, torch.eye(2), -8, 7)),
+    ],
     "sample": [
         (r"keys \(2,\)", lambda: ops.sample(X, 1.0, keys=KEYS[:2])),
         ("keys torch.int32", lambda: ops.sample(X, 1.0, keys=KEYS.int())),
@@ -225,6 +229,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(X, W, KEYS, backend="tritno"),
         "grouped_linear": lambda: ops.grouped_linear(X, EXPERTS, ENDS, backend="tritno"),
         "permute": lambda: ops.permute(X, IDS, 2, backend="tritno"),
+        "round_compensated": lambda: ops.round_compensated(X, X, torch.eye(3), -8, 7, backend="tritno"),
         "sample": lambda: ops.sample(X, 1.0, keys=KEYS, backend="tritno"),
     }
     with pytest.raises(HoneError, match="backend is 'tritno'") as caught:

@@ -1,0 +1,30 @@
+"""Wanda: the weights that change the outputs least become zero, without an update of the others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hone.compress.matrix import Matrix
+from hone.compress.pruning import Pruner, keep_largest
+from hone.cost.compress import Work
+
+
+class Wanda(Pruner):
+    """Zeroes the fraction of each row with the smallest |weight| times norm of its input. Sun et al. 2023, arXiv:2306.11695."""
+
+    paper: ClassVar[str] = "arXiv:2306.11695"
+    needs: ClassVar[frozenset[str]] = frozenset({"weights:float", "meansquare"})
+
+    def apply(self, matrix: Matrix) -> None:
+        scores = matrix.weight.abs() * matrix.statistics["meansquare"].sqrt()
+        plain = self.pattern == "none"
+        count = round(self.sparsity * scores.shape[1])
+        matrix.prune(keep_largest(scores, count) if plain else self.pattern_of(scores))
+
+    def work(self, rows: int, columns: int) -> Work:
+        """A sort of each row, and the mask."""
+        return Work(num_bytes=SORT_BYTES * rows * columns, num_ops=20, temporaries=12)
+
+
+SORT_BYTES = 1400.0
+"""Bytes a weight, at the rate of a large copy, to sort rows of it and to write the mask."""

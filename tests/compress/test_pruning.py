@@ -1,0 +1,91 @@
+"""Pruners: which weights go, against the papers' rules written as loops; patterns; what is refused; quality on a real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.base.errors import SpecError
+from hone.compress import PRUNERS
+from hone.compress.matrix import Matrix
+from hone.model.hf import load
+from tests.compress.conftest import perplexity
+
+PATTERNS = {"2:4": (2, 4), "4:8": (4, 8)}
+
+
+def matrix(rows: int = 6, columns: int = 24) -> tuple[Matrix, torch.Tensor]:
+    """A matrix of distinct values, and the mean squares of its inputs."""
+    draw = torch.Generator().manual_seed(0)
+    squares = torch.rand(columns, generator=draw) + 0.01
+    weight = torch.randn(rows, columns, generator=draw)
+    return Matrix("layers.0.mixer.qkv", weight, torch.float32, {"meansquare": squares}), squares
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.5, 0.9])
+def test_wanda_compares_the_weights_of_a_row_by_what_they_do_to_its_output(sparsity: float) -> None:
+    given, squares = matrix()
+    PRUNERS.read({"kind": "wanda", "sparsity": sparsity}).apply(given)
+    for weights, kept in zip(given.original.tolist(), given.weight.tolist()):
+        scores = [abs(weight) * float(square) ** 0.5 for weight, square in zip(weights, squares)]
+        gone = set(sorted(range(24), key=lambda place: scores[place])[: round(sparsity * 24)])
+        assert kept == [0.0 if place in gone else weight for place, weight in enumerate(weights)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", ["magnitude", "wanda"])
+def test_a_pattern_leaves_the_largest_of_every_group(kind: str, pattern: str) -> None:
+    given, squares = matrix()
+    PRUNERS.read({"kind": kind, "pattern": pattern}).apply(given)
+    stay, group = PATTERNS[pattern]
+    scores = given.original.abs() * (squares.sqrt() if kind == "wanda" else 1.0)
+    for row, kept in zip(scores.view(-1, group).tolist(), given.weight.view(-1, group).tolist()):
+        largest = sorted(range(group), key=lambda place: row[place])[-stay:]
+        assert sorted(place for place in range(group) if kept[place]) == sorted(largest)
+
+
+def test_equal_scores_go_from_the_left_on_any_machine() -> None:
+    given = Matrix("x", torch.ones(2, 8), torch.float32, {"meansquare": torch.ones(8)})
+    PRUNERS.read({"kind": "wanda"}).apply(given)
+    assert given.weight.tolist() == [[0.0] * 4 + [1.0] * 4] * 2
+    given = Matrix("x", torch.ones(1, 8), torch.float32, {"meansquare": torch.ones(8)})
+    PRUNERS.read({"kind": "wanda", "pattern": "2:4"}).apply(given)
+    assert given.weight.tolist() == [[0.0, 0.0, 1.0, 1.0] * 2]
+
+
+def test_a_second_pruner_keeps_what_the_first_has_zeroed() -> None:
+    given, _ = matrix()
+    for step in ({"kind": "magnitude", "sparsity": 0.25}, {"kind": "wanda", "sparsity": 0.5}):
+        PRUNERS.read(step).apply(given)
+    assert (given.weight == 0).sum(1).tolist() == [12] * 6
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"pattern 2:4 zeroes half of the weights, sparsity is 0\.3"):
+        PRUNERS.read({"kind": "wanda", "sparsity": 0.3, "pattern": "2:4"})
+    with pytest.raises(SpecError, match=r"pattern 4:8 does not divide the 12 input features of layers\.0"):
+        PRUNERS.read({"kind": "wanda", "pattern": "4:8"}).check("layers.0", 4, 12)
+
+
+def test_wanda_needs_calibration_and_says_how(tiny_llama: Path, compress, calibration_text: Path) -> None:
+    with pytest.raises(SpecError, match="wanda needs meansquare") as found:
+        compress(tiny_llama, {"kind": "wanda"})
+    assert "calibration_text=FILE" in str(found.value.fix)
+    made = compress(tiny_llama, {"kind": "wanda", "pattern": "2:4"}, calibration_text=str(calibration_text))
+    assert made.figures["sparsity"].value == made.figures["sparsity"].estimate.value == 0.5
+    for layer in load(made.folder).layers:
+        assert ((layer.mixer.qkv.weight.view(-1, 4) != 0).sum(1) == 2).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"pattern": "2:4"}], ids=["half", "2:4"])
+def test_wanda_beats_magnitude_on_a_real_model(options: dict, stories: tuple, compress) -> None:
+    model, calibration, rows = stories
+    found = {}
+    for kind in ("magnitude", "wanda"):
+        step = {"kind": kind, **options}
+        made = compress(model, step, name=kind, num_sequences=48, seq_len=256, calibration_text=str(calibration))
+        found[kind] = perplexity(made.folder, rows)
+    assert found["wanda"] < 0.95 * found["magnitude"], found
