@@ -1,6 +1,7 @@
 """Compression: GPTQ against round to nearest in quality, seconds and memory, on a real model or on a random one of a given shape.
 
 python -m benchmarks.compress --model FOLDER --text FILE [--tokens-text FILE]   perplexity on text outside the calibration
+python -m benchmarks.compress --model FOLDER --text FILE --pruners               the same for the pruners
 python -m benchmarks.compress --shape llama3-8b --layers 2 --device cuda        seconds a layer; output error on random weights
                               [--peer]   the same model and tokens through llm-compressor's GPTQ, after hone's, in one process
 """
@@ -20,6 +21,7 @@ import torch
 from benchmarks import ledger
 from hone.base.artifact import Artifact
 from hone.base.run import Run
+from hone.compress import PRUNERS
 from hone.compress.stage import Compress
 from hone.measure.machine import describe
 from hone.model.decoder import build
@@ -49,6 +51,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch)
         model, data, text, held_out = _inputs(arguments, folder)
+        if arguments.pruners:
+            rows = _pruned(model, data, text, held_out, folder, arguments)
+            print(ledger.table(rows))
+            if not arguments.no_ledger:
+                print(ledger.append("compress", rows, arguments.device))
+            return
         step = {"bits": arguments.bits, "group_size": arguments.group_size, "uneven": "nearest"}
         steps = {"rtn": {"kind": "rtn", **step}, "rtn searched": {"kind": "rtn", "scale": "search", **step}}
         steps["gptq"] = {"kind": "gptq", **step}
@@ -81,6 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="store_true", help="also llm-compressor's GPTQ; needs llmcompressor, --shape, bits 4"
     )
+    parser.add_argument("--pruners", action="store_true", help="the pruners in place of the quantizers; needs --model")
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
     if (arguments.model is None) == (arguments.shape is None):
@@ -188,6 +197,30 @@ def _llm_compressor(model: Path, data: Path, arguments: argparse.Namespace) -> d
     )
     torch.cuda.synchronize()
     return {"time_s": time.perf_counter() - begun, "peak_memory_bytes": float(torch.cuda.max_memory_allocated())}
+
+
+def _pruned(
+    model: Path,
+    data: Path | None,
+    text: Path | None,
+    held_out: np.ndarray | None,
+    folder: Path,
+    arguments: argparse.Namespace,
+) -> list[dict]:
+    """Perplexity after each pruner, half of the weights zero: anywhere, and in groups of 4."""
+    assert held_out is not None, "--pruners needs --model and --text"
+    dense = _perplexity(model, held_out, arguments.device)
+    rows = []
+    for kind in PRUNERS:
+        for pattern in ("none", "2:4"):
+            step = {"kind": kind, "pattern": pattern}
+            name = f"{kind}-{pattern.replace(':', '-')}"
+            found = _measure(step, name, model, data, text, held_out, folder, arguments)
+            what = "50% zeros" if pattern == "none" else f"50% zeros, {pattern}"
+            row = {"figure": f"perplexity, {model.name}, {what}", "value": found["perplexity"], "unit": "", "n": 1}
+            peer = {"peer": "dense", "peer_value": dense, "ratio": found["perplexity"] / dense}
+            rows.append(row | peer | {"technique": f"pruner/{kind}"})
+    return rows
 
 
 def _peer_rows(gptq: dict, peer: dict[str, float] | None, arguments: argparse.Namespace) -> list[dict]:

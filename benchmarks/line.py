@@ -135,7 +135,7 @@ def main() -> None:
         if artifact.kind == "data"
         for found in of_filters(artifact)
     ]
-    rows += of_compression(tiny, tiny["train-base"]) + of_training({**tiny, **extra})
+    rows += of_compression({**tiny, **extra}, tiny["train-base"]) + of_training({**tiny, **extra})
     rows += of_serving({**tiny, **extra}, [made for name, made in tiny.items() if name.startswith("serve-plain-")])
     for found in rows:
         print(found["technique"], end="  ")
