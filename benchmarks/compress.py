@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,32 +46,42 @@ VOCABULARY = 4096
 """Rows of a random model's embedding: only layers are compressed, and a full vocabulary takes long to draw."""
 
 
+class Inputs(NamedTuple):
+    """A model; calibration as a data folder (a random model) or a text, and tokens to score (a real one)."""
+
+    model: Path
+    data: Path | None
+    text: Path | None
+    held_out: np.ndarray | None
+
+
 def main() -> None:
     """Runs round to nearest and GPTQ with the same bits and groups, prints the table, adds it to the ledger."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch)
-        model, data, text, held_out = _inputs(arguments, folder)
-        if arguments.pruners:
-            rows = _pruned(model, data, text, held_out, folder, arguments)
-            print(ledger.table(rows))
-            if not arguments.no_ledger:
-                print(ledger.append("compress", rows, arguments.device))
-            return
-        step = {"bits": arguments.bits, "group_size": arguments.group_size, "uneven": "nearest"}
-        steps = {"rtn": {"kind": "rtn", **step}, "rtn searched": {"kind": "rtn", "scale": "search", **step}}
-        steps["gptq"] = {"kind": "gptq", **step}
-        results = (
-            {"dense": {"perplexity": _perplexity(model, held_out, arguments.device)}} if held_out is not None else {}
-        )
-        for name, one in steps.items():
-            results[name] = _measure(one, name, model, data, text, held_out, folder, arguments)
-            print(json.dumps({name: results[name]}), flush=True)
-        peer = _llm_compressor(model, data, arguments) if arguments.peer and data is not None else None
-        rows = _rows(results, model, arguments) + _peer_rows(results["gptq"], peer, arguments)
+        inputs = _inputs(arguments, folder)
+        rows = (_pruned if arguments.pruners else _quantized)(inputs, folder, arguments)
         print(ledger.table(rows))
         if not arguments.no_ledger:
             print(ledger.append("compress", rows, arguments.device))
+
+
+def _quantized(inputs: Inputs, folder: Path, arguments: argparse.Namespace) -> list[dict]:
+    """Rows of GPTQ beside round to nearest, and with --peer beside llm-compressor."""
+    step = {"bits": arguments.bits, "group_size": arguments.group_size, "uneven": "nearest"}
+    steps = {"rtn": {"kind": "rtn", **step}, "rtn searched": {"kind": "rtn", "scale": "search", **step}}
+    steps["gptq"] = {"kind": "gptq", **step}
+    results = {}
+    if inputs.held_out is not None:
+        results["dense"] = {"perplexity": _perplexity(inputs.model, inputs.held_out, arguments.device)}
+    for name, one in steps.items():
+        results[name] = _measure(one, name, inputs, folder, arguments)
+        print(json.dumps({name: results[name]}), flush=True)
+    rows = _rows(results, inputs.model, arguments)
+    if arguments.peer:
+        rows += _peer_rows(results["gptq"], _llm_compressor(inputs, arguments), arguments)
+    return rows
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,20 +107,23 @@ def _arguments() -> argparse.Namespace:
         parser.error("give --model with --text, or --shape")
     if arguments.model is not None and arguments.text is None:
         parser.error("--model needs --text")
+    if arguments.pruners and (arguments.model is None or arguments.peer):
+        parser.error("--pruners needs --model, without --peer")
+    if arguments.peer and (arguments.shape is None or (arguments.bits, arguments.group_size) != (4, 128)):
+        parser.error("--peer needs --shape, 4 bits and groups of 128")
     return arguments
 
 
-def _inputs(arguments: argparse.Namespace, folder: Path) -> tuple[Path, Path | None, Path | None, np.ndarray | None]:
-    """(model, data folder or None, calibration text or None, held-out tokens or None)."""
+def _inputs(arguments: argparse.Namespace, folder: Path) -> Inputs:
     if arguments.shape is not None:
-        return (*_random_model(arguments, folder), None, None)
+        return Inputs(*_random_model(arguments, folder), None, None)
     from hone.model.tokenizer import load_tokenizer
 
     text = arguments.text.read_text(encoding="utf8")
     calibration = folder / "calibration.txt"
     calibration.write_text(text[: len(text) // 2], encoding="utf8")
     held_out = np.asarray(load_tokenizer(arguments.model).encode(text[len(text) // 2 :]), np.int64)
-    return arguments.model, None, calibration, held_out
+    return Inputs(arguments.model, None, calibration, held_out)
 
 
 def _random_model(arguments: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
@@ -129,16 +143,10 @@ def _random_model(arguments: argparse.Namespace, folder: Path) -> tuple[Path, Pa
 
 
 def _measure(
-    step: dict,
-    name: str,
-    model: Path,
-    data: Path | None,
-    text: Path | None,
-    held_out: np.ndarray | None,
-    folder: Path,
-    arguments: argparse.Namespace,
+    step: dict, name: str, inputs: Inputs, folder: Path, arguments: argparse.Namespace
 ) -> dict[str, float | None]:
     """The figures of one compression; the folder it wrote is removed."""
+    model, data, text, held_out = inputs
     longest = Checkpoint(model).config.max_seq_len
     spec = Compress.read(
         {
@@ -168,7 +176,7 @@ def _perplexity(folder: Path, tokens: np.ndarray, device: str) -> float:
     return score(model, tokens, window=min(model.config.max_seq_len, 2048), join="stream").perplexity
 
 
-def _llm_compressor(model: Path, data: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def _llm_compressor(inputs: Inputs, arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds and peak bytes of llm-compressor's GPTQ (W4A16, groups of 128) on the model and the tokens of hone's run."""
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -176,12 +184,13 @@ def _llm_compressor(model: Path, data: Path, arguments: argparse.Namespace) -> d
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    assert inputs.data is not None, "--peer without --shape is refused"
     count, length = arguments.num_sequences, arguments.seq_len
-    rows = np.fromfile(data / "tokens" / "train.bin", "<u2")[: count * length].reshape(count, length).tolist()
+    rows = np.fromfile(inputs.data / "tokens" / "train.bin", "<u2")[: count * length].reshape(count, length).tolist()
     text = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * length] * count})
     words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
     processor = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-    given = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(arguments.device).eval()
+    given = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.bfloat16).to(arguments.device).eval()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
@@ -199,23 +208,16 @@ def _llm_compressor(model: Path, data: Path, arguments: argparse.Namespace) -> d
     return {"time_s": time.perf_counter() - begun, "peak_memory_bytes": float(torch.cuda.max_memory_allocated())}
 
 
-def _pruned(
-    model: Path,
-    data: Path | None,
-    text: Path | None,
-    held_out: np.ndarray | None,
-    folder: Path,
-    arguments: argparse.Namespace,
-) -> list[dict]:
+def _pruned(inputs: Inputs, folder: Path, arguments: argparse.Namespace) -> list[dict]:
     """Perplexity after each pruner, half of the weights zero: anywhere, and in groups of 4."""
-    assert held_out is not None, "--pruners needs --model and --text"
-    dense = _perplexity(model, held_out, arguments.device)
+    assert inputs.held_out is not None, "--pruners without --model is refused"
+    model, dense = inputs.model, _perplexity(inputs.model, inputs.held_out, arguments.device)
     rows = []
     for kind in PRUNERS:
         for pattern in ("none", "2:4"):
             step = {"kind": kind, "pattern": pattern}
             name = f"{kind}-{pattern.replace(':', '-')}"
-            found = _measure(step, name, model, data, text, held_out, folder, arguments)
+            found = _measure(step, name, inputs, folder, arguments)
             what = "50% zeros" if pattern == "none" else f"50% zeros, {pattern}"
             row = {"figure": f"perplexity, {model.name}, {what}", "value": found["perplexity"], "unit": "", "n": 1}
             peer = {"peer": "dense", "peer_value": dense, "ratio": found["perplexity"] / dense}
@@ -223,25 +225,24 @@ def _pruned(
     return rows
 
 
-def _peer_rows(gptq: dict, peer: dict[str, float] | None, arguments: argparse.Namespace) -> list[dict]:
+def _peer_rows(gptq: dict, peer: dict[str, float], arguments: argparse.Namespace) -> list[dict]:
     """hone's GPTQ against llm-compressor's. Its time has no writing of the folder in it, hone's has."""
-    label = f"{arguments.shape}, {arguments.num_sequences} x {arguments.seq_len} tokens"
+    label = f"{arguments.shape}, {arguments.layers} layers, {arguments.num_sequences} x {arguments.seq_len} tokens"
     found = []
     for key, figure, unit, scale in (
         ("time_s", "seconds a layer beside llm-compressor", "s", 1 / arguments.layers),
         ("peak_memory_bytes", "peak memory beside llm-compressor", "B", 1.0),
     ):
-        if peer is not None:
-            value, theirs = gptq[key] * scale, peer[key] * scale
-            row = {"figure": f"{figure} ({label})", "value": value, "unit": unit, "n": 1, "technique": "quantizer/gptq"}
-            found.append(row | {"peer": "llm-compressor", "peer_value": theirs, "ratio": value / theirs})
+        value, theirs = gptq[key] * scale, peer[key] * scale
+        row = {"figure": f"{figure} ({label})", "value": value, "unit": unit, "n": 1, "technique": "quantizer/gptq"}
+        found.append(row | {"peer": "llm-compressor", "peer_value": theirs, "ratio": value / theirs})
     return found
 
 
 def _rows(results: dict[str, dict], model: Path, arguments: argparse.Namespace) -> list[dict]:
     """Ledger rows: GPTQ, round to nearest as its peer."""
     gptq, rtn = results["gptq"], results["rtn"]
-    size = arguments.shape or model.name
+    size = f"{arguments.shape}, {arguments.layers} layers" if arguments.shape else model.name
     layers = arguments.layers if arguments.shape else Checkpoint(model).config.num_layers
     tokens = f"{arguments.num_sequences} x {arguments.seq_len} tokens"
     label = f"{size}, int{arguments.bits} g{arguments.group_size}, {tokens}"

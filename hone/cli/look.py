@@ -89,16 +89,14 @@ def techniques(words: list[str], options: dict[str, str]) -> int:
 
 def calibrate(words: list[str], options: dict[str, str]) -> int:
     """Measures this machine's rates and prints them."""
-    from hone.measure.calibrate import calibrate as measure
+    from hone.measure.calibrate import calibrate_all
 
     if _explained(words, options):
         return 0
     only(words, options, ("device",))
     at_most(words, 0, "no argument")
     run = circumstances(options)
-    measured = None
-    for dtype in dtypes_on(run.device):
-        measured = measure(run.device, dtype, fresh=True).joined(measured)
+    measured = calibrate_all(run.device, dtypes_on(run.device), fresh=True)
     for row in measured.table() if measured is not None else ():
         print("  ".join(str(cell) for cell in row))
     return 0

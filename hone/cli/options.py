@@ -159,7 +159,7 @@ def dtypes_on(device: str) -> tuple[str, ...]:
 
 def calibrated(run: Any) -> Any:
     """Adds this machine's calibration (measured once, then cached) to `run`, so that estimates are predictions, not bounds."""
-    from hone.measure.calibrate import calibrate
+    from hone.measure.calibrate import calibrate_all
     from hone.measure.machine import machine_of
 
     machine = machine_of(run)
@@ -170,9 +170,7 @@ def calibrated(run: Any) -> Any:
             "measuring the speed of this machine (once, a few seconds)"
         )  # the first import of torch takes long, too
         with run.progress("measuring", None):
-            measured = machine.calibration
-            for dtype in wanted:  # what was measured beside other work is not kept, so the second lacks the first
-                measured = calibrate(run.device, dtype).joined(measured)
+            measured = calibrate_all(run.device, wanted, machine.calibration)
         if run.device != "cpu":
             run.say(
                 "kernels are compiled on their first use here: 10 to 20 s a kind of stage, once, which no plan counts"

@@ -9,6 +9,7 @@ that sum) written as Babai's nearest plane, arXiv:2507.18553. It needs one Chole
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -64,12 +65,12 @@ class GPTQ(IntegerQuantizer):
     def work(self, rows: int, columns: int) -> Work:
         """The search over scales, one Cholesky factor, half a matrix product, and the column loop."""
         search = super().work(rows, columns)
-        return Work(
-            flops=columns**3 / 3 + rows * columns**2,
-            num_bytes=search.num_bytes + 300.0 * rows * columns,
-            num_ops=search.num_ops + COLUMN_OPS * columns,
-            launches=search.num_ops + BLOCK_LAUNCHES * columns / 64,
+        loop = Work(flops=columns**3 / 3 + rows * columns**2, num_bytes=300.0 * rows * columns)
+        on_cpu, on_gpu = (
+            replace(loop, num_bytes=loop.num_bytes + one.num_bytes, num_ops=one.num_ops + ops)
+            for one, ops in ((search, COLUMN_OPS * columns), (search.on_gpu, BLOCK_LAUNCHES * columns / 64))
         )
+        return replace(on_cpu, on_gpu=on_gpu)
 
     def _factor(self, hessian: Tensor) -> tuple[Tensor | None, Tensor, float]:
         """(R or None, column order, damping used); more damping, then float64, when H is not positive definite."""

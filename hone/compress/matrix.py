@@ -196,4 +196,7 @@ class IntegerQuantizer(Quantizer):
         """Rounding, the search over scales if any, and packing: by bytes for 4 bits, code by code otherwise."""
         passes = 40 if getattr(self, "scale", "") == "search" else 1
         packing = 0 if self.stored_layout == "int-quantized" else 48 if self.bits in (4, 8) else 140
-        return Work(num_bytes=(passes * 22.0 + packing) * rows * columns, num_ops=passes * 12)
+        # A scale is tried in chunks that a CPU's cache holds; on a GPU each of its eight operations moves all of a chunk.
+        size, starts = rows * columns, passes * 12
+        on_gpu = Work(num_bytes=(passes * 64.0 + packing) * size, num_ops=starts)
+        return Work(num_bytes=(passes * 22.0 + packing) * size, num_ops=starts, on_gpu=on_gpu)

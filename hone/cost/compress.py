@@ -47,10 +47,10 @@ class Work:
     flops: float = 0.0
     num_bytes: float = 0.0
     num_ops: float = 0.0
-    launches: float | None = None
-    """Operations started on a GPU, where kernels of hone take fewer; None: `num_ops`."""
     temporaries: float = 6.0
     """Float32 tensors of the matrix's size that exist at once."""
+    on_gpu: Work | None = None
+    """The work on a GPU, where its bytes and operations differ: no cache holds what it moves, and kernels start less often."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ def _load(machine: Machine, work: Compression, index: int) -> float:
 
 
 def _solve(machine: Machine, one: MatrixWork, step: Work) -> float:
-    gpu = machine.device.startswith("cuda")
-    starts = step.launches if gpu and step.launches is not None else step.num_ops
-    return _products(machine, step.flops) + _passes(machine, step.num_bytes) + _starts(machine, starts)
+    if step.on_gpu is not None and machine.device.startswith("cuda"):
+        step = step.on_gpu
+    return _products(machine, step.flops) + _passes(machine, step.num_bytes) + _starts(machine, step.num_ops)
 
 
 def _evaluate(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:

@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -111,6 +111,16 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
     keep_calibration(who, calibration)
     describe.cache_clear()
     return calibration
+
+
+def calibrate_all(
+    device: str, dtypes: Iterable[str], known: Calibration | None = None, *, fresh: bool = False
+) -> Calibration | None:
+    """`calibrate` for each of `dtypes`, joined with `known`: what is measured beside other work is not kept, so that no
+    later call finds it."""
+    for dtype in dtypes:
+        known = calibrate(device, dtype, fresh=fresh).joined(known)
+    return known
 
 
 def disturbance(before: Load, after: Load, threads: int, seconds: Mapping[Hashable, Sequence[float]]) -> str:

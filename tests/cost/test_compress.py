@@ -32,12 +32,12 @@ def test_gptq_on_an_h200_takes_what_was_measured(num_sequences: int, layer_s: fl
 
 
 def test_the_parts_of_a_layer_are_those_that_were_measured() -> None:
-    """One H200, 512 x 2048: forward with Hessians 1.65 s, solvers 0.33 s, errors 0.13 s, second pass 0.57 s."""
+    """One H200, 512 x 2048: forward with Hessians 1.65 s, solvers 0.33 s, errors 0.13 s, second pass 0.76 s."""
     formula = compress_seconds(h200(), compression("gptq", 512)).formula
     parts = {name: float(value) for name, value, _ in (part.rsplit(" ", 2) for part in formula.split(" + "))}
     assert parts["statistics"] / 2 == pytest.approx(1.65, rel=0.25), formula
-    assert (parts["solvers"] + parts["errors"]) / 2 == pytest.approx(0.46, rel=0.35), formula
-    assert parts["second pass"] == pytest.approx(0.57, rel=0.4), formula
+    assert (parts["solvers"] + parts["errors"]) / 2 == pytest.approx(0.46, rel=0.25), formula
+    assert parts["second pass"] == pytest.approx(0.76, rel=0.25), formula
 
 
 def test_writing_waits_for_nothing_but_the_layer_before() -> None:
