@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hone.model.quantized.scheme import Scheme, Stored
 
 torch = lazy("torch")
+layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 
 
@@ -49,6 +50,8 @@ class Matrix:
     stored_dtype: Any
     """Dtype of the checkpoint, in which a weight that is not quantized is written."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    modules: tuple[int, ...] = ()
+    """Rows of each checkpoint module in the stack: q, k and v."""
     keep: Tensor | None = None
     stored: Stored | None = None
     notes: list[str] = field(default_factory=list)
@@ -131,7 +134,7 @@ class Quantizer(Step):
         return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
 
     def check(self, name: str, rows: int, columns: int) -> None:
-        problem = self.scheme(columns).problem()
+        problem = layouts.problem(self.scheme(columns))
         if problem is not None:
             raise SpecError(
                 f"{self.kind} asks for {problem}, at {name}",

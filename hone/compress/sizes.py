@@ -17,6 +17,7 @@ from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
 from hone.model.hf import singles
+from hone.model.quantized.layouts import layout_of
 from hone.model.shards import Shards
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -48,7 +49,8 @@ def shard_sizes(
     for tensors, linears in zip(layers, targets, strict=True):
         for name, rows, columns in _modules(linears) if quantizer is not None else ():
             tensors.pop(f"{name}.weight", None)  # a missing one is an error when it is read
-            stored = quantizer.scheme(columns).tensors(rows, columns, quantizer.stored_scale_dtype(dtype))
+            scheme = quantizer.scheme(columns)
+            stored = layout_of(scheme).tensors(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
             tensors.update({f"{name}.{suffix}": entry for suffix, entry in stored.items()})
     return [shard_bytes((name, *entry) for name, entry in tensors.items()) for tensors in (ends, *layers)]
 

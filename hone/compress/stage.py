@@ -35,6 +35,8 @@ torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
 capture = lazy("hone.compress.capture")
 config_of = lazy("hone.model.quantized.config")
+layouts = lazy("hone.model.quantized.layouts")
+schemes = lazy("hone.model.quantized.scheme")
 hf = lazy("hone.model.hf")
 shards = lazy("hone.compress.shards")
 sizes = lazy("hone.compress.sizes")
@@ -266,7 +268,9 @@ class Compress(Stage):
                     ignored += names
         by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
         groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
-        return config_of.QuantizationConfig((*groups, (("Linear",), by_count[-1])), tuple(ignored)).to_json()
+        method = layouts.layout_of(by_count[-1]).method
+        made = schemes.Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method)
+        return config_of.to_json(made)
 
     def _describe(self, draft: Draft, checkpoint: Any, quantization: dict[str, Any] | None) -> None:
         """config.json with the quantization, generation_config.json and the tokenizer beside it."""

@@ -27,6 +27,7 @@ from hone.compress.sizes import stored_rest
 from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear
 from hone.model.hf import Checkpoint
+from hone.model.quantized.layouts import layout_of
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,14 @@ def _read(job: Job, linear: Linear, written: dict[str, Tensor]) -> Tensor:
     """The fused weight [N, K] of a linear as its shard holds it, dequantized on the engine's device."""
     quantizer = quantizer_of(job.steps)
     wide, parts = torch.promote_types(job.checkpoint.dtype, torch.float32), []
-    for name, rows in linear.modules:
+    for name, _ in linear.modules:
         given = {key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(f"{name}.")}
         part = {suffix: value.to(job.device) for suffix, value in given.items()}
         if quantizer is None:
             parts.append(part["weight"])
         else:
-            parts.append(quantizer.scheme(linear.columns).stored(part, rows, linear.columns).weight(wide))
+            scheme = quantizer.scheme(linear.columns)
+            parts.append(layout_of(scheme).read(scheme, part, linear.columns).weight(wide))
     return torch.cat(parts)
 
 
@@ -165,7 +167,7 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
     for linear in job.targets[index]:
         module = layer.get_submodule(linear.path)
         original = _original(module.weight.detach(), [tensors[f"{name}.weight"] for name, _ in linear.modules])
-        matrix = _solve(job, f"model.layers.{index}.{linear.path}", original, statistics.pop(linear.path, {}))
+        matrix = _solve(job, linear, f"model.layers.{index}.{linear.path}", original, statistics.pop(linear.path, {}))
         rows.append(_report(job, matrix, linear))
         written = _written(matrix, linear, tensors)
         tensors.update(written)
@@ -191,14 +193,15 @@ def _original(computed: Tensor, stored: list[Tensor]) -> Tensor:
     return torch.cat([one.to(computed.device, dtype) for one in stored])
 
 
-def _solve(job: Job, name: str, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
+def _solve(job: Job, linear: Linear, name: str, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
     """Runs the steps on one fused matrix. Raises ArtifactError when its inputs are not finite."""
     if not all(bool(torch.isfinite(value).all()) for value in statistics.values()):
         raise ArtifactError(
             f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",
             fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
         )
-    matrix = Matrix(name, original, job.checkpoint.dtype, statistics)
+    modules = tuple(rows for _, rows in linear.modules)
+    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules)
     for step in job.steps:
         step.apply(matrix)
     return matrix
@@ -212,7 +215,8 @@ def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[
         rows = slice(begin, begin + count)
         begin += count
         dtype = before.pop(f"{name}.weight").dtype
-        part = {"weight": matrix.weight[rows].to(dtype)} if matrix.stored is None else matrix.stored.write(rows)
+        stored = None if matrix.stored is None else matrix.stored.rows(rows)
+        part = {"weight": matrix.weight[rows].to(dtype)} if stored is None else layout_of(stored.scheme).write(stored)
         found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
     return found
 

@@ -141,7 +141,7 @@ class Checkpoint:
     def _maker(self) -> MakeLinear:
         """The maker of dense linears, or of those that the quantization config describes.
 
-        hone.model.quantized.config offers `linear_of(quantization_config, module_name) -> (kind, options) | None`: the
+        hone.model.quantized.config has `linear_of(quantization_config, module_name) -> (kind, options) | None`: the
         row of the LINEARS table and its options for one checkpoint module, None when it stays dense.
         """
         if self.quantization is None:

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from hone.base.errors import ArtifactError, SpecError
+from hone.model.quantized import config as config_of
 from hone.model.quantized import dequantizing
-from hone.model.quantized.config import QuantizationConfig, linear_of
+from hone.model.quantized.config import linear_of
 from hone.model.quantized.dequantizing import Dequantizing
-from hone.model.quantized.scheme import Activations, Scheme
+from hone.model.quantized.layouts import layout_of, problem
+from hone.model.quantized.scheme import Activations, Quantization, Scheme
 from hone.ops import formats
 
 FP8 = {"layout": "float-quantized", "number": "e4m3"}
@@ -40,7 +42,7 @@ def make_parts(scheme: Scheme, rows: list[int], columns: int):
         points = None if scheme.symmetric else torch.randint(low, high + 1, grid, generator=generator).to(torch.int8)
         scales = torch.rand(grid, generator=generator) * 0.2 + 0.05
         stored = scheme.quantize(weight, scales, points)
-        parts.append(stored.write(slice(0, count)))
+        parts.append(layout_of(scheme).write(stored))
         values = stored.weight(torch.float64)
         for row in range(count):  # by hand, a number at a time
             for column in range(0, columns, 7):
@@ -85,7 +87,7 @@ def test_tensors_say_what_is_written(name: str) -> None:
     scheme = SCHEMES[name]
     (part,), _ = make_parts(scheme, [10], 96)
     found = {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in part.items()}
-    assert found == scheme.tensors(10, 96, torch.float32)
+    assert found == layout_of(scheme).tensors(scheme, 10, 96, torch.float32)
 
 
 def test_codes_survive_a_change_of_dtype_and_are_of_the_format_that_the_config_names() -> None:
@@ -102,9 +104,12 @@ def test_codes_survive_a_change_of_dtype_and_are_of_the_format_that_the_config_n
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme_survives_its_own_json(name: str) -> None:
-    config = QuantizationConfig(((("Linear",), SCHEMES[name]),), ("lm_head",))
-    assert QuantizationConfig.read(config.to_json()) == config
-    assert linear_of(config.to_json(), "model.layers.0.mlp.up_proj") == ("dequantizing", {"scheme": SCHEMES[name]})
+    config = Quantization(((("Linear",), SCHEMES[name]),), ("lm_head",))
+    assert config_of.read(config_of.to_json(config)) == config
+    assert linear_of(config_of.to_json(config), "model.layers.0.mlp.up_proj") == (
+        "dequantizing",
+        {"scheme": SCHEMES[name]},
+    )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -113,7 +118,7 @@ def test_compressed_tensors_reads_the_config_and_the_codes_as_hone_does(name: st
     from compressed_tensors.compressors import BaseCompressor
 
     scheme = SCHEMES[name]
-    group = QuantizationConfig(((("Linear",), scheme),)).to_json()["config_groups"]["group_0"]
+    group = config_of.to_json(Quantization(((("Linear",), scheme),)))["config_groups"]["group_0"]
     theirs = quantization.QuantizationScheme.model_validate(group)
     (part,), weight = make_parts(scheme, [8], 96)
     wide = {suffix: one.double() if suffix == "weight_scale" else one for suffix, one in part.items()}
@@ -124,14 +129,14 @@ def test_compressed_tensors_reads_the_config_and_the_codes_as_hone_does(name: st
 def test_what_hone_cannot_run_is_refused_by_name() -> None:
     fp8 = SCHEMES["fp8 channel"]
     running = Scheme(8, activations=Activations(number="e4m3"), **FP8)
-    assert "activations" in running.problem() and fp8.problem() is None
+    assert "activations" in problem(running) and problem(fp8) is None
     with pytest.raises(ArtifactError, match="input_activations"):
-        QuantizationConfig.read(QuantizationConfig(((("Linear",), running),)).to_json())
+        config_of.read(config_of.to_json(Quantization(((("Linear",), running),))))
     nvfp4 = Scheme(4, 16, "nvfp4-pack-quantized", number="e2m1")
-    assert "does not run yet" in nvfp4.problem()
+    assert "does not run yet" in problem(nvfp4)
     with pytest.raises(ArtifactError, match=r"weights\.type = 'float'"):
-        QuantizationConfig.read(QuantizationConfig(((("Linear",), nvfp4),)).to_json())
-    assert "asymmetric e4m3" in Scheme(8, symmetric=False, **FP8).problem()
-    assert "strategy block" in Scheme(4, block=(8, 8)).problem()
+        config_of.read(config_of.to_json(Quantization(((("Linear",), nvfp4),))))
+    assert "asymmetric e4m3" in problem(Scheme(8, symmetric=False, **FP8))
+    assert "strategy block" in problem(Scheme(4, block=(8, 8)))
     with pytest.raises(SpecError, match="cannot store e5m2"):
-        QuantizationConfig(((("Linear",), Scheme(8, layout="float-quantized", number="e5m2")),)).to_json()
+        config_of.to_json(Quantization(((("Linear",), Scheme(8, layout="float-quantized", number="e5m2")),)))

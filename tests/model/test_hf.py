@@ -19,8 +19,9 @@ from hone.model import hf
 from hone.model.context import Causal
 from hone.model.decoder import build
 from hone.model.families.config_json import from_hf
-from hone.model.quantized.config import QuantizationConfig
-from hone.model.quantized.scheme import Scheme
+from hone.model.quantized import config as config_of
+from hone.model.quantized.layouts import layout_of
+from hone.model.quantized.scheme import Quantization, Scheme, Stored
 from hone.model.shape import Shape
 from hone.model.shards import INDEX, SINGLE
 
@@ -274,11 +275,11 @@ def quantize(folder: Path, scheme: Scheme) -> dict[str, torch.Tensor]:
             weight = tensors.pop(f"{module.name}.weight")
             scales = weight.view(len(weight), -1, 16).abs().amax(-1) / 7
             codes = (weight / scales.repeat_interleave(16, 1)).round().to(torch.int8)
-            for suffix, tensor in scheme.write(codes, scales.half()).items():
+            for suffix, tensor in layout_of(scheme).write(Stored(scheme, codes, scales.half())).items():
                 tensors[f"{module.name}.{suffix}"] = tensor
     save_file(tensors, folder / SINGLE)
     values = json.loads((folder / "config.json").read_text())
-    block = QuantizationConfig(((("Linear",), scheme),), ignore=("lm_head",)).to_json()
+    block = config_of.to_json(Quantization(((("Linear",), scheme),), ignore=("lm_head",)))
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": block}))
     return tensors
 

@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.base.errors import ArtifactError
+from hone.model.quantized import config as config_of
 from hone.model.quantized import packed_int
-from hone.model.quantized.config import QuantizationConfig, linear_of
+from hone.model.quantized.config import linear_of
+from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.packed_int import PackedInt
-from hone.model.quantized.scheme import Scheme
+from hone.model.quantized.scheme import Quantization, Scheme, Stored
 from hone.ops import formats
 
 SCHEMES = [
@@ -34,7 +36,7 @@ def make_parts(scheme: Scheme, rows: list[int], columns: int, bias: bool = False
     for count in rows:
         codes = torch.randint(low, high + 1, (count, columns), generator=generator, dtype=torch.int8)
         scales = (torch.randn(count, scheme.num_groups(columns), generator=generator) * 0.1).to(dtype)
-        part = scheme.write(codes, scales)
+        part = layout_of(scheme).write(Stored(scheme, codes, scales))
         if bias:
             part["bias"] = torch.randn(count, generator=generator)
             biases.append(part["bias"])
@@ -118,16 +120,19 @@ def test_memory_is_the_packed_size_and_a_tile(scheme: Scheme, monkeypatch) -> No
 
 
 def test_the_config_survives_its_own_json() -> None:
-    config = QuantizationConfig(
+    config = Quantization(
         ((("re:.*mlp.*",), Scheme(8, 0, "int-quantized")), (("Linear",), Scheme(3, 32))), ("lm_head", "re:.*layers.0.*")
     )
-    assert QuantizationConfig.read(config.to_json()) == config
-    assert config.to_json()["format"] == "mixed-precision"
+    assert config_of.read(config_of.to_json(config)) == config
+    assert config_of.to_json(config)["format"] == "mixed-precision"
     assert config.scheme("lm_head") is None and config.scheme("model.layers.0.mlp.up_proj") is None
     assert config.scheme("model.layers.1.mlp.up_proj") == Scheme(8, 0, "int-quantized")
     assert config.scheme("model.layers.1.self_attn.q_proj") == Scheme(3, 32)
-    assert linear_of(config.to_json(), "lm_head") is None
-    assert linear_of(config.to_json(), "model.layers.1.self_attn.q_proj") == ("packed_int", {"scheme": Scheme(3, 32)})
+    assert linear_of(config_of.to_json(config), "lm_head") is None
+    assert linear_of(config_of.to_json(config), "model.layers.1.self_attn.q_proj") == (
+        "packed_int",
+        {"scheme": Scheme(3, 32)},
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,10 +151,10 @@ def test_the_config_survives_its_own_json() -> None:
     ],
 )
 def test_a_config_hone_cannot_compute_is_refused_by_name(path: tuple[str, ...], value: object, names: str) -> None:
-    values = QuantizationConfig(((("Linear",), Scheme(4, 32)),)).to_json()
+    values = config_of.to_json(Quantization(((("Linear",), Scheme(4, 32)),)))
     here = values
     for part in path[:-1]:
         here = here[part]
     here[path[-1]] = value
     with pytest.raises(ArtifactError, match=names):
-        QuantizationConfig.read(values)
+        config_of.read(values)

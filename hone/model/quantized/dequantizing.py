@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.base.errors import ArtifactError
-from hone.model.quantized.scheme import Scheme, dequantize
+from hone.model.quantized.layouts import layout_of, shapes_of
+from hone.model.quantized.scheme import Scheme, Stored, dequantize
 from hone.ops import formats
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -33,7 +33,7 @@ class Dequantizing(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
-        self.packed = scheme.layout == "pack-quantized"
+        self.packed = scheme.number == "int" and scheme.bits < 8
         self.width = scheme.extent(out_features, in_features)[1]
         columns = formats.num_words(in_features, scheme.bits) if self.packed else in_features
         codes = torch.empty(out_features, columns, dtype=torch.int32 if self.packed else torch.int8)
@@ -46,27 +46,20 @@ class Dequantizing(nn.Module):
     @property
     def integers(self) -> frozenset[str]:
         """Suffixes of the checkpoint tensors that hold codes, not numbers."""
-        return frozenset({"weight", "weight_packed", "weight_shape", "weight_zero_point"})
+        return layout_of(self.scheme).integers
 
     def load(self, parts: list[dict[str, Tensor]]) -> None:
-        """Stacks checkpoint modules on output rows, each {"weight" or "weight_packed", "weight_scale", ...}."""
-        codes = [part["weight_packed" if self.packed else "weight"] for part in parts]
-        wanted = torch.int32 if self.packed else self.scheme.code_dtype
-        for one in codes:
-            if one.dtype != wanted:
-                raise ArtifactError(
-                    f"codes of a quantized weight are {one.dtype}, config.json's {self.scheme.number} needs {wanted}",
-                    fix="pair the weights with the config.json they were saved with",
-                )
-        # Stored as bytes, so that `.to(dtype)` of the module does not convert codes.
-        self.codes = _stack([one if self.packed else one.view(torch.int8) for one in codes])
+        """Stacks checkpoint modules on output rows, each with the tensors of its layout."""
+        stored = [layout_of(self.scheme).read(self.scheme, part, self.in_features) for part in parts]
+        # Stored as bytes or words, so that `.to(dtype)` of the module does not convert codes.
+        bits = self.scheme.bits
+        self.codes = _stack(
+            [formats.pack(one.codes, bits) if self.packed else one.codes.view(torch.int8) for one in stored]
+        )
         assert len(self.codes) == self.out_features, f"stacked to {tuple(self.codes.shape)}"
-        rows = [len(one) for one in codes]
-        scales = [part["weight_scale"] for part in parts]
-        self.scales = _stack(self._by_row(scales, rows))
+        self.scales = _stack([self._by_row(one.scales, one) for one in stored])
         if not self.scheme.symmetric:
-            points = [self.scheme.read_zero_points(part, count) for part, count in zip(parts, rows, strict=True)]
-            self.zero_points = _stack(self._by_row(points, rows))
+            self.zero_points = _stack([self._by_row(one.zero_points, one) for one in stored])
         if self.bias is not None:
             self.bias = _stack([part["bias"] for part in parts])
 
@@ -81,7 +74,7 @@ class Dequantizing(nn.Module):
                 None if self.zero_points is None else self.scheme.by_block(self.zero_points[here], self.in_features)
             )
             scales = self.scheme.by_block(self.scales[here], self.in_features)
-            part = self.scheme.write(self._codes(here), scales.contiguous(), points)
+            part = layout_of(self.scheme).write(Stored(self.scheme, self._codes(here), scales.contiguous(), points))
             if self.bias is not None:
                 part["bias"] = self.bias[here]
             parts.append(part)
@@ -89,7 +82,7 @@ class Dequantizing(nn.Module):
 
     def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
         """What `load` expects: the shape of every tensor of each part."""
-        shapes = [self.scheme.shapes(count, self.in_features) for count in rows]
+        shapes = [shapes_of(self.scheme, count, self.in_features) for count in rows]
         if self.bias is not None:
             for shape, count in zip(shapes, rows, strict=True):
                 shape["bias"] = (count,)
@@ -126,10 +119,10 @@ class Dequantizing(nn.Module):
             return formats.unpack(codes, self.scheme.bits, self.in_features)
         return codes.view(self.scheme.code_dtype)
 
-    def _by_row(self, values: list[Tensor], rows: list[int]) -> list[Tensor]:
-        """Scales or zero points of each part, one set per row."""
-        pairs = zip(values, rows, strict=True)
-        return [self.scheme.by_row(one, count, self.in_features) for one, count in pairs]
+    def _by_row(self, values: Tensor | None, stored: Stored) -> Tensor:
+        """Scales or zero points of a module, one set per row."""
+        assert values is not None, "an asymmetric scheme without zero points"
+        return self.scheme.by_row(values, *stored.codes.shape)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.model.quantized.scheme import Scheme
+from hone.model.quantized.layouts import layout_of, shapes_of
+from hone.model.quantized.scheme import Scheme, Stored
 from hone.ops import formats, quantized_linear
 from hone.ops.dispatch import runs_kernel
 
@@ -52,14 +53,14 @@ class PackedInt(nn.Module):
     @property
     def integers(self) -> frozenset[str]:
         """Suffixes of the checkpoint tensors that hold integers."""
-        return frozenset({"weight"} if self.scheme.layout == "int-quantized" else {"weight_packed", "weight_shape"})
+        return layout_of(self.scheme).integers
 
     def load(self, parts: list[dict[str, Tensor]]) -> None:
-        """Stacks checkpoint modules on output rows, each {"weight_packed" or "weight", "weight_scale", "bias"?}."""
-        codes = _stack([self.scheme.read(part, self.in_features) for part in parts])
+        """Stacks checkpoint modules on output rows, each with the tensors of its layout and a "bias" if there is one."""
+        stored = [layout_of(self.scheme).read(self.scheme, part, self.in_features) for part in parts]
+        codes = _stack([one.codes for one in stored])
         assert codes.shape == (self.out_features, self.in_features), f"stacked to {tuple(codes.shape)}"
-        scales = _stack([part["weight_scale"].reshape(len(part["weight_scale"]), -1) for part in parts])
-        self._keep(codes, scales)
+        self._keep(codes, _stack([one.scales for one in stored]))
         if self.bias is not None:
             self.bias = _stack([part["bias"] for part in parts])
 
@@ -67,7 +68,8 @@ class PackedInt(nn.Module):
         """The checkpoint tensors, split at `rows` output rows each."""
         assert sum(rows) == self.out_features, f"{rows} do not add up to {self.out_features}"
         pieces = zip(self._codes(slice(None)).split(rows), self._scales().split(rows), strict=True)
-        parts = [self.scheme.write(codes, scales) for codes, scales in pieces]
+        layout = layout_of(self.scheme)
+        parts = [layout.write(Stored(self.scheme, codes, scales)) for codes, scales in pieces]
         if self.bias is not None:
             for part, bias in zip(parts, self.bias.split(rows), strict=True):
                 part["bias"] = bias
@@ -75,7 +77,7 @@ class PackedInt(nn.Module):
 
     def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
         """What `load` expects: the shape of every tensor of each part."""
-        shapes = [self.scheme.shapes(count, self.in_features) for count in rows]
+        shapes = [shapes_of(self.scheme, count, self.in_features) for count in rows]
         if self.bias is not None:
             for shape, count in zip(shapes, rows, strict=True):
                 shape["bias"] = (count,)

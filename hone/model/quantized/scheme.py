@@ -1,4 +1,4 @@
-"""The storage of a weight matrix as codes and scales: number format, groups that share a scale, tensors of the checkpoint.
+"""A weight matrix as codes and scales: number format, bits, groups that share a scale.
 
 Shapes: N output features (rows), K input features (columns), [R, G] the scales of one checkpoint module: R of its
 blocks of rows by G of its blocks of columns.
@@ -6,6 +6,7 @@ blocks of rows by G of its blocks of columns.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,13 +21,6 @@ Strategy = Literal["group", "block", "channel", "tensor"]
 
 FLOATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """Floating number formats whose codes are a torch dtype."""
-
-_STRATEGIES: dict[str, tuple[str, ...]] = {
-    "pack-quantized": ("group", "channel"),
-    "int-quantized": ("group", "block", "channel", "tensor"),
-    "float-quantized": ("group", "block", "channel", "tensor"),
-}
-Entry = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -63,20 +57,11 @@ class Scheme:
             return "block"
         return "tensor" if self.per_tensor else "group" if self.group_size else "channel"
 
-    def problem(self) -> str | None:
-        """Why no checkpoint can store this combination, or hone cannot compute with it yet; None when both can."""
-        if self.activations is not None:
-            return "quantized activations: hone computes with quantized weights alone"
-        if self.layout not in _STRATEGIES:
-            return f"the layout {self.layout}, which hone does not run yet"
-        if self.strategy not in _STRATEGIES[self.layout]:
-            return f"strategy {self.strategy} in {self.layout}"
-        if self.layout == "float-quantized":
-            fits = self.number in FLOATS and self.bits == 8 and self.symmetric
-        else:
-            fits = self.number == "int" and 2 <= self.bits <= 8 and (self.bits == 8 or self.layout == "pack-quantized")
+    @property
+    def described(self) -> str:
+        """The combination in words, for errors."""
         sign = "symmetric" if self.symmetric else "asymmetric"
-        return None if fits else f"{sign} {self.number} weights of {self.bits} bits in {self.layout}"
+        return f"{sign} {self.number} weights of {self.bits} bits, strategy {self.strategy}, in {self.layout}"
 
     def num_groups(self, in_features: int) -> int:
         """Scales of one row."""
@@ -102,56 +87,6 @@ class Scheme:
     def code_dtype(self) -> torch.dtype:
         """The dtype of one unpacked code."""
         return FLOATS.get(self.number, torch.int8)
-
-    def tensors(self, rows: int, in_features: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
-        """Dtype and shape of every tensor of one checkpoint module [rows, in_features] by suffix, without a bias."""
-        grid = (1,) if self.per_tensor else self.grid(rows, in_features)
-        if self.layout != "pack-quantized":
-            found: dict[str, Entry] = {"weight": (self.code_dtype, (rows, in_features))}
-            found["weight_scale"] = (scale_dtype, grid)
-            return found if self.symmetric else found | {"weight_zero_point": (torch.int8, grid)}
-        found = {"weight_packed": (torch.int32, (rows, formats.num_words(in_features, self.bits)))}
-        found |= {"weight_scale": (scale_dtype, grid), "weight_shape": (torch.int64, (2,))}
-        if not self.symmetric:
-            found["weight_zero_point"] = (torch.int32, (formats.num_words(rows, self.bits), grid[1]))
-        return found
-
-    def shapes(self, rows: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of one checkpoint module by suffix, without a bias."""
-        return {suffix: shape for suffix, (_, shape) in self.tensors(rows, in_features, torch.float32).items()}
-
-    def write(self, codes: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> dict[str, Tensor]:
-        """The checkpoint tensors of codes [N, K], scales [R, G] and, where asymmetric, zero points int8 [R, G]."""
-        assert (zero_points is None) == self.symmetric, "zero points belong to asymmetric schemes"
-        scales = scales.reshape(1) if self.per_tensor else scales
-        if self.layout != "pack-quantized":
-            part = {"weight": codes, "weight_scale": scales}
-            return part if zero_points is None else part | {"weight_zero_point": zero_points.reshape(scales.shape)}
-        shape = torch.tensor(codes.shape, dtype=torch.int64)
-        part = {"weight_packed": formats.pack(codes, self.bits), "weight_scale": scales, "weight_shape": shape}
-        if zero_points is not None:  # packed along the rows: one word for the codes of 32 / bits rows
-            part["weight_zero_point"] = formats.pack(zero_points.T.contiguous(), self.bits).T.contiguous()
-        return part
-
-    def read(self, part: dict[str, Tensor], in_features: int) -> Tensor:
-        """Codes [N, K] of one checkpoint module."""
-        if self.layout != "pack-quantized":
-            return part["weight"]
-        return formats.unpack(part["weight_packed"], self.bits, in_features)
-
-    def read_zero_points(self, part: dict[str, Tensor], rows: int) -> Tensor | None:
-        """Zero points int8 [R, G] of one checkpoint module of `rows` rows; None where codes are symmetric."""
-        if self.symmetric:
-            return None
-        stored = part["weight_zero_point"]
-        if self.layout == "pack-quantized":
-            return formats.unpack(stored.T.contiguous(), self.bits, rows).T.contiguous()
-        return stored.reshape(1, 1) if self.per_tensor else stored
-
-    def stored(self, part: dict[str, Tensor], rows: int, in_features: int) -> Stored:
-        """The inverse of `write`: one checkpoint module [rows, in_features] from its tensors by suffix."""
-        scales = part["weight_scale"].reshape(self.grid(rows, in_features))
-        return Stored(self, self.read(part, in_features), scales, self.read_zero_points(part, rows))
 
     def by_row(self, values: Tensor, rows: int, in_features: int) -> Tensor:
         """Scales or zero points of one checkpoint module, [R, G] or [1], expanded to one set per row, [N, G]."""
@@ -224,11 +159,39 @@ class Stored:
         scales = self.scheme.by_row(self.scales, rows, columns)
         return dequantize(self.codes, scales, zero_points, self.scheme.extent(rows, columns)[1], dtype)
 
-    def write(self, rows: slice) -> dict[str, Tensor]:
-        """The checkpoint tensors of the module with rows `rows` of the stack."""
+    def rows(self, rows: slice) -> Stored:
+        """The module with rows `rows` of the stack."""
         total, columns = self.codes.shape
         high = self.scheme.extent(total, columns)[0]
         assert rows.start % high == 0 or self.scheme.per_tensor, f"{self.scheme} has blocks across two modules"
         blocks = slice(rows.start // high, -(-rows.stop // high))
         zero_points = None if self.zero_points is None else self.zero_points[blocks].contiguous()
-        return self.scheme.write(self.codes[rows].contiguous(), self.scales[blocks].contiguous(), zero_points)
+        return Stored(self.scheme, self.codes[rows].contiguous(), self.scales[blocks].contiguous(), zero_points)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which modules of a checkpoint are quantized and how.
+
+    `groups` are (targets, scheme) in order; a target is the class 'Linear', a module name, or 're:' and a pattern.
+    """
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignore: tuple[str, ...] = ()
+    method: str = "compressed-tensors"
+    """`quant_method` of config.json: the library whose format it is."""
+
+    def scheme(self, module: str) -> Scheme | None:
+        """The scheme of the linear named `module` in the checkpoint; None when it is not quantized."""
+        if any(_matches(target, module) for target in self.ignore):
+            return None
+        for targets, scheme in self.groups:
+            if any(target == "Linear" or _matches(target, module) for target in targets):
+                return scheme
+        return None
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return target == module

@@ -1,0 +1,41 @@
+"""The interface of a storage layout.
+
+Shapes: N output features (rows), K input features (columns), [R, G] the scales of one checkpoint module: R of its
+blocks of rows by G of its blocks of columns.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hone.model.quantized.scheme import Scheme, Stored
+
+Entry = tuple[torch.dtype, tuple[int, ...]]
+
+
+class Layout(Protocol):
+    """The tensors of one checkpoint module, by suffix: 'weight_packed', 'weight_scale' ..., without a bias."""
+
+    method: str
+    """`quant_method` of config.json whose checkpoints use it."""
+    integers: frozenset[str]
+    """Suffixes whose tensors keep their dtype when a model is loaded in another one: codes, not numbers."""
+
+    def problem(self, scheme: Scheme) -> str | None:
+        """Why the layout cannot hold `scheme`; None when it can."""
+        ...
+
+    def tensors(self, scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
+        """Dtype and shape of every tensor of a module [rows, columns]."""
+        ...
+
+    def write(self, stored: Stored) -> dict[str, Tensor]:
+        """The tensors of one whole module."""
+        ...
+
+    def read(self, scheme: Scheme, part: dict[str, Tensor], columns: int) -> Stored:
+        """The inverse of `write`. Raises ArtifactError for tensors of other dtypes than `scheme` has."""
+        ...
