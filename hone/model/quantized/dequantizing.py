@@ -33,7 +33,7 @@ class Dequantizing(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
-        self.packed = scheme.number == "int" and scheme.bits < 8
+        self.packed = scheme.bits < 8
         self.width = scheme.extent(out_features, in_features)[1]
         columns = formats.num_words(in_features, scheme.bits) if self.packed else in_features
         codes = torch.empty(out_features, columns, dtype=torch.int32 if self.packed else torch.int8)
@@ -110,7 +110,7 @@ class Dequantizing(nn.Module):
     def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
         """The weights of rows `piece`."""
         points = None if self.zero_points is None else self.zero_points[piece]
-        return dequantize(self._codes(piece), self.scales[piece], points, self.width, dtype)
+        return dequantize(self._codes(piece), self.scales[piece], points, self.width, dtype, self.scheme.number)
 
     def _codes(self, piece: slice) -> Tensor:
         """Codes of rows `piece`, one a byte."""

@@ -13,14 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hone.model.quantized import numbers
+from hone.model.quantized.numbers import Number
 from hone.ops import formats
 
-Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"]
-Number = Literal["int", "e4m3", "e5m2", "e2m1"]
 Strategy = Literal["group", "block", "channel", "tensor"]
-
-FLOATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-"""Floating number formats whose codes are a torch dtype."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ class Scheme:
 
     bits: int
     group_size: int = 0
-    layout: Layout = "pack-quantized"
+    layout: str = "pack-quantized"
+    """A name of `hone.model.quantized.layouts.LAYOUTS`."""
     number: Number = "int"
     block: tuple[int, int] | None = None
     per_tensor: bool = False
@@ -86,7 +84,7 @@ class Scheme:
     @property
     def code_dtype(self) -> torch.dtype:
         """The dtype of one unpacked code."""
-        return FLOATS.get(self.number, torch.int8)
+        return numbers.code_dtype(self.number)
 
     def by_row(self, values: Tensor, rows: int, in_features: int) -> Tensor:
         """Scales or zero points of one checkpoint module, [R, G] or [1], expanded to one set per row, [N, G]."""
@@ -105,6 +103,8 @@ class Scheme:
             codes = formats.quantize(weights, self.by_row(scales, rows, columns), self.bits)
             return Stored(self, codes, scales)
         steps = weights / self._spread(scales, rows, columns).to(weights.dtype)
+        if isinstance(numbers.NUMBERS[self.number], numbers.Values):
+            return Stored(self, numbers.nearest(steps, self.number), scales)
         if self.number != "int":
             largest = torch.finfo(self.code_dtype).max
             return Stored(self, steps.clamp_(-largest, largest).to(self.code_dtype), scales)
@@ -123,19 +123,23 @@ def spread(values: Tensor, columns: int, width: int) -> Tensor:
     return values if values.shape[1] == 1 else values.repeat_interleave(width, 1)[:, :columns]
 
 
-def dequantize(codes: Tensor, scales: Tensor, zero_points: Tensor | None, width: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    codes: Tensor, scales: Tensor, zero_points: Tensor | None, width: int, dtype: torch.dtype, number: str = "int"
+) -> Tensor:
     """Weights [N, K] in `dtype` from codes [N, K] and scales and zero points [N, G], one for every `width` columns.
 
-    The product is computed in `dtype`, as in compressed-tensors with scales of the model's dtype.
+    The product is computed in `dtype`, as in compressed-tensors with scales of the model's dtype; with float32 scales in
+    float32 and then rounded, as in bitsandbytes and in transformers' fp8.
     """
     columns = codes.shape[1]
+    wide = torch.promote_types(scales.dtype, dtype) if scales.dtype == torch.float32 else dtype
+    weights = numbers.decode(codes, number, wide)
     if zero_points is None and columns == scales.shape[1] * width:
-        weights = codes.to(dtype).view(len(codes), -1, width)
-        return (weights * scales.to(dtype).unsqueeze(-1)).view(codes.shape)
-    weights = codes.to(dtype)
+        weights = weights.view(len(codes), -1, width)
+        return (weights * scales.to(wide).unsqueeze(-1)).view(codes.shape).to(dtype)
     if zero_points is not None:
-        weights = weights - spread(zero_points, columns, width).to(dtype)
-    return weights * spread(scales, columns, width).to(dtype)
+        weights = weights - spread(zero_points, columns, width).to(wide)
+    return (weights * spread(scales, columns, width).to(wide)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,8 @@ class Stored:
         if zero_points is not None:
             zero_points = self.scheme.by_row(zero_points, rows, columns)
         scales = self.scheme.by_row(self.scales, rows, columns)
-        return dequantize(self.codes, scales, zero_points, self.scheme.extent(rows, columns)[1], dtype)
+        width = self.scheme.extent(rows, columns)[1]
+        return dequantize(self.codes, scales, zero_points, width, dtype, self.scheme.number)
 
     def rows(self, rows: slice) -> Stored:
         """The module with rows `rows` of the stack."""
