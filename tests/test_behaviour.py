@@ -32,6 +32,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "objective": ("train/test_objectives.py",),
     "optimizer": ("train/test_optimizers.py",),
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
+    "transform": ("compress/test_transforms.py",),
     "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
     "drafter": ("serve/test_speculate.py",),

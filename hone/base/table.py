@@ -31,6 +31,7 @@ TABLES: tuple[str, ...] = (
     "hone.train:OBJECTIVES",
     "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",
+    "hone.compress:TRANSFORMS",
     "hone.compress:QUANTIZERS",
     "hone.compress:PRUNERS",
     "hone.serve:DRAFTERS",

@@ -7,16 +7,26 @@ from hone.base.table import Table
 QUANTIZERS = Table(
     "quantizer",
     {
-        "rtn": "hone.compress.rtn:RoundToNearest",
-        "gptq": "hone.compress.gptq:GPTQ",
+        "rtn": "hone.compress.quantizers.rtn:RoundToNearest",
+        "gptq": "hone.compress.quantizers.gptq:GPTQ",
     },
 )
 
 PRUNERS = Table(
     "pruner",
     {
-        "magnitude": "hone.compress.magnitude:Magnitude",
-        "wanda": "hone.compress.wanda:Wanda",
+        "magnitude": "hone.compress.pruners.magnitude:Magnitude",
+        "wanda": "hone.compress.pruners.wanda:Wanda",
+    },
+)
+
+
+TRANSFORMS = Table(
+    "transform",
+    {
+        "awq": "hone.compress.transforms.awq:AWQ",
+        "smoothquant": "hone.compress.transforms.smoothquant:SmoothQuant",
+        "cross_layer_equalization": "hone.compress.transforms.equalization:CrossLayerEqualization",
     },
 )
 
@@ -37,4 +47,4 @@ class Steps(Table):
         return next(table.slot for table in self.tables if kind in table.rows)
 
 
-STEPS = Steps("compression step", PRUNERS, QUANTIZERS)
+STEPS = Steps("compression step", TRANSFORMS, PRUNERS, QUANTIZERS)

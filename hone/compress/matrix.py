@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hone.model.quantized.scheme import Scheme, Stored
 
 torch = lazy("torch")
+grid = lazy("hone.compress.grid")
 layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 
@@ -133,6 +134,15 @@ class Quantizer(Step):
             return getattr(torch, self.scale_dtype)
         return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
 
+    def nearest(self, weights: Tensor) -> Tensor:
+        """`weights` [N, K] rounded to the nearest points of this quantizer's grid, for searches that round many times.
+
+        A quantizer that needs calibration inputs replaces this.
+        """
+        matrix = Matrix("", weights, torch.float32)
+        self.apply(matrix)
+        return matrix.weight
+
     def check(self, name: str, rows: int, columns: int) -> None:
         problem = layouts.problem(self.scheme(columns))
         if problem is not None:
@@ -163,6 +173,13 @@ class IntegerQuantizer(Quantizer):
         "auto",
         description="compressed-tensors format; auto is int-quantized for 8 bits with one scale per row, else pack-quantized.",
     )
+
+    def nearest(self, weights: Tensor) -> Tensor:
+        """As the base; scales are not searched."""
+        scheme, how = self.scheme(weights.shape[1]), getattr(self, "scale", "absmax")
+        how = "signed" if how == "search" else how
+        scales = grid.find_scales(weights, self.bits, scheme.group_size, how, torch.float32)
+        return scheme.quantize(weights, scales).weight(weights.dtype)
 
     def scheme(self, columns: int) -> Scheme:
         return schemes.Scheme(self.bits, self.groups_of(columns), self.stored_layout)

@@ -21,6 +21,7 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import STEPS
 from hone.compress.matrix import quantizer_of
+from hone.compress.transforms.base import transforms_first
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.energy import with_energy
 from hone.cost.files import beside_bytes
@@ -102,6 +103,7 @@ class Compress(Stage):
     def _steps_follow(self) -> Compress:
         # Checks the order of the steps; `plan` checks whether there is calibration data.
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
+        transforms_first(self.steps)
         for pattern in (*self.targets, *self.ignore):
             try:
                 re.compile(pattern)

@@ -24,6 +24,11 @@ class Statistic(Protocol):
         """The statistic over all batches."""
         ...
 
+    @staticmethod
+    def scaled(value: Tensor, factors: Tensor) -> Tensor:
+        """The value for inputs multiplied by `factors` [K] > 0."""
+        ...
+
 
 class Hessian:
     """Mean of x x^T, float32 [K, K]. Products of bfloat16 inputs are summed in float32, so only the order of sums differs."""
@@ -42,6 +47,10 @@ class Hessian:
     def value(self) -> Tensor:
         return self.total / self.num_tokens
 
+    @staticmethod
+    def scaled(value: Tensor, factors: Tensor) -> Tensor:
+        return value * factors * factors[:, None]
+
 
 class Mean:
     """Mean of x, float32 [K]."""
@@ -55,6 +64,10 @@ class Mean:
 
     def value(self) -> Tensor:
         return self.total / self.num_tokens
+
+    @staticmethod
+    def scaled(value: Tensor, factors: Tensor) -> Tensor:
+        return value * factors
 
 
 class AbsMean(Mean):
@@ -70,6 +83,10 @@ class MeanSquare(Mean):
     def add(self, x: Tensor) -> None:
         self.total += x.float().square().sum(0)
 
+    @staticmethod
+    def scaled(value: Tensor, factors: Tensor) -> Tensor:
+        return value * factors.square()
+
 
 class AbsMax:
     """Largest |x|, float32 [K]."""
@@ -82,6 +99,10 @@ class AbsMax:
 
     def value(self) -> Tensor:
         return self.largest
+
+    @staticmethod
+    def scaled(value: Tensor, factors: Tensor) -> Tensor:
+        return value * factors
 
 
 class Samples:
@@ -102,6 +123,10 @@ class Samples:
 
     def value(self) -> Tensor:
         return torch.cat(self.kept)
+
+    @staticmethod
+    def scaled(value: Tensor, factors: Tensor) -> Tensor:
+        return (value * factors).to(value.dtype)
 
 
 STATISTICS: dict[str, type[Statistic]] = {

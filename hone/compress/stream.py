@@ -21,11 +21,13 @@ from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
+from hone.compress.layer import LayerWeights
 from hone.compress.matrix import Matrix, Step, quantizer_of
 from hone.compress.shards import read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
 from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear
+from hone.compress.transforms.base import Transform
 from hone.model.hf import Checkpoint
 from hone.model.quantized.layouts import layout_of
 
@@ -46,6 +48,15 @@ class Job:
     def statistics(self) -> frozenset[str]:
         """Statistics of the calibration inputs to gather: those of the steps' needs and of the output error."""
         return frozenset({"hessian"}).union(*(step.needs & STATISTICS.keys() for step in self.steps))
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """The steps that change a whole layer, before those that change a matrix."""
+        return tuple(step for step in self.steps if isinstance(step, Transform))
+
+    @property
+    def matrix_steps(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if not isinstance(step, Transform))
 
     @property
     def num_shards(self) -> int:
@@ -111,6 +122,8 @@ def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
             checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
             layer = checkpoint.build_layer(index, job.device, job.dtype)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
+            if job.transforms:
+                LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()
             for linear in job.targets[index]:
                 _use(layer, linear, _read(job, linear, written).to(job.dtype))
             flow.through(layer)
@@ -163,11 +176,16 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
         readers.setdefault(linear.reads, []).append(linear.path)
     statistics = flow.statistics(layer, readers, job.statistics) if flow is not None else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
+    targets = frozenset(linear.path for linear in job.targets[index])
+    weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizer_of(job.steps))
+    for transform in job.transforms:
+        transform.change(weights)
+    if job.transforms:
+        weights.put()
     rows = []
     for linear in job.targets[index]:
-        module = layer.get_submodule(linear.path)
-        original = _original(module.weight.detach(), [tensors[f"{name}.weight"] for name, _ in linear.modules])
-        matrix = _solve(job, linear, f"model.layers.{index}.{linear.path}", original, statistics.pop(linear.path, {}))
+        weight = weights.weight(linear.path)
+        matrix = _solve(job, linear, f"model.layers.{index}.{linear.path}", weight, statistics.pop(linear.path, {}))
         rows.append(_report(job, matrix, linear))
         written = _written(matrix, linear, tensors)
         tensors.update(written)
@@ -185,14 +203,6 @@ def _use(layer: nn.Module, linear: Linear, weight: Tensor) -> None:
     layer.get_submodule(linear.path).weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _original(computed: Tensor, stored: list[Tensor]) -> Tensor:
-    """The weight in float32 (float64 if the checkpoint has it), from the layer's weight if its dtype is exact."""
-    dtype = torch.promote_types(stored[0].dtype, torch.float32)
-    if torch.promote_types(stored[0].dtype, computed.dtype) == computed.dtype:
-        return computed.to(dtype)
-    return torch.cat([one.to(computed.device, dtype) for one in stored])
-
-
 def _solve(job: Job, linear: Linear, name: str, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
     """Runs the steps on one fused matrix. Raises ArtifactError when its inputs are not finite."""
     if not all(bool(torch.isfinite(value).all()) for value in statistics.values()):
@@ -202,7 +212,7 @@ def _solve(job: Job, linear: Linear, name: str, original: Tensor, statistics: di
         )
     modules = tuple(rows for _, rows in linear.modules)
     matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules)
-    for step in job.steps:
+    for step in job.matrix_steps:
         step.apply(matrix)
     return matrix
 

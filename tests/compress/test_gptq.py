@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hone.compress import QUANTIZERS
-from hone.compress.gptq import solve, upper_factor
 from hone.compress.matrix import Matrix
+from hone.compress.quantizers.gptq import solve, upper_factor
 from hone.ops import formats
 
 

@@ -31,6 +31,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ([{"kind": "gptq", "bits": 4, "group_size": 32}], [(1, "after"), (2, "after"), (3, "before"), (4, "after")]),
         ([{"kind": "rtn", "bits": 8, "group_size": 0}], [(3, "before")]),
         ([{"kind": "wanda", "pattern": "2:4"}], [(4, "after"), (2, "before")]),
+        ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
     ],
 )
 def test_killed_runs_end_with_the_same_bytes(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hone.base.lazy import lazy
 from hone.compress.matrix import Matrix
-from hone.compress.pruning import Pruner
+from hone.compress.pruners.base import Pruner
 from hone.cost.compress import Work
 
 torch = lazy("torch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hone.compress.matrix import Matrix
-from hone.compress.pruning import Pruner, keep_largest
+from hone.compress.pruners.base import Pruner, keep_largest
 from hone.cost.compress import Work
 
 SORT_BYTES = 750.0

@@ -1,0 +1,1 @@
+"""Pruners: weights of a matrix that become zero. One file a technique."""

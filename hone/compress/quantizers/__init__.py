@@ -1,0 +1,1 @@
+"""Quantizers: the storage of a matrix as codes and scales. One file a technique."""

@@ -1,0 +1,29 @@
+"""Cross-layer equalization: a scale per channel gives a linear's rows and the columns that read them the same range."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from hone.base.lazy import lazy
+from hone.compress.transforms.base import Transform
+
+if TYPE_CHECKING:
+    from hone.compress.layer import LayerWeights
+
+torch = lazy("torch")
+
+
+class CrossLayerEqualization(Transform):
+    """Scales the rows of up and v, and the columns that read them, to equal ranges. Nagel et al. 2019, arXiv:1906.04721."""
+
+    paper: ClassVar[str] = "arXiv:1906.04721"
+
+    def change(self, layer: LayerWeights) -> None:
+        for source in layer.sources():
+            if source.linear is None or not layer.targets.issuperset((source.linear, *source.readers)):
+                continue
+            columns = torch.stack([layer.weight(path).abs().amax(0) for path in source.readers]).amax(0)
+            read = layer.per_channel(source, columns)
+            made = layer.rows(source).abs().amax(1)
+            scales = (made / read).sqrt()
+            layer.scale(source, torch.where((made > 0) & (read > 0), scales, torch.ones_like(scales)))
