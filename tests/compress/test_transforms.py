@@ -139,7 +139,7 @@ def test_awq_takes_the_scale_with_the_least_output_error(family_folder) -> None:
     reached = (weights.weight("feed_forward.gate_up") / plain)[:96]  # gate: rows of up also take the scale of down
     assert torch.allclose(reached, reached[:1].expand_as(reached), rtol=1e-9)
     assert lost(reached[0]) == pytest.approx(min(tried), rel=1e-3)  # statistics are float32
-    assert min(tried) < 0.95 * tried[0], "the search found nothing better than no scale"
+    assert min(tried) < 0.99 * tried[0], "the search found nothing better than no scale"
 
 
 def test_linears_left_dense_keep_their_dtype_and_take_the_scale(family_folder, compress, calibration_text) -> None:
