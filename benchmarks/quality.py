@@ -99,7 +99,7 @@ def _measured(
     values = {key: value for key, value in method.items() if key not in ("name", "technique")}
     values |= {"num_sequences": arguments.num_sequences, "seq_len": arguments.seq_len, "batch_size": 16}
     spec = Compress.read(values)
-    calibrates = any(step.needs & STATISTICS.keys() for step in spec.steps)
+    calibrates = spec.allocation is not None or any(step.needs & STATISTICS.keys() for step in spec.steps)
     machine = describe(arguments.device).model_dump(mode="json")
     found: list[tuple[Scores, dict[str, float | None]]] = []
     for seed in range(arguments.seeds if calibrates else 1):

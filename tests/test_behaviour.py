@@ -33,6 +33,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("train/test_optimizers.py",),
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
     "transform": ("compress/test_transforms.py",),
+    "bit allocation": ("compress/test_allocation.py",),
     "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
     "drafter": ("serve/test_speculate.py",),

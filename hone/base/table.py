@@ -32,6 +32,7 @@ TABLES: tuple[str, ...] = (
     "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",
     "hone.compress:TRANSFORMS",
+    "hone.compress:ALLOCATIONS",
     "hone.compress:QUANTIZERS",
     "hone.compress:PRUNERS",
     "hone.serve:DRAFTERS",

@@ -31,6 +31,15 @@ TRANSFORMS = Table(
 )
 
 
+ALLOCATIONS = Table(
+    "bit allocation",
+    {
+        "hessian": "hone.compress.allocations.hessian:HessianAllocation",
+        "kl": "hone.compress.allocations.kl:KLAllocation",
+    },
+)
+
+
 class Steps(Table):
     """Several slots combined in one table, for a list of steps from any of them."""
 

@@ -24,6 +24,11 @@ class Calibration:
     document_ids: np.ndarray | None
     source: dict[str, object]
 
+    def first(self, count: int) -> Calibration:
+        """The first `count` sequences."""
+        ids = None if self.document_ids is None else self.document_ids[:count]
+        return Calibration(self.tokens[:count], ids, self.source)
+
     @property
     def num_tokens(self) -> int:
         """Positions that are not padding."""

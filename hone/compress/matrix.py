@@ -6,7 +6,7 @@ Shapes: N output features (rows; q, k, v stacked count as one matrix), K input f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -159,6 +159,26 @@ class Quantizer(Step):
 def quantizer_of(steps: Iterable[Step]) -> Quantizer | None:
     """The step that determines the storage of weights; None without a quantizer."""
     return next((step for step in steps if isinstance(step, Quantizer)), None)
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """The quantizer of each matrix: `template` for all, or with the bits that an allocation gave a matrix by its name."""
+
+    template: Quantizer | None
+    bits: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, index: int, path: str) -> Quantizer | None:
+        """The quantizer of the linear at `path` of layer `index`."""
+        bits = self.bits.get(matrix_name(index, path))
+        return (
+            self.template if self.template is None or bits is None else self.template.model_copy(update={"bits": bits})
+        )
+
+
+def matrix_name(index: int, path: str) -> str:
+    """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv'."""
+    return f"layers.{index}.{path}"
 
 
 class IntegerQuantizer(Quantizer):

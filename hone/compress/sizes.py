@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from hone.base.errors import ArtifactError
-from hone.compress.matrix import Quantizer
+from hone.compress.matrix import Assigned, Quantizer
 from hone.compress.shards import DTYPES, shard_bytes
 from hone.compress.targets import Linear
 from hone.model.config import ModelConfig
@@ -34,7 +34,7 @@ def entries(model: CheckpointFacts) -> dict[str, Entry]:
 def shard_sizes(
     before: dict[str, Entry],
     targets: tuple[tuple[Linear, ...], ...],
-    quantizer: Quantizer | None,
+    quantizers: Assigned,
     rest_dtype: torch.dtype | None,
     dtype: torch.dtype,
 ) -> list[int]:
@@ -46,25 +46,34 @@ def shard_sizes(
             layers[int(name.split(".")[2])][name] = (kind, shape)
         else:
             ends[name] = (stored_rest(kind, shape, rest_dtype), shape)
-    for tensors, linears in zip(layers, targets, strict=True):
-        for name, rows, columns in _modules(linears) if quantizer is not None else ():
-            tensors.pop(f"{name}.weight", None)  # a missing one is an error when it is read
-            scheme = quantizer.scheme(columns)
-            stored = layout_of(scheme).tensors(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
-            tensors.update({f"{name}.{suffix}": entry for suffix, entry in stored.items()})
+    for index, (tensors, linears) in enumerate(zip(layers, targets, strict=True)):
+        for linear in linears if quantizers.template is not None else ():
+            quantizer = quantizers.of(index, linear.path)
+            for name, rows in linear.modules:
+                tensors.pop(f"{name}.weight", None)  # a missing one is an error when it is read
+                stored = quantized(quantizer, rows, linear.columns, dtype)
+                tensors.update({f"{name}.{suffix}": entry for suffix, entry in stored.items()})
     return [shard_bytes((name, *entry) for name, entry in tensors.items()) for tensors in (ends, *layers)]
+
+
+def quantized(quantizer: Quantizer, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Entry]:
+    """Dtype and shape of each tensor of a module [rows, columns] that `quantizer` stores, by suffix."""
+    scheme = quantizer.scheme(columns)
+    return layout_of(scheme).tensors(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
+
+
+def matrix_bytes(quantizer: Quantizer, linear: Linear, dtype: torch.dtype) -> int:
+    """Bytes of the tensors of all modules of `linear`, without the file's header."""
+    total = 0
+    for _, rows in linear.modules:
+        for kind, shape in quantized(quantizer, rows, linear.columns, dtype).values():
+            total += kind.itemsize * math.prod(shape)
+    return total
 
 
 def stored_rest(dtype: torch.dtype, shape: tuple[int, ...], rest_dtype: torch.dtype | None) -> torch.dtype:
     """Dtype in which a tensor outside the layers is stored: matrices in `rest_dtype`, if there is one."""
     return rest_dtype if rest_dtype is not None and len(shape) > 1 else dtype
-
-
-def _modules(linears: Iterable[Linear]) -> Iterable[tuple[str, int, int]]:
-    """(checkpoint name, rows, columns) of every module."""
-    for linear in linears:
-        for name, rows in linear.modules:
-            yield name, rows, linear.columns
 
 
 def _planned(config: ModelConfig, dtype: torch.dtype) -> dict[str, Entry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -19,8 +20,9 @@ from hone.base.plan import DISK, MEMORY, Facts, Plan, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.compress import STEPS
-from hone.compress.matrix import quantizer_of
+from hone.compress import ALLOCATIONS, STEPS
+from hone.compress.allocations.base import Budget, Candidates, candidates
+from hone.compress.matrix import Assigned, matrix_name, quantizer_of
 from hone.compress.transforms.base import transforms_first
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.energy import with_energy
@@ -68,6 +70,7 @@ class CompressPlan(Plan):
     targets: tuple[tuple[Any, ...], ...]
     compute_dtype: str
     calibrated: Calibrated | None
+    budget: Budget | None
 
 
 class Compress(Stage):
@@ -78,6 +81,9 @@ class Compress(Stage):
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
         min_length=1, description="Steps for every matrix, in order: pruners first, at most one quantizer, last."
+    )
+    allocation: Annotated[Technique, Choice(ALLOCATIONS)] | None = Field(
+        None, description="Gives each matrix bits of its own, within a budget; empty: the quantizer's bits for all."
     )
     targets: tuple[str, ...] = Field(
         (r"\.layers\.",),
@@ -104,6 +110,8 @@ class Compress(Stage):
         # Checks the order of the steps; `plan` checks whether there is calibration data.
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         transforms_first(self.steps)
+        if self.allocation is not None:
+            self.allocation.check(self._quantizer)
         for pattern in (*self.targets, *self.ignore):
             try:
                 re.compile(pattern)
@@ -129,16 +137,19 @@ class Compress(Stage):
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
         calibrated = self._calibrated(model, data)
         given = model.given | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
-        check_order(self.steps, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
+        applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
+        check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
         targets = targets_of.select(model.config, self.targets, self.ignore)
         for index, linears in enumerate(targets):
             for linear in linears:
-                for step in self.steps:
-                    step.check(f"layers.{index}.{linear.path}", linear.rows, linear.columns)
+                for step in self._possible_steps:
+                    step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
                 if self._quantizer is not None:
                     targets_of.check_blocks(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
-        made = sizes.shard_sizes(sizes.entries(model), targets, self._quantizer, self._rest_dtype, dtype)
+        before = sizes.entries(model)
+        planned, budget = self._assigned(before, targets, dtype, model.where)
+        made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype)
         compute = self.compute_dtype
         if compute == "auto":
             compute = "bfloat16" if machine.device.startswith("cuda") else "float32"
@@ -153,15 +164,16 @@ class Compress(Stage):
         work = Compression(
             model.config.facts(), layers, tuple(made), dtype.itemsize, compute, *sequences, batch_size=self.batch_size
         )
-        quantization = self._quantization(model.config, targets)
+        quantization = self._quantization(model.config, targets, planned)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
-            estimates=with_energy(self._estimates(model, machine, work), machine),
+            estimates=with_energy(self._estimates(model, machine, work, budget), machine),
             facts=model.model_copy(update=update),
             ways=_WAYS,
             targets=targets,
             compute_dtype=compute,
             calibrated=calibrated,
+            budget=budget,
         )
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
@@ -173,13 +185,19 @@ class Compress(Stage):
         job = stream.Job(checkpoint, self.steps, plan.targets, run.device, dtype, self._rest_dtype)
         warm_up(run.device)
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
+            if self.allocation is not None:
+                few = samples.first(self.allocation.num_sequences)
+                flow = capture.Flow(few, self.batch_size, job.device, job.dtype)
+                job = replace(job, bits=self.allocation.allocate(plan.budget, job, flow, draft, run))
             flow = None if samples is None else capture.Flow(samples, self.batch_size, job.device, job.dtype)
             rows = stream.run_job(job, flow, draft, run)
-            self._describe(draft, checkpoint, plan.facts.quantization)
+            self._describe(draft, checkpoint, self._quantization(checkpoint.config, plan.targets, job.quantizers))
             write_jsonl(draft.folder / "layers.jsonl", rows)
         for step in self.steps:
             source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source})
+        if self.allocation is not None:
+            draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
         self._record(draft, folder, checkpoint, rows)
 
     @property
@@ -232,16 +250,21 @@ class Compress(Stage):
         calibration.check(samples, checkpoint.config.vocab_size)
         return samples
 
-    def _estimates(self, model: CheckpointFacts, machine: Machine, work: Compression) -> dict[str, Estimate]:
+    def _estimates(
+        self, model: CheckpointFacts, machine: Machine, work: Compression, budget: Budget | None
+    ) -> dict[str, Estimate]:
         """Exact sizes; seconds and memory; figures that follow from the steps' options."""
         size, params = sum(work.shard_bytes), model.config.num_params
         beside = beside_bytes(model.config.vocab_size)
         options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
-        bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", "tolerance": 0.0}
+        if budget is not None:
+            size = budget.model_bytes
+            options = {"formula": "the budget, of which a choice of bits leaves little unused", "tolerance": 0.05}
+        bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", **options}
         found = {
             "model_bytes": Estimate(value=size, unit="B", **options),
             "bits_per_weight": Estimate(**bits),
-            "time_s": compress_seconds(machine, work),
+            "time_s": self._seconds(machine, work),
             MEMORY: compress_bytes(machine, work),
             DISK: Estimate(
                 value=size + beside,
@@ -254,7 +277,51 @@ class Compress(Stage):
                 found.update(step.figures())
         return found
 
-    def _quantization(self, config: Any, targets: tuple[tuple[Any, ...], ...]) -> dict[str, Any] | None:
+    def _seconds(self, machine: Machine, work: Compression) -> Estimate:
+        """Time of the compression, and before it of measuring what each matrix loses with each candidate of bits."""
+        seconds = compress_seconds(machine, work)
+        if self.allocation is None:
+            return seconds
+        layers = tuple(
+            tuple(MatrixWork(one.rows, one.columns, (self.allocation.work(one.rows, one.columns),)) for one in matrices)
+            for matrices in work.layers
+        )
+        few = min(work.num_sequences, self.allocation.num_sequences)
+        nothing = (0,) * len(work.shard_bytes)
+        first = compress_seconds(machine, replace(work, layers=layers, num_sequences=few, shard_bytes=nothing))
+        formula = f"{seconds.formula}; before it, sensitivities {first.value:.3g} s"
+        return Estimate(value=seconds.value + first.value, unit="s", formula=formula, bound=seconds.bound)
+
+    def _assigned(
+        self, before: dict[str, Any], targets: tuple[tuple[Any, ...], ...], dtype: Any, where: str
+    ) -> tuple[Assigned, Budget | None]:
+        """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it."""
+        if self.allocation is None:
+            return Assigned(self._quantizer), None
+        options = candidates(self._quantizer, self.allocation.bits)
+        matrices = tuple(
+            Candidates(
+                matrix_name(index, one.path),
+                tuple(sizes.matrix_bytes(option, one, dtype) for option in options.values()),
+            )
+            for index, linears in enumerate(targets)
+            for one in linears
+        )
+        lowest = sizes.shard_sizes(before, targets, Assigned(options[min(options)]), self._rest_dtype, dtype)
+        weights = sum(one.rows * one.columns for linears in targets for one in linears)
+        budget = self.allocation.budget(matrices, weights, sum(lowest), where)
+        totals = [sum(one.sizes[place] for one in matrices) for place in range(len(options))]
+        fitting = [option for option, total in zip(options.values(), totals, strict=True) if total <= budget.most]
+        return Assigned(fitting[-1]), budget
+
+    @property
+    def _possible_steps(self) -> tuple[Any, ...]:
+        """The steps, the quantizer with each of the bits that it may get."""
+        if self.allocation is None:
+            return self.steps
+        return (*self.steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
+
+    def _quantization(self, config: Any, targets: tuple[tuple[Any, ...], ...], assigned: Any) -> dict[str, Any] | None:
         """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
         which readers prefer. None without a quantizer."""
         if self._quantizer is None:
@@ -265,7 +332,8 @@ class Compress(Stage):
             for linear in targets_of.linears(config, index):
                 names = [name for name, _ in linear.modules]
                 if linear in chosen:
-                    modules.setdefault(self._quantizer.scheme(linear.columns), []).extend(names)
+                    scheme = assigned.of(index, linear.path).scheme(linear.columns)
+                    modules.setdefault(scheme, []).extend(names)
                 else:
                     ignored += names
         by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))

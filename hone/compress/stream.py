@@ -8,8 +8,9 @@ states after every layer would cost more than the layer's own work.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.layer import LayerWeights
-from hone.compress.matrix import Matrix, Step, quantizer_of
+from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, quantizer_of
 from hone.compress.shards import read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
 from hone.compress.statistics import STATISTICS
@@ -43,6 +44,8 @@ class Job:
     dtype: torch.dtype
     rest_dtype: torch.dtype | None = None
     """Dtype of the stored matrices outside the layers (embedding, head); None keeps theirs."""
+    bits: Mapping[str, int] = field(default_factory=dict)
+    """Bits of each matrix by `matrix_name`, where an allocation chose them."""
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -50,13 +53,20 @@ class Job:
         return frozenset({"hessian"}).union(*(step.needs & STATISTICS.keys() for step in self.steps))
 
     @property
+    def quantizers(self) -> Assigned:
+        """The quantizer of each matrix."""
+        return Assigned(quantizer_of(self.steps), self.bits)
+
+    @property
     def transforms(self) -> tuple[Transform, ...]:
         """The steps that change a whole layer, before those that change a matrix."""
         return tuple(step for step in self.steps if isinstance(step, Transform))
 
-    @property
-    def matrix_steps(self) -> tuple[Step, ...]:
-        return tuple(step for step in self.steps if not isinstance(step, Transform))
+    def matrix_steps(self, index: int, linear: Linear) -> tuple[Step, ...]:
+        """The steps of one matrix, its quantizer with the bits that it was allocated."""
+        own = self.quantizers.of(index, linear.path)
+        steps = (step for step in self.steps if not isinstance(step, Transform))
+        return tuple(own if own is not None and isinstance(step, Quantizer) else step for step in steps)
 
     @property
     def num_shards(self) -> int:
@@ -125,14 +135,14 @@ def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
             if job.transforms:
                 LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()
             for linear in job.targets[index]:
-                _use(layer, linear, _read(job, linear, written).to(job.dtype))
+                _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
             flow.through(layer)
             bar.advance()
 
 
-def _read(job: Job, linear: Linear, written: dict[str, Tensor]) -> Tensor:
+def _read(job: Job, index: int, linear: Linear, written: dict[str, Tensor]) -> Tensor:
     """The fused weight [N, K] of a linear as its shard holds it, dequantized on the engine's device."""
-    quantizer = quantizer_of(job.steps)
+    quantizer = job.quantizers.of(index, linear.path)
     wide, parts = torch.promote_types(job.checkpoint.dtype, torch.float32), []
     for name, _ in linear.modules:
         given = {key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(f"{name}.")}
@@ -185,7 +195,7 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
     rows = []
     for linear in job.targets[index]:
         weight = weights.weight(linear.path)
-        matrix = _solve(job, linear, f"model.layers.{index}.{linear.path}", weight, statistics.pop(linear.path, {}))
+        matrix = _solve(job, index, linear, weight, statistics.pop(linear.path, {}))
         rows.append(_report(job, matrix, linear))
         written = _written(matrix, linear, tensors)
         tensors.update(written)
@@ -203,8 +213,9 @@ def _use(layer: nn.Module, linear: Linear, weight: Tensor) -> None:
     layer.get_submodule(linear.path).weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _solve(job: Job, linear: Linear, name: str, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
+def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
     """Runs the steps on one fused matrix. Raises ArtifactError when its inputs are not finite."""
+    name = f"model.{matrix_name(index, linear.path)}"
     if not all(bool(torch.isfinite(value).all()) for value in statistics.values()):
         raise ArtifactError(
             f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",
@@ -212,7 +223,7 @@ def _solve(job: Job, linear: Linear, name: str, original: Tensor, statistics: di
         )
     modules = tuple(rows for _, rows in linear.modules)
     matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules)
-    for step in job.matrix_steps:
+    for step in job.matrix_steps(index, linear):
         step.apply(matrix)
     return matrix
 

@@ -1,0 +1,150 @@
+"""Base of the bit allocations: a budget, candidate bits, and the choice among them.
+
+Shapes: N rows, K columns of a matrix, H [K, K] mean of x x^T of its inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from hone.base.errors import FitError, SpecError
+from hone.base.figure import human_bytes
+from hone.base.lazy import lazy
+from hone.base.table import Technique
+from hone.compress.allocations.knapsack import choose
+from hone.cost.compress import Work
+
+if TYPE_CHECKING:
+    from hone.base.artifact import Draft
+    from hone.base.run import Run
+    from hone.compress.capture import Flow
+    from hone.compress.matrix import Quantizer
+    from hone.compress.stream import Job
+
+sensitivity = lazy("hone.compress.allocations.sensitivity")
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+FILE = "allocation.json"
+
+
+def read_bytes(value: str) -> int:
+    """Bytes of '6GB', '5.5 GiB' or '800000000'. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2].upper().rstrip("B") not in {unit.rstrip("B") for unit in UNITS}:
+        raise ValueError(f"'{value}' is no size: write a number and KB, MB, GB, KiB, MiB or GiB, as in 6GB")
+    unit = found[2].upper()
+    return round(float(found[1]) * UNITS[unit if unit in UNITS else f"{unit}B"])
+
+
+HEADER_BYTES = 512
+"""Bytes of a shard's header that another choice of bits may add: shapes and offsets are numbers of other lengths."""
+
+
+class Candidates(NamedTuple):
+    """A matrix to choose bits for: its name, and the bytes it takes with each of the allocation's bits."""
+
+    name: str
+    sizes: tuple[int, ...]
+
+
+class Budget(NamedTuple):
+    """What an allocation chooses from: the matrices, the bytes they may take together, and those of everything else."""
+
+    matrices: tuple[Candidates, ...]
+    most: int
+    outside: int
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the folder's weights if the budget is used up."""
+        return self.outside + min(self.most, sum(max(one.sizes) for one in self.matrices))
+
+
+class Allocation(Technique):
+    """Gives each matrix one of the candidate bits; a subclass writes `losses`."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"hessian"})
+
+    bits: tuple[int, ...] = Field((2, 3, 4, 5, 6, 8), description="Candidate bits of a matrix.")
+    bits_per_weight: float | None = Field(
+        None, gt=0, description="Budget: mean bits of the compressed matrices, scales included."
+    )
+    model_bytes: str | None = Field(
+        None, description="Budget: bytes of all weights of the folder, as in 6GB or 5.5GiB; or give bits_per_weight."
+    )
+    num_sequences: int = Field(32, gt=0, description="Calibration sequences that the losses are measured on.")
+
+    @field_validator("bits")
+    @classmethod
+    def _candidates(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
+        if not bits or any(not 2 <= one <= 8 for one in bits):
+            raise ValueError("candidate bits are from 2 to 8")
+        return tuple(sorted(set(bits)))
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if self.bits_per_weight is not None and self.model_bytes is not None:
+            raise ValueError("give one budget: bits_per_weight or model_bytes, not both")
+        if self.model_bytes is not None:
+            read_bytes(self.model_bytes)
+        return self
+
+    def check(self, quantizer: Quantizer | None) -> None:
+        """Raises SpecError without a budget, or without a quantizer that has bits to choose."""
+        candidates(quantizer, self.bits)
+        if self.bits_per_weight is None and self.model_bytes is None:
+            raise SpecError(f"allocation {self.kind} has no budget", fix="set bits_per_weight=3.5 or model_bytes=6GB")
+
+    def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
+        """The loss of every matrix with each of `bits`, by its name; only sums of them are compared."""
+        raise NotImplementedError
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Measuring one matrix: for each candidate its rounding and a product with H."""
+        tries = len(self.bits)
+        return Work(flops=2.0 * tries * rows * columns**2, num_bytes=60.0 * tries * rows * columns, num_ops=20 * tries)
+
+    def budget(self, matrices: Sequence[Candidates], weights: int, lowest_bytes: int, where: str) -> Budget:
+        """The budget of `matrices` with `weights` weights, when the folder's shards take `lowest_bytes` with the lowest bits.
+
+        Raises FitError when even the lowest bits exceed it.
+        """
+        least = sum(min(one.sizes) for one in matrices)
+        outside = lowest_bytes - least + HEADER_BYTES * len({one.name.split(".")[1] for one in matrices})
+        if self.bits_per_weight is not None:
+            most, name = int(self.bits_per_weight * weights / 8), "bits_per_weight"
+        else:
+            most, name = read_bytes(str(self.model_bytes)) - outside, "model_bytes"
+        if least > most:
+            raise FitError(
+                f"{where}: {min(self.bits)} bits a weight take {human_bytes(least)}, beside {human_bytes(outside)} that stay as "
+                f"they are; the budget leaves {human_bytes(max(most, 0))} for them",
+                fix=f"raise {name}, allow fewer bits, a larger group_size, or rest_dtype=bfloat16 for a float32 embedding",
+            )
+        return Budget(tuple(matrices), most, outside)
+
+    def allocate(self, budget: Budget, job: Job, flow: Flow, draft: Draft, run: Run) -> dict[str, int]:
+        """Bits of every matrix by name; measured once, then read from the draft's state."""
+        path = draft.state / FILE
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf8"))["bits"]
+        losses = self.losses(job, flow, run)
+        table = [[losses[one.name][bits] for bits in self.bits] for one in budget.matrices]
+        picked = choose([one.sizes for one in budget.matrices], table, budget.most)
+        assert picked is not None, "a budget below the smallest size is refused by the plan"
+        found = {one.name: self.bits[option] for one, option in zip(budget.matrices, picked, strict=True)}
+        sensitivity.keep(path, {"bits": found, "losses": losses})
+        return found
+
+
+def candidates(template: Quantizer | None, bits: Sequence[int]) -> dict[int, Any]:
+    """The quantizer with each of `bits`. Raises SpecError when there is none, or none that has bits to choose."""
+    if template is None or "bits" not in type(template).model_fields:
+        named = "no step quantizes" if template is None else f"{template.kind} has one width"
+        raise SpecError(f"an allocation chooses bits, but {named}", fix="add a step that has bits: rtn or gptq")
+    return {one: template.model_copy(update={"bits": one}) for one in bits}

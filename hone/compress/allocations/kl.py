@@ -1,0 +1,84 @@
+"""Allocation by divergence: what the model's predictions lose when one matrix alone is rounded.
+
+Legend: T tokens, V vocabulary, D hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from hone.base.lazy import lazy
+from hone.compress.allocations.base import Allocation, candidates
+from hone.compress.matrix import matrix_name, quantizer_of
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from torch import Tensor
+
+    from hone.base.run import Run
+    from hone.compress.capture import Flow
+    from hone.compress.stream import Job
+
+torch = lazy("torch")
+compare = lazy("hone.eval.compare")
+contexts = lazy("hone.model.context")
+sensitivity = lazy("hone.compress.allocations.sensitivity")
+
+HEAD_TOKENS = 512
+"""Tokens whose logits are computed at once."""
+
+
+class KLAllocation(Allocation):
+    """Bits by the divergence of the predictions that one rounded matrix causes at `probe_bits`, scaled to other bits by its output error."""
+
+    probe_bits: int = Field(3, ge=2, le=8, description="Bits at which each matrix's divergence is measured.")
+    probe_sequences: int = Field(4, gt=0, description="Calibration sequences that the divergence is measured on.")
+
+    @model_validator(mode="after")
+    def _probe_is_a_candidate(self) -> Self:
+        if self.probe_bits not in self.bits:
+            raise ValueError(f"probe_bits {self.probe_bits} is none of the candidate bits {list(self.bits)}")
+        return self
+
+    def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
+        """Holds the whole uncompressed model on the device."""
+        quantizers = candidates(quantizer_of(job.steps), self.bits)
+        measured = {one.name: one.errors for one in sensitivity.measure(job, flow, quantizers, run)}
+        probed = self._probe(job, flow, quantizers[self.probe_bits], run)
+        found = {}
+        for name, errors in measured.items():
+            scale = probed[name] / max(errors[self.probe_bits], 1e-30)
+            found[name] = {bits: scale * error for bits, error in errors.items()}
+        return found
+
+    def _probe(self, job: Job, flow: Flow, quantizer: Any, run: Run) -> dict[str, float]:
+        """Divergence in nats a token with each matrix rounded, one at a time."""
+        with torch.no_grad():
+            model = job.checkpoint.build(job.device, job.dtype)
+            tokens = torch.from_numpy(flow.calibration.tokens[: self.probe_sequences]).to(job.device)
+            reference = self._hidden(model, tokens)
+            found = {}
+            with run.progress("divergence", sum(map(len, job.targets)), "matrices") as bar:
+                for index, linears in enumerate(job.targets):
+                    for linear in linears:
+                        module = model.layers[index].get_submodule(linear.path)
+                        weight = module.weight.data
+                        module.weight.data = quantizer.nearest(weight.float()).to(weight.dtype)
+                        found[matrix_name(index, linear.path)] = self._divergence(model, tokens, reference)
+                        module.weight.data = weight
+                        bar.advance()
+        return found
+
+    def _hidden(self, model: Any, tokens: Tensor) -> Tensor:
+        """Last hidden states [T, D] of token rows [B, S]."""
+        return torch.cat([model.hidden(row[None], contexts.Causal(row[None]))[0] for row in tokens])
+
+    def _divergence(self, model: Any, tokens: Tensor, reference: Tensor) -> float:
+        total, hidden = 0.0, self._hidden(model, tokens)
+        for expected, given in zip(reference.split(HEAD_TOKENS), hidden.split(HEAD_TOKENS), strict=True):
+            divergence = compare.divergence(model.head(expected).float(), model.head(given).float())
+            total += float(divergence.sum(dtype=torch.float64))
+        return total / len(hidden)

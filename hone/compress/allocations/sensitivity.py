@@ -1,0 +1,93 @@
+"""How much rounding a matrix costs: relative output errors for candidate bits, and what a layer adds to the hidden states.
+
+Shapes: N rows, K columns of a matrix, H [K, K] mean of x x^T of its inputs, D hidden width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hone.base.durable import write_atomic
+from hone.base.run import Run
+from hone.compress.capture import Flow
+from hone.compress.layer import original
+from hone.compress.matrix import matrix_name
+from hone.compress.stream import Job
+from hone.model.hf import Checkpoint
+
+
+class Sensitivity(NamedTuple):
+    """Of one matrix: ||(Q(W) - W) X||^2 / ||W X||^2 by bits, and its block's share of the hidden states it is added to."""
+
+    name: str
+    errors: dict[int, float]
+    share: float
+
+
+@torch.no_grad()
+def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> Iterator[Sensitivity]:
+    """Streams the uncompressed layers, and yields every target with its errors. `quantizers` by their bits."""
+    flow.embed(job.checkpoint.build_ends(job.device, job.dtype))
+    count = job.checkpoint.config.num_layers
+    with run.progress("sensitivity", count, "layers") as bar:
+        for index in range(count):
+            checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+            layer = checkpoint.build_layer(index, job.device, job.dtype)
+            readers: dict[str, list[str]] = {}
+            for linear in job.targets[index]:
+                readers.setdefault(linear.reads, []).append(linear.path)
+            with _Energies(layer) as added:
+                statistics = flow.statistics(layer, readers, {"hessian"})
+            flow.through(layer)
+            energy = float(flow.states.float().square().sum())
+            for linear in job.targets[index]:
+                stored = [checkpoint.tensor(f"{name}.weight") for name, _ in linear.modules]
+                weight = original(layer.get_submodule(linear.path).weight.detach(), stored)
+                errors = output_errors(weight, statistics[linear.path]["hessian"], quantizers)
+                share = added.total[linear.path.partition(".")[0]] * layer.multiplier**2 / max(energy, 1e-30)
+                yield Sensitivity(matrix_name(index, linear.path), errors, share)
+            bar.advance()
+
+
+def output_errors(weight: Tensor, hessian: Tensor, quantizers: Mapping[int, Any]) -> dict[int, float]:
+    """tr(D H D^T) / tr(W H W^T) for the change D [N, K] that each quantizer's rounding to nearest makes."""
+    whole = _energy(weight, hessian).clamp(min=1e-30)
+    return {bits: float(_energy(one.nearest(weight) - weight, hessian) / whole) for bits, one in quantizers.items()}
+
+
+def _energy(weight: Tensor, hessian: Tensor) -> Tensor:
+    return ((weight @ hessian.to(weight)) * weight).sum().clamp(min=0)
+
+
+class _Energies:
+    """Sums of squares of what a layer's blocks add to the hidden states, by block: 'mixer', 'feed_forward'."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.total: dict[str, float] = {}
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> _Energies:
+        for name in ("mixer", "feed_forward"):
+            # A norm after the block, where a family has one, is what is added.
+            last = getattr(self.layer, f"{name}_post_norm", None) or getattr(self.layer, name)
+            self.hooks.append(last.register_forward_hook(lambda _, __, out, name=name: self._add(name, out)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _add(self, name: str, out: Tensor) -> None:
+        self.total[name] = self.total.get(name, 0.0) + float(out.float().square().sum())
+
+
+def keep(path: Path, values: dict[str, Any]) -> None:
+    """Writes the result of the measurement, so that a resumed run takes the same."""
+    write_atomic(path, json.dumps(values).encode())

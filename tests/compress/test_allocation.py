@@ -1,0 +1,181 @@
+"""Bit allocation: the knapsack against every choice, budgets that are kept, losses against their definition, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from hone.base.errors import FitError, SpecError
+from hone.base.run import Run
+from hone.compress import ALLOCATIONS, STEPS
+from hone.compress.allocations import knapsack
+from hone.compress.allocations.base import read_bytes
+from hone.compress.allocations.sensitivity import output_errors
+from hone.compress.calibration import Calibration
+from hone.compress.capture import Flow
+from hone.compress.quantizers.rtn import RoundToNearest
+from hone.compress.stream import Job
+from hone.compress.targets import select
+from hone.model.folder import weights_bytes
+from hone.model.hf import Checkpoint, load
+from tests.compress.conftest import perplexity
+from tests.compress.test_export import transformers_logits
+
+RTN = {"kind": "rtn", "bits": 4, "group_size": 32, "scale": "signed"}
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 40), st.floats(0, 10)), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.integers(0, 160),
+    st.sampled_from([1, 7, 1000]),
+)
+def test_the_knapsack_is_the_best_of_all_choices(items: list, budget: int, unit: int) -> None:
+    sizes = [[unit * size for size, _ in item] for item in items]
+    losses = [[loss for _, loss in item] for item in items]
+    possible = [
+        sum(losses[item][option] for item, option in enumerate(options))
+        for options in itertools.product(*(range(len(item)) for item in items))
+        if sum(sizes[item][option] for item, option in enumerate(options)) <= budget * unit
+    ]
+    chosen = knapsack.choose(sizes, losses, budget * unit)
+    if chosen is None:
+        assert not possible
+        return
+    assert sum(sizes[item][option] for item, option in enumerate(chosen)) <= budget * unit
+    assert sum(losses[item][option] for item, option in enumerate(chosen)) == pytest.approx(min(possible))
+
+
+def test_coarse_units_never_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knapsack, "MOST_UNITS", 10)
+    draw = torch.Generator().manual_seed(0)
+    sizes = [sorted(torch.randint(1, 1000, (3,), generator=draw).tolist()) for _ in range(20)]
+    losses = [sorted(torch.rand(3, generator=draw).tolist(), reverse=True) for _ in range(20)]
+    chosen = knapsack.choose(sizes, losses, 9000)
+    assert sum(sizes[item][option] for item, option in enumerate(chosen)) <= 9000
+    assert sum(losses[item][option] for item, option in enumerate(chosen)) < sum(values[0] for values in losses)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("6GB", 6 * 10**9), ("5.5 GiB", 5.5 * 2**30), ("800", 800), ("2kb", 2000), ("1MiB", 2**20)]
+)
+def test_sizes_are_read(text: str, value: float) -> None:
+    assert read_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["6 gigs", "GB", "-1GB", ""])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="is no size"):
+        ALLOCATIONS.read({"kind": "hessian", "model_bytes": text})
+
+
+def test_errors_are_those_of_the_outputs() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(16, 64, generator=draw), torch.randn(200, 64, generator=draw)
+    quantizers = {bits: RoundToNearest(bits=bits, group_size=32) for bits in (2, 4)}
+    found = output_errors(weight, x.T @ x / 200, quantizers)
+    for bits, one in quantizers.items():
+        lost = (x @ (one.nearest(weight) - weight).T).square().sum() / (x @ weight.T).square().sum()
+        assert found[bits] == pytest.approx(float(lost), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "kl"])
+def test_the_budget_is_used_and_kept(kind: str, family_folder, compress, calibration_text: Path) -> None:
+    """Every matrix has the bits that the state said, transformers reads the mixture, and the bytes are those planned."""
+    pytest.importorskip("compressed_tensors")
+    made = compress(
+        family_folder("qwen2"),
+        RTN,
+        allocation={"kind": kind, "bits_per_weight": 5.5, "bits": (2, 3, 4, 8), "num_sequences": 4},
+        calibration_text=str(calibration_text),
+        name=kind,
+    )
+    rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
+    assert len({row["bits"] for row in rows}) > 1
+    spent = sum(row["weights"] * (row["bits"] + 16 / 32) for row in rows) / sum(row["weights"] for row in rows)
+    assert 5.0 < spent <= 5.5 + 0.05  # the shape of each matrix, 16 bytes, is beside its codes
+    estimate = made.figures["model_bytes"].estimate
+    assert weights_bytes(made.folder) <= estimate.value <= weights_bytes(made.folder) * (1 + estimate.tolerance)
+    tokens = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (load(made.folder)(tokens) - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
+    assert made.techniques[-1]["slot"] == "bit allocation" and made.techniques[-1]["kind"] == kind
+
+
+def test_a_matrix_that_writes_most_of_the_hidden_states_gets_most_bits(
+    family_folder, compress, calibration_text: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(family_folder("qwen2"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 30
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    made = compress(
+        folder,
+        RTN,
+        allocation={"kind": "hessian", "bits_per_weight": 4.0, "bits": (2, 3, 8), "num_sequences": 4},
+        calibration_text=str(calibration_text),
+    )
+    rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
+    assert {row["name"]: row["bits"] for row in rows}["model.layers.1.feed_forward.down"] == 8
+
+
+def test_divergence_is_that_of_the_model_with_one_matrix_rounded(family_folder) -> None:
+    checkpoint = Checkpoint(family_folder("qwen2"))
+    tokens = np.random.default_rng(0).integers(0, 300, (4, 32))
+    steps = (STEPS.read(RTN),)
+    job = Job(checkpoint, steps, select(checkpoint.config, (r"\.layers\.",), ("lm_head",)), "cpu", torch.float32)
+    flow = Flow(Calibration(tokens, None, {}), 4, "cpu", torch.float32)
+    allocation = ALLOCATIONS.read({"kind": "kl", "bits_per_weight": 4, "bits": (2, 3), "probe_sequences": 2})
+    losses = allocation.losses(job, flow, Run(quiet=True))
+    dense, given = load(checkpoint.folder), torch.from_numpy(tokens[:2])
+    with torch.no_grad():
+        expected = dense(given).log_softmax(-1)
+        for path in ("mixer.qkv", "feed_forward.down"):
+            model = load(checkpoint.folder)
+            module = model.layers[1].get_submodule(path)
+            module.weight.data = RoundToNearest(bits=3, group_size=32, scale="signed").nearest(module.weight.data)
+            kl = (expected.exp() * (expected - model(given).log_softmax(-1))).sum(-1).mean()
+            found = losses[f"layers.1.{path}"]
+            assert found[3] == pytest.approx(float(kl), rel=1e-3)
+            assert found[2] > found[3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"steps": [{"kind": "magnitude"}]}, SpecError, "no step quantizes"),
+        ({"allocation": {"kind": "hessian"}}, SpecError, "has no budget"),
+        ({"allocation": {"kind": "hessian", "bits_per_weight": 4, "model_bytes": "1GB"}}, SpecError, "not both"),
+        ({"allocation": {"kind": "hessian", "bits_per_weight": 4, "bits": (4, 16)}}, SpecError, "from 2 to 8"),
+        ({"allocation": {"kind": "kl", "bits_per_weight": 4, "bits": (4, 8)}}, SpecError, "probe_bits 3 is none"),
+        ({"allocation": {"kind": "hessian", "bits_per_weight": 1.5}}, FitError, "2 bits a weight take"),
+        ({"allocation": {"kind": "hessian", "model_bytes": "10KB"}}, FitError, "raise model_bytes"),
+        ({"calibration_text": None}, SpecError, "hessian needs hessian"),
+    ],
+)
+def test_misuse_is_named(fields: dict, error: type, words: str, family_folder, compress, calibration_text) -> None:
+    values = {"allocation": {"kind": "hessian", "bits_per_weight": 4}, "calibration_text": str(calibration_text)}
+    values |= fields
+    steps = values.pop("steps", [RTN])
+    with pytest.raises(error, match=words):
+        compress(family_folder("llama"), *steps, **values)
+
+
+@pytest.mark.slow
+def test_mixed_bits_beat_the_same_bits_for_all_on_a_real_model(stories, compress) -> None:
+    model, text, rows = stories
+    options = {"calibration_text": str(text), "num_sequences": 64, "seq_len": 256}
+    step = {"kind": "gptq", "bits": 3, "group_size": 32}
+    uniform = compress(model, step, name="uniform", **options)
+    mixed = compress(model, step, name="mixed", allocation={"kind": "hessian", "bits_per_weight": 3.5}, **options)
+    assert mixed.figures["model_bytes"].value <= uniform.figures["model_bytes"].value * 1.001
+    assert perplexity(mixed.folder, rows) < perplexity(uniform.folder, rows)
