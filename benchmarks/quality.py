@@ -47,12 +47,12 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"no method {', '.join(sorted(unknown))} in {METHODS}")
     reference = load(arguments.model, arguments.device, torch.float32).eval()
-    tokens, starts = _documents(arguments.heldout, arguments.model, arguments.tokens)
+    tokens, starts = read_documents(arguments.heldout, arguments.model, arguments.tokens)
     dense = _score(reference, None, tokens, starts)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "calibration.txt"
-        text.write_text("\n\n".join(_texts(arguments.calibration)), encoding="utf8")
+        text.write_text("\n\n".join(texts(arguments.calibration)), encoding="utf8")
         for method in (one for one in methods if one["name"] in wanted):
             try:
                 rows.append(_measured(method, reference, dense, text, (tokens, starts), arguments))
@@ -112,9 +112,6 @@ def _measured(
         found.append((scores, {name: figure.value for name, figure in made.figures.items()}))
         shutil.rmtree(out)
     perplexities = [scores.perplexity for scores, _ in found]
-    count, spread = len(found), None
-    if count > 1:
-        spread = STUDENT[count - 1] * statistics.stdev(perplexities) / math.sqrt(count)
     mean = statistics.mean(perplexities)
     return {
         "figure": f"perplexity, {arguments.model.name}, {method['name']}",
@@ -122,8 +119,8 @@ def _measured(
         "model": arguments.model.name,
         "value": mean,
         "unit": "",
-        "n": count,
-        "spread": spread,
+        "n": len(found),
+        "spread": interval(perplexities),
         "peer": "dense",
         "peer_value": dense.perplexity,
         "ratio": mean / dense.perplexity,
@@ -145,16 +142,23 @@ def _score(model: Decoder, reference: Decoder | None, tokens: np.ndarray, starts
     return score(model, tokens, starts, window=window, reference=reference, batch_tokens=8192)
 
 
-def _texts(path: Path) -> list[str]:
+def interval(values: list[float]) -> float | None:
+    """Half the 95 % interval of the mean; None of one value."""
+    count = len(values)
+    return STUDENT[count - 1] * statistics.stdev(values) / math.sqrt(count) if count > 1 else None
+
+
+def texts(path: Path) -> list[str]:
+    """The texts of a jsonl file, .gz or not."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf8") as file:
         return [json.loads(line)["text"] for line in file]
 
 
-def _documents(path: Path, model: Path, most: int) -> tuple[np.ndarray, np.ndarray]:
+def read_documents(path: Path, model: Path, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the first documents, `most` in all, and where each document begins."""
     tokenizer, parts, total = load_tokenizer(model), [], 0
-    for text in _texts(path):
+    for text in texts(path):
         parts.append(np.asarray(tokenizer.encode(text), np.int64)[: most - total])
         total += len(parts[-1])
         if total >= most:

@@ -23,7 +23,7 @@ from hone.model.hf import Checkpoint
 
 
 class Sensitivity(NamedTuple):
-    """Of one matrix: ||(Q(W) - W) X||^2 / ||W X||^2 by bits, and its block's share of the hidden states it is added to."""
+    """Of one matrix: ||(Q(W) - W) X||^2 / ||W X||^2 by bits, and its block's share of the hidden states after the block."""
 
     name: str
     errors: dict[int, float]
@@ -45,12 +45,11 @@ def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> It
             with _Energies(layer) as added:
                 statistics = flow.statistics(layer, readers, {"hessian"})
             flow.through(layer)
-            energy = float(flow.states.float().square().sum())
             for linear in job.targets[index]:
                 stored = [checkpoint.tensor(f"{name}.weight") for name, _ in linear.modules]
                 weight = original(layer.get_submodule(linear.path).weight.detach(), stored)
                 errors = output_errors(weight, statistics[linear.path]["hessian"], quantizers)
-                share = added.total[linear.path.partition(".")[0]] * layer.multiplier**2 / max(energy, 1e-30)
+                share = added.shares[linear.path.partition(".")[0]]
                 yield Sensitivity(matrix_name(index, linear.path), errors, share)
             bar.advance()
 
@@ -66,14 +65,21 @@ def _energy(weight: Tensor, hessian: Tensor) -> Tensor:
 
 
 class _Energies:
-    """Sums of squares of what a layer's blocks add to the hidden states, by block: 'mixer', 'feed_forward'."""
+    """The share of each block, 'mixer' and 'feed_forward', in the hidden states to which a layer adds its output.
+
+    `shares` are sums of squares of what the block adds, divided by those of the states with it. They are taken right
+    after the block: the first layers may enlarge the states a hundredfold, and what an earlier block wrote still decided
+    what they add.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.total: dict[str, float] = {}
+        self.sums: dict[str, list[float]] = {}
+        self.states = torch.empty(0)
         self.hooks: list[Any] = []
 
     def __enter__(self) -> _Energies:
+        self.hooks.append(self.layer.register_forward_pre_hook(lambda _, args: setattr(self, "states", args[0])))
         for name in ("mixer", "feed_forward"):
             # A norm after the block, where a family has one, is what is added.
             last = getattr(self.layer, f"{name}_post_norm", None) or getattr(self.layer, name)
@@ -84,8 +90,16 @@ class _Energies:
         for hook in self.hooks:
             hook.remove()
 
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: added / max(whole, 1e-30) for name, (added, whole) in self.sums.items()}
+
     def _add(self, name: str, out: Tensor) -> None:
-        self.total[name] = self.total.get(name, 0.0) + float(out.float().square().sum())
+        added = out.float() * self.layer.multiplier
+        self.states = self.states + added
+        sums = self.sums.setdefault(name, [0.0, 0.0])
+        sums[0] += float(added.square().sum())
+        sums[1] += float(self.states.square().sum())
 
 
 def keep(path: Path, values: dict[str, Any]) -> None:
