@@ -1,0 +1,139 @@
+"""What fits: the compression with the best quality within a budget of bytes, a time per token, or both."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hone.base.errors import FitError, SpecError
+from hone.base.figure import human_bytes
+from hone.base.lazy import lazy
+from hone.compress.allocations.base import read_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hone.compress.stage import Compress, CompressPlan
+    from hone.measure.machine import Machine
+    from hone.model.facts import CheckpointFacts
+
+serving = lazy("hone.cost.serving")
+planning = lazy("hone.serve.planning")
+engine = lazy("hone.serve.spec")
+
+CONTEXT = 512
+"""Tokens before the one whose latency is predicted; one sequence decodes alone."""
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+class Option(NamedTuple):
+    """A way to compress, of those with the best quality first."""
+
+    name: str
+    steps: tuple[dict[str, Any], ...]
+    allocated: tuple[int, ...] = ()
+    """Bits that an allocation chooses from to use up the budget; empty: the same bits for all."""
+
+
+def options(calibrated: bool) -> tuple[Option, ...]:
+    """Candidates in the order of quality measured on hone's reference model (docs/compression.md).
+
+    Without calibration inputs weights are rounded to nearest with searched scales, and nothing is allocated.
+    """
+    int8 = Option("int8, a scale per row", ({"kind": "rtn", "bits": 8, "group_size": 0},))
+    quantizer = {"kind": "gptq"} if calibrated else {"kind": "rtn", "scale": "search"}
+    four = {**quantizer, "bits": 4, "group_size": 128, "uneven": "nearest"}
+    three = four | {"bits": 3}
+    plain = (Option(f"int4 {quantizer['kind']}, groups of 128", (four,)),)
+    low = (Option(f"int3 {quantizer['kind']}, groups of 128", (three,)),)
+    if not calibrated:
+        return (int8, *plain, *low)
+    # Only 4 and 8 bits have fast kernels: fewer bits are chosen where nothing else fits.
+    return (
+        int8,
+        Option("int4 and int8 gptq, by sensitivity", (four,), (4, 8)),
+        *plain,
+        Option("int2 to int4 gptq, by sensitivity", (four,), (2, 3, 4)),
+    )
+
+
+class Tried(NamedTuple):
+    """An option with its plan: bytes, seconds a token, and what is wrong with it."""
+
+    name: str
+    model_bytes: float
+    latency_s: float
+    wrong: str
+
+    def line(self, chosen: bool) -> str:
+        """A row of the table that says why."""
+        mark = "chosen" if chosen else self.wrong or "not needed: a better one fits"
+        return f"{self.name:36} {human_bytes(self.model_bytes):>10} {1e3 * self.latency_s:8.2f} ms/token  {mark}"
+
+
+def read_seconds(value: str) -> float:
+    """Seconds of '8ms', '0.01s' or '500us'. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|ms|us)\s*", value)
+    if found is None:
+        raise ValueError(f"'{value}' is no time: write a number and s, ms or us, as in 8ms")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def choose(
+    spec: Compress, model: CheckpointFacts, machine: Machine, plan: Callable[[Compress], CompressPlan], calibrated: bool
+) -> tuple[Compress, CompressPlan, tuple[str, ...]]:
+    """(spec with steps, its plan, lines that say why): the first option within `spec.fit` and `spec.target_latency`.
+
+    `plan` plans a spec with steps. Raises SpecError when the model fits as it is, FitError when no option does.
+    """
+    most = read_bytes(spec.fit) if spec.fit is not None else float("inf")
+    longest = read_seconds(spec.target_latency) if spec.target_latency is not None else float("inf")
+    dense = _tried("as it is", model, model.weights_bytes, machine, most, longest)
+    if not dense.wrong:
+        wanted = " and ".join(text for text in (spec.fit, spec.target_latency) if text is not None)
+        raise SpecError(
+            f"{model.where} takes {human_bytes(dense.model_bytes)} and {1e3 * dense.latency_s:.2f} ms a token as it is, within "
+            f"{wanted}",
+            fix="use it as it is, or give a smaller budget",
+        )
+    tried, found = [dense], None
+    for option in options(calibrated):
+        fields: dict[str, Any] = {"fit": None, "target_latency": None, "steps": list(option.steps)}
+        if model.dtype == "float32" and spec.rest_dtype == "keep":
+            fields["rest_dtype"] = "bfloat16"
+        if option.allocated:
+            if spec.fit is None:
+                continue
+            fields["allocation"] = {"kind": "kl", "bits": option.allocated, "probe_bits": 4, "model_bytes": spec.fit}
+        candidate = type(spec).read(spec.model_dump(mode="json") | fields)
+        try:
+            planned = plan(candidate)
+        except FitError:
+            tried.append(Tried(option.name, most, float("nan"), "too large with the fewest bits"))
+            continue
+        size = planned.estimates["model_bytes"].value
+        one = _tried(option.name, planned.facts, size, machine, most, longest)
+        tried.append(one)
+        if not one.wrong and found is None:
+            found = (candidate, planned, len(tried) - 1)
+    if found is None:
+        lines = "; ".join(" ".join(one.line(chosen=False).split()) for one in tried)
+        raise FitError(
+            f"no compression of {model.where} is within {spec.fit or 'any size'} and {spec.target_latency or 'any latency'}: {lines}",
+            fix="raise the budget"
+            + ("" if calibrated else ", or give calibration inputs (data or calibration_text) for fewer bits"),
+        )
+    candidate, planned, place = found
+    return candidate, planned, tuple(one.line(index == place) for index, one in enumerate(tried))
+
+
+def _tried(name: str, facts: Any, size: float, machine: Machine, most: float, longest: float) -> Tried:
+    spec = planning.sized(engine.EngineSpec(), machine)
+    step = planning.serving_of(spec, facts, machine).step_seconds(serving.StepKind(1, CONTEXT, (), 1, 1))
+    wrong = []
+    if size > most:
+        wrong.append(f"larger than {human_bytes(most)}")
+    if step.value > longest:
+        wrong.append(f"slower than {1e3 * longest:g} ms")
+    return Tried(name, size, step.value, ", ".join(wrong))
