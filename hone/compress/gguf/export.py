@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -33,6 +35,8 @@ vocabularies = lazy("hone.compress.gguf.vocabulary")
 
 TypeName = Literal[("auto", *FORMATS)]
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
+_LARGEST_CHANGE = 0.01
+"""Repacked scales may change by less than this where float16 rounds them; a larger change is that of numbers too small."""
 _OUT = "give a local file, such as model.gguf"
 
 
@@ -87,7 +91,7 @@ def export(
 
     Codes of a quantized folder are stored as they are where the type holds them; other weights are rounded by a search for
     least squared error, weighted with `importance` where given: by checkpoint module, float32 [columns], the mean square
-    of its inputs. Memory is bounded by the tensors' own pages and a few rows. The file appears when it is whole.
+    of its inputs. In memory are one tensor's codes and a few rows. The file appears when it is whole.
     Raises SpecError for a model that llama.cpp computes otherwise, ArtifactError for a folder that is no model or a file
     that exists (`run.redo` replaces it), FitError when the disk is too small.
     """
@@ -140,7 +144,7 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
     config = checkpoint.config
     quantization = None
     if checkpoint.quantization is not None:
-        quantization = config_of.QuantizationConfig.read(checkpoint.quantization)
+        quantization = config_of.read(checkpoint.quantization)
 
     def matrix(module: str, rows: int, columns: int, end: bool = False) -> Source:
         linear = module != "model.embed_tokens"
@@ -148,12 +152,15 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
         asked = _asked(spec, checkpoint, scheme, columns, end)
         entry = container.Entry(f"{names.tensor_name(module)}.weight", rows, columns, fitting(asked, columns))
         found = sources.Source(entry, module, scheme=scheme, asked=asked)
-        if found.repacked and sources.scales_change(checkpoint, found) == float("inf"):
+        if scheme is None or not found.repacked:
+            return found
+        change = sources.scales_change(sources.stored_of(checkpoint, module, scheme, rows, columns))
+        if not change < _LARGEST_CHANGE:
             raise ArtifactError(
                 f"{module}: float16 cannot hold its scales, which {entry.form.name} needs",
                 fix="quantize the model with scale_dtype=float16, or export it with type=f16",
             )
-        return found
+        return replace(found, change=change)
 
     def vector(module: str, rows: int, leaf: str = "weight") -> Source:
         entry = container.Entry(f"{names.tensor_name(module)}.{leaf}", rows, 0, FORMATS["f32"])
@@ -204,7 +211,7 @@ def _notes(checkpoint: Checkpoint, parts: list[Source], spec: GGUF) -> list[str]
             uneven.setdefault((part.asked, entry.form.name, entry.columns), []).append(entry.name)
         if part.repacked:
             kept.append(entry.name)
-            change = max(change, sources.scales_change(checkpoint, part))
+            change = max(change, part.change)
         elif part.scheme is not None:
             lost.setdefault((f"dequantized from {_named(part.scheme)}", entry.form.name), []).append(entry.name)
         elif checkpoint.quantization is not None and entry.columns and spec.type == "auto":
@@ -236,8 +243,6 @@ def _listed(found: list[str]) -> str:
 
 def _general(checkpoint: Checkpoint, entries: list[Any]) -> dict[str, Any]:
     """general.* metadata: the file's type is that of most of its matrices' bytes."""
-    from hone import __version__
-
     sizes: dict[str, int] = {}
     for entry in entries:
         if entry.columns:
@@ -249,5 +254,5 @@ def _general(checkpoint: Checkpoint, entries: list[Any]) -> dict[str, Any]:
         "general.name": checkpoint.folder.resolve().name,
         "general.file_type": most.file_type,
         "general.quantization_version": 2,
-        "hone.version": __version__,
+        "hone.version": version("hone-llm"),
     }

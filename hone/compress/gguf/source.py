@@ -17,8 +17,8 @@ from hone.compress.gguf.container import Entry
 from hone.compress.gguf.formats import FORMATS, Format
 from hone.compress.gguf.names import row_order
 from hone.model.hf import Checkpoint
-from hone.model.quantized.scheme import Scheme, dequantize
-from hone.ops import formats
+from hone.model.quantized.layouts import layout_of, shapes_of
+from hone.model.quantized.scheme import Scheme, Stored, dequantize
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 25}
 """Weights that are packed at a time: what a CPU's cache holds with the temporaries of a search."""
@@ -33,6 +33,8 @@ class Source:
     leaf: str = "weight"
     scheme: Scheme | None = None
     """How the checkpoint stores it; None for a dense tensor."""
+    change: float = 0.0
+    """The largest relative change of the scales of repacked codes."""
     asked: str = "f32"
     """The type that was asked for it: another than the entry's where its rows do not fit."""
     values: Tensor | None = None
@@ -56,12 +58,18 @@ def holding(scheme: Scheme, columns: int) -> Format | None:
     return min(able, key=lambda form: form.bits, default=None)
 
 
-def scales_change(checkpoint: Checkpoint, source: Source) -> float:
-    """The largest relative change of a scale when it is stored as float16; infinite where that overflows or gives 0."""
-    stored = checkpoint.tensor(f"{source.module}.weight_scale").double()
-    half = stored.to(torch.float16).double()
-    change = ((half - stored) / stored).abs().amax()
-    return float(change) if bool(torch.isfinite(half).all()) and bool(half.all()) else float("inf")
+def stored_of(checkpoint: Checkpoint, module: str, scheme: Scheme, rows: int, columns: int) -> Stored:
+    """Codes and scales of a checkpoint module [rows, columns], whole."""
+    part = {suffix: checkpoint.tensor(f"{module}.{suffix}") for suffix in shapes_of(scheme, rows, columns)}
+    return layout_of(scheme).read(scheme, part, columns)
+
+
+def scales_change(stored: Stored) -> float:
+    """The largest relative change of a scale when it is stored as float16: 1 where that gives 0, infinite or NaN where it
+    is not finite."""
+    exact = stored.scales.double()
+    change = (exact.to(torch.float16).double() - exact).abs() / exact.abs()
+    return float(torch.where(exact == 0, 0.0, change).amax())
 
 
 def pieces(checkpoint: Checkpoint, source: Source, device: str, importance: Mapping[str, Tensor]) -> Iterator[Any]:
@@ -78,60 +86,35 @@ def pieces(checkpoint: Checkpoint, source: Source, device: str, importance: Mapp
         return
     weighted = importance.get(source.module)
     weighted = None if weighted is None else weighted.to(device, torch.float32)
-    read = _dense(checkpoint, name) if source.scheme is None else _quantized(checkpoint, source, source.scheme)
+    stored = None
+    if source.scheme is not None:
+        stored = stored_of(checkpoint, source.module, source.scheme, entry.rows, entry.columns)
+        name = f"{source.module}.{next(iter(shapes_of(source.scheme, entry.rows, entry.columns)))}"
     step = max(1, CHUNK.get(torch.device(device).type, CHUNK["cpu"]) // entry.columns)
     for begin in range(0, entry.rows, step):
-        end = min(begin + step, entry.rows)
-        rows = torch.arange(begin, end) if order is None else order[begin:end]
-        if source.repacked:
-            yield _bytes(blocks.repack(*read(rows)[:2], entry.form))
+        rows = torch.arange(begin, min(begin + step, entry.rows))
+        rows = rows if order is None else order[rows]
+        if stored is not None and source.repacked:
+            yield _bytes(blocks.repack(stored.codes[rows], _by_row(stored, stored.scales)[rows], entry.form))
             continue
-        holder = name if source.scheme is None else f"{source.module}.weight_scale"  # for the error it raises
-        weights = checkpoint.converted(holder, _floats(read(rows), source.scheme), device, _dtype(entry.form)).float()
+        weights = checkpoint.tensor(name)[rows] if stored is None else _dequantized(stored, rows)
+        finite = torch.float16 if entry.form.name == "f16" else torch.float32  # the dtype that must hold the weights
+        weights = checkpoint.converted(name, weights, device, finite).float()
         yield _bytes(blocks.encode(weights, entry.form, weighted))
     checkpoint.close()
 
 
-def _dtype(form: Format) -> torch.dtype:
-    """The dtype in which a weight must be finite before it is stored."""
-    return torch.float16 if form.name == "f16" else torch.float32
+def _dequantized(stored: Stored, rows: Tensor) -> Tensor:
+    """The weights float32 [n, K] of some rows."""
+    columns, scheme = stored.codes.shape[1], stored.scheme
+    points = None if stored.zero_points is None else _by_row(stored, stored.zero_points)[rows]
+    width, scales = scheme.extent(len(stored.codes), columns)[1], _by_row(stored, stored.scales)[rows]
+    return dequantize(stored.codes[rows], scales, points, width, torch.float32, scheme.number)
 
 
-def _dense(checkpoint: Checkpoint, name: str) -> Any:
-    tensor = checkpoint.tensor(name)
-    return lambda rows: (tensor[rows],)
-
-
-def _quantized(checkpoint: Checkpoint, source: Source, scheme: Scheme) -> Any:
-    """A reader of rows: (codes [n, K], scales [n, G], zero points [n, G] or None)."""
-    rows, columns = source.entry.rows, source.entry.columns
-    part = {
-        suffix: checkpoint.tensor(f"{source.module}.{suffix}")
-        for suffix in scheme.shapes(rows, columns)
-        if suffix != "weight_shape"
-    }
-    scales = scheme.by_row(part["weight_scale"], rows, columns)
-    points = scheme.read_zero_points(part, rows)
-    points = None if points is None else scheme.by_row(points, rows, columns)
-    packed = part.get("weight_packed")
-
-    def read(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if packed is None:
-            codes = part["weight"].view(torch.int8)[chosen].view(scheme.code_dtype)
-        else:
-            codes = formats.unpack(packed[chosen], scheme.bits, columns)
-        return codes, scales[chosen], None if points is None else points[chosen]
-
-    return read
-
-
-def _floats(read: tuple[Any, ...], scheme: Scheme | None) -> Tensor:
-    """The weights [n, K] of what a reader returned."""
-    if scheme is None:
-        return read[0]
-    codes, scales, points = read
-    columns = codes.shape[1]
-    return dequantize(codes, scales, points, scheme.extent(1, columns)[1], torch.float32)
+def _by_row(stored: Stored, values: Tensor) -> Tensor:
+    """Scales or zero points, one set per row: [N, G]."""
+    return stored.scheme.by_row(values, *stored.codes.shape)
 
 
 def _bytes(values: Tensor) -> memoryview:

@@ -129,6 +129,21 @@ def test_scales_that_float16_rounds_are_said(family_folder, compress, tmp_path: 
     assert np.allclose(tensors(made.path)["blk.1.ffn_down.weight"], own, rtol=2**-11, atol=0)
 
 
+def test_scales_that_float16_cannot_hold_are_refused(family_folder, compress, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "copy"
+    shutil.copytree(compress(family_folder("qwen2"), {**GPTQ, "scale_dtype": "float32"}).folder, folder)
+    (shard,) = folder.glob("model-00002*")
+    for value, other in ((1e-9, "f16"), (1e9, "f32")):
+        state = load_file(shard)
+        state["model.layers.0.mlp.up_proj.weight_scale"][0, 0] = value
+        save_file(state, shard, metadata={"format": "pt"})
+        with pytest.raises(ArtifactError, match=r"layers\.0\.mlp\.up_proj: float16 cannot hold its scales"):
+            export(folder, tmp_path / "model.gguf")
+        assert export(folder, tmp_path / f"{other}.gguf", type=other).path.exists()
+
+
 def test_rows_that_do_not_fit_are_said_and_recorded(family_folder, tmp_path: Path) -> None:
     folder = family_folder("mistral")
     made = export(folder, tmp_path / "model.gguf", type="q4_k", embedding_type="q6_k")
