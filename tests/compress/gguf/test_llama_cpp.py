@@ -254,7 +254,7 @@ def test_a_trained_model_keeps_its_quality(shared_data: Path, tmp_path: Path) ->
         return math.exp(torch.nn.functional.cross_entropy(found[:-1], torch.tensor(ids[1:])).item())
 
     own = own_logits(folder, ids)
-    for kind, bound in {"f16": 1e-3, "q8_0": 0.01, "q6_k": 0.02, "q4_k": 0.06, "q4_0": 0.08}.items():
+    for kind, bound in {"f16": 1e-3, "q8_0": 0.01, "q4_k": 0.06}.items():
         made = export(folder, tmp_path / f"{kind}.gguf", type=kind)
         found = logits(made.path, ids)
         assert abs(perplexity(found) / perplexity(own) - 1) < bound, kind
