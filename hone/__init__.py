@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hone.base.errors import HoneError
     from hone.base.run import Run
     from hone.base.store import pull, push
+    from hone.compress.gguf.export import export
     from hone.model.hf import load, save
     from hone.model.tokenizer import load_tokenizer
     from hone.recipe import Recipe, make
@@ -28,6 +29,7 @@ _HOMES = {
     "Recipe": "hone.recipe",
     "Run": "hone.base.run",
     "SamplingParams": "hone.serve.request",
+    "export": "hone.compress.gguf.export",
     "load": "hone.model.hf",
     "load_tokenizer": "hone.model.tokenizer",
     "make": "hone.recipe",
@@ -44,6 +46,7 @@ __all__ = [
     "Recipe",
     "Run",
     "SamplingParams",
+    "export",
     "load",
     "load_tokenizer",
     "make",

@@ -28,6 +28,7 @@ object stores (s3://, gs://, ...)
 using a model
   serve MODEL       an OpenAI-compatible server
   generate MODEL PROMPT   continue a text
+  export MODEL      one GGUF file for llama.cpp
 looking
   show THING        print a recipe, an artifact or a model folder
   redecide DATA     what other filters would keep of a data stage's input
@@ -52,6 +53,7 @@ VERBS = {
     "pull": "hone.cli.stages:copy",
     "serve": "hone.cli.models:serve",
     "generate": "hone.cli.models:generate",
+    "export": "hone.cli.models:export",
     "show": "hone.cli.look:show",
     "redecide": "hone.cli.look:redecide",
     "schema": "hone.cli.look:schema",

@@ -1,10 +1,11 @@
-"""Verbs that use a model: serve and generate."""
+"""Verbs that use a model: serve, generate and export."""
 
 from __future__ import annotations
 
 from hone.cli.options import circumstances, fields, list_fields, need
 
 _OF_SERVE = ("device", "quiet")
+_OF_EXPORT = ("out", "device", "redo", "quiet")
 
 
 def serve(words: list[str], options: dict[str, str]) -> int:
@@ -55,4 +56,23 @@ def generate(words: list[str], options: dict[str, str]) -> int:
     engine = Engine(words[1], device=run.device)
     for completion in engine.generate([words[2]], params):
         print(words[2] + completion.text)
+    return 0
+
+
+def export(words: list[str], options: dict[str, str]) -> int:
+    """Writes a model folder as one file of another format."""
+    from hone.base.errors import SpecError
+    from hone.compress.gguf.export import GGUF
+    from hone.compress.gguf.export import export as write_file
+
+    if "help" in options:
+        usage = "usage: hone export MODEL_FOLDER --out=FILE.gguf [--type=q4_0] [--redo] [--field=value ...]"
+        about = "Writes the folder's model and tokenizer as one file that llama.cpp loads. Codes of int4 and int8 folders are kept."
+        print(f"{usage}\n\n{about}\n\nfields:\n{list_fields(GGUF)}")
+        return 0
+    folder = need(words, "MODEL_FOLDER")
+    if "out" not in options:
+        raise SpecError("hone export needs --out=FILE.gguf", fix="add --out=model.gguf")
+    spec = GGUF.from_overrides(fields(options, *_OF_EXPORT))
+    print(write_file(folder, options["out"], circumstances(options), **spec.model_dump()).describe())
     return 0

@@ -74,7 +74,11 @@ def _specs(verb: str) -> list[Any]:
         return [resolve(row) for row in STAGES.values()]
     if verb in ("data", *MAIN_ROLE):
         return [resolve(STAGES[stage])]
-    others = {"serve": "hone.serve.http:ServerSpec", "generate": "hone.serve.request:SamplingParams"}
+    others = {
+        "serve": "hone.serve.http:ServerSpec",
+        "generate": "hone.serve.request:SamplingParams",
+        "export": "hone.compress.gguf.export:GGUF",
+    }
     return [resolve(others[verb])] if verb in others else []
 
 

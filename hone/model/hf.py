@@ -81,6 +81,10 @@ class Checkpoint:
         stated = self.values.get("dtype") or self.values.get("torch_dtype")
         return DTYPES.get(str(stated).removeprefix("torch.")) or self.tensor("model.embed_tokens.weight").dtype
 
+    def close(self) -> None:
+        """Unmaps the files; they are opened again on the next read."""
+        self._shards.close()
+
     def layer_modules(self, index: int) -> list[Module]:
         """Every linear of layer `index` by its checkpoint name, in the order in which they run."""
         found = []
@@ -109,15 +113,20 @@ class Checkpoint:
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
         """The whole model. Raises ArtifactError for tensors that are missing, of the wrong shape, or not part of the model."""
-        with torch.device("meta"):
-            decoder = Decoder(self.config, self._maker())
-        self.check(decoder)
+        decoder = self.empty()
         dtype = dtype or self.dtype
         self._load_ends(decoder, device, dtype)
         for index, layer in enumerate(decoder.layers):
             self._load_layer(layer, index, device, dtype)
-            self._shards.close()  # unmaps the file; it is opened again for the next layer
+            self.close()
         decoder.quantization = self.quantization
+        return decoder
+
+    def empty(self) -> Decoder:
+        """The model on the meta device, without its weights. Raises ArtifactError as `build` does."""
+        with torch.device("meta"):
+            decoder = Decoder(self.config, self._maker())
+        self.check(decoder)
         return decoder
 
     def check(self, decoder: Decoder) -> None:

@@ -1,0 +1,1 @@
+"""GGUF: one file of metadata, tokenizer and blocks of weights, as llama.cpp reads it."""

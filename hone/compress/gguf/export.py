@@ -1,0 +1,258 @@
+"""Export of a model folder as one GGUF file for llama.cpp, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from hone.base.errors import ArtifactError, SpecError
+from hone.base.figure import human_bytes
+from hone.base.lazy import lazy
+from hone.base.partial import PULL, need_local
+from hone.base.run import Run
+from hone.base.spec import Spec
+from hone.compress.gguf.formats import FORMATS, fitting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.compress.gguf.source import Source
+    from hone.model.hf import Checkpoint
+    from hone.model.quantized.scheme import Scheme
+
+container = lazy("hone.compress.gguf.container")
+config_of = lazy("hone.model.quantized.config")
+hf = lazy("hone.model.hf")
+names = lazy("hone.compress.gguf.names")
+sources = lazy("hone.compress.gguf.source")
+tokenizers = lazy("hone.model.tokenizer")
+vocabularies = lazy("hone.compress.gguf.vocabulary")
+
+TypeName = Literal[("auto", *FORMATS)]
+_OF_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
+_LARGEST_CHANGE = 0.01
+"""Repacked scales may change by less than this where float16 rounds them; a larger change is that of numbers too small."""
+_OUT = "give a local file, such as model.gguf"
+
+
+class GGUF(Spec):
+    """How a model is written as GGUF."""
+
+    format: Literal["gguf"] = Field("gguf", description="The file format.")
+    type: TypeName = Field(
+        "auto",
+        description="Type of the layers' matrices. auto: the codes of a quantized folder without loss (q4_0, q5_0, q8_0), "
+        "else q8_0; a dense folder's own dtype.",
+    )
+    embedding_type: TypeName = Field(
+        "auto", description="Type of embedding and head; auto: q8_0 in a file of quantized types, else as the layers."
+    )
+    pre_tokenizer: str = Field(
+        "auto",
+        description="llama.cpp's name of the rule that splits texts (gpt-2, llama-bpe, qwen2 ...); auto finds it.",
+    )
+
+
+class Exported(NamedTuple):
+    """The file, its size, the type of each tensor by its name in the file, and what was done otherwise than asked."""
+
+    path: Path
+    num_bytes: int
+    types: dict[str, str]
+    notes: list[str]
+
+    def describe(self) -> str:
+        """The result as the command line prints it."""
+        counts: dict[str, int] = {}
+        for name in self.types.values():
+            counts[name] = counts.get(name, 0) + 1
+        kinds = ", ".join(f"{name} {count}" for name, count in counts.items())
+        return "\n".join(
+            [
+                f"{self.path}: {human_bytes(self.num_bytes)}; tensors by type: {kinds}",
+                *(f"note: {one}" for one in self.notes),
+            ]
+        )
+
+
+def export(
+    model: Path | str,
+    out: Path | str,
+    run: Run | None = None,
+    importance: Mapping[str, Tensor] | None = None,
+    **options: Any,
+) -> Exported:
+    """Writes the model folder `model`, dense or quantized by hone, as the file `out`; `options` are fields of `GGUF`.
+
+    Codes of a quantized folder are stored as they are where the type holds them; other weights are rounded by a search for
+    least squared error, weighted with `importance` where given: by checkpoint module, float32 [columns], the mean square
+    of its inputs. In memory are one tensor's codes and a few rows. The file appears when it is whole.
+    Raises SpecError for a model that llama.cpp computes otherwise, ArtifactError for a folder that is no model or a file
+    that exists (`run.redo` replaces it), FitError when the disk is too small.
+    """
+    spec, run = GGUF.read(options), run or Run(quiet=True)
+    path = _free(out, run.redo)
+    need_local(model, PULL)
+    checkpoint = hf.Checkpoint(model)
+    where = str(checkpoint.folder)
+    if checkpoint.config.adapters:
+        raise SpecError(f"{where} has adapters around its linears", fix="merge them into the model, then export it")
+    names.architecture(checkpoint.values.get("model_type"), where)
+    shape, notes = names.hyperparameters(checkpoint.config, where)
+    tokenizer = tokenizers.load_tokenizer(checkpoint.folder)
+    words = vocabularies.vocabulary(tokenizer, checkpoint.config.vocab_size, spec.pre_tokenizer, where)
+    checkpoint.empty()  # checks names and shapes of all tensors
+    parts = list(_sources(checkpoint, spec))
+    entries = [part.entry for part in parts]
+    notes += [*words.notes, *_notes(checkpoint, parts, spec)]
+    metadata = _general(checkpoint, entries) | shape | words.metadata | ({"hone.notes": notes} if notes else {})
+    head = container.header(metadata, entries)
+    size = container.file_bytes(head, entries)
+    with run.progress("export", size, "B") as bar:
+
+        def contents() -> Iterator[Iterator[Any]]:
+            for part in parts:
+                yield sources.pieces(checkpoint, part, run.device, importance or {})
+                bar.advance(part.entry.num_bytes, part.entry.name)
+
+        container.write(path, head, entries, contents())
+    return Exported(path, size, {entry.name: entry.form.name for entry in entries}, notes)
+
+
+def _free(out: Path | str, redo: bool) -> Path:
+    """The path to write. Raises SpecError or ArtifactError when it is no free file name."""
+    need_local(out, _OUT)
+    path = Path(out).expanduser()
+    if path.suffix != ".gguf":
+        raise SpecError(f"out is {path}, which does not end in .gguf", fix=f"name a file: {path / 'model.gguf'}")
+    if path.is_dir():
+        raise SpecError(f"{path} is a folder", fix=f"name a file: {path / 'model.gguf'}")
+    if path.exists() and not redo:
+        raise ArtifactError(
+            f"{path} exists", fix="give another name, or --redo (in Python Run(redo=True)) to replace it"
+        )
+    return path
+
+
+def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
+    """Every tensor of the file, in its order."""
+    config = checkpoint.config
+    quantization = None
+    if checkpoint.quantization is not None:
+        quantization = config_of.read(checkpoint.quantization)
+
+    def matrix(module: str, rows: int, columns: int, end: bool = False) -> Source:
+        linear = module != "model.embed_tokens"
+        scheme = quantization.scheme(module) if quantization is not None and linear else None
+        asked = _asked(spec, checkpoint, scheme, columns, end)
+        entry = container.Entry(f"{names.tensor_name(module)}.weight", rows, columns, fitting(asked, columns))
+        found = sources.Source(entry, module, scheme=scheme, asked=asked)
+        if scheme is None or not found.repacked:
+            return found
+        change = sources.scales_change(sources.stored_of(checkpoint, module, scheme, rows, columns))
+        if not change < _LARGEST_CHANGE:
+            raise ArtifactError(
+                f"{module}: float16 cannot hold its scales, which {entry.form.name} needs",
+                fix="quantize the model with scale_dtype=float16, or export it with type=f16",
+            )
+        return replace(found, change=change)
+
+    def vector(module: str, rows: int, leaf: str = "weight") -> Source:
+        entry = container.Entry(f"{names.tensor_name(module)}.{leaf}", rows, 0, FORMATS["f32"])
+        return sources.Source(entry, module, leaf)
+
+    yield matrix("model.embed_tokens", config.vocab_size, config.hidden_size, end=True)
+    for index in range(config.num_layers):
+        linears, parameters = config.linears(index), config.parameters(index)
+        for one in checkpoint.layer_modules(index):
+            linear, rows = linears[one.attribute], one.rows.stop - one.rows.start
+            yield matrix(one.name, rows, linear.in_features)
+            if linear.bias:
+                yield vector(one.name, rows, "bias")
+        for path, name in hf.singles(config, index).items():
+            yield vector(name.removesuffix(".weight"), parameters[path].shape[0])
+    yield vector("model.norm", config.hidden_size)
+    if not config.tie_embeddings:
+        yield matrix("lm_head", config.vocab_size, config.hidden_size, end=True)
+    factors = names.rope_factors(config)
+    if factors is not None:
+        yield sources.Source(container.Entry("rope_freqs.weight", len(factors), 0, FORMATS["f32"]), "", values=factors)
+
+
+def _asked(spec: GGUF, checkpoint: Checkpoint, scheme: Scheme | None, columns: int, end: bool) -> str:
+    """The type asked for a matrix with rows of `columns`, `end`: the embedding or head; with what 'auto' stands for."""
+    wanted = spec.embedding_type if end else spec.type
+    if wanted == "auto" and end and spec.type != "auto":
+        wanted = "q8_0" if FORMATS[spec.type].parts else spec.type
+    if wanted != "auto":
+        return wanted
+    held = None if scheme is None else sources.holding(scheme, columns)
+    if held is not None:
+        return held.name
+    if checkpoint.quantization is not None:
+        return "q8_0"
+    return _OF_DTYPE.get(str(checkpoint.dtype).removeprefix("torch."), "f32")
+
+
+def _notes(checkpoint: Checkpoint, parts: list[Source], spec: GGUF) -> list[str]:
+    """What a user must know of the tensors: other types than asked for, codes that were kept or were not."""
+    notes = []
+    uneven: dict[tuple[str, str, int], list[str]] = {}
+    lost: dict[tuple[str, str], list[str]] = {}
+    kept, change = [], 0.0
+    for part in parts:
+        entry = part.entry
+        if part.asked != entry.form.name and entry.columns:
+            uneven.setdefault((part.asked, entry.form.name, entry.columns), []).append(entry.name)
+        if part.repacked:
+            kept.append(entry.name)
+            change = max(change, part.change)
+        elif part.scheme is not None:
+            lost.setdefault((f"dequantized from {_named(part.scheme)}", entry.form.name), []).append(entry.name)
+        elif checkpoint.quantization is not None and entry.columns and spec.type == "auto":
+            lost.setdefault(("not quantized in the folder", entry.form.name), []).append(entry.name)
+    for (asked, form, columns), found in uneven.items():
+        notes.append(f"{_listed(found)}: {form}, because rows of {columns} are no whole number of {asked} blocks")
+    if kept:
+        exact = "without loss" if not change else f"their scales rounded to float16 (by up to {change:.1e} of each)"
+        notes.append(f"{len(kept)} matrices keep the codes of the folder, {exact}")
+    for (what, form), found in lost.items():
+        notes.append(f"{_listed(found)}: {what}, stored as {form}")
+    return notes
+
+
+def _named(scheme: Scheme) -> str:
+    sign = "" if scheme.symmetric else "asymmetric "
+    return f"{sign}{scheme.number}{scheme.bits if scheme.number == 'int' else ''} ({scheme.strategy})"
+
+
+def _listed(found: list[str]) -> str:
+    """Tensor names with the layers' numbers left out: 'blk.*.ffn_down.weight (8)'."""
+    counts: dict[str, int] = {}
+    for name in found:
+        head, dot, rest = name.partition(".")
+        short = f"blk.*.{rest.partition('.')[2]}" if head == "blk" and dot else name
+        counts[short] = counts.get(short, 0) + 1
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
+
+
+def _general(checkpoint: Checkpoint, entries: list[Any]) -> dict[str, Any]:
+    """general.* metadata: the file's type is that of most of its matrices' bytes."""
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        if entry.columns:
+            sizes[entry.form.name] = sizes.get(entry.form.name, 0) + entry.num_bytes
+    most = FORMATS[max(sizes, key=lambda name: sizes[name])]
+    return {
+        "general.architecture": names.architecture(checkpoint.config.family, ""),
+        "general.type": "model",
+        "general.name": checkpoint.folder.resolve().name,
+        "general.file_type": most.file_type,
+        "general.quantization_version": 2,
+        "hone.version": version("hone-llm"),
+    }

@@ -1,0 +1,172 @@
+"""The tokenizer of a model folder as GGUF metadata: byte-level BPE with its merges, or SentencePiece's with scores."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from hone.base.errors import ArtifactError, SpecError
+from hone.model.tokenizer import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Token types (enum llama_token_type)."""
+
+_NEVER = -1e9
+"""Score of a token that no merge produces."""
+
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REGEXES = {
+    rf"{_HEAD}\p{{N}}{{1,3}}|{_TAIL}": "llama-bpe",
+    rf"{_HEAD}\p{{N}}|{_TAIL}": "qwen2",
+}
+"""llama.cpp's pre-tokenizer for the regular expressions of tokenizer.json's Split."""
+
+_PLAIN = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_NO_REGEX = {**_PLAIN, "use_regex": False}
+
+
+class Vocabulary(NamedTuple):
+    """tokenizer.* metadata, and notes of what llama.cpp does otherwise."""
+
+    metadata: dict[str, Any]
+    notes: list[str]
+
+
+def vocabulary(tokenizer: Tokenizer, vocab_size: int, pre_tokenizer: str, where: str) -> Vocabulary:
+    """The metadata of `tokenizer` for an embedding of `vocab_size` rows; ids without a token become unused ones.
+
+    `pre_tokenizer` is llama.cpp's name of the rule that splits texts, or 'auto' to find it. Raises SpecError for a
+    tokenizer that llama.cpp has no equal of, ArtifactError when it has more tokens than the embedding.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise ArtifactError(
+            f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {vocab_size} rows",
+            fix="pair the weights with the tokenizer they were trained with",
+        )
+    rules = json.loads(tokenizer.core.to_str())
+    model = rules["model"]
+    if model["type"] != "BPE":
+        raise SpecError(
+            f"{where}: its tokenizer is of type {model['type']}", fix="hone exports byte-pair encodings (BPE) as GGUF"
+        )
+    steps = _flat(rules["normalizer"], "normalizers")
+    splits = _flat(rules["pre_tokenizer"], "pretokenizers")
+    pieces = any(step["type"] == "ByteLevel" for step in splits)
+    make = _byte_level if pieces else _sentencepiece
+    found = make(model, steps, splits, pre_tokenizer, where)
+    spellings = [tokenizer.token_text(number) for number in range(vocab_size)]
+    shared = {
+        "tokenizer.ggml.tokens": [text or f"[PAD{number}]" for number, text in enumerate(spellings)],
+        "tokenizer.ggml.token_type": [_type(tokenizer, model, number, text) for number, text in enumerate(spellings)],
+    }
+    if not pieces:
+        shared["tokenizer.ggml.scores"] = _scores(model, spellings)
+    return Vocabulary(found.metadata | shared | _special(tokenizer, model), found.notes)
+
+
+def _byte_level(model: dict[str, Any], steps: list, splits: list, named: str, where: str) -> Vocabulary:
+    """Tokens spelled in GPT-2's alphabet of bytes."""
+    notes = []
+    if steps == [{"type": "NFC"}]:
+        notes.append("llama.cpp applies no NFC: texts with decomposed letters get other tokens than in hone")
+    elif steps:
+        raise SpecError(
+            f"{where}: llama.cpp has no normalizer {steps[0]['type']}", fix="export a model with another tokenizer"
+        )
+    name = _pre_tokenizer(splits) if named == "auto" else named
+    if name is None:
+        raise SpecError(
+            f"{where}: llama.cpp's name of this pre-tokenizer is not known: {json.dumps(splits):.300}",
+            fix="set pre_tokenizer to the name that llama.cpp has for it (gpt-2, llama-bpe, qwen2, smollm ...)",
+        )
+    if bool(model.get("ignore_merges")) != (name == "llama-bpe"):
+        notes.append(f"whole words are{' not' if name != 'llama-bpe' else ''} looked up before merges in llama.cpp")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return Vocabulary(
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.merges": merges}, notes
+    )
+
+
+def _pre_tokenizer(splits: list[dict[str, Any]]) -> str | None:
+    """llama.cpp's name of a byte-level pre-tokenizer; None when it is not known."""
+    plain = [{name: value for name, value in one.items() if name != "trim_offsets"} for one in splits]
+    if plain == [_PLAIN]:
+        return "gpt-2"
+    if plain == [{"type": "Digits", "individual_digits": True}, _PLAIN]:
+        return "smollm"
+    if len(plain) == 2 and plain[0]["type"] == "Split" and plain[1] == _NO_REGEX:
+        split = plain[0]
+        regular = split["pattern"].get("Regex") if split["behavior"] == "Isolated" and not split["invert"] else None
+        return _REGEXES.get(regular)
+    return None
+
+
+def _sentencepiece(model: dict[str, Any], steps: list, splits: list, named: str, where: str) -> Vocabulary:
+    """Tokens spelled with U+2581 for spaces and <0x0A> for bytes: SentencePiece's BPE as transformers converts it."""
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    prepend = {"type": "Prepend", "prepend": "\u2581"}
+    if steps in ([prepend, space], [space]) and not splits:
+        prefix = len(steps) == 2
+    elif not steps and len(splits) == 1 and splits[0]["type"] == "Metaspace" and splits[0]["replacement"] == "\u2581":
+        prefix = splits[0].get("prepend_scheme", "always") != "never"
+    else:
+        raise SpecError(
+            f"{where}: llama.cpp has no equal of this tokenizer: {json.dumps(steps + splits):.300}",
+            fix="hone exports byte-level BPE, and BPE with byte fallback as SentencePiece has it",
+        )
+    if not model.get("byte_fallback"):
+        raise SpecError(
+            f"{where}: the tokenizer has no bytes for unknown letters, as llama.cpp needs",
+            fix="hone exports byte-level BPE, and BPE with byte fallback as SentencePiece has it",
+        )
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }
+    return Vocabulary(metadata, [])
+
+
+def _scores(model: dict[str, Any], spellings: list[str]) -> list[float]:
+    """SentencePiece joins the neighbours whose union has the highest score: the earlier a merge, the higher."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(model["merges"]):
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        ranks.setdefault(first + second, rank)
+    return [-float(ranks[text]) if text in ranks else _NEVER for text in spellings]
+
+
+def _type(tokenizer: Tokenizer, model: dict[str, Any], number: int, text: str) -> int:
+    if not text:
+        return UNUSED
+    if text == model.get("unk_token"):
+        return UNKNOWN
+    if number in tokenizer.special_ids:
+        return CONTROL
+    if number in tokenizer.added_ids:
+        return USER_DEFINED
+    return BYTE if model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x") else NORMAL
+
+
+def _special(tokenizer: Tokenizer, model: dict[str, Any]) -> dict[str, Any]:
+    """The ids of special tokens, whether they are added to a text, and the chat template."""
+    found: dict[str, Any] = {}
+    if tokenizer.bos_id is not None:
+        found["bos_token_id"] = tokenizer.bos_id
+    found |= dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), tokenizer.eos_ids, strict=False))
+    unknown = tokenizer.core.token_to_id(model["unk_token"]) if model.get("unk_token") else None
+    if unknown is not None:
+        found["unknown_token_id"] = unknown
+    ids = tokenizer.encode("a")
+    found["add_bos_token"] = tokenizer.bos_id is not None and ids[0] == tokenizer.bos_id
+    found["add_eos_token"] = len(ids) > 1 and ids[-1] in tokenizer.eos_ids
+    named = {f"tokenizer.ggml.{name}": value for name, value in found.items()}
+    return named if tokenizer.chat_template is None else named | {"tokenizer.chat_template": tokenizer.chat_template}
+
+
+def _flat(part: dict[str, Any] | None, nested: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as a flat list of steps."""
+    if part is None:
+        return []
+    return [step for one in part[nested] for step in _flat(one, nested)] if part["type"] == "Sequence" else [part]
