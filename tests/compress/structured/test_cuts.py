@@ -244,3 +244,14 @@ def test_orders_and_inputs_that_cannot_be_are_refused(tiny_llama: Path, family_f
     spec = {"steps": [{"kind": "width", "hidden_size": 32}], "calibration_text": str(calibration_text)}
     with pytest.raises(SpecError, match="square root of hidden_size"):
         Compress.read(spec).plan(gemma, machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("allocation", ["hessian", "kl"])
+def test_bits_are_allocated_to_what_stays(allocation: str, tiny_llama: Path, calibration_text: Path, compress) -> None:
+    steps = [{"kind": "width", "hidden_size": 32}, {"kind": "rtn", "group_size": 32}]
+    chosen = {"kind": allocation, "bits_per_weight": 5.5}
+    made = compress(tiny_llama, *steps, allocation=chosen, calibration_text=str(calibration_text))
+    rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
+    assert len({row["bits"] for row in rows}) > 1
+    assert torch.isfinite(load(made.folder)(torch.arange(20)[None])).all()
