@@ -53,7 +53,11 @@ def of_compression(line: dict[str, Artifact], base: Artifact) -> Rows:
             continue
         step = artifact.techniques[-1]
         name = f"{step['slot']}/{step['kind']}"
-        what = f"{step['bits']} bits" if "bits" in step else f"{step['sparsity']:.0%} zeros"
+        if step["slot"] == "structured pruner":
+            part = artifact.figures["num_params"].value / base.figures["num_params"].value
+            what = f"{part:.0%} of the parameters"
+        else:
+            what = f"{step['bits']} bits" if "bits" in step else f"{step['sparsity']:.0%} zeros"
         what += f", {step['pattern']}" if step.get("pattern", "none") != "none" else ""
         rows.append(
             row(name, f"perplexity, tiny, {what}", scored.figures["perplexity"].value, "", "uncompressed", whole)

@@ -36,6 +36,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "bit allocation": ("compress/test_allocation.py",),
     "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
+    "structured pruner": ("compress/structured/test_cuts.py",),
     "drafter": ("serve/test_speculate.py",),
 }
 """Slot to the files that test what its techniques do. Tests that go through a whole table without naming a row do not count."""

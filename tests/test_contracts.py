@@ -16,7 +16,7 @@ import hone
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique, all_tables
-from hone.compress import PRUNERS, QUANTIZERS
+from hone.compress import PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS
 from hone.compress.stage import Compress
 from hone.data import DEDUPS, FILTERS
 from hone.data.expression import evaluate
@@ -84,16 +84,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*QUANTIZERS, *PRUNERS])
+@pytest.mark.parametrize("kind", [*QUANTIZERS, *PRUNERS, *STRUCTURED_PRUNERS])
 def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     before = digests(tiny_llama)
     text = tmp_path / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 60)
-    step = (
-        {"kind": kind, "group_size": 32}
-        if "group_size" in (QUANTIZERS if kind in QUANTIZERS else PRUNERS)[kind].model_fields
-        else kind
-    )
+    options = {"group_size": 32, "intermediate_size": 0.5}
+    step = {"kind": kind, **{name: value for name, value in options.items() if name in STEPS[kind].model_fields}}
     spec = Compress.read({"steps": [step], "calibration_text": str(text), "num_sequences": 4, "seq_len": 64})
     made = spec.make(tmp_path / "made", {"model": hone.Artifact.read(tiny_llama)}, QUIET)
     assert digests(tiny_llama) == before

@@ -35,6 +35,7 @@ TABLES: tuple[str, ...] = (
     "hone.compress:ALLOCATIONS",
     "hone.compress:QUANTIZERS",
     "hone.compress:PRUNERS",
+    "hone.compress:STRUCTURED_PRUNERS",
     "hone.serve:DRAFTERS",
 )
 """Every slot's table; `hone techniques` and the contract tests read this list."""

@@ -17,6 +17,7 @@ PRUNERS = Table(
     {
         "magnitude": "hone.compress.pruners.magnitude:Magnitude",
         "wanda": "hone.compress.pruners.wanda:Wanda",
+        "random": "hone.compress.pruners.random:RandomPruning",
     },
 )
 
@@ -40,6 +41,15 @@ ALLOCATIONS = Table(
 )
 
 
+STRUCTURED_PRUNERS = Table(
+    "structured pruner",
+    {
+        "depth": "hone.compress.structured.depth:Depth",
+        "width": "hone.compress.structured.width:Width",
+    },
+)
+
+
 class Steps(Table):
     """Several slots combined in one table, for a list of steps from any of them."""
 
@@ -56,4 +66,4 @@ class Steps(Table):
         return next(table.slot for table in self.tables if kind in table.rows)
 
 
-STEPS = Steps("compression step", TRANSFORMS, PRUNERS, QUANTIZERS)
+STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS)

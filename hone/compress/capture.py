@@ -5,7 +5,7 @@ Shapes: B sequences, S tokens, D hidden width, T tokens of a batch without paddi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from hone.compress.calibration import Calibration
 from hone.compress.statistics import STATISTICS, Statistic
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder, DecoderLayer
+
+Seen = Callable[[Tensor, Tensor, Tensor | None], None]
+"""Reads a batch of a layer: its inputs and outputs [B, S, D], and the flat mask [B * S] of tokens without padding (None: all)."""
 
 
 class Flow:
@@ -53,7 +56,7 @@ class Flow:
             for source, names in readers.items()
         ]
         try:
-            for piece, context, counts in self._batches():
+            for piece, context, counts in self.batches():
                 for gather in gathered.values():
                     gather.counts = counts
                 layer(self.states[piece], context)
@@ -64,12 +67,15 @@ class Flow:
         return {name: values[source] for source, names in readers.items() for name in names}
 
     @torch.no_grad()
-    def through(self, layer: DecoderLayer) -> None:
-        """Replaces the states by the outputs of `layer`."""
-        for piece, context, _ in self._batches():
-            self.states[piece] = layer(self.states[piece], context)
+    def through(self, layer: DecoderLayer, seen: Seen | None = None) -> None:
+        """Replaces the states by the outputs of `layer`; calls `seen` with each batch's inputs, outputs and mask."""
+        for piece, context, counts in self.batches():
+            outputs = layer(self.states[piece], context)
+            if seen is not None:
+                seen(self.states[piece], outputs, counts)
+            self.states[piece] = outputs
 
-    def _batches(self) -> Iterator[tuple[slice, Context, Tensor | None]]:
+    def batches(self) -> Iterator[tuple[slice, Context, Tensor | None]]:
         """(sequences, their context, flat mask of tokens without padding or None for all)."""
         tokens, ids = self.calibration.tokens, self.calibration.document_ids
         for start in range(0, len(tokens), self.batch_size):

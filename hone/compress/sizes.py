@@ -23,12 +23,19 @@ from hone.model.shards import Shards
 Entry = tuple[torch.dtype, tuple[int, ...]]
 
 
-def entries(model: CheckpointFacts) -> dict[str, Entry]:
-    """Dtype and shape of every tensor: from the headers of the folder if it exists, else from its config."""
+def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[str, Entry]:
+    """Dtype and shape of every tensor: from the headers of the folder if it exists, else from its config.
+
+    With `config`, those of the smaller model of that config, which has the dtypes of `model`.
+    """
     folder = Path(model.where)
-    if (folder / model.mark).is_file():
-        return _headers(folder)
-    return _planned(model.config, FLOATS[model.dtype])
+    planned = _planned(config or model.config, FLOATS[model.dtype])
+    if not (folder / model.mark).is_file():
+        return planned
+    found = _headers(folder)
+    if config is None:
+        return found
+    return {name: (found.get(name, entry)[0], entry[1]) for name, entry in planned.items()}
 
 
 def shard_sizes(

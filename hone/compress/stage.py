@@ -22,7 +22,8 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS
 from hone.compress.allocations.base import Budget, Candidates, candidates
-from hone.compress.matrix import Assigned, matrix_name, quantizer_of
+from hone.compress.matrix import Assigned, Step, matrix_name, quantizer_of
+from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import transforms_first
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.energy import with_energy
@@ -36,6 +37,7 @@ from hone.model.folder import weights_bytes
 
 torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
+chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
 config_of = lazy("hone.model.quantized.config")
 layouts = lazy("hone.model.quantized.layouts")
@@ -80,7 +82,8 @@ class Compress(Stage):
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
-        min_length=1, description="Steps for every matrix, in order: pruners first, at most one quantizer, last."
+        min_length=1,
+        description="Steps in order: structured pruners; then for every matrix pruners, and at most one quantizer, last.",
     )
     allocation: Annotated[Technique, Choice(ALLOCATIONS)] | None = Field(
         None, description="Gives each matrix bits of its own, within a budget; empty: the quantizer's bits for all."
@@ -109,7 +112,8 @@ class Compress(Stage):
     def _steps_follow(self) -> Compress:
         # Checks the order of the steps; `plan` checks whether there is calibration data.
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
-        transforms_first(self.steps)
+        structured_first(self.steps)
+        transforms_first(self._layer_steps)
         if self.allocation is not None:
             self.allocation.check(self._quantizer)
         for pattern in (*self.targets, *self.ignore):
@@ -139,7 +143,10 @@ class Compress(Stage):
         given = model.given | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
         applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
         check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
-        targets = targets_of.select(model.config, self.targets, self.ignore)
+        whole, model = model, self._cut(model, calibrated is not None)
+        targets: tuple[Any, ...] = ((),) * model.config.num_layers
+        if self._layer_steps:
+            targets = targets_of.select(model.config, self.targets, self.ignore)
         for index, linears in enumerate(targets):
             for linear in linears:
                 for step in self._possible_steps:
@@ -147,7 +154,7 @@ class Compress(Stage):
                 if self._quantizer is not None:
                     targets_of.check_blocks(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
-        before = sizes.entries(model)
+        before = sizes.entries(whole, model.config if self._structured else None)
         planned, budget = self._assigned(before, targets, dtype, model.where)
         made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype)
         compute = self.compute_dtype
@@ -155,15 +162,15 @@ class Compress(Stage):
             compute = "bfloat16" if machine.device.startswith("cuda") else "float32"
         layers = tuple(
             tuple(
-                MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in self.steps))
+                MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in self._layer_steps))
                 for one in linears
             )
             for linears in targets
         )
-        sequences = calibrated or Calibrated(0, 0)
-        work = Compression(
-            model.config.facts(), layers, tuple(made), dtype.itemsize, compute, *sequences, batch_size=self.batch_size
-        )
+        sequences = calibrated._asdict() if calibrated is not None and self._layer_steps else {}
+        once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
+        measured = chain.measured(whole.config, self._structured, *(calibrated or (0, 0)), **once)
+        work = Compression(model.config.facts(), layers, tuple(made), **once, **sequences, measured=measured)
         quantization = self._quantization(model.config, targets, planned)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
@@ -182,18 +189,22 @@ class Compress(Stage):
         checkpoint = hf.Checkpoint(folder)
         samples = self._samples(plan, checkpoint, parents)
         dtype = getattr(torch, plan.compute_dtype)
-        job = stream.Job(checkpoint, self.steps, plan.targets, run.device, dtype, self._rest_dtype)
         warm_up(run.device)
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
+            flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype)
+            checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
+            job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
             if self.allocation is not None:
-                few = samples.first(self.allocation.num_sequences)
-                flow = capture.Flow(few, self.batch_size, job.device, job.dtype)
-                job = replace(job, bits=self.allocation.allocate(plan.budget, job, flow, draft, run))
-            flow = None if samples is None else capture.Flow(samples, self.batch_size, job.device, job.dtype)
-            rows = stream.run_job(job, flow, draft, run)
+                few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
+                job = replace(job, bits=self.allocation.allocate(plan.budget, job, few, draft, run))
+            rows = stream.run_job(job, flow if self._layer_steps else None, draft, run)
             self._describe(draft, checkpoint, self._quantization(checkpoint.config, plan.targets, job.quantizers))
-            write_jsonl(draft.folder / "layers.jsonl", rows)
-        for step in self.steps:
+            if self._layer_steps:
+                write_jsonl(draft.folder / "layers.jsonl", rows)
+        for step, words in zip(self._structured, said):
+            source = {} if samples is None else {"calibration": samples.source}
+            draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
+        for step in self._layer_steps:
             source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source})
         if self.allocation is not None:
@@ -201,12 +212,27 @@ class Compress(Stage):
         self._record(draft, folder, checkpoint, rows)
 
     @property
+    def _structured(self) -> tuple[StructuredPruner, ...]:
+        return tuple(step for step in self.steps if isinstance(step, StructuredPruner))
+
+    @property
+    def _layer_steps(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if not isinstance(step, StructuredPruner))
+
+    @property
     def _quantizer(self) -> Any:
-        return quantizer_of(self.steps)
+        return quantizer_of(self._layer_steps)
 
     @property
     def _rest_dtype(self) -> Any:
         return None if self.rest_dtype == "keep" else getattr(torch, self.rest_dtype)
+
+    def _cut(self, model: CheckpointFacts, calibrated: bool) -> CheckpointFacts:
+        """The facts of the dense model that the structured pruners leave. Raises SpecError where they cannot."""
+        for step in self._structured:
+            if not calibrated and step.passes(model.config) is not None:
+                raise SpecError(f"{step.kind} measures importances on calibration inputs", fix=_FACT_WAYS)
+        return model.model_copy(update={"config": chain.shrink(model.config, self._structured)})
 
     def _calibrated(self, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
         """Number and length of the sequences; None without calibration. Raises SpecError for an unusable source."""
@@ -272,8 +298,10 @@ class Compress(Stage):
                 formula=f"the weights; tokenizer, config, index, rows {human_bytes(beside)}",
             ),
         }
+        if self._structured:
+            found["num_params"] = Estimate(value=params, unit="parameters", formula="the smaller config", tolerance=0.0)
         if self._quantizer is None:
-            for step in self.steps:
+            for step in self._layer_steps:
                 found.update(step.figures())
         return found
 
@@ -288,7 +316,9 @@ class Compress(Stage):
         )
         few = min(work.num_sequences, self.allocation.num_sequences)
         nothing = (0,) * len(work.shard_bytes)
-        first = compress_seconds(machine, replace(work, layers=layers, num_sequences=few, shard_bytes=nothing))
+        first = compress_seconds(
+            machine, replace(work, layers=layers, num_sequences=few, shard_bytes=nothing, measured=())
+        )
         formula = f"{seconds.formula}; before it, sensitivities {first.value:.3g} s"
         return Estimate(value=seconds.value + first.value, unit="s", formula=formula, bound=seconds.bound)
 
@@ -318,8 +348,8 @@ class Compress(Stage):
     def _possible_steps(self) -> tuple[Any, ...]:
         """The steps, the quantizer with each of the bits that it may get."""
         if self.allocation is None:
-            return self.steps
-        return (*self.steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
+            return self._layer_steps
+        return (*self._layer_steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
 
     def _quantization(self, config: Any, targets: tuple[tuple[Any, ...], ...], assigned: Any) -> dict[str, Any] | None:
         """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
@@ -367,6 +397,12 @@ class Compress(Stage):
             "times",
             note=f"relative to the stored checkpoint in {str(checkpoint.dtype).removeprefix('torch.')}",
         )
+        if self._structured:
+            whole = hf.Checkpoint(folder).config.num_params
+            note = f"{checkpoint.config.num_params / whole:.3f} of the given model's"
+            draft.record("num_params", checkpoint.config.num_params, "parameters", note=note)
+        if not self._layer_steps:
+            return
         draft.record(
             "sparsity",
             sum(row["zeros"] for row in rows) / weights,

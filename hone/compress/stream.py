@@ -129,7 +129,7 @@ def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
         return
     with run.progress("finished layers", done, "layers") as bar:
         for index in range(done):
-            checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+            checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
             layer = checkpoint.build_layer(index, job.device, job.dtype)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
             if job.transforms:
@@ -179,7 +179,7 @@ def _marker(draft: Draft, index: int) -> Path:
 
 def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` to the layer's outputs."""
-    checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+    checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
     layer = checkpoint.build_layer(index, job.device, job.dtype)
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.facts import ModelFacts
@@ -36,6 +37,8 @@ REPORT_BYTES = 60.0
 FP32_SHARE = 0.6
 """Fraction of a GPU's float32 rate on its data sheet that factorization and error products reach."""
 
+OBSERVED_BYTES = 24.0
+"""Bytes per activation of which a mean, a norm or a cosine is taken: float32 temporaries, written and read."""
 
 _LARGE = 1 << 28
 
@@ -66,6 +69,19 @@ class MatrixWork:
         return self.rows * self.columns
 
 
+class Passes(NamedTuple):
+    """The passes over all calibration tokens by which a structured pruner measures importances."""
+
+    forward: float
+    """Forward passes through all layers."""
+    logits: int = 0
+    """Passes through the head."""
+    variants: int = 1
+    """Hidden states of all calibration tokens that are in memory at once."""
+    observed: int = 0
+    """Activations per token that are read besides."""
+
+
 @dataclass(frozen=True)
 class Compression:
     """A compression in numbers: the matrices of each layer, shard sizes (the first outside the layers), calibration."""
@@ -81,6 +97,8 @@ class Compression:
     """Calibration sequences; 0 without calibration."""
     seq_len: int = 0
     batch_size: int = 1
+    measured: tuple[tuple[Compression, Passes], ...] = ()
+    """The passes of structured pruners before, each with the model on which it runs, whose matrices and shards do not count."""
 
     @property
     def tokens(self) -> int:
@@ -119,31 +137,57 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     written += disk.seconds(0, files=4)  # index, config, generation config and the rows of the report
     parts["embedding and head"] = ends
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
+    importances, bounds = 0.0, []
+    for model, passes in work.measured:
+        value, limit = _importance_seconds(machine, model, passes)
+        importances += value
+        bounds.append(limit)
+    parts["importances"] = importances
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
     calibration = machine.calibration
-    return Estimate(value=written, unit="s", formula=formula, bound=bound or calibration is None)
+    bound = any((bound, calibration is None, *bounds))
+    return Estimate(value=written + importances, unit="s", formula=formula, bound=bound)
 
 
 def compress_bytes(machine: Machine, work: Compression) -> Estimate:
     """Growth of memory at its peak: states, a layer as computed and as stored, its Hessians, and
     one batch or one solve."""
+    parts = _peak(machine, work, variants=1)
+    for model, passes in work.measured:
+        parts = max(parts, _peak(machine, model, passes.variants), key=lambda one: sum(one.values()))
+    formula = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items() if value)
+    return Estimate(value=float(sum(parts.values())), unit="B", formula=formula)
+
+
+def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float]:
+    """Bytes that are in memory at once, with `variants` of the hidden states."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     layer = max((one.matmul_params for one in work.facts.layers), default=0) * (width + work.stored_width)
     solve = max((_solve_bytes(one, work) for matrices in work.layers for one in matrices), default=0.0)
     hessians = 0
     if work.tokens:
-        hessians = max(sum(4 * one.columns**2 for one in matrices) for matrices in work.layers)
+        hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in work.layers), default=0)
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
-    parts = {
-        "hidden states": work.states_bytes,
+    return {
+        "hidden states": variants * work.states_bytes,
         "one layer": layer,
         "sums of x x^T": hessians,
         # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.
         "one batch, one solve": max(solve, batch) if gpu else solve + (1 + FORWARD_GAPS) * batch,
         "code": 0 if gpu else FORWARD_TOUCHED,
     }
-    formula = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items() if value)
-    return Estimate(value=float(sum(parts.values())), unit="B", formula=formula)
+
+
+def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> tuple[float, bool]:
+    """Seconds of measuring importances on the model of `work`; whether that is a bound."""
+    forward, bound = _forward(machine, work)
+    count = len(work.layers)
+    outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
+    head = (work.tokens, work.facts.vocab_size, work.facts.hidden_size)
+    value = passes.forward * count * forward + sum(_load(machine, work, index) for index in range(count))
+    value += _passes(machine, 20.0 * outside + OBSERVED_BYTES * passes.observed * work.tokens)
+    value += passes.logits * seconds(machine, matmul=head, dtype=work.dtype).value
+    return value, bound
 
 
 def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:

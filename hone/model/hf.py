@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.families import FAMILIES
-from hone.model.families.config_json import from_hf, own_format, to_hf
+from hone.model.families.config_json import OWN, from_hf, own_format, to_hf
 from hone.model.folder import CONFIG, model_folder, read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
@@ -67,23 +67,35 @@ class Checkpoint:
         self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
         self._shards = Shards(self.folder)
 
+    def reopened(self) -> Self:
+        """The same checkpoint with memory maps of its own, which are freed with it."""
+        return type(self)(self.folder)
+
     def names(self) -> list[str]:
         """Every tensor's name."""
         return self._shards.names()
 
+    def file(self, name: str) -> Path:
+        """The file that holds the tensor called `name`."""
+        return self._shards.file(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor called `name`."""
+        return self._shards.shape(name)
+
     def tensor(self, name: str) -> Tensor:
         """The tensor called `name`, on the CPU, in the dtype of the file; its memory is the mapped file."""
         return self._shards.tensor(name)
+
+    def close(self) -> None:
+        """Unmaps the files; they are opened again on the next read."""
+        self._shards.close()
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in config.json, else that of the embedding."""
         stated = self.values.get("dtype") or self.values.get("torch_dtype")
         return DTYPES.get(str(stated).removeprefix("torch.")) or self.tensor("model.embed_tokens.weight").dtype
-
-    def close(self) -> None:
-        """Unmaps the files; they are opened again on the next read."""
-        self._shards.close()
 
     def layer_modules(self, index: int) -> list[Module]:
         """Every linear of layer `index` by its checkpoint name, in the order in which they run."""
@@ -133,7 +145,7 @@ class Checkpoint:
         """Raises ArtifactError unless the folder has exactly the tensors of `decoder`, by name and shape (headers only)."""
         expected = expected_shapes(decoder)
         for name, shape in expected.items():
-            found = self._shards.shape(name)
+            found = self.shape(name)
             if found != shape:
                 raise self._misfit(name, found, shape)
         for name in self.names():
@@ -142,7 +154,7 @@ class Checkpoint:
             )  # some checkpoints with a tied head store the head too
             if name not in expected and not spare and not name.endswith(_IGNORED):
                 raise ArtifactError(
-                    f"{self._shards.file(name)}: {name} is not a tensor of the {self.config.num_layers}-layer "
+                    f"{self.file(name)}: {name} is not a tensor of the {self.config.num_layers}-layer "
                     f"{self.config.family} model in {CONFIG}",
                     fix="pair the weights with the config.json they were saved with",
                 )
@@ -249,7 +261,7 @@ class Checkpoint:
 
         Raises ArtifactError when it is not a float tensor (with `integers`: not an integer tensor) or not finite.
         """
-        file, kind = self._shards.file(name), str(stored.dtype).removeprefix("torch.")
+        file, kind = self.file(name), str(stored.dtype).removeprefix("torch.")
         if integers:
             if stored.dtype not in _CODES:
                 raise ArtifactError(
@@ -276,7 +288,7 @@ class Checkpoint:
 
     def _misfit(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ArtifactError:
         return ArtifactError(
-            f"{self._shards.file(name)}: {name} has shape {list(found)}, but {CONFIG} describes {list(wanted)}",
+            f"{self.file(name)}: {name} has shape {list(found)}, but {CONFIG} describes {list(wanted)}",
             fix="pair the weights with the config.json they were saved with",
         )
 
@@ -321,17 +333,23 @@ def write_config(
     config: ModelConfig, folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None = None
 ) -> None:
     """Writes config.json and generation_config.json."""
-    name = str(dtype).removeprefix("torch.")
-    try:
-        values = to_hf(config, name)
-    except SpecError as error:
-        values = own_format(config, name, error.what)
+    values = config_values(config, dtype)
+    if values["model_type"] == OWN:
         say_once(f"{values['note']} It is the folder {folder}")
     if quantization is not None:
         values["quantization_config"] = quantization
     write_json(folder / CONFIG, values)
     tokens = {name: values[name] for name in ("bos_token_id", "eos_token_id") if values[name] is not None}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+
+
+def config_values(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of `config`: for transformers, or in hone's own format where no class of it can express the stack."""
+    name = str(dtype).removeprefix("torch.")
+    try:
+        return to_hf(config, name)
+    except SpecError as error:
+        return own_format(config, name, error.what)
 
 
 def state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ decoder, and `fit` with packed tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ class Trainer:
 
     The model is given in float32 and trained in place; afterwards its parameters have the dtype of `precision` (see
     precision.py). `gradient_accumulation_steps` divides a step's batch into that many micro-batches: less memory, the same result but
-    for rounding. `compile` runs every layer through torch.compile.
+    for rounding. `compile` runs every layer through torch.compile. `zeros` are weights that stay zero (see `Weights`).
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Trainer:
         gradient_accumulation_steps: int = 1,
         teacher: Decoder | None = None,
         compile: bool = False,
+        zeros: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model = model.train()
         self.steps = steps
@@ -115,7 +117,7 @@ class Trainer:
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         assert teacher is not None or not self.objective.from_teacher, "this objective needs a teacher"
         self.update = Update(
-            model, self.optimizer, compute_dtype(precision), accumulate=gradient_accumulation_steps > 1
+            model, self.optimizer, compute_dtype(precision), accumulate=gradient_accumulation_steps > 1, zeros=zeros
         )
         self.scaler = LossScaler(enabled=precision == "fp16")
         self.done = 0

@@ -32,6 +32,7 @@ from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.checkpoint import Checkpoints
+from hone.train.mask import check_mask, masked, sparsity, zeros_of
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
 from hone.train.precision import TORCH_NAMES, Precision
@@ -39,6 +40,8 @@ from hone.train.schedules.cosine import Cosine
 from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, affordable_steps, estimate, out_of_memory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hone.data.load import PackedTokens
     from hone.data.mix.reading import Reading
     from hone.model.config import ModelConfig
@@ -57,10 +60,13 @@ class Checkpointing(Spec):
 
 
 class Train(Stage):
-    """Trains a decoder on packed tokens, from random weights, another model's, or as a student of a teacher."""
+    """Trains a decoder on packed tokens, from random weights, another model's, or as a student of a teacher.
+
+    Weights of layers' linears that are zero in the input `mask` are zero and stay zero.
+    """
 
     stage: ClassVar[str] = "train"
-    roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False}
+    roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False, "mask": False}
     several: ClassVar[frozenset[str]] = frozenset({"data"})
     renamed: ClassVar[dict[str, str | None]] = {
         "accumulation": "gradient_accumulation_steps",
@@ -151,13 +157,15 @@ class Train(Stage):
         Raises SpecError when data, model and teacher do not match, or the schedule does not fit the steps.
         """
         data = _data(facts)
-        given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model") if role in facts}
+        given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model", "mask") if role in facts}
         config = self._config(given, data[0])
         wanted = self.num_steps(sum(one.split("train").tokens for one in data))
-        work = self._work(config, data, given.get("teacher"), wanted, machine.device)
+        if "mask" in given:
+            check_mask(given["mask"], config)
+        work = self._work(config, data, given, wanted, machine.device)
         steps = affordable_steps(work, self.time_budget_s, machine)
         if steps < wanted:
-            work = self._work(config, data, given.get("teacher"), steps, machine.device)
+            work = self._work(config, data, given, steps, machine.device)
         self.schedule.share(0, steps)  # raises now when the warm-up is too long
         made = CheckpointFacts(
             where=self.stage,
@@ -185,7 +193,8 @@ class Train(Stage):
         warm_up(run.device)
         with draft.measuring(Window(run.device)) as window:
             model, teacher = self._models(parents, reading.sources.train, run)
-            trainer = self._trainer(model, teacher, plan.steps)
+            zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
+            trainer = self._trainer(model, teacher, plan.steps, zeros)
             checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint.keep_latest_k)
             watch = self._train(draft, trainer, reading, checkpoints, run)
             reading.evaluate(partial(self._loss, trainer.model), self.eval_sequences, draft)
@@ -193,6 +202,10 @@ class Train(Stage):
         self._record(draft, watch, model.config, reading.sources.num_tokens, window)
         said = f"of {plan.wanted_steps}: what {self.time_budget_s:g} s allow" if plan.steps < plan.wanted_steps else ""
         draft.record("num_steps", plan.steps, "steps", note=said)
+        if zeros:
+            draft.record(
+                "sparsity", sparsity(zeros), "fraction", note="zeros in the layers' linears, fixed by the mask"
+            )
         if CHECKPOINTS in plan.estimates:
             draft.record(CHECKPOINTS, checkpoints.largest_bytes, "B", note="on disk at once; gone at the end")
         reading.record(draft)
@@ -250,7 +263,12 @@ class Train(Stage):
         return self.objective.from_teacher or self.init == "teacher"
 
     def _work(
-        self, config: ModelConfig, data: list[DataFacts], teacher: CheckpointFacts | None, steps: int, device: str
+        self,
+        config: ModelConfig,
+        data: list[DataFacts],
+        given: Mapping[str, CheckpointFacts],
+        steps: int,
+        device: str,
     ) -> Work:
         """The sizes of `steps` steps on `data`, from which estimates are computed."""
         facts, dtype = config.facts(), TORCH_NAMES[self.precision]
@@ -261,6 +279,7 @@ class Train(Stage):
             by_source = sum(min(rows, self.eval_sequences or rows) for rows in val)
         else:
             by_source = 0 if self.mixture is None else evaluated
+        update, teacher = self.optimizer.cost(facts, dtype, device), given.get("teacher")
         saved = (steps - 1) // self.checkpoint.interval if self.checkpoint.interval else 0
         return Work(
             model=facts,
@@ -269,7 +288,7 @@ class Train(Stage):
             seq_len=self.seq_len,
             dtype=dtype,
             segments=self.activation_checkpointing.segments(config.num_layers),
-            update=self.optimizer.cost(facts, dtype, device),
+            update=masked(update, facts) if "mask" in given else update,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             eval_sequences=evaluations * evaluated + by_source,
             teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
@@ -297,7 +316,7 @@ class Train(Stage):
         keep = teacher is not None and self.objective.from_teacher
         return model, teacher.to(compute_dtype(self.precision)) if keep else None
 
-    def _trainer(self, model: Decoder, teacher: Decoder | None, steps: int) -> Trainer:
+    def _trainer(self, model: Decoder, teacher: Decoder | None, steps: int, zeros: dict[str, Tensor]) -> Trainer:
         from hone.train.loop import Trainer
 
         return Trainer(
@@ -312,6 +331,7 @@ class Train(Stage):
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             teacher=teacher,
             compile=self.compile,
+            zeros=zeros,
         )
 
     def _train(self, draft: Draft, trainer: Trainer, reading: Reading, checkpoints: Checkpoints, run: Run) -> Watch:

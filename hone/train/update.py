@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,14 +14,22 @@ from hone.train.weights import Weights, describe_parameters
 
 
 class Update:
-    """One optimizer over all trained weights of `model`, which compute in `dtype`; see `Weights` for `accumulate`.
+    """One optimizer over all trained weights of `model`, which compute in `dtype`; see `Weights` for `accumulate` and `zeros`.
 
     Half-precision gradients are converted to float32 one bucket at a time, to save memory.
     """
 
-    def __init__(self, model: Decoder, optimizer: Optimizer, dtype: torch.dtype, *, accumulate: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: Optimizer,
+        dtype: torch.dtype,
+        *,
+        accumulate: bool,
+        zeros: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.parameters = describe_parameters(model)
-        self.weights = Weights(model, dtype, accumulate=accumulate)
+        self.weights = Weights(model, dtype, accumulate=accumulate, zeros=zeros)
         self.groups = optimizer.groups(self.parameters)
         grouped = [name for group in self.groups for name in group.names]
         assert sorted(grouped) == sorted(self.parameters), "every parameter must belong to exactly one group"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,22 @@ class Weights:
     With `dtype` float32 a parameter is its own master. Otherwise each parameter is replaced by a copy in `dtype` and its
     float32 original becomes the master that the optimizer updates: 2 + 4 bytes per weight, plus 2 for the gradient, or 4
     more when `accumulate` sums the gradients of several micro-batches in float32.
+
+    `zeros` maps parameters to bool masks of their shape: where a mask is True the weight is zero from the start, gets no
+    gradient and stays zero, whatever the optimizer does.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, *, accumulate: bool) -> None:
+    def __init__(
+        self, model: Decoder, dtype: torch.dtype, *, accumulate: bool, zeros: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
         self.split = dtype != torch.float32
         """Whether parameters and masters are different tensors."""
         self.masters: dict[str, Tensor] = {}
+        self.zeros = dict(zeros or {})
+        for name, mask in self.zeros.items():
+            self.parameters[name].data.masked_fill_(mask, 0)
+            self.parameters[name].register_hook(partial(_filled, mask))
         for name, parameter in self.parameters.items():
             assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
             self.masters[name] = parameter.detach() if self.split else parameter
@@ -62,7 +72,10 @@ class Weights:
 
     @torch.no_grad()
     def publish(self, names: Sequence[str]) -> None:
-        """Copies the masters of `names` to their parameters."""
+        """Copies the masters of `names` to their parameters, with zeros where weights stay zero."""
+        for name in names:
+            if name in self.zeros:  # a step that mixes the entries of a gradient, as Muon's, reaches them too
+                self.masters[name].masked_fill_(self.zeros[name], 0)
         if self.split:
             for name in names:
                 self.parameters[name].copy_(self.masters[name])
@@ -82,6 +95,11 @@ def describe_parameters(model: Decoder) -> dict[str, Parameter]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+
+
+def _filled(mask: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient with zeros where `mask` is True; it may not be changed in place."""
+    return gradient.masked_fill(mask, 0)
 
 
 def _add_to(master: Tensor) -> Any:

@@ -62,6 +62,20 @@ def test_a_second_pruner_keeps_what_the_first_has_zeroed() -> None:
     assert (given.weight == 0).sum(1).tolist() == [12] * 6
 
 
+def test_random_masks_have_as_many_zeros_and_follow_from_seed_and_name_alone() -> None:
+    def kept(name: str = "a", weight: torch.Tensor | None = None, **options) -> torch.Tensor:
+        given = Matrix(name, torch.ones(60, 40) if weight is None else weight, torch.float32)
+        PRUNERS.read({"kind": "random", **options}).apply(given)
+        return given.weight != 0
+
+    mask = kept(sparsity=0.8)
+    assert int(mask.sum()) == 480 and torch.equal(mask, kept(weight=torch.rand(60, 40) + 1, sparsity=0.8))
+    assert 200 < int((mask.sum(0).double() - 12).abs().sum() + (mask.sum(1).double() - 8).abs().sum()) < 400
+    for other in (kept("b", sparsity=0.8), kept(sparsity=0.8, seed=1)):  # 4 % are kept by two independent masks
+        assert 50 < int((mask & other).sum()) < 150
+    assert (kept(pattern="2:4").view(-1, 4).sum(1) == 2).all()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(SpecError, match=r"pattern 2:4 zeroes half of the weights, sparsity is 0\.3"):
         PRUNERS.read({"kind": "wanda", "sparsity": 0.3, "pattern": "2:4"})

@@ -32,6 +32,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         ([{"kind": "rtn", "bits": 8, "group_size": 0}], [(3, "before")]),
         ([{"kind": "wanda", "pattern": "2:4"}], [(4, "after"), (2, "before")]),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
+        ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
+        ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),
     ],
 )
 def test_killed_runs_end_with_the_same_bytes(

@@ -19,7 +19,6 @@ from hone.compress.capture import Flow
 from hone.compress.layer import original
 from hone.compress.matrix import matrix_name
 from hone.compress.stream import Job
-from hone.model.hf import Checkpoint
 
 
 class Sensitivity(NamedTuple):
@@ -37,7 +36,7 @@ def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> It
     count = job.checkpoint.config.num_layers
     with run.progress("sensitivity", count, "layers") as bar:
         for index in range(count):
-            checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+            checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
             layer = checkpoint.build_layer(index, job.device, job.dtype)
             readers: dict[str, list[str]] = {}
             for linear in job.targets[index]:

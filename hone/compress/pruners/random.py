@@ -1,0 +1,37 @@
+"""Random pruning: the control for other pruners, and for lottery tickets."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import ClassVar
+
+from pydantic import Field
+
+from hone.base.lazy import lazy
+from hone.compress.matrix import Matrix
+from hone.compress.pruners.base import Pruner, keep_largest
+from hone.cost.compress import Work
+
+torch = lazy("torch")
+
+
+class RandomPruning(Pruner):
+    """Zeroes the given fraction of each matrix's weights, drawn at random: the control of Frankle and Carbin 2018, arXiv:1803.03635."""
+
+    paper: ClassVar[str] = "arXiv:1803.03635"
+
+    seed: int = Field(0, ge=0, description="Seed of the draw; every matrix has its own, which depends on its name too.")
+
+    def apply(self, matrix: Matrix) -> None:
+        digest = hashlib.sha256(f"{self.seed}/{matrix.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        scores = torch.rand(matrix.original.shape, generator=generator, dtype=torch.float64)
+        if self.pattern == "none":
+            keep = keep_largest(scores.view(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
+        else:
+            keep = self.pattern_of(scores)
+        matrix.prune(keep.to(matrix.original.device))
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Drawing and sorting on the CPU."""
+        return Work(num_bytes=1000.0 * rows * columns, num_ops=20, temporaries=12)

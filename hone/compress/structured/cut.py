@@ -1,0 +1,177 @@
+"""A cut: the layers, heads and channels of a model that stay, and a checkpoint that reads only these from the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from hone.model.config import LayerSpec, ModelConfig
+from hone.model.hf import Checkpoint, config_values, singles
+from hone.model.linear_spec import LinearSpec
+
+Places = tuple[int, ...] | None
+"""The rows or columns that stay, ascending; None: all."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What stays of a model: `layers`, in order; for each of them groups of heads and feed-forward channels; hidden channels."""
+
+    layers: tuple[int, ...]
+    kv_heads: tuple[tuple[int, ...], ...] | None = None
+    """Key/value heads, each with all the query heads that it serves; None: all."""
+    intermediate: tuple[tuple[int, ...], ...] | None = None
+    hidden: Places = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Self:
+        """The cut that `to_json` described."""
+        nested = {name: values[name] and tuple(map(tuple, values[name])) for name in ("kv_heads", "intermediate")}
+        return cls(tuple(values["layers"]), **nested, hidden=values["hidden"] and tuple(values["hidden"]))
+
+    def config(self, source: ModelConfig) -> ModelConfig:
+        """The config of what stays of `source`. Raises SpecError when such a stack is none."""
+        layers = [self._layer(source.layers[index], place) for place, index in enumerate(self.layers)]
+        hidden = source.hidden_size if self.hidden is None else len(self.hidden)
+        # Validated again: a layer that reuses the keys of a removed layer must be refused.
+        return ModelConfig.read({**source.model_dump(mode="json"), "layers": layers, "hidden_size": hidden})
+
+    def _layer(self, layer: LayerSpec, place: int) -> LayerSpec:
+        update: dict[str, Any] = {}
+        if self.kv_heads is not None:
+            groups = len(self.kv_heads[place])
+            heads = groups * layer.mixer.num_heads // layer.mixer.num_kv_heads
+            update["mixer"] = layer.mixer.model_copy(update={"num_heads": heads, "num_kv_heads": groups})
+        if self.intermediate is not None:
+            size = len(self.intermediate[place])
+            update["feed_forward"] = layer.feed_forward.model_copy(update={"intermediate_size": size})
+        return layer.model_copy(update=update)
+
+
+class Source(NamedTuple):
+    """Where a tensor of the cut model comes from: its name in the whole one, and the rows and columns that stay."""
+
+    name: str
+    rows: Places = None
+    columns: Places = None
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The part of `tensor` that stays."""
+        for axis, places in enumerate((self.rows, self.columns)):
+            if places is not None:
+                tensor = tensor.index_select(axis, torch.tensor(places, device=tensor.device))
+        return tensor
+
+
+class CutCheckpoint(Checkpoint):
+    """What a cut leaves of a checkpoint, which may be cut itself: read lazily, under the names of a whole model."""
+
+    def __init__(self, source: Checkpoint, cut: Cut) -> None:
+        self.folder = source.folder
+        self.config = cut.config(source.config)
+        self.values = config_values(self.config, source.dtype)
+        self.quantization = None
+        self.source, self.cut = source, cut
+        self._sources = dict(_sources(source.config, self.config, cut))
+
+    def reopened(self) -> CutCheckpoint:
+        opened = copy(self)  # its table of tensors, with which it is not made again
+        opened.source = self.source.reopened()
+        return opened
+
+    def names(self) -> list[str]:
+        return list(self._sources)
+
+    def tensor(self, name: str) -> Tensor:
+        source = self._sources[name]
+        return source.read(self.source.tensor(source.name))
+
+    def file(self, name: str) -> Path:
+        return self.source.file(self._sources[name].name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tuple[str, Source]]:
+    """Every tensor of the cut model by name, and where it comes from."""
+    yield "model.embed_tokens.weight", Source("model.embed_tokens.weight", columns=cut.hidden)
+    for place, index in enumerate(cut.layers):
+        axes = _Axes(whole.layers[index], cut, place)
+        for path, linear in whole.linears(index).items():
+            columns = axes.columns(path)
+            rows = axes.rows(path, linear)
+            begin = 0
+            names = zip(whole.modules(index, path).items(), config.modules(place, path), strict=True)
+            for (name, count), made in names:
+                part = None if rows is None else tuple(row - begin for row in rows if begin <= row < begin + count)
+                begin += count
+                yield f"{made}.weight", Source(f"{name}.weight", part, columns)
+                if linear.bias:
+                    yield f"{made}.bias", Source(f"{name}.bias", part)
+        before, after = singles(whole, index), singles(config, place)
+        for path, made in after.items():
+            yield made, Source(before[path], axes.single(path))
+    yield "model.norm.weight", Source("model.norm.weight", cut.hidden)
+    if not config.tie_embeddings:
+        yield "lm_head.weight", Source("lm_head.weight", columns=cut.hidden)
+
+
+class _Axes:
+    """The places that stay on each axis of one layer's tensors. Without a cut of channels it knows no name of a linear."""
+
+    def __init__(self, layer: LayerSpec, cut: Cut, place: int) -> None:
+        mixer = layer.mixer
+        self.hidden = cut.hidden
+        self.intermediate = None if cut.intermediate is None else cut.intermediate[place]
+        self.keys = self.queries = None
+        if cut.kv_heads is not None:
+            groups, width = cut.kv_heads[place], mixer.head_dim
+            self.keys = _blocks(groups, width)
+            self.queries = _blocks(groups, width * (mixer.num_heads // mixer.num_kv_heads))
+        whole = getattr(mixer, "qk_norm_over", "head") == "projection"
+        self.norms = {"mixer.q_norm": self.queries, "mixer.k_norm": self.keys} if whole else {}
+
+    def rows(self, path: str, linear: LinearSpec) -> Places:
+        """The output rows of the linear at `path`, with its pieces stacked."""
+        if linear.residual:
+            return self.hidden
+        by_piece = {"mixer.q": self.queries, "mixer.k": self.keys, "mixer.v": self.keys}
+        by_piece |= {"feed_forward.gate": self.intermediate, "feed_forward.up": self.intermediate}
+        block = path.partition(".")[0]
+        found: list[int] = []
+        begin, whole = 0, True
+        for piece in linear.pieces:
+            places = by_piece.get(f"{block}.{piece.name}")
+            whole &= places is None
+            found += (begin + row for row in (range(piece.out_features) if places is None else places))
+            begin += piece.out_features
+        return None if whole else tuple(found)
+
+    def columns(self, path: str) -> Places:
+        """The input features of the linear at `path`."""
+        return {"mixer.out": self.queries, "feed_forward.down": self.intermediate}.get(path, self.hidden)
+
+    def single(self, path: str) -> Places:
+        """The entries of the norm or other parameter at `path`."""
+        owner = path.rpartition(".")[0]
+        if owner in ("mixer.q_norm", "mixer.k_norm"):
+            return self.norms.get(owner)
+        return self.hidden
+
+
+def _blocks(places: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """The entries of the blocks of `width` at `places`."""
+    return tuple(place * width + offset for place in places for offset in range(width))

@@ -1,0 +1,168 @@
+"""Importances of layers, heads and channels, from passes over the calibration inputs, one layer in memory at a time.
+
+Shapes: B sequences, S tokens, D hidden channels, I feed-forward channels, H query heads, G key/value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.base.errors import ArtifactError
+from hone.base.run import Run
+from hone.compress.capture import Flow
+from hone.data.load import IGNORE
+from hone.model.decoder import DecoderLayer
+from hone.model.hf import Checkpoint
+from hone.ops import linear_cross_entropy
+
+
+@torch.no_grad()
+def block_influence(checkpoint: Checkpoint, flow: Flow, run: Run) -> list[float]:
+    """Of every layer 1 - cos(its input, its output), mean over tokens. Men et al. 2024, arXiv:2403.03853, equation 1."""
+    sums = [torch.zeros((), dtype=torch.float64, device=flow.device) for _ in checkpoint.config.layers]
+    for index, layer in _layers(checkpoint, flow, run):
+
+        def add(inputs: Tensor, outputs: Tensor, counts: Tensor | None, index: int = index) -> None:
+            similar = F.cosine_similarity(inputs.float(), outputs.float(), dim=-1).flatten()
+            sums[index] += (similar if counts is None else similar[counts]).double().sum()
+
+        flow.through(layer, add)
+    return _finite([1.0 - float(total) / flow.calibration.num_tokens for total in sums], flow)
+
+
+@torch.no_grad()
+def added_losses(checkpoint: Checkpoint, flow: Flow, run: Run) -> list[float]:
+    """Of every layer how much the next-token loss grows when it alone is left out, in nats per token.
+
+    Every model without one layer runs beside the whole one, from that layer on: L + 1 hidden states are in memory.
+    """
+    without: list[Flow] = []
+    for _, layer in _layers(checkpoint, flow, run):
+        for other in without:
+            other.through(layer)
+        skipped = copy(flow)
+        skipped.states = flow.states.clone()
+        without.append(skipped)
+        flow.through(layer)
+    whole, *others = [_loss(checkpoint, one) for one in (flow, *without)]
+    return _finite([other - whole for other in others], flow)
+
+
+class WidthScores(NamedTuple):
+    """Importances by layer: of feed-forward channels [I] and key/value heads [G]; of hidden channels [D] over all layers."""
+
+    intermediate: list[Tensor]
+    kv_heads: list[Tensor]
+    hidden: Tensor
+
+
+@torch.no_grad()
+def width_scores(checkpoint: Checkpoint, flow: Flow, run: Run) -> WidthScores:
+    """Importances from activations, as Minitron aggregates them: |x| by the mean over a sequence, then by the L2 norm over
+    sequences. Muralidharan et al. 2024, arXiv:2407.14679, sections 2.2 and 4.
+
+    x is the input of the down projection for feed-forward channels, the norm of a head's output for heads (summed over the
+    query heads that one key/value head serves), and the normed hidden states for hidden channels (summed over all norms).
+    """
+    config = checkpoint.config
+    hidden = _Sequences()
+    inner, heads = [], []
+    for index, layer in _layers(checkpoint, flow, run):
+        mixer = config.layers[index].mixer
+        read = {"mixer.out": _Sequences(mixer.num_heads), "feed_forward.down": _Sequences()}
+        read |= {"mixer.qkv": _Sequences(), "feed_forward.gate_up": _Sequences()}
+        inputs: dict[str, Tensor] = {}
+
+        def add(_: Tensor, __: Tensor, counts: Tensor | None, read=read, inputs=inputs) -> None:
+            for path, sequences in read.items():
+                sequences.add(inputs.pop(path), counts)
+
+        hooks = [layer.get_submodule(path).register_forward_pre_hook(_keep(inputs, path)) for path in read]
+        try:
+            flow.through(layer, add)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        inner.append(read["feed_forward.down"].score())
+        heads.append(read["mixer.out"].score().unflatten(0, (mixer.num_kv_heads, -1)).sum(1))
+        hidden.total = hidden.total + read["mixer.qkv"].score() + read["feed_forward.gate_up"].score()
+    ends = checkpoint.build_ends(flow.device, flow.dtype)
+    last = _Sequences()
+    for piece, _, counts in flow.batches():
+        last.add(ends.norm(flow.states[piece]), counts)
+    found = WidthScores(inner, heads, hidden.total + last.score())
+    _finite([float(one.sum()) for one in (*inner, *heads, found.hidden)], flow)
+    return found
+
+
+class _Sequences:
+    """Adds up the squares of every channel's (or head's) mean |x| over each sequence's tokens."""
+
+    def __init__(self, heads: int | None = None) -> None:
+        self.heads = heads
+        self.total = torch.zeros(())
+
+    def add(self, x: Tensor, counts: Tensor | None) -> None:
+        """x [B, S, K]; `counts` bool [B * S], False for padding."""
+        x = x.float().abs() if self.heads is None else x.float().unflatten(-1, (self.heads, -1)).norm(dim=-1)
+        if counts is None:
+            means = x.mean(1)
+        else:
+            valid = counts.view(x.shape[:2]).unsqueeze(-1)
+            means = (x * valid).sum(1) / valid.sum(1).clamp(min=1)
+        self.total = self.total.to(x.device) + means.square().sum(0)
+
+    def score(self) -> Tensor:
+        """The L2 norm over sequences, float32 [K], on the CPU."""
+        return self.total.sqrt().cpu()
+
+
+def _keep(inputs: dict[str, Tensor], path: str):
+    """A hook that keeps a linear's input until the batch is added."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[path] = args[0]
+
+    return hook
+
+
+def _layers(checkpoint: Checkpoint, flow: Flow, run: Run) -> Iterator[tuple[int, DecoderLayer]]:
+    """Every layer in turn, after the embedding; the caller advances `flow`."""
+    flow.embed(checkpoint.build_ends(flow.device, flow.dtype))
+    with run.progress("importance", checkpoint.config.num_layers, "layers") as bar:
+        for index in range(checkpoint.config.num_layers):
+            yield index, checkpoint.reopened().build_layer(index, flow.device, flow.dtype)
+            bar.advance()
+
+
+def _loss(checkpoint: Checkpoint, flow: Flow) -> float:
+    """Mean next-token loss of the last hidden states, in nats; a document's last token has no target."""
+    ends = checkpoint.build_ends(flow.device, flow.dtype)
+    tokens, owners = torch.from_numpy(flow.calibration.tokens), flow.calibration.document_ids
+    targets = torch.full_like(tokens, IGNORE)
+    targets[:, :-1] = tokens[:, 1:]
+    if owners is not None:
+        ids = torch.from_numpy(owners)
+        targets[:, :-1][(ids[:, 1:] != ids[:, :-1]) | (ids[:, :-1] < 0)] = IGNORE
+    total = torch.zeros((), dtype=torch.float64, device=flow.device)
+    softcap = checkpoint.config.logits_softcap
+    for piece, _, _ in flow.batches():
+        x, wanted = ends.head_input(flow.states[piece]), targets[piece].to(flow.device)
+        total += linear_cross_entropy(x, ends.head_weight, wanted, reduction="sum", softcap=softcap).double()
+    return float(total) / max(int((targets != IGNORE).sum()), 1)
+
+
+def _finite(scores: list[float], flow: Flow) -> list[float]:
+    """The scores. Raises ArtifactError when one is not finite."""
+    if not bool(torch.isfinite(torch.tensor(scores, dtype=torch.float64)).all()):
+        raise ArtifactError(
+            f"calibration: hidden states are not all finite in {str(flow.dtype).removeprefix('torch.')}",
+            fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
+        )
+    return scores
