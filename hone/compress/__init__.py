@@ -8,6 +8,7 @@ QUANTIZERS = Table(
     "quantizer",
     {
         "rtn": "hone.compress.quantizers.rtn:RoundToNearest",
+        "hqq": "hone.compress.quantizers.hqq:HQQ",
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
     },
 )

@@ -195,7 +195,10 @@ class Compress(Stage):
             write_jsonl(draft.folder / "layers.jsonl", rows)
         for step in self.steps:
             source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
-            draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source})
+            note = {"note": step.note} if step.note else {}
+            draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source, **note})
+            if step.note:
+                run.say(f"{step.kind}: {step.note}")
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
         self._record(draft, folder, checkpoint, rows)
