@@ -10,6 +10,7 @@ QUANTIZERS = Table(
         "rtn": "hone.compress.quantizers.rtn:RoundToNearest",
         "hqq": "hone.compress.quantizers.hqq:HQQ",
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
+        "gptaq": "hone.compress.quantizers.gptaq:GPTAQ",
     },
 )
 

@@ -162,7 +162,14 @@ class Compress(Stage):
         )
         sequences = calibrated or Calibrated(0, 0)
         work = Compression(
-            model.config.facts(), layers, tuple(made), dtype.itemsize, compute, *sequences, batch_size=self.batch_size
+            model.config.facts(),
+            layers,
+            tuple(made),
+            dtype.itemsize,
+            compute,
+            *sequences,
+            batch_size=self.batch_size,
+            paired=self._paired,
         )
         quantization = self._quantization(model.config, targets, planned)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
@@ -189,7 +196,8 @@ class Compress(Stage):
                 few = samples.first(self.allocation.num_sequences)
                 flow = capture.Flow(few, self.batch_size, job.device, job.dtype)
                 job = replace(job, bits=self.allocation.allocate(plan.budget, job, flow, draft, run))
-            flow = None if samples is None else capture.Flow(samples, self.batch_size, job.device, job.dtype)
+            options = {"paired": self._paired}
+            flow = None if samples is None else capture.Flow(samples, self.batch_size, job.device, job.dtype, **options)
             rows = stream.run_job(job, flow, draft, run)
             self._describe(draft, checkpoint, self._quantization(checkpoint.config, plan.targets, job.quantizers))
             write_jsonl(draft.folder / "layers.jsonl", rows)
@@ -206,6 +214,11 @@ class Compress(Stage):
     @property
     def _quantizer(self) -> Any:
         return quantizer_of(self.steps)
+
+    @property
+    def _paired(self) -> bool:
+        """Whether a step needs statistics of the inputs in the model that is not compressed."""
+        return any(step.needs & statistics.PAIRED for step in self.steps)
 
     @property
     def _rest_dtype(self) -> Any:
