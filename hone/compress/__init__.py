@@ -11,6 +11,7 @@ QUANTIZERS = Table(
         "hqq": "hone.compress.quantizers.hqq:HQQ",
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
         "gptaq": "hone.compress.quantizers.gptaq:GPTAQ",
+        "autoround": "hone.compress.quantizers.autoround:AutoRound",
     },
 )
 
