@@ -47,12 +47,12 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"no method {', '.join(sorted(unknown))} in {METHODS}")
     reference = load(arguments.model, arguments.device, torch.float32).eval()
-    tokens, starts = _documents(arguments.heldout, arguments.model, arguments.tokens)
+    tokens, starts = documents(arguments.heldout, arguments.model, arguments.tokens)
     dense = _score(reference, None, tokens, starts)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "calibration.txt"
-        text.write_text("\n\n".join(_texts(arguments.calibration)), encoding="utf8")
+        text.write_text("\n\n".join(texts(arguments.calibration)), encoding="utf8")
         for method in (one for one in methods if one["name"] in wanted):
             try:
                 rows.append(_measured(method, reference, dense, text, (tokens, starts), arguments))
@@ -145,16 +145,17 @@ def _score(model: Decoder, reference: Decoder | None, tokens: np.ndarray, starts
     return score(model, tokens, starts, window=window, reference=reference, batch_tokens=8192)
 
 
-def _texts(path: Path) -> list[str]:
+def texts(path: Path) -> list[str]:
+    """The documents of a jsonl file, .gz or not."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf8") as file:
         return [json.loads(line)["text"] for line in file]
 
 
-def _documents(path: Path, model: Path, most: int) -> tuple[np.ndarray, np.ndarray]:
+def documents(path: Path, model: Path, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the first documents, `most` in all, and where each document begins."""
     tokenizer, parts, total = load_tokenizer(model), [], 0
-    for text in _texts(path):
+    for text in texts(path):
         parts.append(np.asarray(tokenizer.encode(text), np.int64)[: most - total])
         total += len(parts[-1])
         if total >= most:
