@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import ledger
 from benchmarks.compress import SHAPES, random_model
-from benchmarks.quality import interval, read_documents, texts
+from benchmarks.quality import interval, documents, texts
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.calibration import from_data, from_text
@@ -106,7 +106,7 @@ def _speed(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def _quality(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     text = folder / "calibration.txt"
     text.write_text("\n\n".join(texts(arguments.calibration)), encoding="utf8")
-    heldout, _ = read_documents(arguments.heldout, arguments.model, arguments.tokens)
+    heldout, _ = documents(arguments.heldout, arguments.model, arguments.tokens)
     scored = torch.from_numpy(heldout[: len(heldout) // ROW * ROW].reshape(-1, ROW)).cuda()
     dense = _perplexity(load(arguments.model, "cuda", torch.float32).eval(), scored)
     rows = []

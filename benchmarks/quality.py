@@ -47,7 +47,7 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"no method {', '.join(sorted(unknown))} in {METHODS}")
     reference = load(arguments.model, arguments.device, torch.float32).eval()
-    tokens, starts = read_documents(arguments.heldout, arguments.model, arguments.tokens)
+    tokens, starts = documents(arguments.heldout, arguments.model, arguments.tokens)
     dense = _score(reference, None, tokens, starts)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -149,13 +149,13 @@ def interval(values: list[float]) -> float | None:
 
 
 def texts(path: Path) -> list[str]:
-    """The texts of a jsonl file, .gz or not."""
+    """The documents of a jsonl file, .gz or not."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf8") as file:
         return [json.loads(line)["text"] for line in file]
 
 
-def read_documents(path: Path, model: Path, most: int) -> tuple[np.ndarray, np.ndarray]:
+def documents(path: Path, model: Path, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the first documents, `most` in all, and where each document begins."""
     tokenizer, parts, total = load_tokenizer(model), [], 0
     for text in texts(path):

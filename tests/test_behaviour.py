@@ -34,7 +34,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
     "transform": ("compress/test_transforms.py",),
     "bit allocation": ("compress/test_allocation.py",),
-    "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
+    "quantizer": (
+        "compress/test_stage.py",
+        *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround")),
+    ),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
     "structured pruner": ("compress/structured/test_cuts.py",),
     "drafter": ("serve/test_speculate.py",),

@@ -8,7 +8,10 @@ QUANTIZERS = Table(
     "quantizer",
     {
         "rtn": "hone.compress.quantizers.rtn:RoundToNearest",
+        "hqq": "hone.compress.quantizers.hqq:HQQ",
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
+        "gptaq": "hone.compress.quantizers.gptaq:GPTAQ",
+        "autoround": "hone.compress.quantizers.autoround:AutoRound",
     },
 )
 

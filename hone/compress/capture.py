@@ -6,12 +6,13 @@ Shapes: B sequences, S tokens, D hidden width, T tokens of a batch without paddi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hone.compress.calibration import Calibration
-from hone.compress.statistics import STATISTICS, Statistic
+from hone.compress.statistics import PAIRED, STATISTICS
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder, DecoderLayer
 
@@ -20,26 +21,40 @@ Seen = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class Flow:
-    """Hidden states of the calibration sequences: `states` [B, S, D], the inputs of the next layer."""
+    """Hidden states of the calibration sequences: `states` [B, S, D], the inputs of the next layer.
 
-    def __init__(self, calibration: Calibration, batch_size: int, device: str, dtype: torch.dtype) -> None:
+    With `paired`, `dense_states` [B, S, D] are the same in the model that is not compressed; None without.
+    """
+
+    def __init__(
+        self, calibration: Calibration, batch_size: int, device: str, dtype: torch.dtype, *, paired: bool = False
+    ) -> None:
         self.calibration = calibration
         self.batch_size = batch_size
         self.device = device
         self.dtype = dtype
+        self.paired = paired
         self.states = torch.empty(0)
+        self.dense_states: Tensor | None = None
 
     @torch.no_grad()  # a graph would keep the embedding in memory through all layers
-    def embed(self, ends: Decoder) -> None:
-        """Computes the inputs of the first layer."""
+    def embed(self, ends: Decoder, rest_dtype: torch.dtype | None = None) -> None:
+        """Computes the inputs of the first layer, from an embedding that is stored in `rest_dtype` if it is not None."""
+        if self.paired:
+            self.dense_states = self._embedded(ends)
+        if rest_dtype is not None:
+            embedding = ends.embedding.to(rest_dtype).to(self.dtype)
+            ends.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
+        self.states = self._embedded(ends)
+
+    def _embedded(self, ends: Decoder) -> Tensor:
         tokens = torch.from_numpy(self.calibration.tokens)
         width = ends.embedding.shape[1]
-        self.states = torch.empty(
-            *tokens.shape, width, dtype=self.dtype, device=self.device
-        )  # parts would be there twice
+        states = torch.empty(*tokens.shape, width, dtype=self.dtype, device=self.device)  # parts would be there twice
         for start in range(0, len(tokens), 64):
             part = tokens[start : start + 64].to(self.device)
-            self.states[start : start + 64] = ends.embed(part)
+            states[start : start + 64] = ends.embed(part)
+        return states
 
     @torch.no_grad()
     def statistics(
@@ -47,7 +62,7 @@ class Flow:
     ) -> dict[str, dict[str, Tensor]]:
         """Statistics `wanted` of the inputs of `layer`'s linears, in one pass and once for each distinct input.
 
-        `readers` maps an input to the linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its
+        `layer` has its original weights; with `paired`, `dense_states` become its outputs. `readers` maps an input to the linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its
         statistics by name; linears that read one input share them.
         """
         gathered = {source: _Gather(wanted, self.calibration.num_tokens) for source in readers}
@@ -59,6 +74,7 @@ class Flow:
             for piece, context, counts in self.batches():
                 for gather in gathered.values():
                     gather.counts = counts
+                self._dense(layer, piece, context, gathered.values())
                 layer(self.states[piece], context)
         finally:
             for hook in hooks:
@@ -66,14 +82,33 @@ class Flow:
         values = {source: gather.values() for source, gather in gathered.items()}
         return {name: values[source] for source, names in readers.items() for name in names}
 
+    def _dense(self, layer: DecoderLayer, piece: slice, context: Context, gathered: Collection[_Gather]) -> None:
+        """With `paired`, one batch of `dense_states` through `layer`: its inputs for `gathered`, its outputs in place."""
+        if self.dense_states is None:
+            return
+        for gather in gathered:
+            gather.first = True
+        self.dense_states[piece] = layer(self.dense_states[piece], context)
+        for gather in gathered:
+            gather.first = False
+
     @torch.no_grad()
     def through(self, layer: DecoderLayer, seen: Seen | None = None) -> None:
         """Replaces the states by the outputs of `layer`; calls `seen` with each batch's inputs, outputs and mask."""
+        self._through(layer, self.states, seen)
+
+    @torch.no_grad()
+    def dense_through(self, layer: DecoderLayer) -> None:
+        """With `paired`, replaces `dense_states` by the outputs of `layer`, which has its original weights."""
+        if self.dense_states is not None:
+            self._through(layer, self.dense_states)
+
+    def _through(self, layer: DecoderLayer, states: Tensor, seen: Seen | None = None) -> None:
         for piece, context, counts in self.batches():
-            outputs = layer(self.states[piece], context)
+            outputs = layer(states[piece], context)
             if seen is not None:
-                seen(self.states[piece], outputs, counts)
-            self.states[piece] = outputs
+                seen(states[piece], outputs, counts)
+            states[piece] = outputs
 
     def batches(self) -> Iterator[tuple[slice, Context, Tensor | None]]:
         """(sequences, their context, flat mask of tokens without padding or None for all)."""
@@ -89,21 +124,30 @@ class Flow:
 
 
 class _Gather:
-    """A pre-forward hook of a linear that accumulates statistics of its inputs (`counts` bool [T]: no padding; None: all)."""
+    """A pre-forward hook of a linear that accumulates statistics of its inputs (`counts` bool [T]: no padding; None: all).
+
+    While `first`, inputs are those of the model that is not compressed, and are kept for the pass that follows.
+    """
 
     def __init__(self, wanted: Collection[str], num_tokens: int) -> None:
         self.wanted = sorted(wanted)
         self.num_tokens = num_tokens
-        self.statistics: dict[str, Statistic] = {}
+        self.statistics: dict[str, Any] = {}
         self.counts: Tensor | None = None
+        self.first = False
+        self.dense: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1])
         x = x if self.counts is None else x[self.counts]
+        if self.first:
+            self.dense = x
+            return
         for name in self.wanted:
             if name not in self.statistics:
                 self.statistics[name] = STATISTICS[name](x.shape[1], self.num_tokens, x.device)
-            self.statistics[name].add(x)
+            self.statistics[name].add(*((x, self.dense) if name in PAIRED else (x,)))
+        self.dense = None
 
     def values(self) -> dict[str, Tensor]:
         """Every statistic over all batches."""

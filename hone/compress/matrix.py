@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate
@@ -21,6 +21,7 @@ from hone.cost.compress import Work
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.compress.grid import Grid
     from hone.model.quantized.scheme import Scheme, Stored
 
 torch = lazy("torch")
@@ -113,6 +114,11 @@ class Step(Technique):
         """Figures of the compressed model that follow from the step's options alone."""
         return {}
 
+    @property
+    def note(self) -> str:
+        """What a user of the compressed model must know of these options; empty for nothing."""
+        return ""
+
 
 class Quantizer(Step):
     """A step that determines the storage of weights: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
@@ -182,10 +188,17 @@ def matrix_name(index: int, path: str) -> str:
 
 
 class IntegerQuantizer(Quantizer):
-    """Base of the integer quantizers: bits, and groups of columns that share a scale."""
+    """Base of the integer quantizers: bits, groups of columns that share a scale, and how scales are found."""
 
     bits: int = Field(4, ge=2, le=8, description="Bits per weight.")
     group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale per row.")
+    symmetric: bool = Field(
+        True, description="Grids around zero; false adds a zero point to each scale, which few libraries load."
+    )
+    scale: Literal["absmax", "signed", "search"] = Field(
+        "search",
+        description="absmax: textbook; signed: full range, scale may be negative; search: least squared error.",
+    )
     uneven: Literal["error", "nearest"] = Field(
         "error", description="Where group_size does not divide a matrix's columns: an error, or the nearest divisor."
     )
@@ -194,15 +207,43 @@ class IntegerQuantizer(Quantizer):
         description="compressed-tensors format; auto is int-quantized for 8 bits with one scale per row, else pack-quantized.",
     )
 
+    @model_validator(mode="after")
+    def _one_sign(self) -> IntegerQuantizer:
+        if not self.symmetric and self.scale == "signed":
+            raise ValueError("scale signed is for symmetric grids: with zero points use absmax or search")
+        return self
+
+    @property
+    def note(self) -> str:
+        if self.symmetric or self.stored_layout != "pack-quantized":
+            return ""
+        return (
+            "zero points: transformers with compressed-tensors 0.20 loads this model only with "
+            "CompressedTensorsConfig(dequantize=True); symmetric=true loads everywhere"
+        )
+
     def nearest(self, weights: Tensor) -> Tensor:
         """As the base; scales are not searched."""
-        scheme, how = self.scheme(weights.shape[1]), getattr(self, "scale", "absmax")
-        how = "signed" if how == "search" else how
-        scales = grid.find_scales(weights, self.bits, scheme.group_size, how, torch.float32)
-        return scheme.quantize(weights, scales).weight(weights.dtype)
+        how = self.scale if self.scale != "search" else "signed" if self.symmetric else "absmax"
+        scheme = self.scheme(weights.shape[1])
+        found = grid.find_grid(weights, self.bits, scheme.group_size, how, torch.float32, symmetric=self.symmetric)
+        return scheme.quantize(weights, *found).weight(weights.dtype)
 
     def scheme(self, columns: int) -> Scheme:
-        return schemes.Scheme(self.bits, self.groups_of(columns), self.stored_layout)
+        return schemes.Scheme(self.bits, self.groups_of(columns), self.stored_layout, symmetric=self.symmetric)
+
+    def find_grid(self, matrix: Matrix) -> Grid:
+        """The grid of the current weights, as the option `scale` says; a search heeds the Hessian's diagonal if it is known."""
+        hessian = matrix.statistics.get("hessian")
+        return grid.find_grid(
+            matrix.weight,
+            self.bits,
+            self.groups_of(matrix.original.shape[1]),
+            self.scale,
+            self.stored_scale_dtype(matrix.stored_dtype),
+            None if hessian is None else hessian.diagonal(),
+            symmetric=self.symmetric,
+        )
 
     def groups_of(self, columns: int) -> int:
         """The group size used for a matrix of `columns` input features."""
@@ -234,7 +275,7 @@ class IntegerQuantizer(Quantizer):
 
     def work(self, rows: int, columns: int) -> Work:
         """Rounding, the search over scales if any, and packing: by bytes for 4 bits, code by code otherwise."""
-        passes = 40 if getattr(self, "scale", "") == "search" else 1
+        passes = 1 if self.scale != "search" else 40 if self.symmetric else 24
         packing = 0 if self.stored_layout == "int-quantized" else 48 if self.bits in (4, 8) else 140
         # A scale is tried in chunks that a CPU's cache holds; on a GPU each of its eight operations moves all of a chunk.
         size, starts = rows * columns, passes * 12

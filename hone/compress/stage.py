@@ -170,7 +170,8 @@ class Compress(Stage):
         sequences = calibrated._asdict() if calibrated is not None and self._layer_steps else {}
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
         measured = chain.measured(whole.config, self._structured, *(calibrated or (0, 0)), **once)
-        work = Compression(model.config.facts(), layers, tuple(made), **once, **sequences, measured=measured)
+        more = {**sequences, "measured": measured, "paired": self._paired}
+        work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
         quantization = self._quantization(model.config, targets, planned)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
@@ -191,7 +192,8 @@ class Compress(Stage):
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
-            flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype)
+            options = {"paired": self._paired}
+            flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
             job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
             if self.allocation is not None:
@@ -206,7 +208,10 @@ class Compress(Stage):
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
         for step in self._layer_steps:
             source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
-            draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source})
+            note = {"note": step.note} if step.note else {}
+            draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source, **note})
+            if step.note:
+                run.say(f"{step.kind}: {step.note}")
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
         self._record(draft, folder, checkpoint, rows)
@@ -222,6 +227,11 @@ class Compress(Stage):
     @property
     def _quantizer(self) -> Any:
         return quantizer_of(self._layer_steps)
+
+    @property
+    def _paired(self) -> bool:
+        """Whether a step needs statistics of the inputs in the model that is not compressed."""
+        return any(step.needs & statistics.PAIRED for step in self.steps)
 
     @property
     def _rest_dtype(self) -> Any:

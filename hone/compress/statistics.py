@@ -105,6 +105,33 @@ class AbsMax:
         return value * factors
 
 
+class Cross:
+    """Mean of (d - x) x^T, float32 [K, K], where d is the same token's input in the model that is not compressed.
+
+    The difference is summed, not d x^T with `Hessian` taken off it: the two are nearly equal.
+    """
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+        self.num_tokens = num_tokens
+        self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Adds one batch [T, K] and its inputs in the model that is not compressed, [T, K]."""
+        change = dense.float() - x.float()
+        if x.is_cuda and x.dtype != torch.float32:
+            self.total += torch.mm(change.to(x.dtype).T, x, out_dtype=torch.float32)
+        else:
+            self.total.addmm_(change.T, x.float())
+
+    def value(self) -> Tensor:
+        return self.total / self.num_tokens
+
+    @staticmethod
+    def scaled(value: Tensor, factors: Tensor) -> Tensor:
+        """The value for inputs of both models multiplied by `factors` [K] > 0."""
+        return value * factors * factors[:, None]
+
+
 class Samples:
     """Inputs [S, K] in their dtype: `LIMIT` evenly spaced tokens, or all if there are fewer."""
 
@@ -129,11 +156,15 @@ class Samples:
         return (value * factors).to(value.dtype)
 
 
-STATISTICS: dict[str, type[Statistic]] = {
+STATISTICS: dict[str, type[Statistic] | type[Cross]] = {
     "hessian": Hessian,
+    "cross": Cross,
     "mean": Mean,
     "absmean": AbsMean,
     "meansquare": MeanSquare,
     "absmax": AbsMax,
     "samples": Samples,
 }
+
+PAIRED = frozenset({"cross"})
+"""Statistics of two models' inputs: hidden states of the model that is not compressed are then kept as well."""

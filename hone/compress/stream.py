@@ -120,10 +120,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
 def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
     """Computes the inputs of layer `done`: the embedding, then the finished layers with their written weights."""
     ends = job.checkpoint.build_ends(job.device, job.dtype)
-    if job.rest_dtype is not None:
-        embedding = ends.embedding.to(job.rest_dtype).to(job.dtype)
-        ends.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
-    flow.embed(ends)
+    flow.embed(ends, job.rest_dtype)
     del ends
     if not done:
         return
@@ -131,6 +128,7 @@ def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
         for index in range(done):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
             layer = checkpoint.build_layer(index, job.device, job.dtype)
+            flow.dense_through(layer)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
             if job.transforms:
                 LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()

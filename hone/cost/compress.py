@@ -99,6 +99,8 @@ class Compression:
     batch_size: int = 1
     measured: tuple[tuple[Compression, Passes], ...] = ()
     """The passes of structured pruners before, each with the model on which it runs, whose matrices and shards do not count."""
+    paired: bool = False
+    """Whether the inputs of the model that is not compressed are computed as well, and their products with the others."""
 
     @property
     def tokens(self) -> int:
@@ -108,7 +110,7 @@ class Compression:
     @property
     def states_bytes(self) -> int:
         """Bytes of the hidden states of all calibration tokens."""
-        return self.tokens * self.facts.hidden_size * BYTES[self.dtype]
+        return (1 + self.paired) * self.tokens * self.facts.hidden_size * BYTES[self.dtype]
 
 
 def compress_seconds(machine: Machine, work: Compression) -> Estimate:
@@ -124,7 +126,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         last = index + 1 == count
         spent = {
             "loading and Python": _load(machine, work, index),
-            "statistics": forward + _gather(machine, work, matrices) if work.tokens else 0.0,
+            "statistics": (1 + work.paired) * (forward + _gather(machine, work, matrices)) if work.tokens else 0.0,
             "solvers": sum(_solve(machine, one, step) for one in matrices for step in one.steps),
             "errors": sum(_evaluate(machine, one, calibrated=bool(work.tokens)) for one in matrices),
             "second pass": 0.0 if last else forward,
@@ -167,6 +169,7 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     hessians = 0
     if work.tokens:
         hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in work.layers), default=0)
+        hessians *= 1 + work.paired
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     return {
         "hidden states": variants * work.states_bytes,

@@ -87,6 +87,17 @@ def test_calibration_is_planned_from_the_facts_of_the_data(tiny_llama: Path, tmp
         spec.plan({"model": model}, describe())
 
 
+def test_hidden_states_of_both_models_are_planned_where_a_step_compares_them(tiny_llama: Path) -> None:
+    model, found = CheckpointFacts.of(tiny_llama), {}
+    for kind in ("gptq", "gptaq"):
+        spec = Compress.read({"steps": [{"kind": kind, "group_size": 32}], "num_sequences": 64, "seq_len": 256})
+        formula = spec.plan({"model": model, "data": DATA}, describe()).estimates[MEMORY].formula
+        found[kind] = formula.partition("hidden states ")[2].partition(" + ")[0]
+    assert found == {"gptq": "2.2 MiB", "gptaq": "4.5 MiB"}  # 36 x 256 tokens, 64 wide, float32
+    with pytest.raises(SpecError, match="gptaq needs cross"):
+        Compress.read({"steps": [{"kind": "gptaq", "group_size": 32}]}).plan({"model": model}, describe())
+
+
 def test_what_does_not_fit_is_said_with_three_ways_out(tiny_llama: Path) -> None:
     spec = Compress.read({"steps": STEPS["int4"], "num_sequences": 64, "seq_len": 256})
     plan = spec.plan({"model": CheckpointFacts.of(tiny_llama), "data": DATA}, describe())

@@ -29,6 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("steps", "deadlines"),
     [
         ([{"kind": "gptq", "bits": 4, "group_size": 32}], [(1, "after"), (2, "after"), (3, "before"), (4, "after")]),
+        ([{"kind": "gptaq", "bits": 3, "group_size": 32}], [(2, "after"), (4, "after"), (3, "before")]),
         ([{"kind": "rtn", "bits": 8, "group_size": 0}], [(3, "before")]),
         ([{"kind": "wanda", "pattern": "2:4"}], [(4, "after"), (2, "before")]),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),

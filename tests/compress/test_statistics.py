@@ -23,18 +23,19 @@ def flow(tiny_llama: Path) -> Flow:
     """Hidden states of 5 sequences of 8 tokens in front of the first layer; the last 3 tokens of each are padding."""
     tokens = np.arange(40).reshape(5, 8)
     owners = np.where(np.arange(8) < 5, 0, -1).astype(np.int32)[None].repeat(5, 0)
-    made = Flow(Calibration(tokens, owners, {}), 2, "cpu", torch.float32)
+    made = Flow(Calibration(tokens, owners, {}), 2, "cpu", torch.float32, paired=True)
     made.embed(Checkpoint(tiny_llama).build_ends(dtype=torch.float32))
     return made
 
 
 def test_every_statistic_is_of_the_tokens_that_count(flow: Flow, tiny_llama: Path) -> None:
     layer = Checkpoint(tiny_llama).build_layer(0, dtype=torch.float32)
-    found = flow.statistics(layer, {"mixer_norm": ["mixer.qkv"]}, STATISTICS)["mixer.qkv"]
+    flow.states += 0.1 * torch.randn(flow.states.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        x = layer.mixer_norm(flow.states)[:, :5].flatten(0, 1)
+        x, dense = (layer.mixer_norm(states)[:, :5].flatten(0, 1) for states in (flow.states, flow.dense_states))
+    found = flow.statistics(layer, {"mixer_norm": ["mixer.qkv"]}, STATISTICS)["mixer.qkv"]
     expected = {
-        "hessian": x.T @ x / len(x), "mean": x.mean(0), "absmean": x.abs().mean(0), "absmax": x.abs().amax(0),
+        "hessian": x.T @ x / len(x), "cross": (dense - x).T @ x / len(x), "mean": x.mean(0), "absmean": x.abs().mean(0), "absmax": x.abs().amax(0),
         "meansquare": x.square().mean(0),
         "samples": x,
     }  # fmt: skip

@@ -51,3 +51,29 @@ def test_memory_is_one_layer_and_the_states() -> None:
     assert one == many
     without = compress_bytes(h200(), replace(compression("gptq", 512), num_sequences=0)).value
     assert one - without > 8.5e9, "the hidden states are 8.6 GB"
+
+
+def test_a_second_stream_of_states_costs_a_forward_pass_and_their_memory() -> None:
+    one = compression("gptaq", 512)
+    two = replace(one, paired=True)
+    assert compress_bytes(h200(), two).value - compress_bytes(h200(), one).value > 8.5e9
+    parts = [
+        {name: float(value) for name, value, _ in (part.rsplit(" ", 2) for part in formula.split(" + "))}
+        for formula in (compress_seconds(h200(), work).formula for work in (one, two))
+    ]
+    assert parts[1]["statistics"] == pytest.approx(2 * parts[0]["statistics"], rel=0.01)
+    assert parts[1]["second pass"] == parts[0]["second pass"]
+
+
+@pytest.mark.parametrize("kind", ["hqq", "gptaq", "autoround"])
+def test_more_turns_and_columns_cost_more(kind: str) -> None:
+    step = QUANTIZERS.read(kind)
+    for device in ("cpu", "gpu"):
+        small, wide = (step.work(4096, columns) for columns in (1024, 4096))
+        small, wide = (one.on_gpu if device == "gpu" else one for one in (small, wide))
+        powers = 16 if kind != "hqq" else 4
+        assert wide.num_bytes == pytest.approx(4 * small.num_bytes)
+        assert (wide.flops or wide.num_bytes) >= 0.99 * powers * (small.flops or small.num_bytes)
+    if kind != "gptaq":
+        more = QUANTIZERS.read({"kind": kind, "iters": 2 * step.iters})
+        assert 1.4 < more.work(4096, 4096).num_bytes / step.work(4096, 4096).num_bytes < 2

@@ -10,10 +10,11 @@ that sum) written as Babai's nearest plane, arXiv:2507.18553. It needs one Chole
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from hone.base.errors import SpecError
 from hone.base.lazy import lazy
 from hone.compress.matrix import IntegerQuantizer, Matrix
 from hone.cost.compress import Work
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 torch = lazy("torch")
 formats = lazy("hone.ops.formats")
-grid = lazy("hone.compress.grid")
 schemes = lazy("hone.model.quantized.scheme")
 
 COLUMN_OPS, BLOCK_LAUNCHES = 17, 12
@@ -37,10 +37,6 @@ class GPTQ(IntegerQuantizer):
     paper: ClassVar[str] = "arXiv:2210.17323"
     needs: ClassVar[frozenset[str]] = frozenset({"weights:float", "hessian"})
 
-    scale: Literal["absmax", "signed", "search"] = Field(
-        "search",
-        description="absmax: textbook; signed: full range, scale may be negative; search: least squared error.",
-    )
     damping: float = Field(0.01, gt=0, le=1, description="Added to H's diagonal, as a fraction of its mean.")
     act_order: bool = Field(
         True,
@@ -49,18 +45,26 @@ class GPTQ(IntegerQuantizer):
 
     def apply(self, matrix: Matrix) -> None:
         hessian = matrix.statistics["hessian"]
-        scheme, shown = self.scheme(matrix.original.shape[1]), matrix.weight  # scales ignore pruned weights
-        dtype = self.stored_scale_dtype(matrix.stored_dtype)
-        scales = grid.find_scales(shown, self.bits, scheme.group_size, self.scale, dtype, hessian.diagonal())
+        scheme, found = self.scheme(matrix.original.shape[1]), self.find_grid(matrix)  # scales ignore pruned weights
+        if matrix.keep is not None and found.zero_points is not None:
+            raise SpecError(
+                f"{self.kind}: pruned weights and zero points at {matrix.name}: a pruned weight has code 0, zero another",
+                fix="set symmetric=true, or quantize with rtn",
+            )
         factor, order, damping = self._factor(hessian)
         if factor is None:
             matrix.notes.append("no Cholesky factor at any damping: rounded to nearest")
-            matrix.stored = scheme.quantize(shown, scales)
+            matrix.stored = scheme.quantize(matrix.weight, *found)
             return
         if damping > self.damping:
             matrix.notes.append(f"damping raised to {damping:g}")
-        codes = solve(matrix.current, factor, scales, self.bits, keep=matrix.keep, order=order)
-        matrix.stored = schemes.Stored(scheme, codes, scales)
+        wanted, factor = self._aims(matrix, factor, order)
+        codes = solve(found.raised(wanted), factor, found.scales, self.bits, keep=matrix.keep, order=order)
+        matrix.stored = schemes.Stored(scheme, codes, *found)
+
+    def _aims(self, matrix: Matrix, factor: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights [N, K] to round, and the factor of their error."""
+        return matrix.current, factor
 
     def work(self, rows: int, columns: int) -> Work:
         """The search over scales, one Cholesky factor, half a matrix product, and the column loop."""
