@@ -35,7 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "transform": ("compress/test_transforms.py",),
     "bit allocation": ("compress/test_allocation.py",),
     "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
-    "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
+    "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
     "drafter": ("serve/test_speculate.py",),
 }
 """Slot to the files that test what its techniques do. Tests that go through a whole table without naming a row do not count."""

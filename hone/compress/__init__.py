@@ -17,6 +17,7 @@ PRUNERS = Table(
     {
         "magnitude": "hone.compress.pruners.magnitude:Magnitude",
         "wanda": "hone.compress.pruners.wanda:Wanda",
+        "sparsegpt": "hone.compress.pruners.sparsegpt:SparseGPT",
     },
 )
 
