@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import ledger
 from benchmarks.compress import SHAPES, random_model
-from benchmarks.quality import interval, documents, texts
+from benchmarks.quality import documents, interval, texts
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.calibration import from_data, from_text

@@ -38,7 +38,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "compress/test_stage.py",
         *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround")),
     ),
-    "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
+    "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
     "structured pruner": ("compress/structured/test_cuts.py",),
     "drafter": ("serve/test_speculate.py",),
 }

@@ -21,6 +21,7 @@ PRUNERS = Table(
         "magnitude": "hone.compress.pruners.magnitude:Magnitude",
         "wanda": "hone.compress.pruners.wanda:Wanda",
         "random": "hone.compress.pruners.random:RandomPruning",
+        "sparsegpt": "hone.compress.pruners.sparsegpt:SparseGPT",
     },
 )
 

@@ -88,9 +88,7 @@ class Check:
 
 def _sums(expected: Tensor, given: Tensor, targets: Tensor) -> Tensor:
     """Sums over tokens, float64 [4], of logits [T, V]: divergence, agreement, loss, loss of the uncompressed model."""
-    loss, dense = (
-        logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0] for logits in (given, expected)
-    )
+    loss, dense = (logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0] for logits in (given, expected))
     columns = (divergence(expected, given), agreement(expected, given), loss, dense)
     return torch.stack([column.double().sum() for column in columns]).cpu()
 

@@ -6,7 +6,7 @@ Shapes: N output features (rows; q, k, v stacked count as one matrix), K input f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -54,6 +54,8 @@ class Matrix:
     statistics: dict[str, Tensor] = field(default_factory=dict)
     modules: tuple[int, ...] = ()
     """Rows of each checkpoint module in the stack: q, k and v."""
+    model: dict[str, float] = field(default_factory=dict)
+    """What `Step.prepare` found over all matrices of the model."""
     keep: Tensor | None = None
     stored: Stored | None = None
     notes: list[str] = field(default_factory=list)
@@ -101,6 +103,19 @@ class Step(Technique):
 
     def check(self, name: str, rows: int, columns: int) -> None:
         """Raises SpecError when the step cannot work on a matrix of this shape."""
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether `prepare` reads the given model: such a step must be the first."""
+        return False
+
+    def prepare(self, weights: Callable[[], Iterator[Tensor]]) -> dict[str, float]:
+        """Numbers over all matrices of the given model, for `Matrix.model`; called once, before the first layer.
+
+        Each call of `weights` reads the checkpoint again, one module [N, K] at a time. A resumed run calls `prepare`
+        again, so the result must not depend on the order of sums.
+        """
+        raise NotImplementedError
 
     def apply(self, matrix: Matrix) -> None:
         """Changes `matrix` in place; must depend on nothing but `matrix`."""
@@ -156,6 +171,7 @@ class Quantizer(Step):
                 f"{self.kind} asks for {problem}, at {name}",
                 fix="choose a format that hone stores, see: hone techniques",
             )
+        super().check(name, rows, columns)
 
     def work(self, rows: int, columns: int) -> Work:
         """Finding scales and rounding: a few passes."""
@@ -232,11 +248,11 @@ class IntegerQuantizer(Quantizer):
     def scheme(self, columns: int) -> Scheme:
         return schemes.Scheme(self.bits, self.groups_of(columns), self.stored_layout, symmetric=self.symmetric)
 
-    def find_grid(self, matrix: Matrix) -> Grid:
-        """The grid of the current weights, as the option `scale` says; a search heeds the Hessian's diagonal if it is known."""
+    def find_grid(self, matrix: Matrix, weights: Tensor | None = None) -> Grid:
+        """The grid of `weights` (None: the current ones), as the option `scale` says; a search heeds H's diagonal if known."""
         hessian = matrix.statistics.get("hessian")
         return grid.find_grid(
-            matrix.weight,
+            matrix.weight if weights is None else weights,
             self.bits,
             self.groups_of(matrix.original.shape[1]),
             self.scale,

@@ -116,6 +116,9 @@ class Compress(Stage):
         transforms_first(self._layer_steps)
         if self.allocation is not None:
             self.allocation.check(self._quantizer)
+        for step in self.steps[1:]:
+            if step.reads_model:
+                raise ValueError(f"{step.kind} reads the weights of the given model: it must be the first step")
         for pattern in (*self.targets, *self.ignore):
             try:
                 re.compile(pattern)

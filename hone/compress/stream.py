@@ -8,9 +8,9 @@ states after every layer would cost more than the layer's own work.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Job:
     """Dtype of the stored matrices outside the layers (embedding, head); None keeps theirs."""
     bits: Mapping[str, int] = field(default_factory=dict)
     """Bits of each matrix by `matrix_name`, where an allocation chose them."""
+    model: dict[str, float] = field(default_factory=dict)
+    """What the first step's `prepare` found."""
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -100,6 +102,8 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
         del tensors
     if flow is not None and done < count:
         _advance(job, flow, draft, done, run)
+    if done < count and job.steps[0].reads_model:
+        job = replace(job, model=job.steps[0].prepare(lambda: _given(job)))
     # One thread writes a finished layer while the next one is computed; a layer's marker is written after its files.
     with torch.no_grad(), ThreadPoolExecutor(1) as writer, run.progress("compress", count, "layers") as bar:
         bar.advance(done)
@@ -114,6 +118,15 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
         if written is not None:
             written.result()
     return _finish(job, draft, run)
+
+
+def _given(job: Job) -> Iterator[Tensor]:
+    """The weights of the given model's linears that are compressed, a checkpoint module at a time."""
+    for linears in job.targets:
+        checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+        for linear in linears:
+            for name, _ in linear.modules:
+                yield checkpoint.tensor(f"{name}.weight").to(job.device)
 
 
 @torch.no_grad()
@@ -220,7 +233,7 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
             fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
         )
     modules = tuple(rows for _, rows in linear.modules)
-    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules)
+    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model)
     for step in job.matrix_steps(index, linear):
         step.apply(matrix)
     return matrix

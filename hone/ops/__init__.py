@@ -13,7 +13,7 @@ from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.norm.api import rms_norm
 from hone.ops.paged.api import attend_latent, attend_paged, quantize_kv, write_kv
 from hone.ops.rope.api import rope, rope_write
-from hone.ops.rounding.api import round_compensated
+from hone.ops.rounding.api import prune_compensated, round_compensated
 from hone.ops.sample.api import sample
 from hone.ops.scan.api import scan, scan_delta
 
@@ -29,6 +29,7 @@ __all__ = [
     "linear_cross_entropy",
     "merge",
     "permute",
+    "prune_compensated",
     "quantize_kv",
     "quantized_linear",
     "rms_norm",

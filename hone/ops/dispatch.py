@@ -375,6 +375,7 @@ def _fp8_linear(
     return Choice("triton", f"{rows} rows {'in blocks of 128' if blockwise else 'with one scale each'}")
 
 
+_SWEEPS = ("round_compensated", "prune_compensated")
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": _attend,
     "attend_backward": _attend_backward,
@@ -393,7 +394,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "grouped_linear": _grouped_linear,
     "permute": _by_dtype("reference", _UP_TO_32, "counting sort in two kernels"),
     "sample": _by_dtype("reference", _UP_TO_32, "noise and thresholds are never stored in memory"),
-    "round_compensated": _by_dtype("reference", (torch.float32,), "one launch for 64 columns, not five a column"),
+    **dict.fromkeys(_SWEEPS, _by_dtype("reference", (torch.float32,), "one launch for 64 columns, not five a column")),
 }
 """Rules for a GPU with Triton; that of `attend` covers every device."""
 
@@ -411,7 +412,7 @@ NO_GPU: dict[str, Choice] = {
     "grouped_linear": Choice("reference", "no GPU: one product an expert"),
     "permute": Choice("reference", "no GPU: torch's stable sort"),
     "sample": Choice("reference", "no GPU: torch's sort and argmax"),
-    "round_compensated": Choice("reference", "no GPU: torch, a column at a time"),
+    **dict.fromkeys(_SWEEPS, Choice("reference", "no GPU: torch, a column at a time")),
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
@@ -440,7 +441,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "grouped_linear": ("reference", "torch", "triton"),
     "permute": ("reference", "triton"),
     "sample": ("reference", "triton"),
-    "round_compensated": ("reference", "triton"),
+    **dict.fromkeys(_SWEEPS, ("reference", "triton")),
 }
 """The backends of each op: a rule returns one of them, and `backend` may force one."""
 

@@ -10,6 +10,7 @@ import torch
 from hone.base.errors import SpecError
 from hone.compress import PRUNERS
 from hone.compress.matrix import Matrix
+from hone.compress.stage import Compress
 from hone.model.hf import load
 from tests.compress.conftest import perplexity
 
@@ -76,7 +77,62 @@ def test_random_masks_have_as_many_zeros_and_follow_from_seed_and_name_alone() -
     assert (kept(pattern="2:4").view(-1, 4).sum(1) == 2).all()
 
 
+@pytest.mark.parametrize("sparsity", [0.0, 0.4])
+def test_magnitude_compares_the_weights_of_a_row_if_told(sparsity: float) -> None:
+    given, _ = matrix()
+    PRUNERS.read({"kind": "magnitude", "scope": "row", "sparsity": sparsity}).apply(given)
+    for weights, kept in zip(given.original.tolist(), given.weight.tolist()):
+        gone = set(sorted(range(24), key=lambda place: abs(weights[place]))[: round(sparsity * 24)])
+        assert kept == [0.0 if place in gone else weight for place, weight in enumerate(weights)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("sparsity", [0.0, 0.001, 0.5, 0.97])
+def test_one_threshold_for_the_whole_model_is_that_of_all_weights_sorted(dtype: torch.dtype, sparsity: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weights = [
+        torch.randn(rows, 64, generator=draw).mul_(size).to(dtype) for rows, size in ((40, 1), (16, 3), (24, 0.1))
+    ]
+    step, calls = PRUNERS.read({"kind": "magnitude", "scope": "global", "sparsity": sparsity}), []
+
+    def read():
+        calls.append(1)
+        return iter(weights)
+
+    found = step.prepare(read)
+    sizes = torch.cat([weight.float().abs().flatten() for weight in weights]).sort().values
+    count = round(sparsity * len(sizes))
+    assert found["threshold"] == (float(sizes[count - 1]) if count else 0.0) and len(calls) <= 2
+    given = [
+        Matrix(str(at), weight.to(torch.promote_types(dtype, torch.float32)), dtype)
+        for at, weight in enumerate(weights)
+    ]
+    for one in given:
+        one.model = found
+        step.apply(one)
+        gone, stay = one.original[~one.keep].float().abs(), one.original[one.keep].float().abs()
+        assert (gone <= found["threshold"]).all() and (stay >= found["threshold"]).all()
+    zeros = sum(int((~one.keep).sum()) for one in given)
+    assert abs(zeros - count) <= (len(given) / 2 if dtype in (torch.bfloat16, torch.float16) else 0)
+
+
+def test_a_model_is_pruned_by_one_threshold(tiny_llama: Path, compress) -> None:
+    made = compress(tiny_llama, {"kind": "magnitude", "scope": "global", "sparsity": 0.3})
+    gone, stay, fractions = 0.0, float("inf"), set()
+    for given, pruned in zip(load(tiny_llama).layers.parameters(), load(made.folder).layers.parameters(), strict=True):
+        if given.dim() == 2:
+            zero = pruned == 0
+            gone, stay = max(gone, float(given[zero].abs().max())), min(stay, float(given[~zero].abs().min()))
+            fractions.add(float(zero.float().mean()))
+    assert gone <= stay and len(fractions) > 1
+    assert made.figures["sparsity"].value == pytest.approx(0.3, abs=1e-5)
+
+
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(SpecError, match="pattern 2:4 compares neighbours alone, so scope=global would do nothing"):
+        PRUNERS.read({"kind": "magnitude", "scope": "global", "pattern": "2:4"})
+    with pytest.raises(SpecError, match="magnitude reads the weights of the given model: it must be the first step"):
+        Compress.read({"steps": ["wanda", {"kind": "magnitude", "scope": "global"}]})
     with pytest.raises(SpecError, match=r"pattern 2:4 zeroes half of the weights, sparsity is 0\.3"):
         PRUNERS.read({"kind": "wanda", "sparsity": 0.3, "pattern": "2:4"})
     with pytest.raises(SpecError, match=r"pattern 4:8 does not divide the 12 input features of layers\.0"):

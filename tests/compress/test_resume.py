@@ -32,6 +32,9 @@ def contents(folder: Path) -> dict[str, bytes]:
         ([{"kind": "gptaq", "bits": 3, "group_size": 32}], [(2, "after"), (4, "after"), (3, "before")]),
         ([{"kind": "rtn", "bits": 8, "group_size": 0}], [(3, "before")]),
         ([{"kind": "wanda", "pattern": "2:4"}], [(4, "after"), (2, "before")]),
+        ([{"kind": "magnitude", "scope": "global"}], [(4, "after"), (3, "before")]),
+        ([{"kind": "sparsegpt"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(4, "after"), (3, "before")]),
+        ([{"kind": "gptq", "group_size": 32, "sparsity": 0.5, "pattern": "2:4"}], [(3, "after"), (4, "before")]),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),
@@ -41,7 +44,7 @@ def test_killed_runs_end_with_the_same_bytes(
     steps: list, deadlines: list, child, tiny_llama: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     spec = {"steps": steps, "num_sequences": 8, "seq_len": 32}
-    if steps[0]["kind"] != "rtn":
+    if steps[0]["kind"] not in ("rtn", "magnitude"):
         spec["calibration_text"] = str(calibration_text)
     whole = child(spec, tiny_llama, tmp_path / "compress-whole")
     assert whole.returncode == 0, whole.stderr

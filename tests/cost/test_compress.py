@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
-from hone.compress import QUANTIZERS
+from hone.compress import PRUNERS, QUANTIZERS
+from hone.compress.matrix import Matrix
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.facts import ModelFacts
 from tests.cost.h200 import h200
@@ -29,6 +33,56 @@ def test_gptq_on_an_h200_takes_what_was_measured(num_sequences: int, layer_s: fl
     estimate = compress_seconds(h200(), compression("gptq", num_sequences))
     assert estimate.value / 2 == pytest.approx(layer_s, rel=0.25), estimate.formula
     assert not estimate.bound
+
+
+def test_pruning_in_the_sweep_is_a_second_sweep_and_its_masks() -> None:
+    """The grid is fitted to what a sweep without rounding leaves. A CPU also chooses masks by a selection or group by group."""
+    plain, half, pattern = (
+        QUANTIZERS.read({"kind": "gptq", **more}).work(4096, 4096)
+        for more in ({}, {"sparsity": 0.5}, {"sparsity": 0.5, "pattern": "2:4"})
+    )
+    alone = PRUNERS.read({"kind": "sparsegpt", "pattern": "2:4"}).work(4096, 4096)
+    factor = 4096**3 / 3
+    for both in (half, pattern):
+        assert both.flops - factor == both.on_gpu.flops - factor == 2 * (plain.flops - factor)
+    assert pattern.on_gpu.num_ops < half.on_gpu.num_ops and pattern.num_ops > 2 * half.num_ops
+    # One sweep: what the joint one has beyond GPTQ's, less GPTQ's column loop that both sweeps share.
+    assert alone.flops == plain.flops and alone.num_bytes < plain.num_bytes + pattern.num_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["none", "2:4", "4:8"])
+def test_masks_cost_what_a_sweep_that_chooses_them_takes(pattern: str) -> None:
+    """Seconds of this thread, in units of copies and operation starts that are measured beside it."""
+    step = PRUNERS.read({"kind": "sparsegpt", "pattern": pattern})
+    weights, x = torch.randn(1536, 512), torch.randn(2048, 512)
+    given = {"hessian": x.T @ x / 2048}
+
+    def seconds(work: Callable[[], object]) -> float:
+        begun = time.thread_time()
+        work()
+        return time.thread_time() - begun
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        large, small, square = torch.randn(4096, 4096), torch.ones(8), torch.randn(1024, 1024)
+        into = torch.empty_like(large)
+        found = [
+            (
+                seconds(lambda: into.copy_(large)) / (2 * large.nbytes),
+                seconds(lambda: [small.add_(small) for _ in range(1000)]) / 1000,
+                seconds(lambda: square @ square) / 2e9,
+                seconds(lambda: step.apply(Matrix("w", weights, torch.float32, dict(given)))),
+            )
+            for _ in range(4)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    byte_s, op_s, flop_s, took = (min(column) for column in zip(*found, strict=True))
+    work = step.work(1536, 512)
+    estimate = work.num_bytes * byte_s + work.num_ops * op_s + work.flops * flop_s
+    assert 0.5 < estimate / took < 2.0, (estimate, took)
 
 
 def test_the_parts_of_a_layer_are_those_that_were_measured() -> None:

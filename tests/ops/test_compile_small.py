@@ -50,11 +50,15 @@ def test_loss(teacher: bool) -> None:
     assert record.clean and record.count("MUFU.EX2")
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_rounding_stays_in_registers(keep: bool) -> None:
-    types = fp32("target", "wanted", "steps", "ratio", "errors", "low", "high") | NUMBERS
-    types |= {"low": "fp32", "high": "fp32", "keep": "*u8", "codes": "*i8"}
-    record = compile_simple(rounding.round_columns, types, {"KEEP": keep, "BLOCK": 64, "ROWS": rounding.ROWS}, 1)
+@pytest.mark.parametrize(
+    ("rounds", "keep", "stay"), [(True, False, 0), (True, True, 0), (True, True, 4), (False, True, 2)]
+)
+def test_rounding_stays_in_registers(rounds: bool, keep: bool, stay: int) -> None:
+    types = fp32("target", "wanted", "steps", "ratio", "weights", "solved", "errors") | NUMBERS
+    types |= {"low": "fp32", "high": "fp32", "keep": "*u8", "solved": "*i8" if rounds else "*fp32"}
+    rows = rounding.PATTERN_ROWS if stay else rounding.ROWS
+    shape = {"STAY": stay, "GROUP": 2 * stay or 64, "BLOCK": 64, "ROWS": rows}
+    record = compile_simple(rounding.solve_columns, types, {"ROUND": rounds, "KEEP": keep, **shape}, 1)
     assert record.clean and not record.count("LDL")
 
 

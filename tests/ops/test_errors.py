@@ -15,6 +15,8 @@ from hone.base import errors
 from hone.base.errors import HoneError
 from hone.ops.dispatch import BACKENDS, Where
 from hone.ops.formats import tile_codes, tile_scales
+from hone.ops.rounding.api import Pruning
+from hone.ops.rounding.selection import Pattern
 
 SOURCES = sorted(Path(ops.__file__).parent.rglob("*.py"))
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, HoneError)}
@@ -173,6 +175,11 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("v .* do not fit", lambda: ops.rope_write(**turned(v=torch.zeros(3, 2, 6)))),
         (r"sin \(3, 1, 3\)", lambda: ops.rope_write(**turned(sin=ANGLES[..., :3]))),
     ],
+    "prune_compensated": [
+        (r"ratio \(2, 2\)", lambda: ops.prune_compensated(X, torch.eye(2), Pruning(torch.ones(3)))),
+        (r"prune.weights \(4,\)", lambda: ops.prune_compensated(X, torch.eye(3), Pruning(torch.ones(4)))),
+        ("groups of 4", lambda: ops.prune_compensated(X, torch.eye(3), Pruning(torch.ones(3), pattern=Pattern(2, 4)))),
+    ],
     "round_compensated": [
         (r"steps \(3, 7\)", lambda: ops.round_compensated(X, X[:, :7], torch.eye(3), -8, 7)),
         (r"ratio \(2, 2\)", lambda: ops.round_compensated(X, X, torch.eye(2), -8, 7)),
@@ -229,6 +236,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(X, W, KEYS, backend="tritno"),
         "grouped_linear": lambda: ops.grouped_linear(X, EXPERTS, ENDS, backend="tritno"),
         "permute": lambda: ops.permute(X, IDS, 2, backend="tritno"),
+        "prune_compensated": lambda: ops.prune_compensated(X, torch.eye(3), Pruning(torch.ones(3)), backend="tritno"),
         "round_compensated": lambda: ops.round_compensated(X, X, torch.eye(3), -8, 7, backend="tritno"),
         "sample": lambda: ops.sample(X, 1.0, keys=KEYS, backend="tritno"),
     }

@@ -1,1 +1,1 @@
-"""Rounding of a matrix to integer codes, column by column, with the errors of earlier columns compensated in later ones."""
+"""Rounding and pruning of a matrix, column by column, with the errors of earlier columns compensated in later ones."""
