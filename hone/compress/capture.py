@@ -62,8 +62,9 @@ class Flow:
     ) -> dict[str, dict[str, Tensor]]:
         """Statistics `wanted` of the inputs of `layer`'s linears, in one pass and once for each distinct input.
 
-        `layer` has its original weights; with `paired`, `dense_states` become its outputs. `readers` maps an input to the linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its
-        statistics by name; linears that read one input share them.
+        `layer` has its original weights; with `paired`, `dense_states` become its outputs. `readers` maps an input to the
+        linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its statistics by name; linears
+        that read one input share them.
         """
         gathered = {source: _Gather(wanted, self.calibration.num_tokens) for source in readers}
         hooks = [

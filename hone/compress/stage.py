@@ -116,7 +116,7 @@ class Compress(Stage):
         transforms_first(self._layer_steps)
         if self.allocation is not None:
             self.allocation.check(self._quantizer)
-        for step in self.steps[1:]:
+        for step in self._layer_steps[1:]:
             if step.reads_model:
                 raise ValueError(f"{step.kind} reads the weights of the given model: it must be the first step")
         for pattern in (*self.targets, *self.ignore):

@@ -102,7 +102,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
         del tensors
     if flow is not None and done < count:
         _advance(job, flow, draft, done, run)
-    if done < count and job.steps[0].reads_model:
+    if done < count and job.steps and job.steps[0].reads_model:
         job = replace(job, model=job.steps[0].prepare(lambda: _given(job)))
     # One thread writes a finished layer while the next one is computed; a layer's marker is written after its files.
     with torch.no_grad(), ThreadPoolExecutor(1) as writer, run.progress("compress", count, "layers") as bar:

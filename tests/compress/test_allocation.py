@@ -110,13 +110,14 @@ def test_the_budget_is_used_and_kept(kind: str, family_folder, compress, calibra
     assert made.techniques[-1]["slot"] == "bit allocation" and made.techniques[-1]["kind"] == kind
 
 
-def test_a_matrix_that_writes_most_of_the_hidden_states_gets_most_bits(
+def test_the_block_that_writes_most_of_the_hidden_states_gets_the_bits(
     family_folder, compress, calibration_text: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(family_folder("qwen2"), folder)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"] *= 30
+    for name in ("layers.0.mlp.down_proj", "layers.0.self_attn.o_proj", "layers.1.self_attn.o_proj"):
+        tensors[f"model.{name}.weight"] *= 0.01
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     made = compress(
         folder,
@@ -125,7 +126,8 @@ def test_a_matrix_that_writes_most_of_the_hidden_states_gets_most_bits(
         calibration_text=str(calibration_text),
     )
     rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
-    assert {row["name"]: row["bits"] for row in rows}["model.layers.1.feed_forward.down"] == 8
+    most = {row["name"] for row in rows if row["bits"] > 2}
+    assert most == {"model.layers.1.feed_forward.gate_up", "model.layers.1.feed_forward.down"}
 
 
 def test_divergence_is_that_of_the_model_with_one_matrix_rounded(family_folder) -> None:

@@ -9,10 +9,11 @@ from pydantic import Field
 
 from hone.base.lazy import lazy
 from hone.compress.matrix import Matrix
-from hone.compress.pruners.base import Pruner, keep_largest
+from hone.compress.pruners.base import Pruner
 from hone.cost.compress import Work
 
 torch = lazy("torch")
+selection = lazy("hone.ops.rounding.selection")
 
 
 class RandomPruning(Pruner):
@@ -27,7 +28,7 @@ class RandomPruning(Pruner):
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         scores = torch.rand(matrix.original.shape, generator=generator, dtype=torch.float64)
         if self.pattern == "none":
-            keep = keep_largest(scores.view(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
+            keep = selection.largest(scores.view(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
         else:
             keep = self.pattern_of(scores)
         matrix.prune(keep.to(matrix.original.device))
