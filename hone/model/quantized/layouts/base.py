@@ -23,6 +23,8 @@ class Layout(Protocol):
     """`quant_method` of config.json whose checkpoints use it."""
     integers: frozenset[str]
     """Suffixes whose tensors keep their dtype when a model is loaded in another one: codes, not numbers."""
+    any_length: frozenset[str] = frozenset()
+    """Suffixes of vectors that may have any length in a checkpoint; `tensors` has the one that hone writes."""
 
     def problem(self, scheme: Scheme) -> str | None:
         """Why the layout cannot hold `scheme`; None when it can."""
