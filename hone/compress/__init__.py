@@ -9,6 +9,10 @@ QUANTIZERS = Table(
     {
         "rtn": "hone.compress.quantizers.rtn:RoundToNearest",
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
+        "fp8": "hone.compress.quantizers.fp8:FP8",
+        "nf4": "hone.compress.quantizers.nf4:NF4",
+        "fp4": "hone.compress.quantizers.nf4:FP4",
+        "llm_int8": "hone.compress.quantizers.llm_int8:LLMInt8",
     },
 )
 

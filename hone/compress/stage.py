@@ -38,6 +38,7 @@ torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
 capture = lazy("hone.compress.capture")
 config_of = lazy("hone.model.quantized.config")
+dense = lazy("hone.model.quantized.dense")
 layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 hf = lazy("hone.model.hf")
@@ -105,6 +106,10 @@ class Compress(Stage):
         "keep", description="Dtype of the stored embedding and head, which are most of a small model's bytes."
     )
 
+    requantize: bool = Field(
+        False, description="Whether a quantized model may be given: its weights are dequantized, which adds both errors."
+    )
+
     @model_validator(mode="after")
     def _steps_follow(self) -> Compress:
         # Checks the order of the steps; `plan` checks whether there is calibration data.
@@ -128,15 +133,16 @@ class Compress(Stage):
         """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it."""
         model = need(facts, "model", CheckpointFacts)
         data = need(facts, "data", DataFacts) if "data" in facts else None
-        if model.quantization is not None:
+        if model.quantization is not None and not self.requantize:
             raise SpecError(
                 f"{model.where} is quantized already ({model.quantization.get('quant_method')})",
-                fix="compress the checkpoint it was made from",
+                fix="compress the checkpoint it was made from, or set requantize=true to dequantize its weights first, "
+                "which adds the errors of both",
             )
         if model.config.adapters:
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
         calibrated = self._calibrated(model, data)
-        given = model.given | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
+        given = {"weights:float"} | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
         applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
         check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
         targets = targets_of.select(model.config, self.targets, self.ignore)
@@ -145,7 +151,7 @@ class Compress(Stage):
                 for step in self._possible_steps:
                     step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
                 if self._quantizer is not None:
-                    targets_of.check_blocks(linear, self._quantizer.scheme(linear.columns))
+                    targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(model)
         planned, budget = self._assigned(before, targets, dtype, model.where)
@@ -164,7 +170,7 @@ class Compress(Stage):
         work = Compression(
             model.config.facts(), layers, tuple(made), dtype.itemsize, compute, *sequences, batch_size=self.batch_size
         )
-        quantization = self._quantization(model.config, targets, planned)
+        quantization = self._quantization(model.config, targets, planned, model.dtype)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
             estimates=with_energy(self._estimates(model, machine, work, budget), machine),
@@ -179,7 +185,7 @@ class Compress(Stage):
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
         folder = parents["model"].folder
-        checkpoint = hf.Checkpoint(folder)
+        checkpoint = self._open(folder, run)
         samples = self._samples(plan, checkpoint, parents)
         dtype = getattr(torch, plan.compute_dtype)
         job = stream.Job(checkpoint, self.steps, plan.targets, run.device, dtype, self._rest_dtype)
@@ -191,7 +197,8 @@ class Compress(Stage):
                 job = replace(job, bits=self.allocation.allocate(plan.budget, job, flow, draft, run))
             flow = None if samples is None else capture.Flow(samples, self.batch_size, job.device, job.dtype)
             rows = stream.run_job(job, flow, draft, run)
-            self._describe(draft, checkpoint, self._quantization(checkpoint.config, plan.targets, job.quantizers))
+            quantization = self._quantization(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
+            self._describe(draft, checkpoint, quantization)
             write_jsonl(draft.folder / "layers.jsonl", rows)
         for step in self.steps:
             source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
@@ -199,6 +206,15 @@ class Compress(Stage):
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
         self._record(draft, folder, checkpoint, rows)
+
+    def _open(self, folder: Path, run: Run) -> Any:
+        """The checkpoint; of a quantized one its dequantized weights, which is said."""
+        checkpoint = hf.Checkpoint(folder)
+        if checkpoint.quantization is None:
+            return checkpoint
+        method = checkpoint.quantization.get("quant_method")
+        run.say(f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors")
+        return dense.DenseCheckpoint(folder)
 
     @property
     def _quantizer(self) -> Any:
@@ -321,7 +337,9 @@ class Compress(Stage):
             return self.steps
         return (*self.steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
 
-    def _quantization(self, config: Any, targets: tuple[tuple[Any, ...], ...], assigned: Any) -> dict[str, Any] | None:
+    def _quantization(
+        self, config: Any, targets: tuple[tuple[Any, ...], ...], assigned: Any, dtype: str
+    ) -> dict[str, Any] | None:
         """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
         which readers prefer. None without a quantizer."""
         if self._quantizer is None:
@@ -339,7 +357,8 @@ class Compress(Stage):
         by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
         groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
         method = layouts.layout_of(by_count[-1]).method
-        made = schemes.Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method)
+        options = self._quantizer.config_options(dtype)
+        made = schemes.Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options)
         return config_of.to_json(made)
 
     def _describe(self, draft: Draft, checkpoint: Any, quantization: dict[str, Any] | None) -> None:
@@ -373,13 +392,15 @@ class Compress(Stage):
             "fraction",
             note="zeros in the compressed matrices",
         )
+        given = json.loads((folder / "config.json").read_text(encoding="utf8")).get("quantization_config")
+        against = f"; W are the weights of a {given.get('quant_method')} checkpoint, with its errors" if given else ""
         outputs = [row["error"] for row in rows if row["error"] is not None]
         draft.record(
             "relative_output_error",
             sum(outputs) / len(outputs) if outputs else None,
             "fraction",
             n=max(len(outputs), 1),
-            note="|(W' - W) X| / |W X| over the calibration inputs X, mean over matrices"
+            note=f"|(W' - W) X| / |W X| over the calibration inputs X, mean over matrices{against}"
             if outputs
             else "not measured: no calibration inputs (give the role data, or calibration_text)",
         )
@@ -389,5 +410,5 @@ class Compress(Stage):
             sum(errors) / len(errors),
             "fraction",
             n=len(errors),
-            note="|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error",
+            note=f"|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error{against}",
         )

@@ -47,6 +47,10 @@ class Job:
     bits: Mapping[str, int] = field(default_factory=dict)
     """Bits of each matrix by `matrix_name`, where an allocation chose them."""
 
+    def opened(self) -> Checkpoint:
+        """The checkpoint opened again, so that its memory maps are freed with it."""
+        return type(self.checkpoint)(self.checkpoint.folder)
+
     @property
     def statistics(self) -> frozenset[str]:
         """Statistics of the calibration inputs to gather: those of the steps' needs and of the output error."""
@@ -129,7 +133,7 @@ def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
         return
     with run.progress("finished layers", done, "layers") as bar:
         for index in range(done):
-            checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+            checkpoint = job.opened()
             layer = checkpoint.build_layer(index, job.device, job.dtype)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
             if job.transforms:
@@ -179,7 +183,7 @@ def _marker(draft: Draft, index: int) -> Path:
 
 def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` to the layer's outputs."""
-    checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+    checkpoint = job.opened()
     layer = checkpoint.build_layer(index, job.device, job.dtype)
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:

@@ -75,6 +75,10 @@ class Checkpoint:
         """The tensor called `name`, on the CPU, in the dtype of the file; its memory is the mapped file."""
         return self._shards.tensor(name)
 
+    def file(self, name: str) -> Path:
+        """The file that holds the tensor called `name`."""
+        return self._shards.file(name)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in config.json, else that of the embedding."""
@@ -142,7 +146,7 @@ class Checkpoint:
             )  # some checkpoints with a tied head store the head too
             if name not in expected and not spare and not name.endswith(_IGNORED):
                 raise ArtifactError(
-                    f"{self._shards.file(name)}: {name} is not a tensor of the {self.config.num_layers}-layer "
+                    f"{self.file(name)}: {name} is not a tensor of the {self.config.num_layers}-layer "
                     f"{self.config.family} model in {CONFIG}",
                     fix="pair the weights with the config.json they were saved with",
                 )
@@ -249,7 +253,7 @@ class Checkpoint:
 
         Raises ArtifactError when it is not a float tensor (with `integers`: not an integer tensor) or not finite.
         """
-        file, kind = self._shards.file(name), str(stored.dtype).removeprefix("torch.")
+        file, kind = self.file(name), str(stored.dtype).removeprefix("torch.")
         if integers:
             if stored.dtype not in _CODES:
                 raise ArtifactError(
@@ -276,7 +280,7 @@ class Checkpoint:
 
     def _misfit(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ArtifactError:
         return ArtifactError(
-            f"{self._shards.file(name)}: {name} has shape {list(found)}, but {CONFIG} describes {list(wanted)}",
+            f"{self.file(name)}: {name} has shape {list(found)}, but {CONFIG} describes {list(wanted)}",
             fix="pair the weights with the config.json they were saved with",
         )
 

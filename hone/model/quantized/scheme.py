@@ -189,7 +189,7 @@ class Stored:
         assert rows.start % high == 0 or self.scheme.per_tensor, f"{self.scheme} has blocks across two modules"
         blocks = slice(rows.start // high, -(-rows.stop // high))
         zero_points = None if self.zero_points is None else self.zero_points[blocks].contiguous()
-        codes, scales = self.codes[rows].contiguous(), self.scales[blocks].contiguous()
+        codes, scales = self.codes[rows].contiguous(), self.scales[blocks].clone()  # one scale may serve two modules
         raw = {0: self.raw[rows.start]} if self.raw else {}
         return Stored(self.scheme, codes, scales, zero_points, self.index, raw)
 

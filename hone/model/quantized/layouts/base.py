@@ -30,6 +30,10 @@ class Layout(Protocol):
         """Why the layout cannot hold `scheme`; None when it can."""
         ...
 
+    def shape_problem(self, scheme: Scheme, rows: int, columns: int) -> str | None:
+        """Why no library reads a module of this shape; None when they do."""
+        return None
+
     def tensors(self, scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
         """Dtype and shape of every tensor of a module [rows, columns]."""
         ...

@@ -59,7 +59,7 @@ class Bitsandbytes4(Layout):
         part = {
             "weight": ((indices[0::2] << 4) | indices[1::2]).unsqueeze(1),
             "weight.absmax": stored.scales.flatten(),
-            "weight.quant_map": _table(self.number).to(indices.device),
+            "weight.quant_map": _table(self.number).clone(),  # every module has its own in a file
         }
         return part | stored.raw[0]
 
@@ -111,7 +111,7 @@ def nest(absmax: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
     offset = absmax.mean()
     blocks = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     largest = blocks.abs().amax(1)
-    table = dynamic_map().to(absmax.device)
+    table = dynamic_map().to(absmax.device, copy=True)  # every module has its own in a file
     steps = (blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1)
     bounds = (table[:-1] + table[1:]) / 2
     codes = torch.bucketize(steps, bounds, out_int32=True).to(torch.uint8).flatten()[: len(absmax)]

@@ -22,6 +22,12 @@ class FP8Block(Layout):
     def problem(self, scheme: Scheme) -> str | None:
         return None if scheme.number == "e4m3" and scheme.strategy == "block" else scheme.described
 
+    def shape_problem(self, scheme: Scheme, rows: int, columns: int) -> str | None:
+        # transformers' dequantization infers the block from the number of scales.
+        high, wide = scheme.extent(rows, columns)
+        fits = (rows < high or rows % high == 0) and (columns < wide or columns % wide == 0)
+        return None if fits else f"blocks of {high} x {wide} must divide it"
+
     def tensors(self, scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
         grid = scheme.grid(rows, columns)
         return {"weight": (torch.float8_e4m3fn, (rows, columns)), "weight_scale_inv": (torch.float32, grid)}

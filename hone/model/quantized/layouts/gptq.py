@@ -30,6 +30,9 @@ class GPTQ(Layout):
         fits = scheme.number == "int" and scheme.bits in (2, 3, 4, 8) and scheme.strategy in ("group", "channel")
         return None if fits else scheme.described
 
+    def shape_problem(self, scheme: Scheme, rows: int, columns: int) -> str | None:
+        return "rows and columns must be multiples of 32" if rows % 32 or columns % 32 else None
+
     def tensors(self, scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
         groups = scheme.num_groups(columns)
         return {
