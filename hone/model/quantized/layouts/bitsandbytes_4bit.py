@@ -107,7 +107,10 @@ def describe(number: str, shape: tuple[int, int], dtype: torch.dtype, block: int
 
 
 def nest(absmax: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
-    """Scales float32 [n] of one module quantized again: (their tensors, their JSON values, the scales as read back)."""
+    """Scales float32 [n] of one module quantized again: (their tensors, their JSON values, the scales as read back).
+
+    Codes are the nearest values, as in bitsandbytes' CUDA kernel; its CPU kernel first rounds to 65536 steps.
+    """
     offset = absmax.mean()
     blocks = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     largest = blocks.abs().amax(1)
