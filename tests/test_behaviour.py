@@ -34,7 +34,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
     "transform": ("compress/test_transforms.py",),
     "bit allocation": ("compress/test_allocation.py",),
-    "quantizer": ("compress/test_stage.py", "compress/test_gptq.py"),
+    "quantizer": ("compress/test_stage.py", "compress/test_gptq.py", "compress/test_fp8.py", "compress/test_nf4.py"),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py"),
     "drafter": ("serve/test_speculate.py",),
 }

@@ -89,11 +89,8 @@ def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     before = digests(tiny_llama)
     text = tmp_path / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 60)
-    step = (
-        {"kind": kind, "group_size": 32}
-        if "group_size" in (QUANTIZERS if kind in QUANTIZERS else PRUNERS)[kind].model_fields
-        else kind
-    )
+    fields = (QUANTIZERS if kind in QUANTIZERS else PRUNERS)[kind].model_fields
+    step = {"kind": kind, **{name: 32 for name in ("group_size", "block_size") if name in fields}}
     spec = Compress.read({"steps": [step], "calibration_text": str(text), "num_sequences": 4, "seq_len": 64})
     made = spec.make(tmp_path / "made", {"model": hone.Artifact.read(tiny_llama)}, QUIET)
     assert digests(tiny_llama) == before

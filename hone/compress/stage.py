@@ -107,7 +107,8 @@ class Compress(Stage):
     )
 
     requantize: bool = Field(
-        False, description="Whether a quantized model may be given: its weights are dequantized, which adds both errors."
+        False,
+        description="Whether a quantized model may be given: its weights are dequantized, which adds both errors.",
     )
 
     @model_validator(mode="after")
@@ -213,7 +214,9 @@ class Compress(Stage):
         if checkpoint.quantization is None:
             return checkpoint
         method = checkpoint.quantization.get("quant_method")
-        run.say(f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors")
+        run.say(
+            f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors"
+        )
         return dense.DenseCheckpoint(folder)
 
     @property

@@ -105,9 +105,7 @@ def test_transformers_leaves_the_same_modules_dense(form: str, family_folder, co
 
     for package in FORMATS[form][1]:
         pytest.importorskip(package)
-    made = compress(
-        family_folder("llama", **SIZES), FORMATS[form][0], ignore=["lm_head", r"layers\.1\.", "o_proj"]
-    )
+    made = compress(family_folder("llama", **SIZES), FORMATS[form][0], ignore=["lm_head", r"layers\.1\.", "o_proj"])
     model = transformers.AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
     with torch.no_grad():
         theirs = model(TOKENS).logits.float()
@@ -124,9 +122,7 @@ def test_a_quantized_folder_is_compressed_again_from_its_dequantized_weights(
 ) -> None:
     source = family_folder("mistral", **SIZES)  # its head has weights of its own
     first = compress(source, FORMATS[form][0], name="first")
-    again = compress(
-        first.folder, {"kind": "rtn", "bits": 8, "group_size": 32}, name="again", requantize=True
-    )
+    again = compress(first.folder, {"kind": "rtn", "bits": 8, "group_size": 32}, name="again", requantize=True)
     assert again.figures["model_bytes"].value == again.figures["model_bytes"].estimate.value
     method = load(first.folder).quantization["quant_method"]
     assert f"weights of a {method} checkpoint" in again.figures["relative_weight_error"].note

@@ -21,9 +21,7 @@ def matrix(rows: int = 256, columns: int = 160, dtype: torch.dtype = torch.float
     return Matrix("m", weights.to(dtype).float(), dtype, modules=modules)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "extent"), [("tensor", (256, 160)), ("channel", (1, 160)), ("block", (128, 128))]
-)
+@pytest.mark.parametrize(("strategy", "extent"), [("tensor", (256, 160)), ("channel", (1, 160)), ("block", (128, 128))])
 def test_the_largest_weight_of_a_scale_becomes_448(strategy: str, extent: tuple[int, int]) -> None:
     made = matrix()
     QUANTIZERS.read({"kind": "fp8", "strategy": strategy, "scale_dtype": "float32"}).apply(made)

@@ -32,7 +32,7 @@ class FP8(Quantizer):
     )
     layout: Literal["auto", "float-quantized", "fp8"] = Field(
         "auto",
-        description="Storage format: compressed-tensors' float-quantized, or fp8, which transformers alone loads (blocks "
+        description="Storage format: compressed-tensors' float-quantized, or fp8, which transformers loads without more (blocks "
         "only); auto is fp8 for blocks.",
     )
 

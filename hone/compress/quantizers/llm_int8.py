@@ -27,7 +27,9 @@ class LLMInt8(Quantizer):
 
     paper: ClassVar[str] = "arXiv:2208.07339"
 
-    threshold: float = Field(6.0, ge=0, description="Magnitude of the inputs that bitsandbytes does not round; 0: all are.")
+    threshold: float = Field(
+        6.0, ge=0, description="Magnitude of the inputs that bitsandbytes does not round; 0: all are."
+    )
 
     def scheme(self, columns: int) -> Scheme:
         return schemes.Scheme(8, layout="llm-int8")

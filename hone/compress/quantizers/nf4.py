@@ -37,7 +37,8 @@ class NF4(Quantizer):
         64, description="Neighbouring weights of a row that share a scale; transformers' default is 64."
     )
     double_quant: bool = Field(
-        False, description="Whether the scales are rounded to 8 bits, which saves 0.37 bits per weight with blocks of 64."
+        False,
+        description="Whether the scales are rounded to 8 bits, which saves 0.37 bits per weight with blocks of 64.",
     )
 
     def scheme(self, columns: int) -> Scheme:

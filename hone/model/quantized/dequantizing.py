@@ -121,7 +121,9 @@ class Dequantizing(nn.Module):
     def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
         """The weights of rows `piece`."""
         points = None if self.zero_points is None else self.zero_points[piece]
-        return dequantize(self._codes(piece), self.scales[piece], points, self.width, dtype, self.scheme.number, self.index)
+        return dequantize(
+            self._codes(piece), self.scales[piece], points, self.width, dtype, self.scheme.number, self.index
+        )
 
     def _codes(self, piece: slice) -> Tensor:
         """Codes of rows `piece`, one a byte."""

@@ -7,7 +7,9 @@ from typing import Any
 from hone.model.quantized.config_values import check, checked, only_scheme, skipping, unsupported
 from hone.model.quantized.scheme import Quantization, Scheme
 
-_FIX = "hone reads fp8 weights with a float32 scale per block and inputs rounded at run time (activation_scheme dynamic)"
+_FIX = (
+    "hone reads fp8 weights with a float32 scale per block and inputs rounded at run time (activation_scheme dynamic)"
+)
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "activation_scheme": ("dynamic", None),
     "fmt": ("e4m3", None),
