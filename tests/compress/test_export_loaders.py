@@ -8,10 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hone.compress import QUANTIZERS
+from hone.compress.matrix import IntegerQuantizer, Matrix
 from hone.compress.stage import Compress
 from hone.model.hf import load, save
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.packed_int import PackedInt
+from hone.model.quantized.scheme import Scheme, Stored
 
 EXACT, FLOAT16 = 1e-5, 2e-3
 """Largest difference of logits, of their largest magnitude: of float32 sums in another order, of a kernel in float16."""
@@ -111,6 +114,89 @@ def test_transformers_leaves_the_same_modules_dense(form: str, family_folder, co
         theirs = model(TOKENS).logits.float()
     ours = logits_of(made.folder)
     assert (ours - theirs).abs().max() <= EXACT * ours.abs().max()
+
+
+# What other libraries write and hone's quantizers do not
+
+
+class Asymmetric(IntegerQuantizer):
+    """Rounds to nearest between the smallest and largest weight of a group; a group's columns may be scattered."""
+
+    group_size: int = 32
+    desc_act: bool = False
+
+    def scheme(self, columns: int) -> Scheme:
+        return Scheme(4, self.group_size, self.stored_layout, symmetric=False, permuted=self.desc_act)
+
+    def apply(self, matrix: Matrix) -> None:
+        weights = matrix.weight
+        rows, columns = weights.shape
+        order = torch.arange(columns)
+        if self.desc_act:
+            order = torch.randperm(columns, generator=torch.Generator().manual_seed(0))
+        groups = weights[:, order].view(rows, -1, self.group_size)
+        scales = ((groups.amax(-1) - groups.amin(-1)) / 15).half()
+        zeros = (-groups.amin(-1) / scales.float()).round().clamp(0, 15)
+        codes = (groups / scales.float().unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, 15).view(rows, columns)
+        back = torch.argsort(order)
+        index = (back // self.group_size).to(torch.int32) if self.desc_act else None
+        codes, points = ((values - 8).to(torch.int8) for values in (codes[:, back], zeros))
+        matrix.stored = Stored(self.scheme(columns), codes, scales, points, index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "desc_act"), [("gptq", False), ("gptq_v2", False), ("awq", False), ("gptq", True)])
+def test_zero_points_and_scattered_groups_mean_the_same_to_gptqmodel(
+    layout: str, desc_act: bool, family_folder, compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "asymmetric": f"{__name__}:Asymmetric"})
+    source = family_folder("llama", **SIZES)
+    made = compress(source, {"kind": "asymmetric", "layout": layout, "desc_act": desc_act})
+    ours, whole = logits_of(made.folder), logits_of(source)
+    assert 1e-3 * whole.abs().max() < (ours - whole).abs().max() < whole.abs().max()
+    save(load(made.folder), tmp_path / "again")
+    assert all(
+        torch.equal(tensor, tensors_of(made.folder)[name]) for name, tensor in tensors_of(tmp_path / "again").items()
+    )
+    for package in FORMATS[layout][1]:
+        pytest.importorskip(package)
+    model = transformers.AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(TOKENS).logits.float()
+    assert (ours - theirs).abs().max() <= FLOAT16 * whole.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32},
+        {"load_in_8bit": True},
+    ],
+)
+def test_a_folder_that_transformers_wrote_with_bitsandbytes(options: dict, family_folder, tmp_path: Path) -> None:
+    import transformers
+
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    config = transformers.BitsAndBytesConfig(**options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        family_folder("mistral", **SIZES), quantization_config=config, dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path / "theirs")
+    ours = logits_of(tmp_path / "theirs")
+    model = model.dequantize(dtype=torch.float32) if "load_in_8bit" in options else model
+    with torch.no_grad():
+        assert (model(TOKENS).logits.float() - ours).abs().max() <= EXACT * ours.abs().max()
+    save(load(tmp_path / "theirs"), tmp_path / "again")
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(
+        tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]) for name, tensor in before.items()
+    )
 
 
 # A quantized folder compressed again

@@ -58,7 +58,7 @@ def to_json(quantization: Quantization) -> dict[str, Any]:
         "quant_method": "gptq",
         "bits": scheme.bits,
         "group_size": scheme.group_size or -1,
-        "desc_act": False,
+        "desc_act": scheme.permuted,
         "sym": scheme.symmetric,
         "lm_head": "lm_head" not in quantization.ignore,
         "checkpoint_format": scheme.layout,

@@ -43,7 +43,7 @@ class GPTQ(Layout):
         }
 
     def write(self, stored: Stored) -> dict[str, Tensor]:
-        scheme, columns = stored.scheme, stored.codes.shape[1]
+        scheme, index = stored.scheme, stored.index
         points = torch.zeros_like(stored.scales, dtype=torch.int8) if stored.zero_points is None else stored.zero_points
         if self.subtracted and bool((points == formats.code_range(scheme.bits)[0]).any()):
             raise SpecError("gptq stores zero points less 1, and some are 0", fix="use layout gptq_v2")
@@ -51,7 +51,8 @@ class GPTQ(Layout):
             "qweight": formats.pack(stored.codes, scheme.bits).T.contiguous(),
             "qzeros": formats.pack((points - self.subtracted).T.contiguous(), scheme.bits),
             "scales": stored.scales.T.contiguous(),
-            "g_idx": _by_position(scheme, columns, stored.codes.device) if stored.index is None else stored.index,
+            # A copy: the modules of a fused linear have one index, and a file must not share memory between tensors.
+            "g_idx": _by_position(scheme, stored.codes) if index is None else index.clone(),
         }
 
     def read(self, scheme: Scheme, part: dict[str, Tensor], columns: int) -> Stored:
@@ -69,7 +70,7 @@ class GPTQ(Layout):
                 fix="pair the weights with the config.json they were saved with",
             )
         index: Tensor | None = part["g_idx"].to(torch.int32)
-        if torch.equal(index, _by_position(scheme, columns, codes.device)):
+        if torch.equal(index, _by_position(scheme, codes)):
             index = None
         elif not scheme.permuted:
             raise ArtifactError(
@@ -81,10 +82,10 @@ class GPTQ(Layout):
         return Stored(scheme, codes, part["scales"].T.contiguous(), zero_points, index)
 
 
-def _by_position(scheme: Scheme, columns: int, device: torch.device) -> Tensor:
-    """The group of each column where groups are runs of neighbours."""
-    width = scheme.extent(1, columns)[1]
-    return torch.arange(columns, dtype=torch.int32, device=device) // width
+def _by_position(scheme: Scheme, codes: Tensor) -> Tensor:
+    """The group of each column of codes [N, K] where groups are runs of neighbours."""
+    columns = codes.shape[1]
+    return torch.arange(columns, dtype=torch.int32, device=codes.device) // scheme.extent(1, columns)[1]
 
 
 def _words(packed: Tensor) -> Tensor:
