@@ -116,6 +116,20 @@ def test_transformers_leaves_the_same_modules_dense(form: str, family_folder, co
     assert (ours - theirs).abs().max() <= EXACT * ours.abs().max()
 
 
+@pytest.mark.parametrize("form", ["gptq", "awq", "fp8-block", "nf4-double", "llm_int8"])
+def test_it_is_served(form: str, family_folder, compress) -> None:
+    import hone
+    from hone.model.incremental import generate
+
+    made = compress(family_folder("llama", **SIZES), FORMATS[form][0])
+    model, prompt = load(made.folder), list(range(60, 72))
+    with torch.no_grad():
+        wanted = generate(model, torch.tensor([prompt]), 8)[0].tolist()[-8:]
+    params = hone.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    done = hone.Engine(made.folder).generate([prompt], params)[0]
+    assert done.error is None and done.tokens == wanted
+
+
 # What other libraries write and hone's quantizers do not
 
 
