@@ -33,6 +33,9 @@ FORMATS = {
     "fp4-double": ({"kind": "fp4", "double_quant": True}, ("bitsandbytes", "accelerate"), EXACT),
     "llm_int8": ({"kind": "llm_int8"}, ("bitsandbytes", "accelerate"), EXACT),
 }
+QUICK = ("gptq", "awq", "fp8-block", "nf4-double", "llm_int8")
+"""One of each layout for the default tier."""
+FORMS = [pytest.param(form, marks=() if form in QUICK else pytest.mark.slow) for form in FORMATS]
 FAMILIES = ("llama", "qwen3", "mistral")
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 TOKENS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -70,7 +73,7 @@ def test_its_loader_computes_the_same_logits(form: str, family: str, family_fold
     assert (ours - whole).abs().max() > 1e-3 * whole.abs().max(), "nothing was compressed"
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMS)
 def test_saved_again_it_has_the_same_tensors(form: str, family_folder, compress, tmp_path: Path) -> None:
     source = family_folder("llama", **SIZES)
     made = compress(source, FORMATS[form][0])
@@ -116,7 +119,7 @@ def test_transformers_leaves_the_same_modules_dense(form: str, family_folder, co
     assert (ours - theirs).abs().max() <= EXACT * ours.abs().max()
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "fp8-block", "nf4-double", "llm_int8"])
+@pytest.mark.parametrize("form", QUICK)
 def test_it_is_served(form: str, family_folder, compress) -> None:
     import hone
     from hone.model.incremental import generate
@@ -216,7 +219,9 @@ def test_a_folder_that_transformers_wrote_with_bitsandbytes(options: dict, famil
 # A quantized folder compressed again
 
 
-@pytest.mark.parametrize("form", ["gptq", "fp8-block", "nf4-double"])
+@pytest.mark.parametrize(
+    "form", ["nf4-double", *(pytest.param(form, marks=pytest.mark.slow) for form in ("gptq", "fp8-block"))]
+)
 def test_a_quantized_folder_is_compressed_again_from_its_dequantized_weights(
     form: str, family_folder, compress, tmp_path: Path
 ) -> None:
@@ -236,6 +241,7 @@ def test_a_quantized_folder_is_compressed_again_from_its_dequantized_weights(
     assert tensors_of(dense.folder).keys() == tensors_of(source).keys()
 
 
+@pytest.mark.slow
 def test_a_kill_does_not_change_what_is_made_of_a_quantized_folder(
     family_folder, compress, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
