@@ -36,7 +36,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "bit allocation": ("compress/test_allocation.py",),
     "quantizer": (
         "compress/test_stage.py",
-        *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround")),
+        *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround", "fp8", "nf4")),
     ),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
     "structured pruner": ("compress/structured/test_cuts.py",),

@@ -89,7 +89,7 @@ def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     before = digests(tiny_llama)
     text = tmp_path / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 60)
-    options = {"group_size": 32, "intermediate_size": 0.5}
+    options = {"group_size": 32, "block_size": 32, "intermediate_size": 0.5}
     step = {"kind": kind, **{name: value for name, value in options.items() if name in STEPS[kind].model_fields}}
     spec = Compress.read({"steps": [step], "calibration_text": str(text), "num_sequences": 4, "seq_len": 64})
     made = spec.make(tmp_path / "made", {"model": hone.Artifact.read(tiny_llama)}, QUIET)

@@ -155,6 +155,10 @@ class Quantizer(Step):
             return getattr(torch, self.scale_dtype)
         return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
 
+    def config_options(self, dtype: str) -> dict[str, Any]:
+        """Keys of config.json's quantization_config beside the storage, for a checkpoint of `dtype`."""
+        return {}
+
     def nearest(self, weights: Tensor) -> Tensor:
         """`weights` [N, K] rounded to the nearest points of this quantizer's grid, for searches that round many times.
 
@@ -203,6 +207,10 @@ def matrix_name(index: int, path: str) -> str:
     return f"layers.{index}.{path}"
 
 
+_FLOAT16_SCALES = ("gptq", "gptq_v2", "awq")
+"""Layouts whose scales are float16 whatever the checkpoint's dtype is."""
+
+
 class IntegerQuantizer(Quantizer):
     """Base of the integer quantizers: bits, groups of columns that share a scale, and how scales are found."""
 
@@ -218,9 +226,10 @@ class IntegerQuantizer(Quantizer):
     uneven: Literal["error", "nearest"] = Field(
         "error", description="Where group_size does not divide a matrix's columns: an error, or the nearest divisor."
     )
-    layout: Literal["auto", "pack-quantized", "int-quantized"] = Field(
+    layout: Literal["auto", "pack-quantized", "int-quantized", "gptq", "gptq_v2", "awq"] = Field(
         "auto",
-        description="compressed-tensors format; auto is int-quantized for 8 bits with one scale per row, else pack-quantized.",
+        description="Storage format: compressed-tensors' two (auto: int-quantized for 8 bits with one scale per row, else "
+        "pack-quantized), GPTQModel's two, AutoAWQ's GEMM (4 bits).",
     )
 
     @model_validator(mode="after")
@@ -268,6 +277,9 @@ class IntegerQuantizer(Quantizer):
         divisors = [size for size in range(8, columns) if columns % size == 0]
         return min(divisors, key=lambda size: abs(math.log(size / self.group_size)), default=0)
 
+    def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
+        return torch.float16 if self.layout in _FLOAT16_SCALES else super().stored_scale_dtype(checkpoint_dtype)
+
     @property
     def stored_layout(self) -> str:
         if self.layout == "auto":
@@ -280,6 +292,11 @@ class IntegerQuantizer(Quantizer):
                 f"{self.kind}: layout int-quantized stores 8 bits with one scale per row, not {self.bits} bits "
                 f"with group_size {self.group_size}",
                 fix="set bits=8 and group_size=0, or layout=pack-quantized",
+            )
+        if self.layout in _FLOAT16_SCALES and self.scale_dtype not in ("auto", "float16"):
+            raise SpecError(
+                f"{self.kind}: layout {self.layout} stores float16 scales, not {self.scale_dtype}",
+                fix="set scale_dtype=auto, or layout=pack-quantized",
             )
         if self.group_size and columns % self.group_size and self.uneven == "error":
             divisors = [str(size) for size in range(8, columns + 1) if columns % size == 0]

@@ -17,6 +17,7 @@ from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
 from hone.model.hf import singles
+from hone.model.quantized.dense import quantized_modules
 from hone.model.quantized.layouts import layout_of
 from hone.model.shards import Shards
 
@@ -26,13 +27,19 @@ Entry = tuple[torch.dtype, tuple[int, ...]]
 def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[str, Entry]:
     """Dtype and shape of every tensor: from the headers of the folder if it exists, else from its config.
 
-    With `config`, those of the smaller model of that config, which has the dtypes of `model`.
+    Quantized linears count as dense ones in the checkpoint's dtype, as `DenseCheckpoint` reads them. With `config`, the
+    tensors of the smaller model of that config, which has the dtypes of `model`.
     """
     folder = Path(model.where)
     planned = _planned(config or model.config, FLOATS[model.dtype])
     if not (folder / model.mark).is_file():
         return planned
     found = _headers(folder)
+    if model.quantization is not None:
+        for one in quantized_modules(model.config, model.quantization):
+            for name in one.tensors:
+                found.pop(name, None)  # a missing one is an error when it is read
+            found[f"{one.name}.weight"] = (FLOATS[model.dtype], (one.rows, one.columns))
     if config is None:
         return found
     return {name: (found.get(name, entry)[0], entry[1]) for name, entry in planned.items()}

@@ -40,6 +40,7 @@ calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
 config_of = lazy("hone.model.quantized.config")
+dense = lazy("hone.model.quantized.dense")
 layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 hf = lazy("hone.model.hf")
@@ -108,6 +109,11 @@ class Compress(Stage):
         "keep", description="Dtype of the stored embedding and head, which are most of a small model's bytes."
     )
 
+    requantize: bool = Field(
+        False,
+        description="Whether a quantized model may be given: its weights are dequantized, which adds both errors.",
+    )
+
     @model_validator(mode="after")
     def _steps_follow(self) -> Compress:
         # Checks the order of the steps; `plan` checks whether there is calibration data.
@@ -135,15 +141,16 @@ class Compress(Stage):
         """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it."""
         model = need(facts, "model", CheckpointFacts)
         data = need(facts, "data", DataFacts) if "data" in facts else None
-        if model.quantization is not None:
+        if model.quantization is not None and not self.requantize:
             raise SpecError(
                 f"{model.where} is quantized already ({model.quantization.get('quant_method')})",
-                fix="compress the checkpoint it was made from",
+                fix="compress the checkpoint it was made from, or set requantize=true to dequantize its weights first, "
+                "which adds the errors of both",
             )
         if model.config.adapters:
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
         calibrated = self._calibrated(model, data)
-        given = model.given | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
+        given = {"weights:float"} | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
         applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
         check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
         whole, model = model, self._cut(model, calibrated is not None)
@@ -155,7 +162,7 @@ class Compress(Stage):
                 for step in self._possible_steps:
                     step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
                 if self._quantizer is not None:
-                    targets_of.check_blocks(linear, self._quantizer.scheme(linear.columns))
+                    targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self._structured else None)
         planned, budget = self._assigned(before, targets, dtype, model.where)
@@ -175,7 +182,7 @@ class Compress(Stage):
         measured = chain.measured(whole.config, self._structured, *(calibrated or (0, 0)), **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
-        quantization = self._quantization(model.config, targets, planned)
+        quantization = self._quantization(model.config, targets, planned, model.dtype)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
             estimates=with_energy(self._estimates(model, machine, work, budget), machine),
@@ -190,7 +197,7 @@ class Compress(Stage):
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
         folder = parents["model"].folder
-        checkpoint = hf.Checkpoint(folder)
+        checkpoint = self._open(folder, run)
         samples = self._samples(plan, checkpoint, parents)
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
@@ -203,7 +210,8 @@ class Compress(Stage):
                 few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
                 job = replace(job, bits=self.allocation.allocate(plan.budget, job, few, draft, run))
             rows = stream.run_job(job, flow if self._layer_steps else None, draft, run)
-            self._describe(draft, checkpoint, self._quantization(checkpoint.config, plan.targets, job.quantizers))
+            quantization = self._quantization(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
+            self._describe(draft, checkpoint, quantization)
             if self._layer_steps:
                 write_jsonl(draft.folder / "layers.jsonl", rows)
         for step, words in zip(self._structured, said):
@@ -218,6 +226,17 @@ class Compress(Stage):
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
         self._record(draft, folder, checkpoint, rows)
+
+    def _open(self, folder: Path, run: Run) -> Any:
+        """The checkpoint; of a quantized one its dequantized weights, which is said."""
+        checkpoint = hf.Checkpoint(folder)
+        if checkpoint.quantization is None:
+            return checkpoint
+        method = checkpoint.quantization.get("quant_method")
+        run.say(
+            f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors"
+        )
+        return dense.DenseCheckpoint(folder)
 
     @property
     def _structured(self) -> tuple[StructuredPruner, ...]:
@@ -364,7 +383,9 @@ class Compress(Stage):
             return self._layer_steps
         return (*self._layer_steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
 
-    def _quantization(self, config: Any, targets: tuple[tuple[Any, ...], ...], assigned: Any) -> dict[str, Any] | None:
+    def _quantization(
+        self, config: Any, targets: tuple[tuple[Any, ...], ...], assigned: Any, dtype: str
+    ) -> dict[str, Any] | None:
         """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
         which readers prefer. None without a quantizer."""
         if self._quantizer is None:
@@ -382,7 +403,8 @@ class Compress(Stage):
         by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
         groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
         method = layouts.layout_of(by_count[-1]).method
-        made = schemes.Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method)
+        options = self._quantizer.config_options(dtype)
+        made = schemes.Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options)
         return config_of.to_json(made)
 
     def _describe(self, draft: Draft, checkpoint: Any, quantization: dict[str, Any] | None) -> None:
@@ -422,13 +444,15 @@ class Compress(Stage):
             "fraction",
             note="zeros in the compressed matrices",
         )
+        given = json.loads((folder / "config.json").read_text(encoding="utf8")).get("quantization_config")
+        against = f"; W are the weights of a {given.get('quant_method')} checkpoint, with its errors" if given else ""
         outputs = [row["error"] for row in rows if row["error"] is not None]
         draft.record(
             "relative_output_error",
             sum(outputs) / len(outputs) if outputs else None,
             "fraction",
             n=max(len(outputs), 1),
-            note="|(W' - W) X| / |W X| over the calibration inputs X, mean over matrices"
+            note=f"|(W' - W) X| / |W X| over the calibration inputs X, mean over matrices{against}"
             if outputs
             else "not measured: no calibration inputs (give the role data, or calibration_text)",
         )
@@ -438,5 +462,5 @@ class Compress(Stage):
             sum(errors) / len(errors),
             "fraction",
             n=len(errors),
-            note="|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error",
+            note=f"|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error{against}",
         )

@@ -123,7 +123,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
 def _given(job: Job) -> Iterator[Tensor]:
     """The weights of the given model's linears that are compressed, a checkpoint module at a time."""
     for linears in job.targets:
-        checkpoint = Checkpoint(job.checkpoint.folder)  # opened again, so that its memory maps are freed with it
+        checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
         for linear in linears:
             for name, _ in linear.modules:
                 yield checkpoint.tensor(f"{name}.weight").to(job.device)

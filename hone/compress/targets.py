@@ -76,8 +76,17 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
     return tuple(chosen)
 
 
-def check_blocks(linear: Linear, scheme: Scheme) -> None:
-    """Raises SpecError when a block of rows that share a scale would extend over two checkpoint modules."""
+def check_modules(linear: Linear, scheme: Scheme) -> None:
+    """Raises SpecError for a checkpoint module that the layout cannot store, or a block of rows that extends over two."""
+    from hone.model.quantized.layouts import layout_of
+
+    for name, rows in linear.modules:
+        problem = layout_of(scheme).shape_problem(scheme, rows, linear.columns)
+        if problem is not None:
+            raise SpecError(
+                f"layout {scheme.layout} cannot store {name}, {rows} x {linear.columns}: {problem}",
+                fix=f"leave it unchanged, ignore=['lm_head', '{name.rpartition('.')[2]}'], or choose another layout",
+            )
     if scheme.block is None:
         return
     for name, rows in linear.modules[:-1]:

@@ -34,8 +34,8 @@ TOKENIZER_FILES = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_CODES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
-_AS_STORED = ("weight_scale",)
+_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
+_AS_STORED = ("weight_scale", "weight_scale_inv", ".scales", "absmax", "quant_map", ".SCB")
 _IGNORED = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
@@ -146,7 +146,7 @@ class Checkpoint:
         expected = expected_shapes(decoder)
         for name, shape in expected.items():
             found = self.shape(name)
-            if found != shape:
+            if not _fits(found, shape):
                 raise self._misfit(name, found, shape)
         for name in self.names():
             spare = (
@@ -241,7 +241,7 @@ class Checkpoint:
     ) -> Tensor:
         """A copy of the tensor `name`; float tensors are converted to `dtype`, codes and scales keep their dtype."""
         mapped = self.tensor(name)
-        if tuple(mapped.shape) != tuple(shape):
+        if not _fits(tuple(mapped.shape), tuple(shape)):
             raise self._misfit(name, tuple(mapped.shape), shape)
         # Scales of quantized weights stay as stored: a wider dtype would add up to one bit per weight.
         taken = self.converted(name, mapped, device, None if name.endswith(_AS_STORED) else dtype, integers=integers)
@@ -293,13 +293,18 @@ class Checkpoint:
         )
 
 
+def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor has the wanted shape, in which -1 is any length."""
+    return len(found) == len(wanted) and all(b in (-1, a) for a, b in zip(found, wanted, strict=True))
+
+
 def finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite; one pass without temporaries, ten times cheaper than a copy."""
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
-    """The model in a Hugging Face folder, plain or quantized by compressed-tensors; `dtype` None keeps the folder's."""
+    """The model in a Hugging Face folder, plain or quantized (hone.model.quantized); `dtype` None keeps the folder's."""
     return Checkpoint(folder).build(device, dtype)
 
 

@@ -43,7 +43,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits in (4, 8) and sys.byteorder == "little":  # a byte holds two whole codes, the low nibble first
         octets = torch.nn.functional.pad(codes, (0, -columns % WORD), value=-(1 << (bits - 1))).view(torch.uint8)
         octets = octets ^ 128 if bits == 8 else (octets[..., 0::2] + 8 & 15) | (octets[..., 1::2] + 8 << 4)
-        return octets.contiguous().view(torch.int32)[..., :words].contiguous()
+        # Flat: a row of one dimension may have a stride that no wider dtype can view.
+        return octets.flatten().view(torch.int32).view(*lead, -1)[..., :words].contiguous()
     unsigned = codes.to(torch.int32) + (1 << (bits - 1))
     unsigned = torch.nn.functional.pad(unsigned, (0, -columns % WORD))  # 32 values fill exactly `bits` words
     runs = unsigned.reshape(*lead, -1, WORD)

@@ -65,21 +65,22 @@ def stories(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 @pytest.fixture(scope="session")
 def family_folder(tmp_path_factory: pytest.TempPathFactory):
-    """family_folder(name): a random two-layer model of that family with a byte-level tokenizer."""
+    """family_folder(name, hidden_size=64, ...): a random two-layer model of that family with a byte-level tokenizer."""
     import transformers
 
-    made: dict[str, Path] = {}
+    made: dict[tuple, Path] = {}
 
-    def make(family: str) -> Path:
-        if family in made:
-            return made[family]
+    def make(family: str, hidden_size: int = 64, intermediate_size: int = 96, **options) -> Path:
+        key = (family, hidden_size, intermediate_size, *options.items())
+        if key in made:
+            return made[key]
         tokenizer = byte_tokenizer()
-        more = MORE.get(family, {})
+        more = MORE.get(family, {}) | options
         config = transformers.AutoConfig.for_model(
             family,
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=96,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -100,7 +101,7 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory):
         folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        made[family] = folder
+        made[key] = folder
         return folder
 
     return make

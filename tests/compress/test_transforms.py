@@ -51,7 +51,9 @@ def opened(folder: Path, targets: frozenset[str] | None = None, dtype=torch.floa
     for path in targets:
         reads = f"{path.split('.')[0]}/{checkpoint.config.linears(0)[path].reads}"
         if reads not in shared:
-            shared[reads] = {name: gathered(name, inputs[path]) for name in STATISTICS if name not in ("samples", "cross")}
+            shared[reads] = {
+                name: gathered(name, inputs[path]) for name in STATISTICS if name not in ("samples", "cross")
+            }
     statistics = {
         path: shared[f"{path.split('.')[0]}/{checkpoint.config.linears(0)[path].reads}"] for path in sorted(targets)
     }

@@ -48,7 +48,8 @@ class Source:
 def holds(form: Format, scheme: Scheme, columns: int) -> bool:
     """Whether blocks of `form` can hold the codes of `scheme` as they are."""
     width = scheme.extent(1, columns)[1]
-    plain = scheme.number == "int" and scheme.symmetric and form.block == form.group > 1 and not form.minimum
+    plain = scheme.number == "int" and scheme.symmetric and not scheme.permuted
+    plain = plain and form.block == form.group > 1 and not form.minimum
     return plain and scheme.bits <= form.bits and width % form.block == 0 and columns % width == 0
 
 
@@ -109,7 +110,7 @@ def _dequantized(stored: Stored, rows: Tensor) -> Tensor:
     columns, scheme = stored.codes.shape[1], stored.scheme
     points = None if stored.zero_points is None else _by_row(stored, stored.zero_points)[rows]
     width, scales = scheme.extent(len(stored.codes), columns)[1], _by_row(stored, stored.scales)[rows]
-    return dequantize(stored.codes[rows], scales, points, width, torch.float32, scheme.number)
+    return dequantize(stored.codes[rows], scales, points, width, torch.float32, scheme.number, stored.index)
 
 
 def _by_row(stored: Stored, values: Tensor) -> Tensor:

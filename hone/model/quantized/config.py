@@ -8,7 +8,13 @@ from typing import Any
 from hone.base.errors import ArtifactError
 from hone.model.quantized.scheme import Quantization
 
-METHODS = {"compressed-tensors": "hone.model.quantized.compressed_tensors"}
+METHODS = {
+    "compressed-tensors": "hone.model.quantized.compressed_tensors",
+    "gptq": "hone.model.quantized.gptq",
+    "awq": "hone.model.quantized.awq",
+    "fp8": "hone.model.quantized.fp8",
+    "bitsandbytes": "hone.model.quantized.bitsandbytes",
+}
 """`quant_method` of config.json -> the module that reads and writes that block: `read(values, where)` -> Quantization,
 `to_json(quantization)` -> dict."""
 
@@ -37,5 +43,5 @@ def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]]
     found = read(values).scheme(module)
     if found is None:
         return None
-    plain = found.number == "int" and found.symmetric and found.strategy in ("group", "channel")
+    plain = found.number == "int" and found.symmetric and found.strategy in ("group", "channel") and not found.permuted
     return "packed_int" if plain else "dequantizing", {"scheme": found}

@@ -1,4 +1,4 @@
-"""A linear that keeps its codes as stored and dequantizes them tile by tile: fp8, zero points, blocks, one scale for all.
+"""A linear that keeps its codes as stored and dequantizes them tile by tile: fp8, NF4, zero points, blocks, one scale for all.
 
 Shapes: N output features, K input features, G groups of columns that share a scale.
 """
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.base.errors import ArtifactError
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme, Stored, dequantize
 from hone.ops import formats
@@ -20,10 +21,11 @@ TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 class Dequantizing(nn.Module):
-    """y = x W^T + b with W kept as codes and scales of any scheme, dequantized tile by tile. Format: compressed-tensors.
+    """y = x W^T + b with W kept as codes and scales of any scheme, dequantized tile by tile.
 
     In memory a code takes a byte, or 1 / n of a word where the checkpoint packs n codes. Scales (and zero points) are
-    expanded to G per row, also where several rows share them in the checkpoint.
+    expanded to G per row, also where several rows share them in the checkpoint. `raw` holds the tensors of each module
+    that the layout writes back as they were.
     """
 
     paper: ClassVar[str] = ""
@@ -41,7 +43,10 @@ class Dequantizing(nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scales", torch.empty(groups))
         self.register_buffer("zero_points", None if scheme.symmetric else torch.empty(groups, dtype=torch.int8))
+        index = torch.empty(in_features, dtype=torch.int32) if scheme.permuted else None
+        self.register_buffer("index", index)
         self.register_buffer("bias", torch.empty(out_features) if bias else None)
+        self.raw: list[dict[str, Tensor]] = []
 
     @property
     def integers(self) -> frozenset[str]:
@@ -60,21 +65,27 @@ class Dequantizing(nn.Module):
         self.scales = _stack([self._by_row(one.scales, one) for one in stored])
         if not self.scheme.symmetric:
             self.zero_points = _stack([self._by_row(one.zero_points, one) for one in stored])
+        if self.scheme.permuted:
+            self.index = _same([one.index for one in stored])
+        self.raw = [one.raw[0] for one in stored if one.raw]
         if self.bias is not None:
             self.bias = _stack([part["bias"] for part in parts])
 
     def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
         """The checkpoint tensors, split at `rows` output rows each."""
         assert sum(rows) == self.out_features, f"{rows} do not add up to {self.out_features}"
+        assert not self.raw or len(self.raw) == len(rows), f"{len(self.raw)} modules cannot be split as {rows}"
         parts, begin = [], 0
-        for count in rows:
+        for position, count in enumerate(rows):
             here = slice(begin, begin + count)
             begin += count
             points = (
                 None if self.zero_points is None else self.scheme.by_block(self.zero_points[here], self.in_features)
             )
             scales = self.scheme.by_block(self.scales[here], self.in_features)
-            part = layout_of(self.scheme).write(Stored(self.scheme, self._codes(here), scales.contiguous(), points))
+            raw = {0: self.raw[position]} if self.raw else {}
+            stored = Stored(self.scheme, self._codes(here), scales.contiguous(), points, self.index, raw)
+            part = layout_of(self.scheme).write(stored)
             if self.bias is not None:
                 part["bias"] = self.bias[here]
             parts.append(part)
@@ -110,7 +121,9 @@ class Dequantizing(nn.Module):
     def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
         """The weights of rows `piece`."""
         points = None if self.zero_points is None else self.zero_points[piece]
-        return dequantize(self._codes(piece), self.scales[piece], points, self.width, dtype, self.scheme.number)
+        return dequantize(
+            self._codes(piece), self.scales[piece], points, self.width, dtype, self.scheme.number, self.index
+        )
 
     def _codes(self, piece: slice) -> Tensor:
         """Codes of rows `piece`, one a byte."""
@@ -127,3 +140,15 @@ class Dequantizing(nn.Module):
 
 def _stack(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _same(indices: list[Tensor | None]) -> Tensor | None:
+    """The one index of all modules. Raises ArtifactError when they differ."""
+    first = indices[0]
+    for other in indices[1:]:
+        if (first is None) != (other is None) or (first is not None and not torch.equal(first, other)):
+            raise ArtifactError(
+                "the modules of one fused linear assign columns to groups (g_idx) differently",
+                fix="quantize with desc_act=false, or from one Hessian for q, k and v and for gate and up",
+            )
+    return first

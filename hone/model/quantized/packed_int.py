@@ -22,7 +22,7 @@ TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 class PackedInt(nn.Module):
-    """y = x W^T + b with W kept as integer codes and scales, unpacked tile by tile. Format: compressed-tensors.
+    """y = x W^T + b with W kept as integer codes and scales, unpacked tile by tile.
 
     In memory the codes take their packed size: int8 [N, K] for 8 bits, two rows to a byte for 4 bits (row n in the low
     nibble, row n + N/2 in the high one, so that unpacking is two contiguous shifts), the checkpoint's words otherwise.
@@ -49,6 +49,7 @@ class PackedInt(nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scales", torch.empty(out_features, self.scheme.num_groups(in_features)))
         self.register_buffer("bias", torch.empty(out_features) if bias else None)
+        self.raw: list[dict[str, Tensor]] = []  # of each module, what the layout writes back as it was
 
     @property
     def integers(self) -> frozenset[str]:
@@ -61,6 +62,7 @@ class PackedInt(nn.Module):
         codes = _stack([one.codes for one in stored])
         assert codes.shape == (self.out_features, self.in_features), f"stacked to {tuple(codes.shape)}"
         self._keep(codes, _stack([one.scales for one in stored]))
+        self.raw = [one.raw[0] for one in stored if one.raw]
         if self.bias is not None:
             self.bias = _stack([part["bias"] for part in parts])
 
@@ -69,7 +71,9 @@ class PackedInt(nn.Module):
         assert sum(rows) == self.out_features, f"{rows} do not add up to {self.out_features}"
         pieces = zip(self._codes(slice(None)).split(rows), self._scales().split(rows), strict=True)
         layout = layout_of(self.scheme)
-        parts = [layout.write(Stored(self.scheme, codes, scales)) for codes, scales in pieces]
+        raw = [{0: tensors} for tensors in self.raw] or [{}] * len(rows)
+        whole = [Stored(self.scheme, *piece, raw=kept) for piece, kept in zip(pieces, raw, strict=True)]
+        parts = [layout.write(one) for one in whole]
         if self.bias is not None:
             for part, bias in zip(parts, self.bias.split(rows), strict=True):
                 part["bias"] = bias

@@ -7,8 +7,9 @@ blocks of rows by G of its blocks of columns.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class Scheme:
     per_tensor: bool = False
     symmetric: bool = True
     activations: Activations | None = None
+    permuted: bool = False
+    """Whether a tensor says which group each column belongs to (GPTQ's desc_act); else groups are runs of neighbours."""
 
     @property
     def strategy(self) -> Strategy:
@@ -124,9 +127,17 @@ def spread(values: Tensor, columns: int, width: int) -> Tensor:
 
 
 def dequantize(
-    codes: Tensor, scales: Tensor, zero_points: Tensor | None, width: int, dtype: torch.dtype, number: str = "int"
+    codes: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    width: int,
+    dtype: torch.dtype,
+    number: str = "int",
+    index: Tensor | None = None,
 ) -> Tensor:
     """Weights [N, K] in `dtype` from codes [N, K] and scales and zero points [N, G], one for every `width` columns.
+
+    `index` int [K] is the group of each column where groups are not runs of neighbours.
 
     The product is computed in `dtype`, as in compressed-tensors with scales of the model's dtype; with float32 scales in
     float32 and then rounded, as in bitsandbytes and in transformers' fp8.
@@ -134,6 +145,9 @@ def dequantize(
     columns = codes.shape[1]
     wide = torch.promote_types(scales.dtype, dtype) if scales.dtype == torch.float32 else dtype
     weights = numbers.decode(codes, number, wide)
+    if index is not None:
+        scales, width = scales[:, index], 1
+        zero_points = None if zero_points is None else zero_points[:, index]
     if zero_points is None and columns == scales.shape[1] * width:
         weights = weights.view(len(codes), -1, width)
         return (weights * scales.to(wide).unsqueeze(-1)).view(codes.shape).to(dtype)
@@ -153,6 +167,10 @@ class Stored:
     codes: Tensor
     scales: Tensor
     zero_points: Tensor | None = None
+    index: Tensor | None = None
+    """int32 [K]: the group of each column; None where groups are runs of neighbours."""
+    raw: Mapping[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Tensors that the layout writes as they are, by the first row of their module in the stack."""
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [N, K] in `dtype`."""
@@ -162,7 +180,7 @@ class Stored:
             zero_points = self.scheme.by_row(zero_points, rows, columns)
         scales = self.scheme.by_row(self.scales, rows, columns)
         width = self.scheme.extent(rows, columns)[1]
-        return dequantize(self.codes, scales, zero_points, width, dtype, self.scheme.number)
+        return dequantize(self.codes, scales, zero_points, width, dtype, self.scheme.number, self.index)
 
     def rows(self, rows: slice) -> Stored:
         """The module with rows `rows` of the stack."""
@@ -171,7 +189,9 @@ class Stored:
         assert rows.start % high == 0 or self.scheme.per_tensor, f"{self.scheme} has blocks across two modules"
         blocks = slice(rows.start // high, -(-rows.stop // high))
         zero_points = None if self.zero_points is None else self.zero_points[blocks].contiguous()
-        return Stored(self.scheme, self.codes[rows].contiguous(), self.scales[blocks].contiguous(), zero_points)
+        codes, scales = self.codes[rows].contiguous(), self.scales[blocks].clone()  # one scale may serve two modules
+        raw = {0: self.raw[rows.start]} if self.raw else {}
+        return Stored(self.scheme, codes, scales, zero_points, self.index, raw)
 
 
 @dataclass(frozen=True)
@@ -185,6 +205,8 @@ class Quantization:
     ignore: tuple[str, ...] = ()
     method: str = "compressed-tensors"
     """`quant_method` of config.json: the library whose format it is."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json's block that concern computation or other libraries, not storage."""
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of the linear named `module` in the checkpoint; None when it is not quantized."""

@@ -120,6 +120,24 @@ def test_other_integers_are_kept_or_said_to_be_dequantized(
     assert error == 0 if note == "keep the codes" else error < 0.01 * np.abs(own).max()
 
 
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+def test_layouts_of_other_libraries_give_the_same_tensors(layout: str, family_folder, compress, tmp_path: Path) -> None:
+    step = {"kind": "rtn", "group_size": 32, "scale_dtype": "float16"}
+    made = {}
+    for name in ("pack-quantized", layout):
+        folder = compress(family_folder("llama"), {**step, "layout": name}, name=name).folder
+        made[name] = export(folder, tmp_path / f"{name}.gguf")
+    assert made[layout].types == made["pack-quantized"].types
+    found, wanted = tensors(made[layout].path), tensors(made["pack-quantized"].path)
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_nf4_is_dequantized(family_folder, compress, tmp_path: Path) -> None:
+    folder = compress(family_folder("llama"), {"kind": "nf4", "block_size": 32, "double_quant": True}).folder
+    found = tensors(export(folder, tmp_path / "model.gguf", type="f32").path)["blk.1.ffn_down.weight"]
+    assert np.array_equal(found, load(folder).layers[1].feed_forward.down.dequantize(torch.float32).numpy())
+
+
 def test_scales_that_float16_rounds_are_said(family_folder, compress, tmp_path: Path) -> None:
     folder = compress(family_folder("qwen2"), {**GPTQ, "scale_dtype": "float32"}).folder
     made = export(folder, tmp_path / "model.gguf", type="q4_0")

@@ -23,10 +23,16 @@ class Layout(Protocol):
     """`quant_method` of config.json whose checkpoints use it."""
     integers: frozenset[str]
     """Suffixes whose tensors keep their dtype when a model is loaded in another one: codes, not numbers."""
+    any_length: frozenset[str] = frozenset()
+    """Suffixes of vectors that may have any length in a checkpoint; `tensors` has the one that hone writes."""
 
     def problem(self, scheme: Scheme) -> str | None:
         """Why the layout cannot hold `scheme`; None when it can."""
         ...
+
+    def shape_problem(self, scheme: Scheme, rows: int, columns: int) -> str | None:
+        """Why no library reads a module of this shape; None when they do."""
+        return None
 
     def tensors(self, scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
         """Dtype and shape of every tensor of a module [rows, columns]."""

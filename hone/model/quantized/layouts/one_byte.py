@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import ArtifactError
-from hone.model.quantized.layouts.base import Entry
+from hone.model.quantized.layouts.base import Entry, Layout
 from hone.model.quantized.scheme import Scheme, Stored
 
 
-class OneByte:
+class OneByte(Layout):
     """`weight` int8 or float8 [N, K], `weight_scale` [R, G] ([1] for one scale), `weight_zero_point` int8 where asymmetric."""
 
     method = "compressed-tensors"

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import ArtifactError
-from hone.model.quantized.layouts.base import Entry
+from hone.model.quantized.layouts.base import Entry, Layout
 from hone.model.quantized.scheme import Scheme, Stored
 from hone.ops import formats
 
 
-class PackQuantized:
+class PackQuantized(Layout):
     """`weight_packed` int32 [N, words of K codes], `weight_scale` [N, G], `weight_shape` int64 [2]; where asymmetric
     `weight_zero_point` int32 [words of N codes, G]."""
 

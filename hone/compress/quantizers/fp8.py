@@ -1,0 +1,72 @@
+"""FP8: every weight to the nearest 8-bit float of its block, row or matrix, without calibration data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+from hone.compress.matrix import Matrix, Quantizer
+
+if TYPE_CHECKING:
+    from hone.model.quantized.scheme import Scheme
+
+torch = lazy("torch")
+grid = lazy("hone.compress.grid")
+formats = lazy("hone.ops.formats")
+schemes = lazy("hone.model.quantized.scheme")
+
+BLOCK = (128, 128)
+"""Rows and columns of a block in DeepSeek-V3 and in the kernels of vLLM and transformers."""
+
+
+class FP8(Quantizer):
+    """Rounds every weight to e4m3, the largest of a block, row or matrix to 448. Micikevicius et al. 2022, arXiv:2209.05433."""
+
+    paper: ClassVar[str] = "arXiv:2209.05433"
+
+    strategy: Literal["tensor", "channel", "block"] = Field(
+        "channel", description="Weights that share a scale: the matrix, a row, or a block of 128 x 128."
+    )
+    layout: Literal["auto", "float-quantized", "fp8"] = Field(
+        "auto",
+        description="Storage format: compressed-tensors' float-quantized, or fp8, which transformers loads without more (blocks "
+        "only); auto is fp8 for blocks.",
+    )
+
+    @property
+    def stored_layout(self) -> str:
+        if self.layout == "auto":
+            return "fp8" if self.strategy == "block" else "float-quantized"
+        return self.layout
+
+    def scheme(self, columns: int) -> Scheme:
+        block = BLOCK if self.strategy == "block" else None
+        shared = self.strategy == "tensor"
+        return schemes.Scheme(8, layout=self.stored_layout, number="e4m3", block=block, per_tensor=shared)
+
+    def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
+        return torch.float32 if self.stored_layout == "fp8" else super().stored_scale_dtype(checkpoint_dtype)
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        if self.stored_layout == "fp8" and self.strategy != "block":
+            raise SpecError(
+                f"{self.kind}: layout fp8 stores blocks, not one scale per {self.strategy}",
+                fix="set strategy=block, or layout=float-quantized",
+            )
+        if self.stored_layout == "fp8" and self.scale_dtype not in ("auto", "float32"):
+            raise SpecError(
+                f"{self.kind}: layout fp8 stores float32 scales, not {self.scale_dtype}", fix="set scale_dtype=auto"
+            )
+        super().check(name, rows, columns)
+
+    def apply(self, matrix: Matrix) -> None:
+        weights = matrix.weight
+        scheme = self.scheme(weights.shape[1])
+        (high, wide), (down, across) = scheme.extent(*weights.shape), scheme.grid(*weights.shape)
+        padded = torch.nn.functional.pad(weights.abs(), (0, -weights.shape[1] % wide, 0, -len(weights) % high))
+        largest = padded.view(down, high, across, wide).amax((1, 3)) / formats.LARGEST[torch.float8_e4m3fn]
+        scales = grid.stored(largest, self.stored_scale_dtype(matrix.stored_dtype))
+        matrix.stored = scheme.quantize(weights, scales)

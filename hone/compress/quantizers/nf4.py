@@ -1,0 +1,92 @@
+"""NF4 and FP4: every weight to the nearest of 16 fixed values times the largest magnitude of its block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+from hone.compress.matrix import Matrix, Quantizer
+
+if TYPE_CHECKING:
+    from hone.model.quantized.scheme import Scheme
+
+torch = lazy("torch")
+layout = lazy("hone.model.quantized.layouts.bitsandbytes_4bit")
+numbers = lazy("hone.model.quantized.numbers")
+schemes = lazy("hone.model.quantized.scheme")
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Block sizes of bitsandbytes."""
+SMALLEST = 1e-38
+"""What bitsandbytes divides an all-zero block by."""
+
+
+class NF4(Quantizer):
+    """Rounds to the 16 values of NormalFloat, quantiles of a normal distribution. Dettmers et al. 2023, arXiv:2305.14314.
+
+    Written bit for bit as bitsandbytes 0.50 writes it; there the last block of a matrix may be shorter, here all are whole.
+    """
+
+    paper: ClassVar[str] = "arXiv:2305.14314"
+    number: ClassVar[str] = "nf4"
+
+    block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(
+        64, description="Neighbouring weights of a row that share a scale; transformers' default is 64."
+    )
+    double_quant: bool = Field(
+        False,
+        description="Whether the scales are rounded to 8 bits, which saves 0.37 bits per weight with blocks of 64.",
+    )
+
+    def scheme(self, columns: int) -> Scheme:
+        name = f"{self.number}-nested" if self.double_quant else self.number
+        return schemes.Scheme(4, self.block_size, name, number=self.number)
+
+    def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
+        return torch.float32
+
+    def config_options(self, dtype: str) -> dict[str, Any]:
+        return {"bnb_4bit_compute_dtype": dtype}
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        if self.scale_dtype not in ("auto", "float32"):
+            raise SpecError(
+                f"{self.kind}: bitsandbytes stores float32 scales, not {self.scale_dtype}", fix="set scale_dtype=auto"
+            )
+        if columns % self.block_size:
+            sizes = [str(size) for size in BLOCKS if columns % size == 0]
+            raise SpecError(
+                f"{self.kind}: blocks of {self.block_size} do not divide the {columns} input features of {name}",
+                fix=f"use block_size {' or '.join(sizes)}" if sizes else "use kind=rtn with uneven=nearest",
+            )
+        super().check(name, rows, columns)
+
+    def apply(self, matrix: Matrix) -> None:
+        weights = matrix.weight.float()
+        rows, columns = weights.shape
+        blocks = weights.reshape(rows, -1, self.block_size)
+        scales = blocks.abs().amax(-1)
+        steps = (blocks * (1.0 / scales.clamp(min=SMALLEST)).unsqueeze(-1)).clamp_(-1, 1)
+        codes = numbers.nearest(steps, self.number).view(rows, columns)
+        raw: dict[int, dict[str, Any]] = {}
+        dtype = torch.float32 if matrix.stored_dtype == torch.float64 else matrix.stored_dtype
+        begin = 0
+        for count in matrix.modules or (rows,):
+            part, state = {}, {}
+            if self.double_quant:
+                part, state, read = layout.nest(scales[begin : begin + count].flatten())
+                scales[begin : begin + count] = read.view(count, -1)
+            described = layout.describe(self.number, (count, columns), dtype, self.block_size, **state)
+            raw[begin] = part | described
+            begin += count
+        matrix.stored = schemes.Stored(self.scheme(columns), codes, scales, raw=raw)
+
+
+class FP4(NF4):
+    """Rounds to 16 floats with two exponent bits and one bit of mantissa, as bitsandbytes scales them. arXiv:2212.09720."""
+
+    paper: ClassVar[str] = "arXiv:2212.09720"
+    number: ClassVar[str] = "fp4"

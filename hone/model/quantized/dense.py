@@ -1,0 +1,80 @@
+"""A quantized folder read as a dense one: the weights of its linears are dequantized one module at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hone.base.errors import ArtifactError
+from hone.model.config import ModelConfig
+from hone.model.hf import Checkpoint
+from hone.model.quantized.config import read
+from hone.model.quantized.layouts import layout_of, shapes_of
+from hone.model.quantized.scheme import Scheme
+
+
+class Quantized(NamedTuple):
+    """A quantized linear of a checkpoint."""
+
+    name: str
+    rows: int
+    columns: int
+    scheme: Scheme
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of its tensors, without a bias."""
+        return [f"{self.name}.{suffix}" for suffix in shapes_of(self.scheme, self.rows, self.columns)]
+
+
+def quantized_modules(config: ModelConfig, quantization: dict[str, Any]) -> Iterator[Quantized]:
+    """Every linear that a `quantization_config` describes. Raises ArtifactError for a config hone cannot run."""
+    parsed = read(quantization)
+    linears = [
+        (name, rows, spec.in_features)
+        for index in range(config.num_layers)
+        for path, spec in config.linears(index).items()
+        for name, rows in config.modules(index, path).items()
+    ]
+    if not config.tie_embeddings:
+        linears.append(("lm_head", config.vocab_size, config.hidden_size))
+    for name, rows, columns in linears:
+        scheme = parsed.scheme(name)
+        if scheme is not None:
+            yield Quantized(name, rows, columns, scheme)
+
+
+class DenseCheckpoint(Checkpoint):
+    """A `Checkpoint` whose quantized linears have a `weight` in the checkpoint's dtype, dequantized when it is read."""
+
+    def __init__(self, folder: Path | str) -> None:
+        super().__init__(folder)
+        assert self.quantization is not None, f"{folder} is not quantized"
+        self._modules = {f"{one.name}.weight": one for one in quantized_modules(self.config, self.quantization)}
+        self.quantization = None
+        self.values = {key: value for key, value in self.values.items() if key != "quantization_config"}
+
+    def names(self) -> list[str]:
+        stored = {name for one in self._modules.values() for name in one.tensors}
+        return [name for name in super().names() if name not in stored] + list(self._modules)
+
+    def tensor(self, name: str) -> Tensor:
+        one = self._modules.get(name)
+        if one is None:
+            return super().tensor(name)
+        part = {}
+        for suffix, shape in shapes_of(one.scheme, one.rows, one.columns).items():
+            tensor = super().tensor(f"{one.name}.{suffix}")
+            if shape != (-1,) and tuple(tensor.shape) != shape:
+                raise self._misfit(f"{one.name}.{suffix}", tuple(tensor.shape), shape)
+            part[suffix] = tensor
+        try:
+            return layout_of(one.scheme).read(one.scheme, part, one.columns).weight(self.dtype)
+        except ArtifactError as error:
+            raise ArtifactError(f"{self.folder}: {one.name}: {error.what}", fix=error.fix) from None
+
+    def file(self, name: str) -> Path:
+        return super().file(self._modules[name].tensors[0] if name in self._modules else name)
