@@ -122,12 +122,13 @@ def test_the_block_that_writes_most_of_the_hidden_states_gets_the_bits(
     made = compress(
         folder,
         RTN,
-        allocation={"kind": "hessian", "bits_per_weight": 4.0, "bits": (2, 3, 8), "num_sequences": 4},
+        allocation={"kind": "hessian", "bits_per_weight": 5.0, "bits": (2, 3, 8), "num_sequences": 4},
         calibration_text=str(calibration_text),
     )
     rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
-    most = {row["name"] for row in rows if row["bits"] > 2}
-    assert most == {"model.layers.1.feed_forward.gate_up", "model.layers.1.feed_forward.down"}
+    written = {row["bits"] for row in rows if row["name"].startswith("model.layers.1.feed_forward")}
+    others = {row["bits"] for row in rows if not row["name"].startswith("model.layers.1.feed_forward")}
+    assert min(written) > max(others)
 
 
 def test_divergence_is_that_of_the_model_with_one_matrix_rounded(family_folder) -> None:
