@@ -34,8 +34,8 @@ TOKENIZER_FILES = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_CODES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
-_AS_STORED = ("weight_scale",)
+_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
+_AS_STORED = ("weight_scale", "_global_scale", "input_scale")
 _IGNORED = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
