@@ -9,6 +9,9 @@ QUANTIZERS = Table(
     {
         "rtn": "hone.compress.quantizers.rtn:RoundToNearest",
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
+        "nvfp4": "hone.compress.quantizers.nvfp4:NVFP4",
+        "mxfp4": "hone.compress.quantizers.mxfp4:MXFP4",
+        "mxfp8": "hone.compress.quantizers.mxfp8:MXFP8",
     },
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.compress.calibration import Calibration
-from hone.compress.statistics import STATISTICS, Statistic
+from hone.compress.statistics import RANGES, STATISTICS, Gathered
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder, DecoderLayer
 
@@ -88,7 +88,7 @@ class _Gather:
     def __init__(self, wanted: Collection[str], num_tokens: int) -> None:
         self.wanted = sorted(wanted)
         self.num_tokens = num_tokens
-        self.statistics: dict[str, Statistic] = {}
+        self.statistics: dict[str, Gathered] = {}
         self.counts: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -96,7 +96,7 @@ class _Gather:
         x = x if self.counts is None else x[self.counts]
         for name in self.wanted:
             if name not in self.statistics:
-                self.statistics[name] = STATISTICS[name](x.shape[1], self.num_tokens, x.device)
+                self.statistics[name] = (STATISTICS | RANGES)[name](x.shape[1], self.num_tokens, x.device)
             self.statistics[name].add(x)
 
     def values(self) -> dict[str, Tensor]:

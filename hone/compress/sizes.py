@@ -17,7 +17,7 @@ from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
 from hone.model.hf import singles
-from hone.model.quantized.layouts import layout_of
+from hone.model.quantized.layouts import tensors_of
 from hone.model.shards import Shards
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -59,7 +59,7 @@ def shard_sizes(
 def quantized(quantizer: Quantizer, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Entry]:
     """Dtype and shape of each tensor of a module [rows, columns] that `quantizer` stores, by suffix."""
     scheme = quantizer.scheme(columns)
-    return layout_of(scheme).tensors(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
+    return tensors_of(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
 
 
 def matrix_bytes(quantizer: Quantizer, linear: Linear, dtype: torch.dtype) -> int:

@@ -139,6 +139,12 @@ class Compress(Stage):
         given = model.given | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
         applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
         check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
+        quantizer = self._quantizer
+        if quantizer is not None and calibrated is None and quantizer.input_statistics:
+            raise SpecError(
+                f"{quantizer.kind} with activations {quantizer.activations} needs calibration inputs",
+                fix="add data: NAME OR FOLDER, or set calibration_text=FILE",
+            )
         targets = targets_of.select(model.config, self.targets, self.ignore)
         for index, linears in enumerate(targets):
             for linear in linears:
@@ -162,7 +168,15 @@ class Compress(Stage):
         )
         sequences = calibrated or Calibrated(0, 0)
         work = Compression(
-            model.config.facts(), layers, tuple(made), dtype.itemsize, compute, *sequences, batch_size=self.batch_size
+            model.config.facts(),
+            layers,
+            tuple(made),
+            dtype.itemsize,
+            compute,
+            *sequences,
+            batch_size=self.batch_size,
+            range_bytes=0.0 if quantizer is None else quantizer.range_bytes,
+            rounding_bytes=0.0 if quantizer is None else quantizer.rounding_bytes,
         )
         quantization = self._quantization(model.config, targets, planned)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
@@ -193,8 +207,10 @@ class Compress(Stage):
             rows = stream.run_job(job, flow, draft, run)
             self._describe(draft, checkpoint, self._quantization(checkpoint.config, plan.targets, job.quantizers))
             write_jsonl(draft.folder / "layers.jsonl", rows)
+        ranges = self._quantizer is not None and bool(self._quantizer.input_statistics)
         for step in self.steps:
-            source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
+            reads = "hessian" in step.needs or (ranges and step is self._quantizer)
+            source = {"calibration": samples.source} if samples is not None and reads else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source})
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
@@ -379,7 +395,7 @@ class Compress(Stage):
             sum(outputs) / len(outputs) if outputs else None,
             "fraction",
             n=max(len(outputs), 1),
-            note="|(W' - W) X| / |W X| over the calibration inputs X, mean over matrices"
+            note="|(W' - W) X| / |W X| over the calibration inputs X (not rounded), mean over matrices"
             if outputs
             else "not measured: no calibration inputs (give the role data, or calibration_text)",
         )

@@ -31,6 +31,11 @@ def contents(folder: Path) -> dict[str, bytes]:
         ([{"kind": "gptq", "bits": 4, "group_size": 32}], [(1, "after"), (2, "after"), (3, "before"), (4, "after")]),
         ([{"kind": "rtn", "bits": 8, "group_size": 0}], [(3, "before")]),
         ([{"kind": "wanda", "pattern": "2:4"}], [(4, "after"), (2, "before")]),
+        ([{"kind": "nvfp4", "activations": "nvfp4"}], [(3, "after"), (4, "before")]),
+        (
+            [{"kind": "gptq", "bits": 8, "group_size": 0, "activations": "int8_tensor", "observer": "entropy"}],
+            [(3, "after")],
+        ),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
     ],
 )
