@@ -25,6 +25,7 @@ import yaml
 from benchmarks import ledger
 from hone.base.artifact import Artifact
 from hone.base.run import Run
+from hone.compress.matrix import quantizer_of
 from hone.compress.stage import Compress
 from hone.compress.statistics import STATISTICS
 from hone.eval.score import Scores, score
@@ -96,10 +97,12 @@ def _measured(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """The ledger row of one method: means over its seeds."""
-    values = {key: value for key, value in method.items() if key not in ("name", "technique")}
+    values = {key: value for key, value in method.items() if key not in ("name", "technique", "calibrated")}
     values |= {"num_sequences": arguments.num_sequences, "seq_len": arguments.seq_len, "batch_size": 16}
     spec = Compress.read(values)
+    quantizer = quantizer_of(spec.steps)
     calibrates = spec.allocation is not None or any(step.needs & STATISTICS.keys() for step in spec.steps)
+    calibrates |= method.get("calibrated", False) or (quantizer is not None and bool(quantizer.input_statistics))
     machine = describe(arguments.device).model_dump(mode="json")
     found: list[tuple[Scores, dict[str, float | None]]] = []
     for seed in range(arguments.seeds if calibrates else 1):

@@ -15,7 +15,12 @@ MIXER_TESTS = (
     "shared_kv", "sliding_window", "transformer_xl",
 )  # fmt: skip
 TESTS: dict[str, tuple[str, ...]] = {
-    "linear": ("model/test_linear.py", "model/test_quantized.py", "model/test_dequantizing.py"),
+    "linear": (
+        "model/test_linear.py",
+        "model/test_quantized.py",
+        "model/test_dequantizing.py",
+        "model/test_activations.py",
+    ),
     "mixer": tuple(f"model/mixers/test_{name}.py" for name in MIXER_TESTS),
     "feed-forward": ("model/test_feed_forwards.py",),
     "adapter": (),
@@ -34,9 +39,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
     "transform": ("compress/test_transforms.py",),
     "bit allocation": ("compress/test_allocation.py",),
+    "observer": ("compress/test_observers.py",),
     "quantizer": (
         "compress/test_stage.py",
-        *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround", "fp8", "nf4")),
+        *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround", "fp8", "nf4", "formats")),
     ),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
     "structured pruner": ("compress/structured/test_cuts.py",),

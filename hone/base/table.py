@@ -34,6 +34,7 @@ TABLES: tuple[str, ...] = (
     "hone.compress:TRANSFORMS",
     "hone.compress:ALLOCATIONS",
     "hone.compress:QUANTIZERS",
+    "hone.compress.observers:OBSERVERS",
     "hone.compress:PRUNERS",
     "hone.compress:STRUCTURED_PRUNERS",
     "hone.serve:DRAFTERS",

@@ -16,6 +16,9 @@ QUANTIZERS = Table(
         "nf4": "hone.compress.quantizers.nf4:NF4",
         "fp4": "hone.compress.quantizers.nf4:FP4",
         "llm_int8": "hone.compress.quantizers.llm_int8:LLMInt8",
+        "nvfp4": "hone.compress.quantizers.nvfp4:NVFP4",
+        "mxfp4": "hone.compress.quantizers.mxfp4:MXFP4",
+        "mxfp8": "hone.compress.quantizers.mxfp8:MXFP8",
     },
 )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.compress.calibration import Calibration
-from hone.compress.statistics import PAIRED, STATISTICS
+from hone.compress.statistics import PAIRED, RANGES, STATISTICS
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder, DecoderLayer
 
@@ -146,7 +146,7 @@ class _Gather:
             return
         for name in self.wanted:
             if name not in self.statistics:
-                self.statistics[name] = STATISTICS[name](x.shape[1], self.num_tokens, x.device)
+                self.statistics[name] = (STATISTICS | RANGES)[name](x.shape[1], self.num_tokens, x.device)
             self.statistics[name].add(*((x, self.dense) if name in PAIRED else (x,)))
         self.dense = None
 

@@ -18,7 +18,7 @@ from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
 from hone.model.hf import singles
 from hone.model.quantized.dense import quantized_modules
-from hone.model.quantized.layouts import layout_of
+from hone.model.quantized.layouts import tensors_of
 from hone.model.shards import Shards
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -73,7 +73,7 @@ def shard_sizes(
 def quantized(quantizer: Quantizer, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Entry]:
     """Dtype and shape of each tensor of a module [rows, columns] that `quantizer` stores, by suffix."""
     scheme = quantizer.scheme(columns)
-    return layout_of(scheme).tensors(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
+    return tensors_of(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
 
 
 def matrix_bytes(quantizer: Quantizer, linear: Linear, dtype: torch.dtype) -> int:

@@ -153,6 +153,12 @@ class Compress(Stage):
         given = {"weights:float"} | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
         applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
         check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
+        quantizer = self._quantizer
+        if quantizer is not None and calibrated is None and quantizer.input_statistics:
+            raise SpecError(
+                f"{quantizer.kind} with activations {quantizer.activations} needs calibration inputs",
+                fix="add data: NAME OR FOLDER, or set calibration_text=FILE",
+            )
         whole, model = model, self._cut(model, calibrated is not None)
         targets: tuple[Any, ...] = ((),) * model.config.num_layers
         if self._layer_steps:
@@ -181,6 +187,8 @@ class Compress(Stage):
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
         measured = chain.measured(whole.config, self._structured, *(calibrated or (0, 0)), **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
+        if quantizer is not None:
+            more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
         quantization = self._quantization(model.config, targets, planned, model.dtype)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
@@ -217,8 +225,10 @@ class Compress(Stage):
         for step, words in zip(self._structured, said):
             source = {} if samples is None else {"calibration": samples.source}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
+        ranges = self._quantizer is not None and bool(self._quantizer.input_statistics)
         for step in self._layer_steps:
-            source = {"calibration": samples.source} if samples is not None and "hessian" in step.needs else {}
+            reads = "hessian" in step.needs or (ranges and step is self._quantizer)
+            source = {"calibration": samples.source} if samples is not None and reads else {}
             note = {"note": step.note} if step.note else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source, **note})
             if step.note:
@@ -452,7 +462,7 @@ class Compress(Stage):
             sum(outputs) / len(outputs) if outputs else None,
             "fraction",
             n=max(len(outputs), 1),
-            note=f"|(W' - W) X| / |W X| over the calibration inputs X, mean over matrices{against}"
+            note=f"|(W' - W) X| / |W X| over the calibration inputs X (not rounded), mean over matrices{against}"
             if outputs
             else "not measured: no calibration inputs (give the role data, or calibration_text)",
         )

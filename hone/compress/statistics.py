@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-class Statistic(Protocol):
-    """Base: accumulates over batches of inputs [T, K], in all `num_tokens` tokens of `columns` features."""
+class Gathered(Protocol):
+    """Accumulates over batches of inputs [T, K], in all `num_tokens` tokens of `columns` features."""
 
     def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None: ...
 
@@ -23,6 +23,10 @@ class Statistic(Protocol):
     def value(self) -> Tensor:
         """The statistic over all batches."""
         ...
+
+
+class Statistic(Gathered, Protocol):
+    """A statistic that follows from that of the inputs before a transform multiplied their features."""
 
     @staticmethod
     def scaled(value: Tensor, factors: Tensor) -> Tensor:
@@ -168,3 +172,42 @@ STATISTICS: dict[str, type[Statistic] | type[Cross]] = {
 
 PAIRED = frozenset({"cross"})
 """Statistics of two models' inputs: hidden states of the model that is not compressed are then kept as well."""
+
+
+class Extremes:
+    """Smallest and largest x of each batch, float32 [batches, 2]."""
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+        self.batches: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        if x.numel():
+            self.batches.append(torch.stack(x.aminmax()).float())
+
+    def value(self) -> Tensor:
+        return torch.stack(self.batches)
+
+
+class Histogram:
+    """How often each number of bfloat16 is the nearest to an x, int64 [65536] by the number's 16 bits.
+
+    It needs no range in advance, resolves every magnitude to 2^-8 of itself, and does not depend on the order of batches;
+    of bfloat16 inputs it is exact.
+    """
+
+    CHUNK = 1 << 22
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+        self.counts = torch.zeros(1 << 16, dtype=torch.int64, device=device)
+
+    def add(self, x: Tensor) -> None:
+        for part in x.to(torch.bfloat16).flatten().view(torch.uint16).split(self.CHUNK):
+            self.counts += torch.bincount(part.to(torch.int32), minlength=1 << 16)
+
+    def value(self) -> Tensor:
+        return self.counts
+
+
+RANGES: dict[str, type[Gathered]] = {"extremes": Extremes, "histogram": Histogram}
+"""Statistics of all inputs together, which observers read. What a transform does to columns does not carry over to them, so
+they are gathered after transforms."""

@@ -30,7 +30,8 @@ from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear
 from hone.compress.transforms.base import Transform
 from hone.model.hf import Checkpoint
-from hone.model.quantized.layouts import layout_of
+from hone.model.quantized import layouts
+from hone.model.quantized.rounded_inputs import RoundedInputs
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Job:
     def quantizers(self) -> Assigned:
         """The quantizer of each matrix."""
         return Assigned(quantizer_of(self.steps), self.bits)
+
+    @property
+    def ranges(self) -> frozenset[str]:
+        """Statistics for the scales of the linears' inputs."""
+        quantizer = quantizer_of(self.steps)
+        return frozenset() if quantizer is None else quantizer.input_statistics
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -146,7 +153,10 @@ def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
             if job.transforms:
                 LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()
             for linear in job.targets[index]:
-                _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
+                if _rounds_inputs(job):
+                    _use_rounded(job, index, layer, linear, written)
+                else:
+                    _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
             flow.through(layer)
             bar.advance()
 
@@ -155,15 +165,22 @@ def _read(job: Job, index: int, linear: Linear, written: dict[str, Tensor]) -> T
     """The fused weight [N, K] of a linear as its shard holds it, dequantized on the engine's device."""
     quantizer = job.quantizers.of(index, linear.path)
     wide, parts = torch.promote_types(job.checkpoint.dtype, torch.float32), []
-    for name, _ in linear.modules:
-        given = {key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(f"{name}.")}
-        part = {suffix: value.to(job.device) for suffix, value in given.items()}
+    for part in _parts(job, linear, written):
         if quantizer is None:
             parts.append(part["weight"])
         else:
             scheme = quantizer.scheme(linear.columns)
-            parts.append(layout_of(scheme).read(scheme, part, linear.columns).weight(wide))
+            parts.append(layouts.read(scheme, part, linear.columns).weight(wide))
     return torch.cat(parts)
+
+
+def _parts(job: Job, linear: Linear, written: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors of each checkpoint module of a linear by suffix, on the engine's device."""
+    found = []
+    for name, _ in linear.modules:
+        given = {key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(f"{name}.")}
+        found.append({suffix: value.to(job.device) for suffix, value in given.items()})
+    return found
 
 
 def _keep(job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
@@ -195,7 +212,8 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:
         readers.setdefault(linear.reads, []).append(linear.path)
-    statistics = flow.statistics(layer, readers, job.statistics) if flow is not None else {}
+    wanted = job.statistics if job.transforms else job.statistics | job.ranges
+    statistics = flow.statistics(layer, readers, wanted) if flow is not None else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     targets = frozenset(linear.path for linear in job.targets[index])
     weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizer_of(job.steps))
@@ -203,6 +221,9 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
         transform.change(weights)
     if job.transforms:
         weights.put()
+    if job.transforms and job.ranges and flow is not None:
+        for path, values in flow.statistics(layer, readers, job.ranges).items():
+            statistics[path] = statistics[path] | values
     rows = []
     for linear in job.targets[index]:
         weight = weights.weight(linear.path)
@@ -212,6 +233,9 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
         tensors.update(written)
         if flow is not None:  # the second pass runs the weights that are written, in their stored precision
             plain = matrix.stored is None
+            if _rounds_inputs(job):
+                _use_rounded(job, index, layer, linear, written)
+                continue
             weight = torch.cat([written[f"{name}.weight"] for name, _ in linear.modules]) if plain else matrix.weight
             _use(layer, linear, weight.to(job.dtype))
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
@@ -222,6 +246,23 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
 def _use(layer: nn.Module, linear: Linear, weight: Tensor) -> None:
     """Replaces the weight of a linear of `layer`."""
     layer.get_submodule(linear.path).weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _rounds_inputs(job: Job) -> bool:
+    """Whether the written model rounds the inputs of its linears."""
+    quantizer = quantizer_of(job.steps)
+    return quantizer is not None and quantizer.rounding is not None
+
+
+def _use_rounded(job: Job, index: int, layer: nn.Module, linear: Linear, written: dict[str, Tensor]) -> None:
+    """Replaces a linear of `layer` by the quantized one that `written` holds, which rounds its inputs, too."""
+    quantizer, dense = job.quantizers.of(index, linear.path), layer.get_submodule(linear.path)
+    assert quantizer is not None
+    with torch.device("meta"):
+        rounded = RoundedInputs(linear.columns, linear.rows, False, scheme=quantizer.scheme(linear.columns))
+    rounded.load(_parts(job, linear, written))
+    rounded.bias = None if dense.bias is None else dense.bias.detach()
+    layer.set_submodule(linear.path, rounded)
 
 
 def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
@@ -236,6 +277,9 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
     matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model)
     for step in job.matrix_steps(index, linear):
         step.apply(matrix)
+    quantizer = job.quantizers.of(index, linear.path)
+    if quantizer is not None:
+        quantizer.calibrate_inputs(matrix)
     return matrix
 
 
@@ -248,7 +292,7 @@ def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[
         begin += count
         dtype = before.pop(f"{name}.weight").dtype
         stored = None if matrix.stored is None else matrix.stored.rows(rows)
-        part = {"weight": matrix.weight[rows].to(dtype)} if stored is None else layout_of(stored.scheme).write(stored)
+        part = {"weight": matrix.weight[rows].to(dtype)} if stored is None else layouts.write(stored)
         found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
     return found
 

@@ -34,6 +34,9 @@ is page faults of new tensors (two-core AMD EPYC: 3 ns a weight)."""
 REPORT_BYTES = 60.0
 """Bytes per weight of both errors, the number of zeros, and dequantization of the stored form."""
 
+DEQUANTIZE_BYTES = 80.0
+"""Bytes a weight of unpacking codes and multiplying scales, at the rate of a large copy (10 ns, two-core AMD EPYC)."""
+
 FP32_SHARE = 0.6
 """Fraction of a GPU's float32 rate on its data sheet that factorization and error products reach."""
 
@@ -101,6 +104,10 @@ class Compression:
     """The passes of structured pruners before, each with the model on which it runs, whose matrices and shards do not count."""
     paired: bool = False
     """Whether the inputs of the model that is not compressed are computed as well, and their products with the others."""
+    range_bytes: float = 0.0
+    """Bytes moved for each value of a linear's input by the statistics of its range."""
+    rounding_bytes: float = 0.0
+    """The same for rounding it in the second pass, which then dequantizes the weights for every batch."""
 
     @property
     def tokens(self) -> int:
@@ -127,9 +134,10 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         spent = {
             "loading and Python": _load(machine, work, index),
             "statistics": (1 + work.paired) * (forward + _gather(machine, work, matrices)) if work.tokens else 0.0,
+            "ranges of inputs": _inputs(machine, work, matrices, work.range_bytes),
             "solvers": sum(_solve(machine, one, step) for one in matrices for step in one.steps),
             "errors": sum(_evaluate(machine, one, calibrated=bool(work.tokens)) for one in matrices),
-            "second pass": 0.0 if last else forward,
+            "second pass": 0.0 if last else forward + _round(machine, work, matrices),
         }
         for name, value in spent.items():
             parts[name] = parts.get(name, 0.0) + value
@@ -213,6 +221,20 @@ def _gather(machine: Machine, work: Compression, matrices: Iterable[MatrixWork])
         added = _passes(machine, 12.0 * columns * columns) if machine.device.startswith("cuda") else 0.0
         total += batches * (product + added)
     return total
+
+
+def _inputs(machine: Machine, work: Compression, matrices: Iterable[MatrixWork], num_bytes: float) -> float:
+    """Seconds of moving `num_bytes` for each value of every matrix's input."""
+    return _passes(machine, num_bytes * work.tokens * sum(one.columns for one in matrices)) if num_bytes else 0.0
+
+
+def _round(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) -> float:
+    """Seconds that rounding of inputs adds to a forward pass."""
+    if not work.rounding_bytes or not work.tokens:
+        return 0.0
+    batches = -(-work.num_sequences // work.batch_size)
+    weights = _passes(machine, DEQUANTIZE_BYTES * batches * sum(one.size for one in matrices))
+    return weights + _inputs(machine, work, matrices, work.rounding_bytes)
 
 
 def _load(machine: Machine, work: Compression, index: int) -> float:

@@ -35,7 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
-_AS_STORED = ("weight_scale", "weight_scale_inv", ".scales", "absmax", "quant_map", ".SCB")
+_AS_STORED = (
+    "weight_scale", "weight_scale_inv", "_global_scale", "input_scale", ".scales", "absmax", "quant_map", ".SCB",
+)  # fmt: skip
 _IGNORED = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",

@@ -35,6 +35,11 @@ def contents(folder: Path) -> dict[str, bytes]:
         ([{"kind": "magnitude", "scope": "global"}], [(4, "after"), (3, "before")]),
         ([{"kind": "sparsegpt"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(4, "after"), (3, "before")]),
         ([{"kind": "gptq", "group_size": 32, "sparsity": 0.5, "pattern": "2:4"}], [(3, "after"), (4, "before")]),
+        ([{"kind": "nvfp4", "activations": "nvfp4"}], [(3, "after"), (4, "before")]),
+        (
+            [{"kind": "gptq", "bits": 8, "group_size": 0, "activations": "int8_tensor", "observer": "entropy"}],
+            [(3, "after")],
+        ),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),

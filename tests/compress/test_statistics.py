@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import textwrap
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hone.compress import PRUNERS
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.compress.matrix import Matrix
-from hone.compress.statistics import STATISTICS, Samples
+from hone.compress.statistics import RANGES, STATISTICS, Samples
 from hone.model.hf import Checkpoint, load
 from hone.model.quantized.scheme import Scheme
 
@@ -33,15 +34,35 @@ def test_every_statistic_is_of_the_tokens_that_count(flow: Flow, tiny_llama: Pat
     flow.states += 0.1 * torch.randn(flow.states.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         x, dense = (layer.mixer_norm(states)[:, :5].flatten(0, 1) for states in (flow.states, flow.dense_states))
-    found = flow.statistics(layer, {"mixer_norm": ["mixer.qkv"]}, STATISTICS)["mixer.qkv"]
+    found = flow.statistics(layer, {"mixer_norm": ["mixer.qkv"]}, STATISTICS | RANGES)["mixer.qkv"]
     expected = {
         "hessian": x.T @ x / len(x), "cross": (dense - x).T @ x / len(x), "mean": x.mean(0), "absmean": x.abs().mean(0), "absmax": x.abs().amax(0),
         "meansquare": x.square().mean(0),
         "samples": x,
+        "extremes": torch.stack([torch.stack((part.min(), part.max())) for part in x.view(5, 5, -1).split(2)]),
+        "histogram": histogram_by_hand(x),
     }  # fmt: skip
-    assert found.keys() == expected.keys() == STATISTICS.keys()
+    assert found.keys() == expected.keys() == STATISTICS.keys() | RANGES.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=1e-5), name
+
+
+def histogram_by_hand(x: torch.Tensor) -> torch.Tensor:
+    """Counts of the upper 16 bits of float32 numbers rounded to bfloat16, one number at a time."""
+    counts = torch.zeros(1 << 16, dtype=torch.int64)
+    for one in x.flatten().tolist():
+        low, high = struct.pack("<f", float(torch.tensor(one).bfloat16()))[2:]
+        counts[low | high << 8] += 1
+    return counts
+
+
+def test_histograms_do_not_depend_on_batches_or_their_order() -> None:
+    x = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * 100
+    whole, pieces = (RANGES["histogram"](8, 50, x.device) for _ in range(2))
+    whole.add(x)
+    for part in (*x[30:].split(7), x[:30]):
+        pieces.add(part)
+    assert torch.equal(whole.value(), pieces.value()) and int(whole.value().sum()) == x.numel()
 
 
 def test_only_what_is_asked_for_is_gathered_and_once_for_each_input(flow: Flow, tiny_llama: Path, monkeypatch) -> None:

@@ -94,6 +94,19 @@ def test_the_parts_of_a_layer_are_those_that_were_measured() -> None:
     assert parts["second pass"] == pytest.approx(0.76, rel=0.25), formula
 
 
+def test_ranges_and_rounding_of_inputs_are_counted() -> None:
+    plain = compression("gptq", 128)
+    static = QUANTIZERS.read({"kind": "gptq", "activations": "int8_tensor", "observer": "entropy"})
+    dynamic = QUANTIZERS.read({"kind": "gptq", "activations": "fp8_token"})
+    assert dynamic.range_bytes == 0 and static.range_bytes > static.rounding_bytes > 0 < dynamic.rounding_bytes
+    work = replace(plain, range_bytes=static.range_bytes, rounding_bytes=static.rounding_bytes)
+    before, after = (compress_seconds(h200(), one) for one in (plain, work))
+    assert "ranges of inputs" not in before.formula and before.value < after.value
+    parts = {name: float(value) for name, value, _ in (part.rsplit(" ", 2) for part in after.formula.split(" + "))}
+    values = 2 * 128 * 2048 * sum(one.columns for one in plain.layers[0])  # of both layers
+    assert 3e12 < values * static.range_bytes / parts["ranges of inputs"] < 5e12, "bytes/s of an H200's memory"
+
+
 def test_writing_waits_for_nothing_but_the_layer_before() -> None:
     two, eight = (compress_seconds(h200(), compression("rtn", 0, count)).value for count in (2, 8))
     shard_s = compression("rtn", 0).shard_bytes[1] / 1.1e9

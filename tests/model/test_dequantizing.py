@@ -12,7 +12,7 @@ from hone.model.quantized import dequantizing
 from hone.model.quantized.config import linear_of
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.layouts import layout_of, problem
-from hone.model.quantized.scheme import Activations, Quantization, Scheme
+from hone.model.quantized.scheme import Quantization, Scheme
 from hone.ops import formats
 
 FP8 = {"layout": "float-quantized", "number": "e4m3"}
@@ -128,14 +128,15 @@ def test_compressed_tensors_reads_the_config_and_the_codes_as_hone_does(name: st
 
 def test_what_hone_cannot_run_is_refused_by_name() -> None:
     fp8 = SCHEMES["fp8 channel"]
-    running = Scheme(8, activations=Activations(number="e4m3"), **FP8)
-    assert "activations" in problem(running) and problem(fp8) is None
-    with pytest.raises(ArtifactError, match="input_activations"):
-        config_of.read(config_of.to_json(Quantization(((("Linear",), running),))))
-    nvfp4 = Scheme(4, 16, "nvfp4-pack-quantized", number="e2m1")
-    assert "does not run yet" in problem(nvfp4)
-    with pytest.raises(ArtifactError, match=r"weights\.type = 'float'"):
-        config_of.read(config_of.to_json(Quantization(((("Linear",), nvfp4),))))
+    assert problem(fp8) is None
+    assert "e2m1 weights of 4 bits, strategy group" in problem(Scheme(4, 16, "nvfp4-pack-quantized", number="e2m1"))
+    wrong = config_of.to_json(Quantization(((("Linear",), fp8),)))
+    wrong["config_groups"]["group_0"]["format"] = "nvfp4-pack-quantized"
+    with pytest.raises(ArtifactError, match=r"weights\.strategy = 'channel'"):
+        config_of.read(wrong)
+    wrong["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}
+    with pytest.raises(ArtifactError, match="output_activations"):
+        config_of.read(wrong)
     assert "asymmetric e4m3" in problem(Scheme(8, symmetric=False, **FP8))
     assert "strategy block" in problem(Scheme(4, block=(8, 8)))
     with pytest.raises(SpecError, match="cannot store e5m2"):

@@ -18,7 +18,7 @@ from hone.compress.gguf.formats import FORMATS, Format
 from hone.compress.gguf.names import row_order
 from hone.model.hf import Checkpoint
 from hone.model.quantized.layouts import layout_of, shapes_of
-from hone.model.quantized.scheme import Scheme, Stored, dequantize
+from hone.model.quantized.scheme import Scheme, Stored, dequantize, scale_values
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 25}
 """Weights that are packed at a time: what a CPU's cache holds with the temporaries of a search."""
@@ -109,7 +109,8 @@ def _dequantized(stored: Stored, rows: Tensor) -> Tensor:
     """The weights float32 [n, K] of some rows."""
     columns, scheme = stored.codes.shape[1], stored.scheme
     points = None if stored.zero_points is None else _by_row(stored, stored.zero_points)[rows]
-    width, scales = scheme.extent(len(stored.codes), columns)[1], _by_row(stored, stored.scales)[rows]
+    width = scheme.extent(len(stored.codes), columns)[1]
+    scales = _by_row(stored, scale_values(stored.scales, stored.global_scale))[rows]
     return dequantize(stored.codes[rows], scales, points, width, torch.float32, scheme.number, stored.index)
 
 

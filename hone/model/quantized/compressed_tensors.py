@@ -5,12 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.model.quantized.layouts import problem
-from hone.model.quantized.scheme import Activations, Quantization, Scheme
+from hone.model.quantized.layouts import LAYOUTS, problem
+from hone.model.quantized.numbers import Number
+from hone.model.quantized.scheme import Activations, Quantization, ScaleFormat, Scheme
 
-_LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
-_FLOATS = {8: "e4m3", 4: "e2m1"}
+_FLOATS: dict[int, Number] = {8: "e4m3", 4: "e2m1"}
 """Floating number formats of compressed-tensors by their bits."""
+_SCALES: dict[ScaleFormat, str] = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
+"""`scale_dtype` of scales of one byte."""
+_BYTE_SCALES: dict[str, ScaleFormat] = {
+    "nvfp4-pack-quantized": "e4m3",
+    "mxfp4-pack-quantized": "e8m0",
+    "mxfp8-quantized": "e8m0",
+}
+"""The format of scales that a layout has without saying so."""
+_WEIGHTS: dict[str, tuple[bool, tuple[str, ...], tuple[int, ...]]] = {
+    "pack-quantized": (True, ("group", "channel"), tuple(range(2, 9))),
+    "int-quantized": (True, ("group", "channel", "block", "tensor"), (8,)),
+    "float-quantized": (False, ("group", "channel", "block", "tensor"), (8,)),
+    "nvfp4-pack-quantized": (False, ("tensor_group",), (4,)),
+    "mxfp4-pack-quantized": (False, ("group",), (4,)),
+    "mxfp8-quantized": (False, ("group",), (8,)),
+}
+"""Of a layout: whether its weights are integers, its strategies, its numbers of bits."""
 
 
 def read(values: dict[str, Any], where: str) -> Quantization:
@@ -66,6 +83,8 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
         "group_size": scheme.group_size or None,
         "dynamic": False,
     }
+    if scheme.scales != "float":
+        weights["scale_dtype"] = _SCALES[scheme.scales]
     return weights if scheme.block is None else weights | {"block_structure": list(scheme.block)}
 
 
@@ -73,38 +92,41 @@ def _activations(activations: Activations | None) -> dict[str, Any] | None:
     """The `input_activations` block of a group."""
     if activations is None:
         return None
-    return {
+    local = activations.scales == "e4m3"
+    values: dict[str, Any] = {
         "num_bits": activations.bits,
         "type": "int" if activations.number == "int" else "float",
         "symmetric": activations.symmetric,
-        "strategy": activations.per,
-        "group_size": None,
-        "dynamic": activations.dynamic,
+        "strategy": "tensor_group" if local else activations.per,
+        "group_size": activations.group_size or None,
+        "dynamic": "local" if local else activations.dynamic,
     }
+    return values if activations.scales == "float" else values | {"scale_dtype": _SCALES[activations.scales]}
 
 
 def _read_scheme(group: dict[str, Any], values: dict[str, Any], where: str) -> Scheme:
     """The scheme of one config group. Raises ArtifactError naming the field for one that hone cannot run."""
     weights = group.get("weights") or {}
-    for key in ("input_activations", "output_activations"):
-        if group.get(key):
-            raise _unsupported(where, key, group[key])
+    if group.get("output_activations"):
+        raise _unsupported(where, "output_activations", group["output_activations"])
     layout = group.get("format") or values.get("format")
-    if layout not in _LAYOUTS:
+    if layout not in LAYOUTS or LAYOUTS[layout].method != "compressed-tensors":
         raise _unsupported(where, "format", layout)
-    bits = weights.get("num_bits")
+    where = f"{where} ({layout})"
+    integers, strategies, widths = _WEIGHTS[layout]
     wanted: dict[str, tuple[Any, ...]] = {
-        "type": ("float",) if layout == "float-quantized" else ("int",),
-        "symmetric": (True,) if layout == "float-quantized" else (True, False),
-        "strategy": ("group", "channel") if layout == "pack-quantized" else ("group", "channel", "block", "tensor"),
-        "num_bits": tuple(range(2, 9)) if layout == "pack-quantized" else (8,),
+        "type": ("int",) if integers else ("float",),
+        "symmetric": (True, False) if integers else (True,),
+        "strategy": strategies,
+        "num_bits": widths,
         "actorder": (None, "static", "weight"),  # these two do not permute the columns
+        "scale_dtype": (None, _SCALES.get(_BYTE_SCALES.get(layout, "float"))),
     }
     for key, allowed in wanted.items():
         if weights.get(key) not in allowed:
             raise _unsupported(where, f"weights.{key}", weights.get(key))
-    strategy, group_size, block = weights["strategy"], 0, None
-    if strategy == "group":
+    bits, strategy, group_size, block = weights["num_bits"], weights["strategy"], 0, None
+    if strategy in ("group", "tensor_group"):
         group_size = weights.get("group_size") or 0
         if group_size < 1:
             raise _unsupported(where, "weights.group_size", weights.get("group_size"))
@@ -112,14 +134,17 @@ def _read_scheme(group: dict[str, Any], values: dict[str, Any], where: str) -> S
         block = tuple(weights.get("block_structure") or ())
         if len(block) != 2 or not all(isinstance(length, int) and length > 0 for length in block):
             raise _unsupported(where, "weights.block_structure", weights.get("block_structure"))
+    inputs = group.get("input_activations")
     scheme = Scheme(
         bits,
         group_size,
         layout,
-        number="int" if weights["type"] == "int" else _FLOATS[bits],
+        number="int" if integers else _FLOATS[bits],
         block=block,
         per_tensor=strategy == "tensor",
         symmetric=weights["symmetric"],
+        activations=_read_activations(inputs, where) if inputs else None,
+        scales=_BYTE_SCALES.get(layout, "float"),
     )
     reason = problem(scheme)
     if reason is not None:
@@ -127,8 +152,35 @@ def _read_scheme(group: dict[str, Any], values: dict[str, Any], where: str) -> S
     return scheme
 
 
+def _read_activations(values: dict[str, Any], where: str) -> Activations:
+    """`input_activations` of a config group. Raises ArtifactError naming the field for a rounding that hone does not run."""
+
+    def one_of(key: str, allowed: tuple[Any, ...]) -> Any:
+        if values.get(key) not in allowed:
+            raise _unsupported(where, f"input_activations.{key}", values.get(key))
+        return values.get(key)
+
+    integers = one_of("type", ("int", "float")) == "int"
+    bits = one_of("num_bits", (8, 4))
+    strategy = one_of("strategy", ("token", "tensor", "group", "tensor_group"))
+    # One dynamic scale for a whole batch would make a sequence's result depend on the others.
+    dynamic = one_of("dynamic", {"tensor": (False,), "tensor_group": ("local",)}.get(strategy, (True,)))
+    grouped = strategy in ("group", "tensor_group")
+    symmetric = one_of("symmetric", (True, False) if integers and not grouped else (True,))
+    byte_scales = {"tensor_group": ("e4m3",), "group": ("float", "e8m0")}.get(strategy, ("float",))
+    stated = one_of("scale_dtype", (None, *(_SCALES.get(kind) for kind in byte_scales)))
+    scales = next((kind for kind in byte_scales if _SCALES.get(kind) == stated), byte_scales[0])
+    size = values.get("group_size") or 0
+    if grouped and size < 1:
+        raise _unsupported(where, "input_activations.group_size", values.get("group_size"))
+    per = "group" if grouped else strategy
+    number = "int" if integers else _FLOATS[bits]
+    return Activations(bits, number, dynamic is not False, per, symmetric, size if grouped else 0, scales)
+
+
 def _unsupported(where: str, key: str, value: Any) -> ArtifactError:
     return ArtifactError(
         f"{where}: quantization_config has {key} = {value!r}",
-        fix="hone reads quantized weights alone: int (2 to 8 bits) in pack-quantized or int-quantized, fp8 in float-quantized",
+        fix="hone reads weights of 2 to 8 bit integers, fp8, NVFP4 and MX formats, with inputs rounded to 8 or 4 bits: "
+        "per token or group while running, or per tensor by calibration",
     )

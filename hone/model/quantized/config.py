@@ -43,5 +43,7 @@ def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]]
     found = read(values).scheme(module)
     if found is None:
         return None
+    if found.activations is not None:
+        return "rounded_inputs", {"scheme": found}
     plain = found.number == "int" and found.symmetric and found.strategy in ("group", "channel") and not found.permuted
     return "packed_int" if plain else "dequantizing", {"scheme": found}

@@ -1,4 +1,4 @@
-"""A linear that keeps its codes as stored and dequantizes them tile by tile: fp8, NF4, zero points, blocks, one scale for all.
+"""A linear that keeps its codes as stored and dequantizes them tile by tile: floats, NF4, zero points, blocks, one scale for all.
 
 Shapes: N output features, K input features, G groups of columns that share a scale.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
 from hone.model.quantized.layouts import layout_of, shapes_of
-from hone.model.quantized.scheme import Scheme, Stored, dequantize
+from hone.model.quantized.scheme import BYTE_SCALES, Scheme, Stored, dequantize, scale_values
 from hone.ops import formats
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -41,7 +41,9 @@ class Dequantizing(nn.Module):
         codes = torch.empty(out_features, columns, dtype=torch.int32 if self.packed else torch.int8)
         groups = (out_features, scheme.num_groups(in_features))
         self.register_buffer("codes", codes)
-        self.register_buffer("scales", torch.empty(groups))
+        self.register_buffer("scales", torch.empty(groups, dtype=None if scheme.scales == "float" else torch.uint8))
+        divided = torch.empty(out_features, 1) if scheme.scales == "e4m3" else None
+        self.register_buffer("global_scales", divided)
         self.register_buffer("zero_points", None if scheme.symmetric else torch.empty(groups, dtype=torch.int8))
         index = torch.empty(in_features, dtype=torch.int32) if scheme.permuted else None
         self.register_buffer("index", index)
@@ -62,7 +64,10 @@ class Dequantizing(nn.Module):
             [formats.pack(one.codes, bits) if self.packed else one.codes.view(torch.int8) for one in stored]
         )
         assert len(self.codes) == self.out_features, f"stacked to {tuple(self.codes.shape)}"
-        self.scales = _stack([self._by_row(one.scales, one) for one in stored])
+        scales = [self._by_row(one.scales, one) for one in stored]
+        self.scales = _stack([one.view(torch.uint8) if one.dtype.itemsize == 1 else one for one in scales])
+        if self.global_scales is not None:
+            self.global_scales = torch.cat([one.global_scale.expand(len(one.codes), 1) for one in stored])
         if not self.scheme.symmetric:
             self.zero_points = _stack([self._by_row(one.zero_points, one) for one in stored])
         if self.scheme.permuted:
@@ -82,9 +87,10 @@ class Dequantizing(nn.Module):
             points = (
                 None if self.zero_points is None else self.scheme.by_block(self.zero_points[here], self.in_features)
             )
-            scales = self.scheme.by_block(self.scales[here], self.in_features)
+            scales = self.scheme.by_block(self._scales(here), self.in_features).contiguous()
+            divisor = None if self.global_scales is None else self.global_scales[here][0]
             raw = {0: self.raw[position]} if self.raw else {}
-            stored = Stored(self.scheme, self._codes(here), scales.contiguous(), points, self.index, raw)
+            stored = Stored(self.scheme, self._codes(here), scales, points, self.index, raw, divisor)
             part = layout_of(self.scheme).write(stored)
             if self.bias is not None:
                 part["bias"] = self.bias[here]
@@ -104,15 +110,19 @@ class Dequantizing(nn.Module):
         return self._tile(slice(None), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype."""
+        """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype, or float32 (`dequantize`)."""
+        return self._product(x, self.bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b."""
         tile = max(1, TILE_VALUES.get(x.device.type, 1 << 20) // self.in_features)
         if tile >= self.out_features:
-            return F.linear(x, self._tile(slice(None), x.dtype), self.bias)
+            return F.linear(x, self._tile(slice(None), x.dtype), bias)
         out = x.new_empty(*x.shape[:-1], self.out_features)
         for start in range(0, self.out_features, tile):
             piece = slice(start, min(start + tile, self.out_features))
             out[..., piece] = F.linear(x, self._tile(piece, x.dtype))
-        return out if self.bias is None else out.add_(self.bias)
+        return out if bias is None else out.add_(bias)
 
     def extra_repr(self) -> str:
         scheme = self.scheme
@@ -121,9 +131,13 @@ class Dequantizing(nn.Module):
     def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
         """The weights of rows `piece`."""
         points = None if self.zero_points is None else self.zero_points[piece]
-        return dequantize(
-            self._codes(piece), self.scales[piece], points, self.width, dtype, self.scheme.number, self.index
-        )
+        scales = scale_values(self._scales(piece), None if self.global_scales is None else self.global_scales[piece])
+        return dequantize(self._codes(piece), scales, points, self.width, dtype, self.scheme.number, self.index)
+
+    def _scales(self, piece: slice) -> Tensor:
+        """Scales of rows `piece` in their own dtype; in memory those of one byte are bytes, which `.to(dtype)` leaves alone."""
+        scales, kind = self.scales[piece], BYTE_SCALES.get(self.scheme.scales)
+        return scales if kind is None else scales.view(kind)
 
     def _codes(self, piece: slice) -> Tensor:
         """Codes of rows `piece`, one a byte."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,18 +18,28 @@ from hone.model.quantized import numbers
 from hone.model.quantized.numbers import Number
 from hone.ops import formats
 
-Strategy = Literal["group", "block", "channel", "tensor"]
+Strategy = Literal["group", "tensor_group", "block", "channel", "tensor"]
+ScaleFormat = Literal["float", "e4m3", "e8m0"]
+"""The format of stored scales: the model's, e4m3 beside a global scale, or powers of two."""
+BYTE_SCALES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+"""The dtype of scales of one byte."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The rounding of a linear's inputs: one scale per token or for all, computed at run time or by calibration."""
+    """The rounding of a linear's inputs: one scale per token, for all or per group of columns, computed at run time or by
+    calibration.
+
+    Scales of groups are rounded to `scales`: e8m0 are powers of two, e4m3 are divided by a global scale, which is calibrated.
+    """
 
     bits: int = 8
     number: Number = "int"
     dynamic: bool = True
-    per: Literal["token", "tensor"] = "token"
+    per: Literal["token", "tensor", "group"] = "token"
     symmetric: bool = True
+    group_size: int = 0
+    scales: ScaleFormat = "float"
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,15 @@ class Scheme:
     activations: Activations | None = None
     permuted: bool = False
     """Whether a tensor says which group each column belongs to (GPTQ's desc_act); else groups are runs of neighbours."""
+    scales: ScaleFormat = "float"
 
     @property
     def strategy(self) -> Strategy:
         """The compressed-tensors name of the group that shares a scale."""
         if self.block is not None:
             return "block"
+        if self.scales == "e4m3":
+            return "tensor_group"
         return "tensor" if self.per_tensor else "group" if self.group_size else "channel"
 
     @property
@@ -99,18 +112,22 @@ class Scheme:
         """The inverse of `by_row`: [R, G] from [N, G]."""
         return values[:: self.extent(len(values), in_features)[0]]
 
-    def quantize(self, weights: Tensor, scales: Tensor, zero_points: Tensor | None = None) -> Stored:
-        """Weights [N, K] rounded to the nearest numbers of the grid of scales [R, G] (and zero points)."""
+    def quantize(
+        self, weights: Tensor, scales: Tensor, zero_points: Tensor | None = None, global_scale: Tensor | None = None
+    ) -> Stored:
+        """Weights [N, K] rounded to the nearest numbers of the grid of scales [R, G] (and zero points, or a global scale)."""
         rows, columns = weights.shape
         if self.number == "int" and zero_points is None and columns % scales.shape[-1] == 0:
             codes = formats.quantize(weights, self.by_row(scales, rows, columns), self.bits)
             return Stored(self, codes, scales)
-        steps = weights / self._spread(scales, rows, columns).to(weights.dtype)
+        values = scale_values(scales, global_scale)
+        steps = weights / self._spread(values, rows, columns).to(weights.dtype)
         if isinstance(numbers.NUMBERS[self.number], numbers.Values):
-            return Stored(self, numbers.nearest(steps, self.number), scales)
+            return Stored(self, numbers.nearest(steps, self.number), scales, global_scale=global_scale)
         if self.number != "int":
             largest = torch.finfo(self.code_dtype).max
-            return Stored(self, steps.clamp_(-largest, largest).to(self.code_dtype), scales)
+            codes = steps.clamp_(-largest, largest).to(self.code_dtype)
+            return Stored(self, codes, scales, global_scale=global_scale)
         if zero_points is not None:
             steps += self._spread(zero_points, rows, columns)
         low, high = formats.code_range(self.bits)
@@ -119,6 +136,13 @@ class Scheme:
     def _spread(self, values: Tensor, rows: int, columns: int) -> Tensor:
         """[R, G] repeated to [N, K] (or [N, 1] where a row has one)."""
         return spread(self.by_row(values, rows, columns), columns, self.extent(rows, columns)[1])
+
+
+def scale_values(scales: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    """Scales [N, G] as numbers: those of one byte in float32, divided by the global scale ([1] or [N, 1]) if there is one."""
+    if scales.dtype.itemsize > 1:
+        return scales
+    return scales.float() if global_scale is None else scales.float() / global_scale
 
 
 def spread(values: Tensor, columns: int, width: int) -> Tensor:
@@ -160,7 +184,8 @@ def dequantize(
 class Stored:
     """A weight [N, K] in its stored form: codes [N, K], scales [R, G] in the dtype they are stored in, zero points or None.
 
-    The N rows may belong to several stacked checkpoint modules; no block of rows then spans two modules.
+    The N rows may belong to several stacked checkpoint modules; no block of rows then spans two modules. `global_scale`
+    float32 [1] divides the scales. `inputs` are the calibrated tensors of the rounding of inputs, by suffix.
     """
 
     scheme: Scheme
@@ -171,6 +196,8 @@ class Stored:
     """int32 [K]: the group of each column; None where groups are runs of neighbours."""
     raw: Mapping[int, dict[str, Tensor]] = field(default_factory=dict)
     """Tensors that the layout writes as they are, by the first row of their module in the stack."""
+    global_scale: Tensor | None = None
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [N, K] in `dtype`."""
@@ -178,7 +205,7 @@ class Stored:
         zero_points = self.zero_points
         if zero_points is not None:
             zero_points = self.scheme.by_row(zero_points, rows, columns)
-        scales = self.scheme.by_row(self.scales, rows, columns)
+        scales = self.scheme.by_row(scale_values(self.scales, self.global_scale), rows, columns)
         width = self.scheme.extent(rows, columns)[1]
         return dequantize(self.codes, scales, zero_points, width, dtype, self.scheme.number, self.index)
 
@@ -188,10 +215,10 @@ class Stored:
         high = self.scheme.extent(total, columns)[0]
         assert rows.start % high == 0 or self.scheme.per_tensor, f"{self.scheme} has blocks across two modules"
         blocks = slice(rows.start // high, -(-rows.stop // high))
-        zero_points = None if self.zero_points is None else self.zero_points[blocks].contiguous()
+        points = None if self.zero_points is None else self.zero_points[blocks].contiguous()
         codes, scales = self.codes[rows].contiguous(), self.scales[blocks].clone()  # one scale may serve two modules
         raw = {0: self.raw[rows.start]} if self.raw else {}
-        return Stored(self.scheme, codes, scales, zero_points, self.index, raw)
+        return replace(self, codes=codes, scales=scales, zero_points=points, raw=raw)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,14 @@ def test_nf4_is_dequantized(family_folder, compress, tmp_path: Path) -> None:
     assert np.array_equal(found, load(folder).layers[1].feed_forward.down.dequantize(torch.float32).numpy())
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+def test_floats_with_scales_of_one_byte_are_dequantized(kind: str, family_folder, compress, tmp_path: Path) -> None:
+    folder = compress(family_folder("qwen2"), {"kind": kind}).folder
+    made = export(folder, tmp_path / "model.gguf", type="f32")
+    own = load(folder, dtype=torch.float32).layers[1].feed_forward.down.dequantize(torch.float32).numpy()
+    assert np.array_equal(tensors(made.path)["blk.1.ffn_down.weight"], own)
+
+
 def test_scales_that_float16_rounds_are_said(family_folder, compress, tmp_path: Path) -> None:
     folder = compress(family_folder("qwen2"), {**GPTQ, "scale_dtype": "float32"}).folder
     made = export(folder, tmp_path / "model.gguf", type="q4_0")

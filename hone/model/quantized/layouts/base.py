@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hone.base.errors import ArtifactError
 from hone.model.quantized.scheme import Scheme, Stored
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -45,3 +46,14 @@ class Layout(Protocol):
     def read(self, scheme: Scheme, part: dict[str, Tensor], columns: int) -> Stored:
         """The inverse of `write`. Raises ArtifactError for tensors of other dtypes than `scheme` has."""
         ...
+
+
+def typed(part: dict[str, Tensor], suffix: str, dtype: torch.dtype) -> Tensor:
+    """The tensor `suffix` of a module. Raises ArtifactError when it has another dtype."""
+    found = part[suffix]
+    if found.dtype != dtype:
+        raise ArtifactError(
+            f"{suffix} of a quantized weight is {found.dtype}, config.json's format needs {dtype}",
+            fix="pair the weights with the config.json they were saved with",
+        )
+    return found

@@ -1,0 +1,84 @@
+"""Base of the quantizers whose groups of 4- or 8-bit floats share a scale of one byte."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+from hone.compress.matrix import Matrix, Quantizer
+from hone.cost.compress import Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.model.quantized.scheme import Scheme, Stored
+
+float_scales = lazy("hone.compress.float_scales")
+schemes = lazy("hone.model.quantized.scheme")
+
+ROUNDING_BYTES = {4: 150.0, 8: 60.0}
+"""Bytes a weight, at the rate of a large copy, of dividing, rounding and comparing once, by bits."""
+
+
+class Microscaling(Quantizer):
+    """A quantizer of groups of floats; a subclass names the format, and writes `stored` where it is no MX format."""
+
+    bits: ClassVar[int]
+    number: ClassVar[str]
+    group_size: ClassVar[int] = 32
+    layout: ClassVar[str]
+    scales: ClassVar[str] = "e8m0"
+    candidates: ClassVar[int] = 4
+    """Scales that a search tries."""
+
+    scale: Literal["absmax", "search"] = Field(
+        "search",
+        description="absmax: from the largest weight of a group; search: least squared error, weighted by calibration inputs.",
+    )
+
+    def scheme(self, columns: int) -> Scheme:
+        return schemes.Scheme(
+            self.bits,
+            self.group_size,
+            self.layout,
+            number=self.number,
+            scales=self.scales,
+            activations=self.rounding,
+        )
+
+    def apply(self, matrix: Matrix) -> None:
+        hessian = matrix.statistics.get("hessian")
+        matrix.stored = self.stored(matrix.weight, None if hessian is None else hessian.diagonal())
+
+    def stored(self, weights: Tensor, importance: Tensor | None) -> Stored:
+        """Weights [N, K] rounded, with scales weighted by `importance` [K]."""
+        scales = float_scales.find_scales(weights, self.number, self.group_size, self.scale, importance=importance)
+        return self.scheme(weights.shape[1]).quantize(weights, scales)
+
+    def nearest(self, weights: Tensor) -> Tensor:
+        """As the base; scales are not searched."""
+        plain = self.model_copy(update={"scale": "absmax"})
+        return plain.stored(weights, None).weight(weights.dtype)
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        if self.scale_dtype != "auto":
+            raise SpecError(
+                f"{self.kind}: scale_dtype is {self.scale_dtype}, and the format stores scales in one byte",
+                fix="leave scale_dtype out",
+            )
+        if columns % self.group_size:
+            raise SpecError(
+                f"{self.kind}: its groups of {self.group_size} do not divide the {columns} input features of {name}",
+                fix="leave this matrix out with ignore, or use rtn or gptq with uneven=nearest",
+            )
+        super().check(name, rows, columns)
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Rounding once for every scale tried, and packing."""
+        passes = 1 + (self.candidates if self.scale == "search" else 0)
+        size = rows * columns
+        on_gpu = Work(num_bytes=(passes * 64.0 + 48.0) * size, num_ops=passes * 15)
+        return Work(num_bytes=(passes * ROUNDING_BYTES[self.bits] + 48.0) * size, num_ops=passes * 15, on_gpu=on_gpu)

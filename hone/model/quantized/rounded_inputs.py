@@ -1,0 +1,84 @@
+"""A linear with quantized weights whose inputs are rounded, too: W8A8, W4A8, fp8 and 4-bit floats.
+
+Shapes: M tokens, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.base.errors import ArtifactError
+from hone.model.quantized import activations
+from hone.model.quantized.dequantizing import Dequantizing
+from hone.model.quantized.scheme import Scheme
+
+
+class RoundedInputs(Dequantizing):
+    """y = Q(x) W^T + b with W as in `dequantizing` and inputs rounded by Q: an integer product for W8A8 int8 on a GPU, simulated otherwise. Format: compressed-tensors.
+
+    An integer product has one scale per row of W and one per token or for all inputs. Simulated means that the rounded values
+    are multiplied in x's dtype: the error is that of a quantized product, the speed is not.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, *, scheme: Scheme) -> None:
+        super().__init__(in_features, out_features, bias, scheme=scheme)
+        assert scheme.activations is not None, f"{scheme} does not round inputs"
+        self.rounding = scheme.activations
+        self.given = tuple(activations.tensors_of(self.rounding))
+        for suffix, dtype in activations.tensors_of(self.rounding).items():
+            self.register_buffer(suffix, torch.empty(1, dtype=dtype))
+
+    def load(self, parts: list[dict[str, Tensor]]) -> None:
+        """As `Dequantizing.load`. Raises ArtifactError when the parts, which read one input, have different input scales."""
+        super().load(parts)
+        for suffix in self.given:
+            first = parts[0][suffix]
+            if any(not torch.equal(part[suffix], first) for part in parts):
+                found = ", ".join(f"{float(part[suffix]):g}" for part in parts)
+                raise ArtifactError(
+                    f"projections of one input have different {suffix}: {found}",
+                    fix="calibrate them together: they are one product here",
+                )
+            setattr(self, suffix, first)
+
+    @property
+    def integers(self) -> frozenset[str]:
+        """Suffixes of the checkpoint tensors that hold codes."""
+        return super().integers | {"input_zero_point"}
+
+    def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
+        """As `Dequantizing.parts`; every part has the scales of the inputs."""
+        return [part | {suffix: getattr(self, suffix).clone() for suffix in self.given} for part in super().parts(rows)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] float -> [..., N] in x's dtype."""
+        given = {suffix: getattr(self, suffix) for suffix in self.given}
+        if self._integers(x):
+            return self._integer_product(x, given)
+        values, scales = activations.round_inputs(x, self.rounding, given)
+        if scales is None:
+            return self._product(values, self.bias)
+        out = (self._product(values, None) * scales).to(x.dtype)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _integers(self, x: Tensor) -> bool:
+        """Whether weights and inputs are 8-bit integers that `torch._int_mm` multiplies fast, on a GPU, within its limits of
+        shapes; on CPUs it can be 20 times as slow as a float product (EPYC without VNNI)."""
+        scheme, rounding = self.scheme, self.rounding
+        plain = scheme.number == "int" and scheme.bits == 8 and scheme.symmetric and self.scales.shape[1] == 1
+        if not plain or rounding.number != "int" or rounding.bits != 8 or rounding.per == "group":
+            return False
+        fits = x.numel() > 16 * self.in_features and self.in_features % 8 == 0 and self.out_features % 8 == 0
+        return x.is_cuda and fits
+
+    def _integer_product(self, x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """The product with exact sums: codes in 32 bits, then both scales."""
+        codes, scales, points = activations.encode(x, self.rounding, given)
+        weight = self._codes(slice(None))
+        sums = torch._int_mm(codes.to(torch.int8).reshape(-1, self.in_features), weight.T)
+        if points is not None:
+            sums = sums - points.to(torch.int32).reshape(-1, 1) * weight.sum(1, dtype=torch.int32)
+        sums = sums.view(*x.shape[:-1], self.out_features).to(scales.dtype)
+        out = (sums * scales * self.scales.view(-1).to(scales.dtype)).to(x.dtype)
+        return out if self.bias is None else out.add_(self.bias)
