@@ -234,6 +234,11 @@ class Quantizer(Step):
                 fix="choose a format that hone stores, see: hone techniques",
             )
         super().check(name, rows, columns)
+        if self.scheme(columns).activations != self.rounding:
+            raise SpecError(
+                f"{self.kind} stores no rounding of inputs, and activations is {self.activations}",
+                fix="leave activations out, or use rtn, gptq or a float format",
+            )
         size = 0 if self.rounding is None else self.rounding.group_size
         if size and columns % size:
             raise SpecError(

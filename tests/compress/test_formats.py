@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,16 @@ def test_misuse_names_the_field(compress, family_folder) -> None:
         compress(llama, {**STEPS["w8a8 tensor"], "observer": "minmax"})
 
 
+def test_a_quantizer_that_stores_no_rounding_says_so() -> None:
+    class Plain(NVFP4):
+        def scheme(self, columns: int) -> Scheme:
+            return replace(super().scheme(columns), activations=None)
+
+    Plain(kind="plain").check("w", 64, 64)
+    with pytest.raises(SpecError, match="plain stores no rounding of inputs, and activations is nvfp4"):
+        Plain(kind="plain", activations="nvfp4").check("w", 64, 64)
+
+
 def test_dynamic_scales_need_no_calibration(compress, family_folder) -> None:
     made = compress(family_folder("llama"), STEPS["w8a8 token"])
     values = json.loads((made.folder / "config.json").read_text())["quantization_config"]
@@ -255,7 +266,7 @@ def test_dynamic_scales_need_no_calibration(compress, family_folder) -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
-def test_every_quantizer_takes_activations(kind: str) -> None:
+def test_every_quantizer_rounds_inputs_or_says_that_it_does_not(kind: str) -> None:
     from hone.model.quantized.layouts import problem
 
     fields = {"group_size": 0, "bits": 8} if "group_size" in QUANTIZERS[kind].model_fields else {}
@@ -263,7 +274,7 @@ def test_every_quantizer_takes_activations(kind: str) -> None:
         step = QUANTIZERS.read({"kind": kind, "activations": activations, **fields})
         scheme = step.scheme(128)
         if scheme.activations is None:
-            with pytest.raises(SpecError, match="activations"):
+            with pytest.raises(SpecError, match="stores no rounding of inputs"):
                 step.check("w", 128, 128)
         else:
             assert scheme.activations == step.rounding

@@ -45,7 +45,10 @@ class FP8(Quantizer):
     def scheme(self, columns: int) -> Scheme:
         block = BLOCK if self.strategy == "block" else None
         shared = self.strategy == "tensor"
-        return schemes.Scheme(8, layout=self.stored_layout, number="e4m3", block=block, per_tensor=shared)
+        rounding = self.rounding if self.stored_layout == "float-quantized" else None
+        return schemes.Scheme(
+            8, layout=self.stored_layout, number="e4m3", block=block, per_tensor=shared, activations=rounding
+        )
 
     def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
         return torch.float32 if self.stored_layout == "fp8" else super().stored_scale_dtype(checkpoint_dtype)
