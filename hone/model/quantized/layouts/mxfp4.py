@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.model.quantized.layouts.base import Entry, typed
+from hone.model.quantized.layouts.base import Entry, Layout, typed
 from hone.model.quantized.layouts.nvfp4 import pack_nibbles, unpack_nibbles
 from hone.model.quantized.scheme import Scheme, Stored
 
 GROUP_SIZE = 32
 
 
-class MXFP4:
+class MXFP4(Layout):
     """`weight_packed` uint8 [N, K / 2] (even columns in low nibbles), `weight_scale` uint8 [N, K / 32]: exponents + 127."""
 
     method = "compressed-tensors"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.model.quantized.layouts.base import Entry, typed
+from hone.model.quantized.layouts.base import Entry, Layout, typed
 from hone.model.quantized.layouts.mxfp4 import GROUP_SIZE
 from hone.model.quantized.scheme import Scheme, Stored
 
 
-class MXFP8:
+class MXFP8(Layout):
     """`weight` e4m3 [N, K], `weight_scale` uint8 [N, K / 32]: exponents + 127."""
 
     method = "compressed-tensors"

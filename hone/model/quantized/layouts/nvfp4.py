@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.model.quantized.layouts.base import Entry, typed
+from hone.model.quantized.layouts.base import Entry, Layout, typed
 from hone.model.quantized.scheme import Scheme, Stored
 from hone.ops import formats
 
 GROUP_SIZE = 16
 
 
-class NVFP4:
+class NVFP4(Layout):
     """`weight_packed` uint8 [N, K / 2] (even columns in low nibbles), `weight_scale` e4m3 [N, K / 16], `weight_global_scale`
     float32 [1]: a weight is code * scale / global scale."""
 
