@@ -1,7 +1,6 @@
 """Compression: GPTQ against round to nearest in quality, seconds and memory, on a real model or on a random one of a given shape.
 
 python -m benchmarks.compress --model FOLDER --text FILE [--tokens-text FILE]   perplexity on text outside the calibration
-python -m benchmarks.compress --model FOLDER --text FILE --pruners               the same for the pruners
 python -m benchmarks.compress --shape llama3-8b --layers 2 --device cuda        seconds a layer; output error on random weights
                               [--peer]   the same model and tokens through llm-compressor's GPTQ, after hone's, in one process
 """
@@ -22,7 +21,6 @@ import torch
 from benchmarks import ledger
 from hone.base.artifact import Artifact
 from hone.base.run import Run
-from hone.compress import PRUNERS
 from hone.compress.stage import Compress
 from hone.measure.machine import describe
 from hone.model.decoder import build
@@ -61,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch)
         inputs = _inputs(arguments, folder)
-        rows = (_pruned if arguments.pruners else _quantized)(inputs, folder, arguments)
+        rows = _quantized(inputs, folder, arguments)
         print(ledger.table(rows))
         if not arguments.no_ledger:
             print(ledger.append("compress", rows, arguments.device))
@@ -100,15 +98,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="store_true", help="also llm-compressor's GPTQ; needs llmcompressor, --shape, bits 4"
     )
-    parser.add_argument("--pruners", action="store_true", help="the pruners in place of the quantizers; needs --model")
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
     if (arguments.model is None) == (arguments.shape is None):
         parser.error("give --model with --text, or --shape")
     if arguments.model is not None and arguments.text is None:
         parser.error("--model needs --text")
-    if arguments.pruners and (arguments.model is None or arguments.peer):
-        parser.error("--pruners needs --model, without --peer")
     if arguments.peer and (arguments.shape is None or (arguments.bits, arguments.group_size) != (4, 128)):
         parser.error("--peer needs --shape, 4 bits and groups of 128")
     return arguments
@@ -206,23 +201,6 @@ def _llm_compressor(inputs: Inputs, arguments: argparse.Namespace) -> dict[str, 
     )
     torch.cuda.synchronize()
     return {"time_s": time.perf_counter() - begun, "peak_memory_bytes": float(torch.cuda.max_memory_allocated())}
-
-
-def _pruned(inputs: Inputs, folder: Path, arguments: argparse.Namespace) -> list[dict]:
-    """Perplexity after each pruner, half of the weights zero: anywhere, and in groups of 4."""
-    assert inputs.held_out is not None, "--pruners without --model is refused"
-    model, dense = inputs.model, _perplexity(inputs.model, inputs.held_out, arguments.device)
-    rows = []
-    for kind in PRUNERS:
-        for pattern in ("none", "2:4"):
-            step = {"kind": kind, "pattern": pattern}
-            name = f"{kind}-{pattern.replace(':', '-')}"
-            found = _measure(step, name, inputs, folder, arguments)
-            what = "50% zeros" if pattern == "none" else f"50% zeros, {pattern}"
-            row = {"figure": f"perplexity, {model.name}, {what}", "value": found["perplexity"], "unit": "", "n": 1}
-            peer = {"peer": "dense", "peer_value": dense, "ratio": found["perplexity"] / dense}
-            rows.append(row | peer | {"technique": f"pruner/{kind}"})
-    return rows
 
 
 def _peer_rows(gptq: dict, peer: dict[str, float], arguments: argparse.Namespace) -> list[dict]:
