@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
-from hone.base.durable import write_atomic, write_jsonl
+from hone.base.durable import write_jsonl
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
@@ -33,17 +32,14 @@ from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
-from hone.model.folder import weights_bytes
 
 torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
-config_of = lazy("hone.model.quantized.config")
 dense = lazy("hone.model.quantized.dense")
-layouts = lazy("hone.model.quantized.layouts")
-schemes = lazy("hone.model.quantized.scheme")
 hf = lazy("hone.model.hf")
+result = lazy("hone.compress.result")
 shards = lazy("hone.compress.shards")
 sizes = lazy("hone.compress.sizes")
 statistics = lazy("hone.compress.statistics")
@@ -190,7 +186,7 @@ class Compress(Stage):
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
-        quantization = self._quantization(model.config, targets, planned, model.dtype)
+        quantization = result.quantization_config(model.config, targets, planned, model.dtype)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
             estimates=with_energy(self._estimates(model, machine, work, budget), machine),
@@ -218,8 +214,8 @@ class Compress(Stage):
                 few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
                 job = replace(job, bits=self.allocation.allocate(plan.budget, job, few, draft, run))
             rows = stream.run_job(job, flow if self._layer_steps else None, draft, run)
-            quantization = self._quantization(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
-            self._describe(draft, checkpoint, quantization)
+            quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
+            result.describe(draft, checkpoint, quantization)
             if self._layer_steps:
                 write_jsonl(draft.folder / "layers.jsonl", rows)
         for step, words in zip(self._structured, said):
@@ -235,7 +231,7 @@ class Compress(Stage):
                 run.say(f"{step.kind}: {step.note}")
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
-        self._record(draft, folder, checkpoint, rows)
+        result.record(draft, folder, checkpoint, rows)
 
     def _open(self, folder: Path, run: Run) -> Any:
         """The checkpoint; of a quantized one its dequantized weights, which is said."""
@@ -392,85 +388,3 @@ class Compress(Stage):
         if self.allocation is None:
             return self._layer_steps
         return (*self._layer_steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
-
-    def _quantization(
-        self, config: Any, targets: tuple[tuple[Any, ...], ...], assigned: Any, dtype: str
-    ) -> dict[str, Any] | None:
-        """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
-        which readers prefer. None without a quantizer."""
-        if self._quantizer is None:
-            return None
-        ignored = ["lm_head"]
-        modules: dict[Any, list[str]] = {}
-        for index, chosen in enumerate(targets):
-            for linear in targets_of.linears(config, index):
-                names = [name for name, _ in linear.modules]
-                if linear in chosen:
-                    scheme = assigned.of(index, linear.path).scheme(linear.columns)
-                    modules.setdefault(scheme, []).extend(names)
-                else:
-                    ignored += names
-        by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
-        groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
-        method = layouts.layout_of(by_count[-1]).method
-        options = self._quantizer.config_options(dtype)
-        made = schemes.Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options)
-        return config_of.to_json(made)
-
-    def _describe(self, draft: Draft, checkpoint: Any, quantization: dict[str, Any] | None) -> None:
-        """config.json with the quantization, generation_config.json and the tokenizer beside it."""
-        values = dict(checkpoint.values)
-        if quantization is not None:
-            values["quantization_config"] = quantization
-        write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
-        generation = checkpoint.folder / "generation_config.json"
-        if generation.exists():
-            write_atomic(draft.folder / generation.name, generation.read_bytes())
-        if (checkpoint.folder / "tokenizer.json").exists():
-            hf.copy_tokenizer(checkpoint.folder, draft.folder)
-
-    def _record(self, draft: Draft, folder: Path, checkpoint: Any, rows: list[dict[str, Any]]) -> None:
-        size = weights_bytes(draft.folder)
-        weights = sum(row["weights"] for row in rows)
-        draft.record("model_bytes", size, "B")
-        draft.record(
-            "bits_per_weight", 8 * size / checkpoint.config.num_params, "bits", note="whole folder, scales included"
-        )
-        draft.record(
-            "compression_ratio",
-            weights_bytes(folder) / size,
-            "times",
-            note=f"relative to the stored checkpoint in {str(checkpoint.dtype).removeprefix('torch.')}",
-        )
-        if self._structured:
-            whole = hf.Checkpoint(folder).config.num_params
-            note = f"{checkpoint.config.num_params / whole:.3f} of the given model's"
-            draft.record("num_params", checkpoint.config.num_params, "parameters", note=note)
-        if not self._layer_steps:
-            return
-        draft.record(
-            "sparsity",
-            sum(row["zeros"] for row in rows) / weights,
-            "fraction",
-            note="zeros in the compressed matrices",
-        )
-        given = json.loads((folder / "config.json").read_text(encoding="utf8")).get("quantization_config")
-        against = f"; W are the weights of a {given.get('quant_method')} checkpoint, with its errors" if given else ""
-        outputs = [row["error"] for row in rows if row["error"] is not None]
-        draft.record(
-            "relative_output_error",
-            sum(outputs) / len(outputs) if outputs else None,
-            "fraction",
-            n=max(len(outputs), 1),
-            note=f"|(W' - W) X| / |W X| over the calibration inputs X (not rounded), mean over matrices{against}"
-            if outputs
-            else "not measured: no calibration inputs (give the role data, or calibration_text)",
-        )
-        errors = [row["weight_error"] for row in rows]
-        draft.record(
-            "relative_weight_error",
-            sum(errors) / len(errors),
-            "fraction",
-            n=len(errors),
-            note=f"|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error{against}",
-        )

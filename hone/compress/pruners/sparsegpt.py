@@ -4,7 +4,9 @@ Legend: N rows, K columns, H [K, K] mean of x x^T, R upper triangular with R R^T
 
 A weight that becomes zero adds (R_jj t_j)^2 to the squared output error, where t_j is the weight plus the compensation of the
 columns before. That is the paper's score t_j^2 / [H_j^-1]_jj, whose inverse has those columns eliminated: [H_j^-1]_jj is
-1 / R_jj^2. A mask is chosen for every block of columns once the errors of the blocks before are compensated.
+1 / R_jj^2. A mask is chosen for every block of columns once the errors of the blocks before are compensated; in each row by
+itself, as Wanda does and unlike the paper: a threshold over all rows wipes out rows of small weights, and stacked
+matrices (q, k and v) would share it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Pruning(NamedTuple):
     the errors of all columns before the ones that are compared.
 
     `weights` [K] is the factor's diagonal, so that the square of a score is what the layer's squared output error grows
-    by. Without a `pattern`, a fraction `sparsity` of each `BLOCK` columns of all rows becomes zero; with one, the rest of
+    by. Without a `pattern`, a fraction `sparsity` of each row of `BLOCK` columns becomes zero; with one, the rest of
     each group of columns, which must divide `BLOCK` and K. Weights that `keep` excludes count as zeros already.
     """
 
@@ -86,7 +86,7 @@ def _solve(
 ) -> Tensor:
     """Codes, or values where `steps` is None, [K, N]."""
     _check(wanted, ratio, steps, keep, prune)
-    columns, rows = wanted.shape
+    columns = len(wanted)
     wanted, ratio = wanted.contiguous(), ratio.contiguous()
     steps = None if steps is None else steps.contiguous()
     if prune is not None:  # written to as masks are chosen
@@ -98,10 +98,10 @@ def _solve(
         here = slice(start, min(start + BLOCK, columns))
         target = torch.addmm(wanted[here], ratio[:start, here].T, errors[:start])
         if prune is not None and keep is not None and pattern is None:
-            gone = round(prune.sparsity * here.stop * rows) - round(prune.sparsity * start * rows)
+            gone = round(prune.sparsity * here.stop) - round(prune.sparsity * start)
             scores = (updated(target, wanted[here], ratio[here, here]) * prune.weights[here, None]).abs_()
             scores.masked_fill_(~keep[here], -1.0)
-            keep[here] &= largest(scores.view(1, -1), gone).view_as(scores)
+            keep[here] &= largest(scores.T.contiguous(), gone).T
         grid = None if steps is None else steps[here]
         kept = None if keep is None else keep[here].contiguous()
         weights = None if prune is None or pattern is None else prune.weights[here]

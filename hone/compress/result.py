@@ -1,0 +1,105 @@
+"""The finished folder of a compression: config.json, the tokenizer, and the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hone.base.artifact import Draft
+from hone.base.durable import write_atomic
+from hone.compress.matrix import Assigned
+from hone.compress.targets import Linear, linears
+from hone.model.config import ModelConfig
+from hone.model.folder import weights_bytes
+from hone.model.hf import Checkpoint, copy_tokenizer
+from hone.model.quantized.config import to_json
+from hone.model.quantized.layouts import layout_of
+from hone.model.quantized.scheme import Quantization, Scheme
+
+
+def quantization_config(
+    config: ModelConfig, targets: tuple[tuple[Linear, ...], ...], assigned: Assigned, dtype: str
+) -> dict[str, Any] | None:
+    """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
+    which readers prefer. None without a quantizer."""
+    if assigned.template is None:
+        return None
+    ignored = ["lm_head"]
+    modules: dict[Scheme, list[str]] = {}
+    for index, chosen in enumerate(targets):
+        for linear in linears(config, index):
+            names = [name for name, _ in linear.modules]
+            if linear in chosen:
+                quantizer = assigned.of(index, linear.path)
+                assert quantizer is not None
+                scheme = quantizer.scheme(linear.columns)
+                modules.setdefault(scheme, []).extend(names)
+            else:
+                ignored += names
+    by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
+    groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
+    method = layout_of(by_count[-1]).method
+    options = assigned.template.config_options(dtype)
+    made = Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options)
+    return to_json(made)
+
+
+def describe(draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> None:
+    """Writes config.json with the quantization, generation_config.json and the tokenizer beside it."""
+    values = dict(checkpoint.values)
+    if quantization is not None:
+        values["quantization_config"] = quantization
+    write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
+    generation = checkpoint.folder / "generation_config.json"
+    if generation.exists():
+        write_atomic(draft.folder / generation.name, generation.read_bytes())
+    if (checkpoint.folder / "tokenizer.json").exists():
+        copy_tokenizer(checkpoint.folder, draft.folder)
+
+
+def record(draft: Draft, folder: Path, checkpoint: Checkpoint, rows: list[dict[str, Any]]) -> None:
+    """The figures of the folder made from the one in `folder`; `rows` are of its matrices, none where no step worked on them."""
+    size = weights_bytes(draft.folder)
+    draft.record("model_bytes", size, "B")
+    draft.record(
+        "bits_per_weight", 8 * size / checkpoint.config.num_params, "bits", note="whole folder, scales included"
+    )
+    draft.record(
+        "compression_ratio",
+        weights_bytes(folder) / size,
+        "times",
+        note=f"relative to the stored checkpoint in {str(checkpoint.dtype).removeprefix('torch.')}",
+    )
+    whole = Checkpoint(folder).config.num_params
+    if checkpoint.config.num_params != whole:
+        note = f"{checkpoint.config.num_params / whole:.3f} of the given model's"
+        draft.record("num_params", checkpoint.config.num_params, "parameters", note=note)
+    if not rows:
+        return
+    draft.record(
+        "sparsity",
+        sum(row["zeros"] for row in rows) / sum(row["weights"] for row in rows),
+        "fraction",
+        note="zeros in the compressed matrices",
+    )
+    given = json.loads((folder / "config.json").read_text(encoding="utf8")).get("quantization_config")
+    against = f"; W are the weights of a {given.get('quant_method')} checkpoint, with its errors" if given else ""
+    outputs = [row["error"] for row in rows if row["error"] is not None]
+    draft.record(
+        "relative_output_error",
+        sum(outputs) / len(outputs) if outputs else None,
+        "fraction",
+        n=max(len(outputs), 1),
+        note=f"|(W' - W) X| / |W X| over the calibration inputs X (not rounded), mean over matrices{against}"
+        if outputs
+        else "not measured: no calibration inputs (give the role data, or calibration_text)",
+    )
+    errors = [row["weight_error"] for row in rows]
+    draft.record(
+        "relative_weight_error",
+        sum(errors) / len(errors),
+        "fraction",
+        n=len(errors),
+        note=f"|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error{against}",
+    )
