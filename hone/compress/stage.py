@@ -212,7 +212,8 @@ class Compress(Stage):
             job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
             if self.allocation is not None:
                 few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
-                job = replace(job, bits=self.allocation.allocate(plan.budget, job, few, draft, run))
+                allocated = self.allocation.allocate(plan.budget, job, few, draft, run)
+                job = replace(job, bits=allocated.bits)
             rows = stream.run_job(job, flow if self._layer_steps else None, draft, run)
             quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
             result.describe(draft, checkpoint, quantization)
@@ -230,7 +231,7 @@ class Compress(Stage):
             if step.note:
                 run.say(f"{step.kind}: {step.note}")
         if self.allocation is not None:
-            draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json")})
+            draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
         result.record(draft, folder, checkpoint, rows)
 
     def _open(self, folder: Path, run: Run) -> Any:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import human_bytes
-from hone.base.lazy import lazy
 from hone.base.table import Technique
 from hone.compress.allocations.knapsack import choose
 from hone.cost.compress import Work
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hone.compress.capture import Flow
     from hone.compress.matrix import Quantizer
     from hone.compress.stream import Job
-
-sensitivity = lazy("hone.compress.allocations.sensitivity")
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FILE = "allocation.json"
@@ -63,6 +61,13 @@ class Budget(NamedTuple):
     def model_bytes(self) -> int:
         """Bytes of the folder's weights if the budget is used up."""
         return self.outside + min(self.most, sum(max(one.sizes) for one in self.matrices))
+
+
+class Allocated(NamedTuple):
+    """Bits of every matrix by name, and the sum of their losses."""
+
+    bits: dict[str, int]
+    loss: float
 
 
 class Allocation(Technique):
@@ -128,18 +133,19 @@ class Allocation(Technique):
             )
         return Budget(tuple(matrices), most, outside)
 
-    def allocate(self, budget: Budget, job: Job, flow: Flow, draft: Draft, run: Run) -> dict[str, int]:
-        """Bits of every matrix by name; measured once, then read from the draft's state."""
+    def allocate(self, budget: Budget, job: Job, flow: Flow, draft: Draft, run: Run) -> Allocated:
+        """The bits of every matrix; measured once, then read from the draft's state."""
         path = draft.state / FILE
         if path.exists():
-            return json.loads(path.read_text(encoding="utf8"))["bits"]
+            return Allocated(**json.loads(path.read_text(encoding="utf8")))
         losses = self.losses(job, flow, run)
         table = [[losses[one.name][bits] for bits in self.bits] for one in budget.matrices]
         picked = choose([one.sizes for one in budget.matrices], table, budget.most)
         assert picked is not None, "a budget below the smallest size is refused by the plan"
         found = {one.name: self.bits[option] for one, option in zip(budget.matrices, picked, strict=True)}
-        sensitivity.keep(path, {"bits": found, "losses": losses})
-        return found
+        allocated = Allocated(found, sum(losses[name][bits] for name, bits in found.items()))
+        write_atomic(path, json.dumps(allocated._asdict()).encode())
+        return allocated
 
 
 def candidates(template: Quantizer | None, bits: Sequence[int]) -> dict[int, Any]:

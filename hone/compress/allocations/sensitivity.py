@@ -5,15 +5,12 @@ Shapes: N rows, K columns of a matrix, H [K, K] mean of x x^T of its inputs, D h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hone.base.durable import write_atomic
 from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.layer import original
@@ -99,8 +96,3 @@ class _Energies:
         sums = self.sums.setdefault(name, [0.0, 0.0])
         sums[0] += float(added.square().sum())
         sums[1] += float(self.states.square().sum())
-
-
-def keep(path: Path, values: dict[str, Any]) -> None:
-    """Writes the result of the measurement, so that a resumed run takes the same."""
-    write_atomic(path, json.dumps(values).encode())
