@@ -65,9 +65,10 @@ def main() -> None:
             row = rows[-1]
             if not arguments.no_ledger:
                 ledger.append("quality", [row], arguments.device)
+            predicted = "" if row["predicted"] is None else f"  predicted {row['predicted']:.4f}"
             print(
-                f"{row['method']:34} ppl {row['value']:8.3f} ± {row['spread'] or 0:.3f} (dense {row['peer_value']:.3f})  "
-                f"kl {row['kl']:.4f}  top-1 {row['top1']:.4f}  {row['bits_per_weight']:.2f} bits  {row['seconds']:.1f} s{'' if row['predicted'] is None else f'  predicted {row['predicted']:.4f}'}",
+                f"{row['method']:40} ppl {row['value']:8.3f} ± {row['spread'] or 0:.3f} (dense {row['peer_value']:.3f})  "
+                f"kl {row['kl']:.4f}  top-1 {row['top1']:.4f}  {row['bits_per_weight']:.2f} bits  {row['seconds']:.1f} s{predicted}",
                 flush=True,
             )
 
