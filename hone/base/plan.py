@@ -127,6 +127,7 @@ class Plan(BaseModel):
     ways: dict[str, tuple[str, str, str]] = Field(
         default_factory=dict, description="Three ways out for each estimate that exceeds the machine."
     )
+    notes: tuple[str, ...] = Field((), description="What the plan chose by itself and why, a line each.")
 
     def shortages(self, capacity: Mapping[str, float]) -> list[Shortage]:
         """The estimates that are larger than the capacity of the same name."""

@@ -38,6 +38,9 @@ def show_plan(rows: Sequence[Planned], run: Run) -> int:
     console.print(table)
     if any(estimate.bound for row in rows if row.plan for estimate in row.plan.estimates.values()):
         console.print("\n\u2265: a limit of the hardware; no rate was measured for it")
+    for row in rows:
+        if row.plan and row.plan.notes:
+            console.print("\n" + "\n".join(row.plan.notes), markup=False, soft_wrap=True)
     problems = [row for row in rows if row.problem is not None]
     for row in problems:
         what = row.problem.what if row.problem else ""

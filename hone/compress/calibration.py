@@ -23,6 +23,8 @@ class Calibration:
     tokens: np.ndarray
     document_ids: np.ndarray | None
     source: dict[str, object]
+    spare: Calibration | None = None
+    """Other sequences of the same text, to check the compressed model on; None where none are left."""
 
     def first(self, count: int) -> Calibration:
         """The first `count` sequences."""
@@ -35,16 +37,22 @@ class Calibration:
         return int(self.tokens.size if self.document_ids is None else (self.document_ids >= 0).sum())
 
 
-def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:
-    """Shuffled sequences of a data artifact's training split, packed as in training.
+def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int, num_spare: int = 0) -> Calibration:
+    """Shuffled sequences of a data artifact's training split, packed as in training, and `num_spare` others.
 
     Raises SpecError when it holds no tokens.
     """
     packed = PackedTokens(folder, "train")
     if packed.num_tokens < 2:
         raise SpecError(f"{folder} holds no training tokens to calibrate with", fix="give a data stage with text in it")
-    batch = packed.sequences(np.arange(min(num_sequences, packed.num_sequences(seq_len))), seq_len, seed)
-    return Calibration(batch.tokens, batch.document_ids, {"split": "train", "tokens": int(batch.tokens.size)})
+    there = packed.num_sequences(seq_len)
+    count, end = min(num_sequences, there), min(num_sequences + num_spare, there)
+    batch = packed.sequences(np.arange(count), seq_len, seed)
+    spare = None
+    if end > count:
+        others = packed.sequences(np.arange(count, end), seq_len, seed)
+        spare = Calibration(others.tokens, others.document_ids, {})
+    return Calibration(batch.tokens, batch.document_ids, {"split": "train", "tokens": int(batch.tokens.size)}, spare)
 
 
 def text_bytes(path: Path) -> int:
@@ -55,8 +63,10 @@ def text_bytes(path: Path) -> int:
         raise SpecError(f"calibration_text {path}: {error.strerror}", fix="name a text file") from None
 
 
-def from_text(path: Path, model: Path, *, num_sequences: int, seq_len: int, seed: int) -> Calibration:
-    """Windows of `seq_len` tokens of the text in `path`, drawn without overlap.
+def from_text(
+    path: Path, model: Path, *, num_sequences: int, seq_len: int, seed: int, num_spare: int = 0
+) -> Calibration:
+    """Windows of `seq_len` tokens of the text in `path`, drawn without overlap, and `num_spare` others.
 
     Raises SpecError when the text is missing, no UTF-8 or shorter than one window.
     """
@@ -74,9 +84,13 @@ def from_text(path: Path, model: Path, *, num_sequences: int, seq_len: int, seed
             fix="give a longer text, or lower seq_len",
         )
     # Raw PCG64 output is equal in every numpy version; that of Generator.permutation is not guaranteed to be.
-    order = np.argsort(np.random.PCG64(seed).random_raw(windows), kind="stable")[:num_sequences]
-    tokens = ids[: windows * seq_len].reshape(windows, seq_len)[np.sort(order)]
-    return Calibration(tokens, None, {"text_sha256": sha256(path), "tokens": int(tokens.size)})
+    order = np.argsort(np.random.PCG64(seed).random_raw(windows), kind="stable")
+    cut = ids[: windows * seq_len].reshape(windows, seq_len)
+    tokens, others = (
+        cut[np.sort(part)] for part in (order[:num_sequences], order[num_sequences : num_sequences + num_spare])
+    )
+    spare = Calibration(others, None, {}) if len(others) else None
+    return Calibration(tokens, None, {"text_sha256": sha256(path), "tokens": int(tokens.size)}, spare)
 
 
 def check(calibration: Calibration, vocab_size: int) -> None:

@@ -5,19 +5,25 @@ Both models run layer by layer with the engine, so neither is ever whole in memo
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hone.base.durable import write_atomic
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.eval.compare import agreement, divergence
-from hone.model.decoder import Decoder, DecoderLayer
+from hone.model.decoder import Decoder
+from hone.model.hf import Checkpoint
 
 HEAD_TOKENS = 512
 """Tokens whose logits are computed at once."""
+
+FILE = "check.json"
 
 
 class Checked(NamedTuple):
@@ -32,58 +38,51 @@ class Checked(NamedTuple):
 
 
 class Check:
-    """Hidden states of the check's sequences in the uncompressed and in the compressed model."""
+    """Hidden states of the check's sequences in both models: `flow.dense_states` and `flow.states`."""
 
     def __init__(self, samples: Calibration, batch_size: int, device: str, dtype: torch.dtype) -> None:
         self.samples = samples
-        self.dense = Flow(samples, batch_size, device, dtype)
-        self.compressed = Flow(samples, batch_size, device, dtype)
+        self.flow = Flow(samples, batch_size, device, dtype, paired=True)
 
-    def embed(self, dense: Decoder, compressed: Decoder) -> None:
-        """Computes the inputs of the first layer of both."""
-        self.dense.embed(dense)
-        self.compressed.embed(compressed)
-
-    def before(self, layer: DecoderLayer) -> None:
-        """Advances the uncompressed model by its layer."""
-        self.dense.through(layer)
-
-    def after(self, layer: DecoderLayer) -> None:
-        """Advances the compressed model by its layer."""
-        self.compressed.through(layer)
+    def finish(self, checkpoint: Checkpoint, rest_dtype: torch.dtype | None, state: Path) -> None:
+        """Compares the predictions after the last layer, and keeps the result in `state`."""
+        dense = checkpoint.build_ends(self.flow.device, self.flow.dtype)
+        compressed = checkpoint.build_ends(self.flow.device, self.flow.dtype)
+        if rest_dtype is not None:
+            for linear in (compressed.embed_tokens, compressed.lm_head):
+                if linear is not None:
+                    weight = linear.weight.detach().to(rest_dtype).to(self.flow.dtype)
+                    linear.weight = nn.Parameter(weight, requires_grad=False)
+        write_atomic(state / FILE, json.dumps(self.compare(dense, compressed)._asdict()).encode())
 
     @torch.no_grad()
-    def result(self, dense: Decoder, compressed: Decoder) -> Checked:
-        """Compares the predictions of every token that has a next one in its document."""
-        tokens = torch.from_numpy(self.samples.tokens).to(self.dense.device)
-        ids = self.samples.document_ids
-        inside = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
+    def compare(self, dense: Decoder, compressed: Decoder) -> Checked:
+        """The predictions of every token that has a next one in its document, by the heads of both models."""
+        tokens = torch.from_numpy(self.samples.tokens).to(self.flow.device)
+        ids, inside = self.samples.document_ids, torch.ones_like(tokens[:, 1:], dtype=torch.bool)
         if ids is not None:
             owners = torch.from_numpy(ids).to(tokens.device)
             inside = (owners[:, 1:] == owners[:, :-1]) & (owners[:, 1:] >= 0)
-        kls, sums, count = [], torch.zeros(3, dtype=torch.float64), 0
-        for row in range(len(tokens)):
-            kept, total = inside[row], torch.zeros(4, dtype=torch.float64)
-            states = zip(
-                self.dense.states[row, :-1][kept].split(HEAD_TOKENS),
-                self.compressed.states[row, :-1][kept].split(HEAD_TOKENS),
-                tokens[row, 1:][kept].split(HEAD_TOKENS),
-                strict=True,
-            )
-            for expected, given, targets in states:
+        assert self.flow.dense_states is not None
+        sums, kls = torch.zeros(4, dtype=torch.float64), []
+        for row, kept in enumerate(inside):
+            total = torch.zeros(4, dtype=torch.float64)
+            pieces = (self.flow.dense_states[row, :-1], self.flow.states[row, :-1], tokens[row, 1:])
+            for expected, given, targets in zip(*(one[kept].split(HEAD_TOKENS) for one in pieces), strict=True):
                 total += _sums(dense.head(expected).float(), compressed.head(given).float(), targets)
-            scored = int(kept.sum())
-            if scored:
-                kls.append(float(total[0]) / scored)
-                sums += total[1:]
-                count += scored
-        top1, loss, dense_loss = (float(value) / max(count, 1) for value in sums)
-        kl = sum(kls) / max(len(kls), 1)
-        spread = 0.0
-        if len(kls) > 1:
-            deviation = math.sqrt(sum((one - kl) ** 2 for one in kls) / (len(kls) - 1))
-            spread = 1.96 * deviation / math.sqrt(len(kls))
+            sums += total
+            if bool(kept.any()):
+                kls.append(float(total[0]) / int(kept.sum()))
+        count = int(inside.sum())
+        kl, top1, loss, dense_loss = (float(value) / max(count, 1) for value in sums)
+        spread = 1.96 * float(torch.tensor(kls).std()) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
         return Checked(kl, spread, top1, _exp(loss), _exp(dense_loss), count)
+
+
+def read(state: Path) -> Checked | None:
+    """The result that `Check.finish` kept; None before."""
+    path = state / FILE
+    return Checked(**json.loads(path.read_text(encoding="utf8"))) if path.exists() else None
 
 
 def _sums(expected: Tensor, given: Tensor, targets: Tensor) -> Tensor:

@@ -6,14 +6,13 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hone.base.errors import FitError, SpecError
-from hone.base.figure import human_bytes
+from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
 from hone.compress.allocations.base import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hone.compress.stage import Compress, CompressPlan
     from hone.measure.machine import Machine
     from hone.model.facts import CheckpointFacts
 
@@ -23,6 +22,8 @@ engine = lazy("hone.serve.spec")
 
 CONTEXT = 512
 """Tokens before the one whose latency is predicted; one sequence decodes alone."""
+
+QUOTED = "measured on hone's 29 M reference model; larger models lose less, other text more"
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -34,6 +35,9 @@ class Option(NamedTuple):
     steps: tuple[dict[str, Any], ...]
     allocated: tuple[int, ...] = ()
     """Bits that an allocation chooses from to use up the budget; empty: the same bits for all."""
+    kl: float | None = None
+    """Divergence from the given model in nats a token, measured on hone's 29 M reference model (benchmarks/ledger/quality.jsonl);
+    larger models lose less. None where the allocation predicts it."""
 
 
 def options(calibrated: bool) -> tuple[Option, ...]:
@@ -41,12 +45,12 @@ def options(calibrated: bool) -> tuple[Option, ...]:
 
     Without calibration inputs weights are rounded to nearest with searched scales, and nothing is allocated.
     """
-    int8 = Option("int8, a scale per row", ({"kind": "rtn", "bits": 8, "group_size": 0},))
+    int8 = Option("int8, a scale per row", ({"kind": "rtn", "bits": 8, "group_size": 0},), kl=0.0002)
     quantizer = {"kind": "gptq"} if calibrated else {"kind": "rtn", "scale": "search"}
     four = {**quantizer, "bits": 4, "group_size": 128, "uneven": "nearest"}
     three = four | {"bits": 3}
-    plain = (Option(f"int4 {quantizer['kind']}, groups of 128", (four,)),)
-    low = (Option(f"int3 {quantizer['kind']}, groups of 128", (three,)),)
+    plain = (Option(f"int4 {quantizer['kind']}, groups of 128", (four,), kl=0.0173 if calibrated else 0.0264),)
+    low = (Option(f"int3 {quantizer['kind']}, groups of 128", (three,), kl=0.0674 if calibrated else 0.1067),)
     if not calibrated:
         return (int8, *plain, *low)
     # Only 4 and 8 bits have fast kernels: fewer bits are chosen where nothing else fits.
@@ -65,11 +69,14 @@ class Tried(NamedTuple):
     model_bytes: float
     latency_s: float
     wrong: str
+    kl: float | None = None
 
     def line(self, chosen: bool) -> str:
         """A row of the table that says why."""
         mark = "chosen" if chosen else self.wrong or "not needed: a better one fits"
-        return f"{self.name:36} {human_bytes(self.model_bytes):>10} {1e3 * self.latency_s:8.2f} ms/token  {mark}"
+        quality = "" if self.kl is None else f"KL {self.kl:g}"
+        size, latency = human_bytes(self.model_bytes), f"{1e3 * self.latency_s:.2f} ms/token"
+        return f"{self.name:36} {size:>10} {latency:>16} {quality:>10}  {mark}"
 
 
 def read_seconds(value: str) -> float:
@@ -81,9 +88,9 @@ def read_seconds(value: str) -> float:
 
 
 def choose(
-    spec: Compress, model: CheckpointFacts, machine: Machine, plan: Callable[[Compress], CompressPlan], calibrated: bool
-) -> tuple[Compress, CompressPlan, tuple[str, ...]]:
-    """(spec with steps, its plan, lines that say why): the first option within `spec.fit` and `spec.target_latency`.
+    spec: Any, model: CheckpointFacts, machine: Machine, plan: Callable[[Any], Any], calibrated: bool
+) -> tuple[Any, Any, tuple[str, ...]]:
+    """(Compress spec with steps, its plan, lines that say why): the first option within `spec.fit` and `spec.target_latency`.
 
     `plan` plans a spec with steps. Raises SpecError when the model fits as it is, FitError when no option does.
     """
@@ -113,9 +120,12 @@ def choose(
             tried.append(Tried(option.name, most, float("nan"), "too large with the fewest bits"))
             continue
         size = planned.estimates["model_bytes"].value
-        one = _tried(option.name, planned.facts, size, machine, most, longest)
+        one = _tried(option.name, planned.facts, size, machine, most, longest)._replace(kl=option.kl)
         tried.append(one)
         if not one.wrong and found is None:
+            if option.kl is not None and calibrated:
+                quoted = {"kl_to_dense": Estimate(value=option.kl, unit="nats/token", formula=QUOTED)}
+                planned = planned.model_copy(update={"estimates": planned.estimates | quoted})
             found = (candidate, planned, len(tried) - 1)
     if found is None:
         lines = "; ".join(" ".join(one.line(chosen=False).split()) for one in tried)

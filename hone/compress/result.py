@@ -8,6 +8,7 @@ from typing import Any
 
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
+from hone.compress.check import Checked
 from hone.compress.matrix import Assigned
 from hone.compress.targets import Linear, linears
 from hone.model.config import ModelConfig
@@ -102,4 +103,25 @@ def record(draft: Draft, folder: Path, checkpoint: Checkpoint, rows: list[dict[s
         "fraction",
         n=len(errors),
         note=f"|W' - W| / |W|, mean over matrices; larger for methods that minimize the output error{against}",
+    )
+
+
+def record_check(draft: Draft, checked: Checked | None, num_sequences: int) -> None:
+    """The figures of the comparison with the model that was given."""
+    if checked is None:
+        why = "no calibration inputs, or no other sequences in their text" if num_sequences else "check_sequences is 0"
+        draft.record("kl_to_dense", None, "nats/token", note=f"not measured: {why}")
+        return
+    note = "against the given model, in the dtype of the calibration, on sequences of its text outside the calibration"
+    count = checked.num_tokens
+    kl = {"n": count, "spread": checked.kl_spread, "note": f"KL(given || compressed) {note}; spread: 95 % interval"}
+    draft.record("kl_to_dense", checked.kl, "nats/token", **kl)
+    draft.record("top1_agreement", checked.top1, "fraction", n=count, note=f"same most likely token {note}")
+    ratio = checked.perplexity / checked.dense_perplexity
+    draft.record(
+        "perplexity_ratio",
+        ratio,
+        "times",
+        n=count,
+        note=f"{checked.perplexity:.4g}, the given model's is {checked.dense_perplexity:.4g}; {note}",
     )

@@ -19,8 +19,8 @@ from hone.base.plan import DISK, MEMORY, Facts, Plan, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.compress import ALLOCATIONS, STEPS
-from hone.compress.allocations.base import Budget, Candidates, candidates
+from hone.compress import ALLOCATIONS, STEPS, fitting
+from hone.compress.allocations.base import Budget, Candidates, candidates, read_bytes
 from hone.compress.matrix import Assigned, Step, matrix_name, quantizer_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import transforms_first
@@ -37,6 +37,7 @@ torch = lazy("torch")
 calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
+checks = lazy("hone.compress.check")
 dense = lazy("hone.model.quantized.dense")
 hf = lazy("hone.model.hf")
 result = lazy("hone.compress.result")
@@ -70,6 +71,8 @@ class CompressPlan(Plan):
     compute_dtype: str
     calibrated: Calibrated | None
     budget: Budget | None
+    chosen: Any = None
+    """The spec with the steps that `fit` or `target_latency` chose; None when the steps were given."""
 
 
 class Compress(Stage):
@@ -79,8 +82,15 @@ class Compress(Stage):
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
-        min_length=1,
-        description="Steps in order: structured pruners; then for every matrix pruners, and at most one quantizer, last.",
+        (),
+        description="Steps in order: structured pruners, transforms, pruners, and at most one quantizer, last; empty with fit "
+        "or target_latency, which choose them.",
+    )
+    fit: str | None = Field(
+        None, description="Bytes that the weights may take, as 6GB or 5.5GiB: chooses the best steps that fit."
+    )
+    target_latency: str | None = Field(
+        None, description="Time for one token of one sequence, as 8ms: chooses the best steps that are fast enough."
     )
     allocation: Annotated[Technique, Choice(ALLOCATIONS)] | None = Field(
         None, description="Gives each matrix bits of its own, within a budget; empty: the quantizer's bits for all."
@@ -96,6 +106,11 @@ class Compress(Stage):
     seq_len: int = Field(0, ge=0, description="Tokens of one sequence; 0: the model's context, up to 512.")
     batch_size: int = Field(8, gt=0, description="Sequences computed at once.")
     seed: int = Field(0, ge=0, description="Seed of the choice of sequences.")
+    check_sequences: int = Field(
+        8,
+        ge=0,
+        description="Sequences outside the calibration, on which predictions are compared with the given model's.",
+    )
     calibration_text: str | None = Field(None, description="Text file to calibrate with, in place of the role data.")
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Dtype of the forward passes; auto is float32 on a CPU, bfloat16 on a GPU."
@@ -113,6 +128,14 @@ class Compress(Stage):
     @model_validator(mode="after")
     def _steps_follow(self) -> Compress:
         # Checks the order of the steps; `plan` checks whether there is calibration data.
+        wanted = self.fit is not None or self.target_latency is not None
+        if wanted == bool(self.steps):
+            raise ValueError("give steps, or fit or target_latency, which choose them: one of the two")
+        for text, read in ((self.fit, read_bytes), (self.target_latency, fitting.read_seconds)):
+            if text is not None:
+                read(text)
+        if wanted and self.allocation is not None:
+            raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
         transforms_first(self._layer_steps)
@@ -134,7 +157,10 @@ class Compress(Stage):
         return {"calibration_text": path} if path is not None and path.is_file() else {}
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
-        """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it."""
+        """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it.
+
+        With `fit` or `target_latency`, the plan of the steps that they choose. Raises FitError when none are enough.
+        """
         model = need(facts, "model", CheckpointFacts)
         data = need(facts, "data", DataFacts) if "data" in facts else None
         if model.quantization is not None and not self.requantize:
@@ -146,6 +172,11 @@ class Compress(Stage):
         if model.config.adapters:
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
         calibrated = self._calibrated(model, data)
+        if not self.steps:
+            chosen, plan, why = fitting.choose(
+                self, model, machine, lambda spec: spec.plan(facts, machine), calibrated is not None
+            )
+            return plan.model_copy(update={"chosen": chosen, "notes": why})
         given = {"weights:float"} | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
         applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
         check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
@@ -183,6 +214,7 @@ class Compress(Stage):
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
         measured = chain.measured(whole.config, self._structured, *(calibrated or (0, 0)), **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
+        more["check_sequences"] = 0 if calibrated is None or self._structured else self.check_sequences
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
@@ -200,6 +232,11 @@ class Compress(Stage):
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
+        if plan.chosen is not None:
+            for line in plan.notes:
+                run.say(line)
+            plan.chosen.run(plan.model_copy(update={"chosen": None}), draft, parents, run)
+            return
         folder = parents["model"].folder
         checkpoint = self._open(folder, run)
         samples = self._samples(plan, checkpoint, parents)
@@ -214,7 +251,15 @@ class Compress(Stage):
                 few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
                 allocated = self.allocation.allocate(plan.budget, job, few, draft, run)
                 job = replace(job, bits=allocated.bits)
-            rows = stream.run_job(job, flow if self._layer_steps else None, draft, run)
+                predicted = self.allocation.predicted(allocated.loss)
+                if predicted is not None and samples.spare is not None:
+                    draft.predict({"kl_to_dense": predicted})
+                    run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
+            check = None
+            if samples is not None and samples.spare is not None and not self._structured:
+                check = checks.Check(samples.spare, self.batch_size, run.device, dtype)
+            rows = stream.run_job(job, flow if self._layer_steps else None, draft, run, check)
+            checked = checks.read(draft.state)
             quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
             result.describe(draft, checkpoint, quantization)
             if self._layer_steps:
@@ -233,6 +278,7 @@ class Compress(Stage):
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
         result.record(draft, folder, checkpoint, rows)
+        result.record_check(draft, checked, self.check_sequences)
 
     def _open(self, folder: Path, run: Run) -> Any:
         """The checkpoint; of a quantized one its dequantized weights, which is said."""
@@ -308,6 +354,7 @@ class Compress(Stage):
         if plan.calibrated is None:
             return None
         options = {"num_sequences": self.num_sequences, "seq_len": plan.calibrated.seq_len, "seed": self.seed}
+        options["num_spare"] = self.check_sequences
         if self.calibration_text is not None:
             samples = calibration.from_text(Path(self.calibration_text), checkpoint.folder, **options)
         else:

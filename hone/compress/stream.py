@@ -22,6 +22,8 @@ from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
+from hone.compress.check import Check
+from hone.compress.check import read as read_check
 from hone.compress.layer import LayerWeights
 from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, quantizer_of
 from hone.compress.shards import read_shard, shard_name, write_index, write_shard
@@ -91,10 +93,11 @@ class Job:
         return [name for name in self.checkpoint.names() if name.startswith(f"model.layers.{index}.")]
 
 
-def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[str, Any]]:
+def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | None = None) -> list[dict[str, Any]]:
     """Writes every shard of the compressed model and its index; returns one row per matrix.
 
-    Resumes after the last layer whose marker is in `draft.state`. `flow` is None when no calibration inputs are used.
+    Resumes after the last layer whose marker is in `draft.state`. `flow` is None when no calibration inputs are used;
+    `check` compares the models' predictions at the end and keeps the result in `draft.state`.
     """
     count = job.checkpoint.config.num_layers
     done = _finished_layers(draft, job)
@@ -107,8 +110,12 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
             tensors[name] = job.checkpoint.converted(name, tensor, "cpu", dtype)
         write_shard(first, tensors)
         del tensors
-    if flow is not None and done < count:
-        _advance(job, flow, draft, done, run)
+    check = None if check is None or read_check(draft.state) is not None else check
+    flows = [flow] if flow is not None and done < count else []
+    if check is not None:
+        flows.append(check.flow)
+    if flows:
+        _advance(job, flows, draft, done, run)
     if done < count and job.steps and job.steps[0].reads_model:
         job = replace(job, model=job.steps[0].prepare(lambda: _given(job)))
     # One thread writes a finished layer while the next one is computed; a layer's marker is written after its files.
@@ -116,7 +123,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
         bar.advance(done)
         written: Future[None] | None = None
         for index in range(done, count):
-            rows, tensors = _compress_layer(job, flow, index)
+            rows, tensors = _compress_layer(job, flow, check, index)
             if written is not None:
                 written.result()
             written = writer.submit(_keep, job, draft, index, rows, tensors)
@@ -124,6 +131,8 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run) -> list[dict[st
             bar.advance(1, rows[-1]["name"] if rows else "")
         if written is not None:
             written.result()
+    if check is not None:
+        check.finish(job.checkpoint, job.rest_dtype, draft.state)
     return _finish(job, draft, run)
 
 
@@ -137,18 +146,18 @@ def _given(job: Job) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
+def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> None:
     """Computes the inputs of layer `done`: the embedding, then the finished layers with their written weights."""
-    ends = job.checkpoint.build_ends(job.device, job.dtype)
-    flow.embed(ends, job.rest_dtype)
-    del ends
+    for flow in flows:
+        flow.embed(job.checkpoint.build_ends(job.device, job.dtype), job.rest_dtype)
     if not done:
         return
     with run.progress("finished layers", done, "layers") as bar:
         for index in range(done):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
             layer = checkpoint.build_layer(index, job.device, job.dtype)
-            flow.dense_through(layer)
+            for flow in flows:
+                flow.dense_through(layer)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
             if job.transforms:
                 LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()
@@ -157,7 +166,8 @@ def _advance(job: Job, flow: Flow, draft: Draft, done: int, run: Run) -> None:
                     _use_rounded(job, index, layer, linear, written)
                 else:
                     _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
-            flow.through(layer)
+            for flow in flows:
+                flow.through(layer)
             bar.advance()
 
 
@@ -205,14 +215,18 @@ def _marker(draft: Draft, index: int) -> Path:
     return draft.state / f"layer-{index:05d}.json"
 
 
-def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` to the layer's outputs."""
+def _compress_layer(
+    job: Job, flow: Flow | None, check: Check | None, index: int
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` and `check` to the layer's outputs."""
     checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
     layer = checkpoint.build_layer(index, job.device, job.dtype)
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:
         readers.setdefault(linear.reads, []).append(linear.path)
     wanted = job.statistics if job.transforms else job.statistics | job.ranges
+    if check is not None:
+        check.flow.dense_through(layer)
     statistics = flow.statistics(layer, readers, wanted) if flow is not None else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     targets = frozenset(linear.path for linear in job.targets[index])
@@ -240,6 +254,8 @@ def _compress_layer(job: Job, flow: Flow | None, index: int) -> tuple[list[dict[
             _use(layer, linear, weight.to(job.dtype))
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
         flow.through(layer)
+    if check is not None:
+        check.flow.through(layer)
     return rows, tensors
 
 

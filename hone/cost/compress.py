@@ -15,7 +15,7 @@ from hone.cost.facts import ModelFacts
 from hone.cost.files import Disk
 from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes
 from hone.cost.roofline import seconds, speed_of_light
-from hone.cost.steps import forward_seconds
+from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.measure.machine import Machine
 
 HOST_BYTES_PER_S = 1.5e9
@@ -108,6 +108,8 @@ class Compression:
     """Bytes moved for each value of a linear's input by the statistics of its range."""
     rounding_bytes: float = 0.0
     """The same for rounding it in the second pass, which then dequantizes the weights for every batch."""
+    check_sequences: int = 0
+    """Sequences on which the predictions of both models are compared at the end."""
 
     @property
     def tokens(self) -> int:
@@ -153,10 +155,11 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         importances += value
         bounds.append(limit)
     parts["importances"] = importances
+    parts["check"] = _check(machine, work, forward)
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
     calibration = machine.calibration
     bound = any((bound, calibration is None, *bounds))
-    return Estimate(value=written + importances, unit="s", formula=formula, bound=bound)
+    return Estimate(value=written + importances + parts["check"], unit="s", formula=formula, bound=bound)
 
 
 def compress_bytes(machine: Machine, work: Compression) -> Estimate:
@@ -180,7 +183,8 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
         hessians *= 1 + work.paired
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     return {
-        "hidden states": variants * work.states_bytes,
+        "hidden states": variants * work.states_bytes
+        + 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
         "one layer": layer,
         "sums of x x^T": hessians,
         # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.
@@ -199,6 +203,16 @@ def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> 
     value += _passes(machine, 20.0 * outside + OBSERVED_BYTES * passes.observed * work.tokens)
     value += passes.logits * seconds(machine, matmul=head, dtype=work.dtype).value
     return value, bound
+
+
+def _check(machine: Machine, work: Compression, forward: float) -> float:
+    """Seconds of both models' predictions on the check's sequences: all layers, both heads, and the comparison."""
+    if not work.check_sequences or not work.tokens:
+        return 0.0
+    tokens, vocab_size = work.check_sequences * work.seq_len, work.facts.vocab_size
+    layers = 2 * len(work.layers) * forward * work.check_sequences / work.num_sequences
+    heads = 2 * seconds(machine, matmul=(tokens, vocab_size, work.facts.hidden_size), dtype=work.dtype).value
+    return layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
 
 
 def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:

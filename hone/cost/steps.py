@@ -25,6 +25,10 @@ AROUND_OPS = 60
 
 Product = tuple[tuple[int, int, int], Layout]
 
+COMPARED = 10
+"""Time of the loss, the divergence from a reference and the equality of the most likely tokens, in times of the loss: the
+divergence has three exponentials and eight passes over new memory, the equality two searches (two Intel Xeon cores)."""
+
 
 def forward_seconds(
     facts: ModelFacts,

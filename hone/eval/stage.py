@@ -20,7 +20,7 @@ from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.cost.energy import with_energy
 from hone.cost.memory import score_bytes
-from hone.cost.steps import forward_seconds, loss_seconds
+from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.data.facts import DataFacts
 from hone.eval.windows import LOGITS
 from hone.measure.machine import Machine
@@ -36,11 +36,6 @@ DEFAULT_WINDOW = 1024
 
 
 _WAYS = {MEMORY: ("lower batch_tokens", "compute in bfloat16: dtype", "score a smaller or quantized model")}
-
-
-COMPARED = 10
-"""Time of the loss, the divergence from a reference and the equality of the most likely tokens, in times of the loss: the
-divergence has three exponentials and eight passes over new memory, the equality two searches (two Intel Xeon cores)."""
 
 
 class EvalPlan(Plan):

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
-from hone.base.figure import human_bytes
+from hone.base.figure import Estimate, human_bytes
 from hone.base.table import Technique
 from hone.compress.allocations.knapsack import choose
 from hone.cost.compress import Work
@@ -108,6 +108,10 @@ class Allocation(Technique):
     def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
         """The loss of every matrix with each of `bits`, by its name; only sums of them are compared."""
         raise NotImplementedError
+
+    def predicted(self, loss: float) -> Estimate | None:
+        """The divergence from the given model in nats a token that a sum of losses predicts; None where none is known."""
+        return None
 
     def work(self, rows: int, columns: int) -> Work:
         """Measuring one matrix: for each candidate its rounding and a product with H."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from hone.base.figure import Estimate
 from hone.base.lazy import lazy
 from hone.compress.allocations.base import Allocation, candidates
 from hone.compress.matrix import quantizer_of
@@ -16,10 +17,20 @@ if TYPE_CHECKING:
 sensitivity = lazy("hone.compress.allocations.sensitivity")
 
 
+SHARE = 0.95
+"""Divergence of the model over the sum of losses: 0.98, 0.97 and 0.92 at 3.125, 2.625 and 4.125 bits (reference-29m, gptq)."""
+
+
 class HessianAllocation(Allocation):
     """Bits by tr(D H D^T) / tr(W H W^T), D the change of W, times the block's share of the hidden states. Dong et al. 2019, arXiv:1911.03852."""
 
     paper: ClassVar[str] = "arXiv:1911.03852"
+
+    def predicted(self, loss: float) -> Estimate:
+        formula = (
+            f"{SHARE} x the sum of losses {loss:.4g}, as gptq on hone's 29 M model at 2.6 to 4.1 bits (within 4 %)"
+        )
+        return Estimate(value=SHARE * loss, unit="nats/token", formula=formula)
 
     def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
         quantizers = candidates(quantizer_of(job.steps), self.bits)

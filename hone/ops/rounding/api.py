@@ -104,7 +104,7 @@ def _solve(
             keep[here] &= largest(scores.T.contiguous(), gone).T
         grid = None if steps is None else steps[here]
         kept = None if keep is None else keep[here].contiguous()
-        weights = None if prune is None or pattern is None else prune.weights[here]
+        weights = None if prune is None or pattern is None else prune.weights[here].contiguous()
         given = (target, wanted[here], ratio[here, here], grid, low, high, kept, pattern, weights)
         if backend == "triton":
             from hone.ops.rounding.triton_kernels import launch

@@ -26,9 +26,9 @@ def inputs(columns: int, rows: int, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def pruning(columns: int, sparsity: float, pattern: Pattern | None, device: str = "cpu") -> Pruning:
-    """A pruning whose columns weigh from 0.1 to 1.1."""
+    """A pruning whose columns weigh from 0.1 to 1.1: the diagonal of a matrix, as solvers pass it, whose entries lie apart."""
     weights = 0.1 + torch.rand(columns, generator=torch.Generator().manual_seed(columns))
-    return Pruning(weights.to(device), sparsity, pattern)
+    return Pruning(weights.to(device).diag().diagonal(), sparsity, pattern)
 
 
 def masked(errors: Tensor, wanted: Tensor, ratio: Tensor, prune: Pruning, keep: Tensor | None) -> Tensor:
