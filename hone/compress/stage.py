@@ -58,10 +58,11 @@ _FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: calibratio
 
 
 class Calibrated(NamedTuple):
-    """Calibration sequences and their tokens."""
+    """Calibration sequences, their tokens, and other sequences for the check."""
 
     num_sequences: int
     seq_len: int
+    num_spare: int = 0
 
 
 class CompressPlan(Plan):
@@ -210,11 +211,12 @@ class Compress(Stage):
             )
             for linears in targets
         )
-        sequences = calibrated._asdict() if calibrated is not None and self._layer_steps else {}
+        num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
+        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self._layer_steps else {}
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
-        measured = chain.measured(whole.config, self._structured, *(calibrated or (0, 0)), **once)
+        measured = chain.measured(whole.config, self._structured, num_sequences, seq_len, **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
-        more["check_sequences"] = 0 if calibrated is None or self._structured else self.check_sequences
+        more["check_sequences"] = 0 if self._structured else num_spare
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
@@ -347,7 +349,8 @@ class Compress(Stage):
                     fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
                 )
             there = max(data.split("train").num_sequences(seq_len), 1)
-        return Calibrated(min(self.num_sequences, there), seq_len)
+        count = min(self.num_sequences, there)
+        return Calibrated(count, seq_len, min(self.check_sequences, there - count))
 
     def _samples(self, plan: CompressPlan, checkpoint: Any, parents: dict[str, Artifact]) -> Any:
         """The calibration sequences, or None."""

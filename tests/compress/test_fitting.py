@@ -1,0 +1,102 @@
+"""--fit and --target_latency: the first option within the budget is taken, with reasons; budgets that cannot be kept; misuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hone.base.errors import FitError, SpecError
+from hone.compress import fitting
+from hone.compress.stage import Compress
+from hone.measure.machine import describe
+from hone.model.facts import CheckpointFacts
+from hone.model.folder import weights_bytes
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 model of which most bytes are in linears that groups of 128 divide."""
+    import torch
+
+    from hone.model.decoder import build
+    from hone.model.hf import save
+    from hone.model.shape import Shape
+    from tests.conftest import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    shape = Shape(hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=512, max_seq_len=128)
+    folder = tmp_path_factory.mktemp("roomy")
+    save(build(shape.config(len(tokenizer)), dtype=torch.bfloat16), folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def budget(folder: Path, share: float) -> str:
+    return str(int(share * weights_bytes(folder)))
+
+
+def test_each_budget_takes_the_best_option_that_fits(roomy: Path, compress, calibration_text: Path) -> None:
+    """The folder keeps the budget; the steps, the reasons and the predicted divergence are recorded."""
+    expected = {0.75: ["rtn"], 0.45: ["gptq", "kl"], 0.24: ["gptq", "kl"]}
+    for share, kinds in expected.items():
+        made = compress(roomy, fit=budget(roomy, share), calibration_text=str(calibration_text), name=str(share))
+        assert weights_bytes(made.folder) <= share * weights_bytes(roomy)
+        assert [one["kind"] for one in made.techniques] == kinds
+        kl = made.figures["kl_to_dense"]
+        assert kl.value > 0 and kl.estimate is not None and kl.estimate.value > 0
+    bits = {json.loads(line)["bits"] for line in (made.folder / "layers.jsonl").read_text().splitlines()}
+    assert bits <= {2, 3, 4} and len(bits) > 1
+
+
+def test_the_plan_says_why(roomy: Path, calibration_text: Path) -> None:
+    fields = {"fit": budget(roomy, 0.45), "calibration_text": str(calibration_text), "seq_len": 32}
+    plan = Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
+    assert [line.split("  ")[0] for line in plan.notes] == [
+        "as it is", "int8, a scale per row", "int4 and int8 gptq, by sensitivity", "int4 gptq, groups of 128",
+        "int2 to int4 gptq, by sensitivity",
+    ]  # fmt: skip
+    assert "larger than" in plan.notes[0] and "larger than" in plan.notes[1] and plan.notes[2].endswith("chosen")
+    assert plan.notes[3].endswith("not needed: a better one fits")
+    assert plan.chosen.steps[0].kind == "gptq" and plan.chosen.fit is None
+
+
+def test_without_calibration_weights_are_rounded(roomy: Path) -> None:
+    plan = Compress.read({"fit": budget(roomy, 0.45)}).plan({"model": CheckpointFacts.of(roomy)}, describe())
+    (step,) = plan.chosen.steps
+    assert (step.kind, step.bits, step.scale) == ("rtn", 4, "search") and plan.chosen.allocation is None
+
+
+def test_latency_is_that_of_the_serving_plan(roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, machine = {"model": CheckpointFacts.of(roomy)}, describe()
+    times = {"as it is": 10.0, "int8, a scale per row": 6.0, "int4 rtn, groups of 128": 3.0}
+    plain = fitting._tried
+
+    def timed(name: str, *rest):
+        one = plain(name, *rest[:-1], float("inf"))
+        late = "slower" if times.get(name, 1.0) > rest[-1] * 1e3 else ""
+        return one._replace(latency_s=times.get(name, 1.0) / 1e3, wrong=one.wrong or late)
+
+    monkeypatch.setattr(fitting, "_tried", timed)
+    plan = Compress.read({"target_latency": "7ms"}).plan(facts, machine)
+    assert plan.chosen.steps[0].bits == 8
+    plan = Compress.read({"target_latency": "4ms"}).plan(facts, machine)
+    assert plan.chosen.steps[0].bits == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"fit": "6 gigs"}, SpecError, "is no size"),
+        ({"target_latency": "fast"}, SpecError, "is no time"),
+        ({"fit": "1GB", "steps": [{"kind": "rtn"}]}, SpecError, "one of the two"),
+        ({}, SpecError, "give steps, or fit"),
+        ({"fit": "1GB", "allocation": {"kind": "kl", "bits_per_weight": 4}}, SpecError, "leave it out"),
+        ({"fit": "1GB"}, SpecError, "as it is, within 1GB"),
+        ({"fit": "10KB"}, FitError, "no compression of"),
+    ],
+)
+def test_misuse_and_impossible_budgets_are_named(fields: dict, error: type, words: str, roomy: Path) -> None:
+    with pytest.raises(error, match=words):
+        Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
