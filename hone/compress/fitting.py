@@ -76,6 +76,7 @@ class Tried(NamedTuple):
         mark = "chosen" if chosen else self.wrong or "not needed: a better one fits"
         quality = "" if self.kl is None else f"KL {self.kl:g}"
         size, latency = human_bytes(self.model_bytes), f"{1e3 * self.latency_s:.2f} ms/token"
+        latency = latency if self.latency_s == self.latency_s else "-"  # not planned
         return f"{self.name:36} {size:>10} {latency:>16} {quality:>10}  {mark}"
 
 

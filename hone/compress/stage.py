@@ -20,11 +20,11 @@ from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting
-from hone.compress.allocations.base import Budget, Candidates, candidates, read_bytes
-from hone.compress.matrix import Assigned, Step, matrix_name, quantizer_of
+from hone.compress.allocations.base import Budget, candidates, read_bytes
+from hone.compress.matrix import Step, matrix_name, quantizer_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import transforms_first
-from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
+from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.energy import with_energy
 from hone.cost.files import beside_bytes
 from hone.data.facts import DataFacts
@@ -34,6 +34,7 @@ from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
 
 torch = lazy("torch")
+allocating = lazy("hone.compress.allocations.planning")
 calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
@@ -199,7 +200,9 @@ class Compress(Stage):
                     targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self._structured else None)
-        planned, budget = self._assigned(before, targets, dtype, model.where)
+        planned, budget = allocating.assigned(
+            self.allocation, quantizer, before, targets, self._rest_dtype, dtype, model.where
+        )
         made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype)
         compute = self.compute_dtype
         if compute == "auto":
@@ -217,6 +220,8 @@ class Compress(Stage):
         measured = chain.measured(whole.config, self._structured, num_sequences, seq_len, **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
         more["check_sequences"] = 0 if self._structured else num_spare
+        if self.allocation is not None:
+            more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
@@ -379,7 +384,7 @@ class Compress(Stage):
         found = {
             "model_bytes": Estimate(value=size, unit="B", **options),
             "bits_per_weight": Estimate(**bits),
-            "time_s": self._seconds(machine, work),
+            "time_s": allocating.seconds(machine, work, self.allocation),
             MEMORY: compress_bytes(machine, work),
             DISK: Estimate(
                 value=size + beside,
@@ -393,45 +398,6 @@ class Compress(Stage):
             for step in self._layer_steps:
                 found.update(step.figures())
         return found
-
-    def _seconds(self, machine: Machine, work: Compression) -> Estimate:
-        """Time of the compression, and before it of measuring what each matrix loses with each candidate of bits."""
-        seconds = compress_seconds(machine, work)
-        if self.allocation is None:
-            return seconds
-        layers = tuple(
-            tuple(MatrixWork(one.rows, one.columns, (self.allocation.work(one.rows, one.columns),)) for one in matrices)
-            for matrices in work.layers
-        )
-        few = min(work.num_sequences, self.allocation.num_sequences)
-        nothing = (0,) * len(work.shard_bytes)
-        first = compress_seconds(
-            machine, replace(work, layers=layers, num_sequences=few, shard_bytes=nothing, measured=())
-        )
-        formula = f"{seconds.formula}; before it, sensitivities {first.value:.3g} s"
-        return Estimate(value=seconds.value + first.value, unit="s", formula=formula, bound=seconds.bound)
-
-    def _assigned(
-        self, before: dict[str, Any], targets: tuple[tuple[Any, ...], ...], dtype: Any, where: str
-    ) -> tuple[Assigned, Budget | None]:
-        """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it."""
-        if self.allocation is None:
-            return Assigned(self._quantizer), None
-        options = candidates(self._quantizer, self.allocation.bits)
-        matrices = tuple(
-            Candidates(
-                matrix_name(index, one.path),
-                tuple(sizes.matrix_bytes(option, one, dtype) for option in options.values()),
-            )
-            for index, linears in enumerate(targets)
-            for one in linears
-        )
-        lowest = sizes.shard_sizes(before, targets, Assigned(options[min(options)]), self._rest_dtype, dtype)
-        weights = sum(one.rows * one.columns for linears in targets for one in linears)
-        budget = self.allocation.budget(matrices, weights, sum(lowest), where)
-        totals = [sum(one.sizes[place] for one in matrices) for place in range(len(options))]
-        fitting = [option for option, total in zip(options.values(), totals, strict=True) if total <= budget.most]
-        return Assigned(fitting[-1]), budget
 
     @property
     def _possible_steps(self) -> tuple[Any, ...]:

@@ -110,6 +110,8 @@ class Compression:
     """The same for rounding it in the second pass, which then dequantizes the weights for every batch."""
     check_sequences: int = 0
     """Sequences on which the predictions of both models are compared at the end."""
+    probes: int = 0
+    """Sequences that the whole uncompressed model, held in memory, computes besides: each matrix changed in turn."""
 
     @property
     def tokens(self) -> int:
@@ -155,11 +157,13 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         importances += value
         bounds.append(limit)
     parts["importances"] = importances
-    parts["check"] = _check(machine, work, forward)
+    parts["check"] = _compared(machine, work, forward, work.check_sequences, models=2)
+    parts["divergences"] = _compared(machine, work, forward, work.probes, models=1)
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
     calibration = machine.calibration
     bound = any((bound, calibration is None, *bounds))
-    return Estimate(value=written + importances + parts["check"], unit="s", formula=formula, bound=bound)
+    more = importances + parts["check"] + parts["divergences"]
+    return Estimate(value=written + more, unit="s", formula=formula, bound=bound)
 
 
 def compress_bytes(machine: Machine, work: Compression) -> Estimate:
@@ -186,6 +190,7 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
         "hidden states": variants * work.states_bytes
         + 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
         "one layer": layer,
+        "the whole model": width * work.facts.num_params if work.probes else 0,
         "sums of x x^T": hessians,
         # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.
         "one batch, one solve": max(solve, batch) if gpu else solve + (1 + FORWARD_GAPS) * batch,
@@ -205,12 +210,12 @@ def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> 
     return value, bound
 
 
-def _check(machine: Machine, work: Compression, forward: float) -> float:
-    """Seconds of both models' predictions on the check's sequences: all layers, both heads, and the comparison."""
-    if not work.check_sequences or not work.tokens:
+def _compared(machine: Machine, work: Compression, forward: float, sequences: int, models: int) -> float:
+    """Seconds of comparing predictions on `sequences`: the layers of `models`, both heads, and the comparison."""
+    if not sequences or not work.tokens:
         return 0.0
-    tokens, vocab_size = work.check_sequences * work.seq_len, work.facts.vocab_size
-    layers = 2 * len(work.layers) * forward * work.check_sequences / work.num_sequences
+    tokens, vocab_size = sequences * work.seq_len, work.facts.vocab_size
+    layers = models * len(work.layers) * forward * sequences / work.num_sequences
     heads = 2 * seconds(machine, matmul=(tokens, vocab_size, work.facts.hidden_size), dtype=work.dtype).value
     return layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
 

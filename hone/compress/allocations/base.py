@@ -105,6 +105,11 @@ class Allocation(Technique):
         if self.bits_per_weight is None and self.model_bytes is None:
             raise SpecError(f"allocation {self.kind} has no budget", fix="set bits_per_weight=3.5 or model_bytes=6GB")
 
+    @property
+    def probe_sequences_each(self) -> int:
+        """Sequences that the whole model computes for each matrix; 0: none."""
+        return 0
+
     def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
         """The loss of every matrix with each of `bits`, by its name; only sums of them are compared."""
         raise NotImplementedError

@@ -1,0 +1,71 @@
+"""Plans of allocated compressions: the quantizers to plan with, the budget, and the time of measuring.
+
+`before` are the tensors of the model that is compressed by name, `targets` its linears to compress by layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hone.base.figure import Estimate
+from hone.compress.allocations.base import Allocation, Budget, Candidates, candidates
+from hone.compress.matrix import Assigned, Quantizer, matrix_name
+from hone.compress.sizes import Entry, matrix_bytes, shard_sizes
+from hone.compress.targets import Linear
+from hone.cost.compress import Compression, MatrixWork, compress_seconds
+from hone.measure.machine import Machine
+
+
+def seconds(machine: Machine, work: Compression, allocation: Allocation | None) -> Estimate:
+    """Time of the compression, and before it of measuring what each matrix loses with each candidate of bits."""
+    whole = compress_seconds(machine, work)
+    if allocation is None:
+        return whole
+    layers = tuple(
+        tuple(MatrixWork(one.rows, one.columns, (allocation.work(one.rows, one.columns),)) for one in matrices)
+        for matrices in work.layers
+    )
+    few = min(work.num_sequences, allocation.num_sequences)
+    nothing = (0,) * len(work.shard_bytes)
+    own = {
+        "layers": layers,
+        "num_sequences": few,
+        "shard_bytes": nothing,
+        "measured": (),
+        "check_sequences": 0,
+        "probes": 0,
+    }
+    first = compress_seconds(machine, replace(work, **own))
+    formula = f"{whole.formula}; before it, sensitivities {first.value:.3g} s"
+    return Estimate(value=whole.value + first.value, unit="s", formula=formula, bound=whole.bound)
+
+
+def assigned(
+    allocation: Allocation | None,
+    quantizer: Quantizer | None,
+    before: dict[str, Entry],
+    targets: tuple[tuple[Linear, ...], ...],
+    rest_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    where: str,
+) -> tuple[Assigned, Budget | None]:
+    """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it."""
+    if allocation is None:
+        return Assigned(quantizer), None
+    options = candidates(quantizer, allocation.bits)
+    matrices = tuple(
+        Candidates(
+            matrix_name(index, one.path),
+            tuple(matrix_bytes(option, one, dtype) for option in options.values()),
+        )
+        for index, linears in enumerate(targets)
+        for one in linears
+    )
+    lowest = shard_sizes(before, targets, Assigned(options[min(options)]), rest_dtype, dtype)
+    weights = sum(one.rows * one.columns for linears in targets for one in linears)
+    budget = allocation.budget(matrices, weights, sum(lowest), where)
+    totals = [sum(one.sizes[place] for one in matrices) for place in range(len(options))]
+    fitting = [option for option, total in zip(options.values(), totals, strict=True) if total <= budget.most]
+    return Assigned(fitting[-1]), budget
