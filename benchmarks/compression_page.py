@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hone.compress import PRUNERS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compression.md"
 
@@ -38,10 +40,13 @@ def table() -> str:
         lines.append(f"| dense, bfloat16 | 16.00 | {found[0]['peer_value']:.3f} | 0 | 100 % | - | - |")
     for row in found:
         spread = "" if row["spread"] is None else f" ± {row['spread']:.3f}"
-        zeros = "" if not row.get("sparsity") or row["sparsity"] < 0.05 else f", {100 * row['sparsity']:.0f} % zeros"
+        pruned = any(step["kind"] in PRUNERS or step.get("sparsity") for step in row["steps"])
+        zeros = f", {100 * row['sparsity']:.0f} % zeros" if pruned else ""
+        on_gpu = str(row["machine"].get("device", "")).startswith("cuda")
+        seconds = f"{row['seconds']:.1f}" if on_gpu else "-"
         lines.append(
             f"| {row['method']} | {row['bits_per_weight']:.2f}{zeros} | {row['value']:.3f}{spread} | {row['kl']:.4f} | "
-            f"{100 * row['top1']:.1f} % | {row['seconds']:.1f} | {row['n'] if row['calibration'] != 'none' else '-'} |"
+            f"{100 * row['top1']:.1f} % | {seconds} | {row['n'] if row['calibration'] != 'none' else '-'} |"
         )
     return "\n".join(lines)
 

@@ -18,6 +18,9 @@ from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import Quantization, Scheme
 
+CHANCE = 20
+"""A perplexity above the vocabulary's size divided by this is of text that the model can hardly predict."""
+
 
 def quantization_config(
     config: ModelConfig, targets: tuple[tuple[Linear, ...], ...], assigned: Assigned, dtype: str

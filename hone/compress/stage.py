@@ -286,6 +286,11 @@ class Compress(Stage):
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
         result.record(draft, folder, checkpoint, rows)
         result.record_check(draft, checked, self.check_sequences)
+        if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
+            run.say(
+                f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
+                f"{checkpoint.config.vocab_size} tokens: is it text in a language the model does not know?"
+            )
 
     def _open(self, folder: Path, run: Run) -> Any:
         """The checkpoint; of a quantized one its dequantized weights, which is said."""

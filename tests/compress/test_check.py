@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from hone.base.artifact import Artifact
+from hone.base.run import Run
 from hone.compress.calibration import from_text
+from hone.compress.stage import Compress
 from hone.eval.score import score
 from hone.model.hf import load
 
@@ -50,3 +53,19 @@ def test_a_text_without_other_sequences_is_said(family_folder, compress, calibra
         family_folder("llama"), step, check_sequences=0, calibration_text=str(calibration_text), name="none"
     )
     assert made.figures["kl_to_dense"].note.endswith("check_sequences is 0")
+
+
+def test_text_that_the_model_cannot_predict_is_said(
+    family_folder, tmp_path: Path, calibration_text: Path, capsys
+) -> None:
+    """A random model predicts no text, as a model of one language does not predict another."""
+    spec = Compress.read(
+        {
+            "steps": [{"kind": "rtn", "bits": 8, "group_size": 0}],
+            "calibration_text": str(calibration_text),
+            "num_sequences": 4,
+            "seq_len": 32,
+        }
+    )
+    spec.make(tmp_path / "compress-x", {"model": Artifact.read(family_folder("llama"))}, Run())
+    assert "in a language the model does not know" in capsys.readouterr().err

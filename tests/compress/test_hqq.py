@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS, grid
 from hone.compress.matrix import Matrix
 from hone.compress.quantizers.hqq import HQQ, shrink
@@ -87,3 +88,8 @@ def test_rows_are_chunked_without_changing_them(monkeypatch: pytest.MonkeyPatch)
         found.append(matrix.stored)
     assert torch.equal(found[0].scales, found[1].scales) and torch.equal(found[0].codes, found[1].codes)
     assert torch.equal(found[0].zero_points, found[1].zero_points)
+
+
+def test_two_symmetric_bits_are_refused(family_folder, compress) -> None:
+    with pytest.raises(SpecError, match="rounds most weights to 0"):
+        compress(family_folder("llama"), {"kind": "hqq", "bits": 2, "group_size": 32})

@@ -162,19 +162,6 @@ def test_wrong_specs_are_refused(values: dict, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_a_text_shorter_than_one_sequence_is_refused(tiny_llama: Path, compress, tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("the quick")
-    with pytest.raises(SpecError, match="one sequence needs"):
-        compress(tiny_llama, GPTQ4, calibration_text=str(short))
-
-
-def test_a_quantized_model_is_refused(tiny_llama: Path, compress) -> None:
-    made = compress(tiny_llama, INT4)
-    with pytest.raises(SpecError, match="quantized already"):
-        compress(made.folder, INT4, name="again")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_named(value: float, tiny_llama: Path, compress, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
@@ -224,15 +211,6 @@ def test_inputs_that_are_not_finite_are_named(tiny_llama: Path, compress, tmp_pa
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ArtifactError, match="the inputs of"):
         compress(folder, GPTQ4)
-
-
-def test_a_truncated_checkpoint_is_refused(tiny_llama: Path, compress, tmp_path: Path) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(tiny_llama, folder)
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ArtifactError, match="corrupt"):
-        compress(folder, INT4)
 
 
 def test_a_disk_without_room_is_said_before_the_work(

@@ -1,0 +1,33 @@
+"""docs/compression.md holds the table that the ledger gives, and its commands can be read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from benchmarks.compression_page import PAGE, page
+from hone.compress import STEPS
+from hone.compress.stage import Compress
+
+METHODS = Path(__file__).parent.parent / "benchmarks" / "quality.yaml"
+
+
+def test_the_page_is_that_of_the_ledger() -> None:
+    text = PAGE.read_text(encoding="utf8")
+    assert page(text) == text, "run python -m benchmarks.compression_page"
+
+
+def test_every_step_of_the_page_is_one() -> None:
+    found = re.findall(r"`(\{kind: [^`]*\})`", PAGE.read_text(encoding="utf8"))
+    assert len(found) > 8
+    for text in found:
+        if "..." not in text:
+            STEPS.read(yaml.safe_load(text))
+
+
+def test_every_method_of_the_benchmark_is_a_stage() -> None:
+    for method in yaml.safe_load(METHODS.read_text(encoding="utf8")):
+        fields = {name: value for name, value in method.items() if name not in ("name", "technique", "calibrated")}
+        Compress.read(fields)
