@@ -2,7 +2,6 @@
 
 python -m benchmarks.compress --model FOLDER --text FILE [--tokens-text FILE]   perplexity on text outside the calibration
 python -m benchmarks.compress --shape llama3-8b --layers 2 --device cuda        seconds a layer; output error on random weights
-                              [--peer]   the same model and tokens through llm-compressor's GPTQ, after hone's, in one process
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import json
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +64,7 @@ def main() -> None:
 
 
 def _quantized(inputs: Inputs, folder: Path, arguments: argparse.Namespace) -> list[dict]:
-    """Rows of GPTQ beside round to nearest, and with --peer beside llm-compressor."""
+    """Rows of GPTQ beside round to nearest."""
     step = {"bits": arguments.bits, "group_size": arguments.group_size, "uneven": "nearest"}
     steps = {"rtn": {"kind": "rtn", **step}, "rtn searched": {"kind": "rtn", "scale": "search", **step}}
     steps["gptq"] = {"kind": "gptq", **step}
@@ -76,10 +74,7 @@ def _quantized(inputs: Inputs, folder: Path, arguments: argparse.Namespace) -> l
     for name, one in steps.items():
         results[name] = _measure(one, name, inputs, folder, arguments)
         print(json.dumps({name: results[name]}), flush=True)
-    rows = _rows(results, inputs.model, arguments)
-    if arguments.peer:
-        rows += _peer_rows(results["gptq"], _llm_compressor(inputs, arguments), arguments)
-    return rows
+    return _rows(results, inputs.model, arguments)
 
 
 def _arguments() -> argparse.Namespace:
@@ -95,23 +90,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scratch", type=Path, help="folder for temporary models; default: the system's")
-    parser.add_argument(
-        "--peer", action="store_true", help="also llm-compressor's GPTQ; needs llmcompressor, --shape, bits 4"
-    )
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
     if (arguments.model is None) == (arguments.shape is None):
         parser.error("give --model with --text, or --shape")
     if arguments.model is not None and arguments.text is None:
         parser.error("--model needs --text")
-    if arguments.peer and (arguments.shape is None or (arguments.bits, arguments.group_size) != (4, 128)):
-        parser.error("--peer needs --shape, 4 bits and groups of 128")
     return arguments
 
 
 def _inputs(arguments: argparse.Namespace, folder: Path) -> Inputs:
     if arguments.shape is not None:
-        return Inputs(*_random_model(arguments, folder), None, None)
+        dtype = torch.bfloat16 if arguments.device.startswith("cuda") else torch.float32
+        shape = SHAPES[arguments.shape]
+        made = random_model(shape, folder, arguments.layers, arguments.num_sequences, arguments.seq_len, dtype)
+        return Inputs(*made, None, None)
     from hone.model.tokenizer import load_tokenizer
 
     text = arguments.text.read_text(encoding="utf8")
@@ -121,14 +114,15 @@ def _inputs(arguments: argparse.Namespace, folder: Path) -> Inputs:
     return Inputs(arguments.model, None, calibration, held_out)
 
 
-def _random_model(arguments: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
-    """A random bfloat16 model (float32 on a CPU) and a data folder of random tokens."""
-    dtype = torch.bfloat16 if arguments.device.startswith("cuda") else torch.float32
-    shape = SHAPES[arguments.shape].model_copy(update={"num_layers": arguments.layers})
+def random_model(
+    shape: Shape, folder: Path, layers: int, num_sequences: int, seq_len: int, dtype: torch.dtype
+) -> tuple[Path, Path]:
+    """A random model of `shape` with so many layers, and a data folder of random tokens."""
+    shape = shape.model_copy(update={"num_layers": layers})
     save(build(shape.config(VOCABULARY), dtype=dtype), folder / "model")
     tokens = folder / "data" / "tokens"
     tokens.mkdir(parents=True)
-    count = arguments.num_sequences * arguments.seq_len + 1
+    count = num_sequences * seq_len + 1
     np.random.default_rng(0).integers(0, VOCABULARY, count).astype("<u2").tofile(tokens / "train.bin")
     np.save(tokens / "train.starts.npy", np.asarray([0, count], np.int64))
     row = {"tokens": count, "documents": 1, "bytes": count}
@@ -169,52 +163,6 @@ def _perplexity(folder: Path, tokens: np.ndarray, device: str) -> float:
 
     model = load(folder, device).eval()
     return score(model, tokens, window=min(model.config.max_seq_len, 2048), join="stream").perplexity
-
-
-def _llm_compressor(inputs: Inputs, arguments: argparse.Namespace) -> dict[str, float]:
-    """Seconds and peak bytes of llm-compressor's GPTQ (W4A16, groups of 128) on the model and the tokens of hone's run."""
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    assert inputs.data is not None, "--peer without --shape is refused"
-    count, length = arguments.num_sequences, arguments.seq_len
-    rows = np.fromfile(inputs.data / "tokens" / "train.bin", "<u2")[: count * length].reshape(count, length).tolist()
-    text = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * length] * count})
-    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
-    processor = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-    given = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.bfloat16).to(arguments.device).eval()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    oneshot(
-        model=given,
-        dataset=text,
-        recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
-        max_seq_length=length,
-        num_calibration_samples=count,
-        processor=processor,
-        pipeline="sequential",
-    )
-    torch.cuda.synchronize()
-    return {"time_s": time.perf_counter() - begun, "peak_memory_bytes": float(torch.cuda.max_memory_allocated())}
-
-
-def _peer_rows(gptq: dict, peer: dict[str, float], arguments: argparse.Namespace) -> list[dict]:
-    """hone's GPTQ against llm-compressor's. Its time has no writing of the folder in it, hone's has."""
-    label = f"{arguments.shape}, {arguments.layers} layers, {arguments.num_sequences} x {arguments.seq_len} tokens"
-    found = []
-    for key, figure, unit, scale in (
-        ("time_s", "seconds a layer beside llm-compressor", "s", 1 / arguments.layers),
-        ("peak_memory_bytes", "peak memory beside llm-compressor", "B", 1.0),
-    ):
-        value, theirs = gptq[key] * scale, peer[key] * scale
-        row = {"figure": f"{figure} ({label})", "value": value, "unit": unit, "n": 1, "technique": "quantizer/gptq"}
-        found.append(row | {"peer": "llm-compressor", "peer_value": theirs, "ratio": value / theirs})
-    return found
 
 
 def _rows(results: dict[str, dict], model: Path, arguments: argparse.Namespace) -> list[dict]:
