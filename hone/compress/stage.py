@@ -276,7 +276,7 @@ class Compress(Stage):
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
         ranges = self._quantizer is not None and bool(self._quantizer.input_statistics)
         for step in self._layer_steps:
-            reads = "hessian" in step.needs or (ranges and step is self._quantizer)
+            reads = bool(step.needs & statistics.STATISTICS.keys()) or (ranges and step is self._quantizer)
             source = {"calibration": samples.source} if samples is not None and reads else {}
             note = {"note": step.note} if step.note else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source, **note})

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
@@ -69,9 +69,15 @@ class GPTQ(IntegerQuantizer, Sparse):
         "none", description="N:M: of every M neighbouring weights of a row N stay; set sparsity=0.5 too."
     )
 
+    @model_validator(mode="after")
+    def _zeros_have_a_code(self) -> GPTQ:
+        if self.sparsity and not self.symmetric:
+            raise ValueError("sparsity needs symmetric grids: a pruned weight has code 0, which is not zero elsewhere")
+        return self
+
     def apply(self, matrix: Matrix) -> None:
         hessian = matrix.statistics["hessian"]
-        if not self.symmetric and (self.sparsity or matrix.keep is not None):
+        if not self.symmetric and matrix.keep is not None:
             raise SpecError(
                 f"{self.kind}: pruned weights and zero points at {matrix.name}: a pruned weight has code 0, zero another",
                 fix="set symmetric=true, or quantize with rtn",
