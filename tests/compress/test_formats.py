@@ -171,7 +171,7 @@ def test_the_second_pass_rounds_inputs(compress, family_folder, calibration_text
         through(self, layer)
 
     monkeypatch.setattr(stream.Flow, "through", watched)
-    compress(family_folder("llama"), STEPS["w4a8"])
+    compress(family_folder("llama"), STEPS["w4a8"], check_sequences=0)
     assert kinds == [RoundedInputs]
 
 

@@ -210,6 +210,7 @@ def test_integer_products_are_the_products_of_rounded_values(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ["int8_token", "int8_token_asymmetric", "int8_tensor", "int8_tensor_asymmetric"])
 def test_a_gpu_multiplies_integers(name: str) -> None:
     module, _, _ = module_of(f"int8 {name}", [8, 16, 8], 128)
