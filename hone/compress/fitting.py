@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hone.base.errors import FitError, SpecError
+from hone.base.durable import write_atomic
+from hone.base.errors import DriftError, FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
 from hone.compress.allocations.base import read_bytes
@@ -137,6 +140,19 @@ def choose(
         )
     candidate, planned, place = found
     return candidate, planned, tuple(one.line(index == place) for index, one in enumerate(tried))
+
+
+def keep(chosen: Any, state: Path) -> None:
+    """Keeps the chosen spec in `state`. Raises DriftError when a run that resumes would take another one: latencies are
+    predicted from this machine's measured speed, which may have changed since."""
+    path, text = state / "chosen.json", json.dumps(chosen.model_dump(mode="json"))
+    if path.exists() and path.read_text(encoding="utf8") != text:
+        before = ", ".join(str(step) for step in json.loads(path.read_text(encoding="utf8"))["steps"])
+        raise DriftError(
+            f"the interrupted run had chosen {before}, and this machine's measured speed now chooses other steps",
+            fix="give these steps instead of target_latency, or start again with --redo",
+        )
+    write_atomic(path, text.encode())
 
 
 def _tried(name: str, facts: Any, size: float, machine: Machine, most: float, longest: float) -> Tried:

@@ -240,6 +240,7 @@ class Compress(Stage):
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
         if plan.chosen is not None:
+            fitting.keep(plan.chosen, draft.state)
             for line in plan.notes:
                 run.say(line)
             plan.chosen.run(plan.model_copy(update={"chosen": None}), draft, parents, run)

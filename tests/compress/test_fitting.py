@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.base.errors import FitError, SpecError
+from hone.base.errors import DriftError, FitError, SpecError
 from hone.compress import fitting
 from hone.compress.stage import Compress
 from hone.measure.machine import describe
@@ -83,6 +83,17 @@ def test_latency_is_that_of_the_serving_plan(roomy: Path, monkeypatch: pytest.Mo
     assert plan.chosen.steps[0].bits == 8
     plan = Compress.read({"target_latency": "4ms"}).plan(facts, machine)
     assert plan.chosen.steps[0].bits == 4
+
+
+def test_a_run_that_resumes_takes_the_steps_it_had_chosen(roomy: Path, tmp_path: Path) -> None:
+    plans = [
+        Compress.read({"fit": budget(roomy, share)}).plan({"model": CheckpointFacts.of(roomy)}, describe())
+        for share in (0.75, 0.45)
+    ]
+    fitting.keep(plans[0].chosen, tmp_path)
+    fitting.keep(plans[0].chosen, tmp_path)
+    with pytest.raises(DriftError, match=r"had chosen .*rtn.*8"):
+        fitting.keep(plans[1].chosen, tmp_path)
 
 
 @pytest.mark.parametrize(
