@@ -43,10 +43,11 @@ class HQQ(IntegerQuantizer):
     kappa: float = Field(1.01, ge=1, description="Growth of the penalty from one turn to the next.")
 
     def check(self, name: str, rows: int, columns: int) -> None:
-        if self.symmetric and self.bits == 2:  # perplexity 5.9 -> 1,296 on reference-29m
+        if self.symmetric and self.bits == 2 and self.scale == "absmax":  # perplexity 5.9 -> 1,296 on reference-29m
             raise SpecError(
-                f"{self.kind}: on symmetric grids of 2 bits the least sum of |error|^{self.norm} rounds most weights to 0",
-                fix="set symmetric=false, or use gptq",
+                f"{self.kind}: with 2 bits and scales that are all positive, codes -2 to 1 cut off large positive weights alone, "
+                "which shifts every output",
+                fix="set scale=search, or symmetric=false, or use gptq",
             )
         super().check(name, rows, columns)
 
