@@ -253,10 +253,10 @@ def test_a_kill_does_not_change_what_is_made_of_a_quantized_folder(
     whole = compress(first.folder, {"kind": "nf4"}, name="whole", **spec)
     done = stream._compress_layer
 
-    def stop(job, flow, index):
+    def stop(job, flow, check, index):
         if index == 1:
             raise KeyboardInterrupt
-        return done(job, flow, index)
+        return done(job, flow, check, index)
 
     monkeypatch.setattr(stream, "_compress_layer", stop)
     with pytest.raises(KeyboardInterrupt):
