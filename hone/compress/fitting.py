@@ -26,7 +26,7 @@ engine = lazy("hone.serve.spec")
 CONTEXT = 512
 """Tokens before the one whose latency is predicted; one sequence decodes alone."""
 
-QUOTED = "measured on hone's 29 M reference model; larger models lose less, other text more"
+QUOTED = "measured on hone's 29 M reference model, whose size and text differ from yours"
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -39,8 +39,8 @@ class Option(NamedTuple):
     allocated: tuple[int, ...] = ()
     """Bits that an allocation chooses from to use up the budget; empty: the same bits for all."""
     kl: float | None = None
-    """Divergence from the given model in nats a token, measured on hone's 29 M reference model (benchmarks/ledger/quality.jsonl);
-    larger models lose less. None where the allocation predicts it."""
+    """Divergence from the given model in nats a token, measured on hone's 29 M reference model (benchmarks/ledger/quality.jsonl).
+    None where the allocation predicts it."""
 
 
 def options(calibrated: bool) -> tuple[Option, ...]:

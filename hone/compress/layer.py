@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 class Source:
     """Where an input of linears comes from, if a scale per channel can be moved into it: a norm, or rows of another linear."""
 
-    reads: str
-    """Its name, as `LinearSpec.reads`, with the block: 'mixer/mixer_norm', 'mixer/v', 'feed_forward/gate*up'."""
     readers: tuple[str, ...]
     """Paths of all linears of the layer that read it."""
     norm: str | None
@@ -56,7 +54,6 @@ class LayerWeights:
         quantizer: Quantizer | None,
     ) -> None:
         config = checkpoint.config
-        self.index = index
         self.tensors = tensors
         self.statistics = statistics
         self.targets = targets
@@ -152,7 +149,7 @@ class LayerWeights:
         for norm in (f"{word}.weight", f"{block}.{word}.weight"):
             if isinstance(self.parameters.get(norm), NormSpec):
                 multiplied = any(getattr(one, "multiplied", False) for one in self.parameters.values())
-                return None if multiplied else Source(reads, tuple(paths), norm)
+                return None if multiplied else Source(tuple(paths), norm)
         for path, spec in self.specs.items():
             for piece in spec.pieces:
                 if path.startswith(f"{block}.") and piece.name == word and spec.experts is None:
@@ -161,7 +158,7 @@ class LayerWeights:
                     if left or (shared > 1 and heads is None):
                         return None
                     head_dim = specs[0].in_features // heads if heads else 1
-                    return Source(reads, tuple(paths), None, path, word, shared, head_dim)
+                    return Source(tuple(paths), None, path, word, shared, head_dim)
         return None
 
     def _divide_norm(self, source: Source, scales: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hone.compress import ALLOCATIONS, STEPS, fitting
 from hone.compress.allocations.base import Budget, candidates, read_bytes
 from hone.compress.matrix import Step, matrix_name, quantizer_of
 from hone.compress.structured.base import StructuredPruner, structured_first
-from hone.compress.transforms.base import transforms_first
+from hone.compress.transforms.base import Transform, transforms_first
 from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.energy import with_energy
 from hone.cost.files import beside_bytes
@@ -171,6 +171,13 @@ class Compress(Stage):
                 fix="compress the checkpoint it was made from, or set requantize=true to dequantize its weights first, "
                 "which adds the errors of both",
             )
+        if any(isinstance(step, Transform) for step in self.steps):
+            for index, layer in enumerate(model.config.layers):
+                if layer.mixer.reuses_kv:
+                    raise SpecError(
+                        f"layer {index} uses the values of another layer, and a transform changes one layer at a time",
+                        fix="compress without transforms",
+                    )
         if model.config.adapters:
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
         calibrated = self._calibrated(model, data)

@@ -13,8 +13,11 @@ from hone.compress.layer import LayerWeights
 from hone.compress.quantizers.rtn import RoundToNearest
 from hone.compress.stage import Compress
 from hone.compress.statistics import STATISTICS
+from hone.measure.machine import describe
 from hone.model.context import Causal
+from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint, load
+from hone.model.shape import Shape
 from tests.compress.conftest import perplexity
 from tests.compress.test_export import transformers_logits
 
@@ -171,6 +174,25 @@ def test_linears_left_dense_keep_their_dtype_and_take_the_scale(family_folder, c
 def test_an_order_that_cannot_be_run_is_refused(steps: list, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         Compress.read({"steps": steps})
+
+
+@pytest.mark.parametrize(
+    ("steps", "fields", "words"),
+    [
+        (
+            [{"kind": "cross_layer_equalization"}, {"kind": "rtn", "group_size": 0}],
+            {},
+            "layer 1 uses the values of another",
+        ),
+        ([{"kind": "rtn", "group_size": 0}], {"calibration_text": "x.txt"}, "layer 1 uses the keys of another layer"),
+    ],
+)
+def test_layers_that_borrow_keys_and_values_are_not_changed_apart(steps: list, fields: dict, words: str) -> None:
+    """A scale moved into values would reach the other layers that read them."""
+    shape = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, mixers=("attention", "shared_kv"))
+    facts = CheckpointFacts(where="a model", config=shape.config(64), dtype="float32", weights_bytes=1, tokenizer=None)
+    with pytest.raises(SpecError, match=words):
+        Compress.read({"steps": steps, **fields}).plan({"model": facts}, describe())
 
 
 @pytest.mark.slow
