@@ -177,8 +177,8 @@ def test_misuse_is_named(fields: dict, error: type, words: str, family_folder, c
 def test_mixed_bits_beat_the_same_bits_for_all_on_a_real_model(stories, compress) -> None:
     model, text, rows = stories
     options = {"calibration_text": str(text), "num_sequences": 64, "seq_len": 256}
-    step = {"kind": "gptq", "bits": 3, "group_size": 32}
+    step = {"kind": "gptq", "bits": 3, "group_size": 32, "uneven": "nearest"}
     uniform = compress(model, step, name="uniform", **options)
-    mixed = compress(model, step, name="mixed", allocation={"kind": "hessian", "bits_per_weight": 3.5}, **options)
+    mixed = compress(model, step, name="mixed", allocation={"kind": "kl", "bits_per_weight": 3.5}, **options)
     assert mixed.figures["model_bytes"].value <= uniform.figures["model_bytes"].value * 1.001
     assert perplexity(mixed.folder, rows) < perplexity(uniform.folder, rows)

@@ -197,9 +197,11 @@ def test_layers_that_borrow_keys_and_values_are_not_changed_apart(steps: list, f
 
 @pytest.mark.slow
 def test_awq_beats_rounding_on_a_real_model(stories, compress) -> None:
+    """At least a fifth of the loss that rounding causes is gone."""
     model, text, rows = stories
-    step = {"kind": "rtn", "bits": 3, "group_size": 32}
+    step = {"kind": "rtn", "bits": 4, "group_size": 32, "uneven": "nearest"}
     options = {"calibration_text": str(text), "num_sequences": 64, "seq_len": 256}
+    dense = perplexity(model, rows)
     plain = perplexity(compress(model, step, name="plain", **options).folder, rows)
     better = perplexity(compress(model, {"kind": "awq"}, step, name="awq", **options).folder, rows)
-    assert better < 0.9 * plain
+    assert better - dense < 0.8 * (plain - dense)
