@@ -58,7 +58,7 @@ def main() -> None:
         rows = (_speed if arguments.what == "speed" else _quality)(Path(scratch), arguments)
     print(ledger.table(rows))
     if not arguments.no_ledger:
-        print(ledger.append("compress", rows, "cuda"))
+        print(ledger.append("compress", rows, arguments.device))
 
 
 def _arguments() -> argparse.Namespace:
@@ -73,6 +73,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--heldout", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=65536, help="tokens that are scored")
+    parser.add_argument(
+        "--device", default="cuda", help="cpu only tries whether the script runs: memory is not measured"
+    )
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
     if arguments.what == "quality" and None in (arguments.model, arguments.calibration, arguments.heldout):
@@ -91,9 +94,10 @@ def _speed(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     size = f"llama3-8b, {arguments.num_sequences} x {arguments.seq_len} tokens"
     rows = []
     for method in arguments.methods:
-        ours = _hone(method, model, {"data": data}, folder, options | {"batch_size": 8})
+        fields = options | {"batch_size": 8}
+        ours = _hone(method, model, {"data": data}, folder, fields, arguments.device)
         shutil.rmtree(ours.pop("folder"))
-        _, theirs = _llm_compressor(method, model, tokens, torch.bfloat16)
+        _, theirs = _llm_compressor(method, model, tokens, torch.bfloat16, arguments.device)
         for key, figure, unit, scale in (
             ("seconds", f"seconds a layer, {LABELS[method]} beside llm-compressor", "s", 1 / arguments.layers),
             ("memory", f"peak memory, {LABELS[method]} beside llm-compressor", "B", 1.0),
@@ -104,22 +108,22 @@ def _speed(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _quality(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    text = folder / "calibration.txt"
+    text, device = folder / "calibration.txt", arguments.device
     text.write_text("\n\n".join(texts(arguments.calibration)), encoding="utf8")
     heldout, _ = documents(arguments.heldout, arguments.model, arguments.tokens)
-    scored = torch.from_numpy(heldout[: len(heldout) // ROW * ROW].reshape(-1, ROW)).cuda()
-    dense = _perplexity(load(arguments.model, "cuda", torch.float32).eval(), scored)
+    scored = torch.from_numpy(heldout[: len(heldout) // ROW * ROW].reshape(-1, ROW)).to(device)
+    dense = _perplexity(load(arguments.model, device, torch.float32).eval(), scored)
     rows = []
     for method in arguments.methods:
         found: dict[str, list[float]] = {"ours": [], "theirs": []}
         for seed in range(arguments.seeds):
             options = {"num_sequences": arguments.num_sequences, "seq_len": arguments.seq_len, "seed": seed}
             more = options | {"calibration_text": str(text), "compute_dtype": "float32", "batch_size": 16}
-            ours = _hone(method, arguments.model, {}, folder, more)
-            found["ours"].append(_perplexity(load(ours["folder"], "cuda", torch.float32).eval(), scored))
+            ours = _hone(method, arguments.model, {}, folder, more, device)
+            found["ours"].append(_perplexity(load(ours["folder"], device, torch.float32).eval(), scored))
             shutil.rmtree(ours["folder"])
             tokens = from_text(text, arguments.model, **options).tokens
-            model, _ = _llm_compressor(method, arguments.model, tokens, torch.float32)
+            model, _ = _llm_compressor(method, arguments.model, tokens, torch.float32, device)
             found["theirs"].append(_perplexity(lambda part, model=model: model(part).logits, scored))
             del model
         means = {name: statistics.mean(values) for name, values in found.items()}
@@ -136,17 +140,17 @@ def _row(method: str, figure: str, ours: float, theirs: float, unit: str, n: int
     return row | {"peer": "llm-compressor", "peer_value": theirs, "ratio": ours / theirs}
 
 
-def _hone(method: str, model: Path, parents: dict[str, Path], folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
+def _hone(
+    method: str, model: Path, parents: dict[str, Path], folder: Path, fields: dict[str, Any], device: str
+) -> dict[str, Any]:
     """Seconds, peak bytes and folder of hone's run."""
     spec = Compress.read({"steps": METHODS[method], **fields})
     roles = {"model": Artifact.read(model), **{role: Artifact.read(path) for role, path in parents.items()}}
-    machine = describe("cuda").model_dump(mode="json")
-    _free()
+    machine = describe(device).model_dump(mode="json")
+    _free(device)
     begun = time.perf_counter()
-    made = spec.make(folder / f"compress-{method}", roles, Run(device="cuda", quiet=True, machine=machine))
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "memory": float(torch.cuda.max_memory_allocated()), "folder": made.folder}
+    made = spec.make(folder / f"compress-{method}", roles, Run(device=device, quiet=True, machine=machine))
+    return _used(begun, device) | {"folder": made.folder}
 
 
 def _recipe(method: str) -> list[Any]:
@@ -166,34 +170,45 @@ def _recipe(method: str) -> list[Any]:
     }[method]()
 
 
-def _llm_compressor(method: str, folder: Path, tokens: np.ndarray, dtype: torch.dtype) -> tuple[Any, dict[str, float]]:
+def _llm_compressor(
+    method: str, folder: Path, tokens: np.ndarray, dtype: torch.dtype, device: str
+) -> tuple[Any, dict[str, float]]:
     """(the model in memory, its seconds and peak bytes)."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    if device == "cpu":  # its AWQ pins memory, also where there is no accelerator to pin it for
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     rows = tokens.tolist()
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
     words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
     processor = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
-    _free()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    _free(device)
     begun = time.perf_counter()
     oneshot(
         model=model, dataset=data, recipe=_recipe(method), max_seq_length=tokens.shape[1],
         num_calibration_samples=len(rows), processor=processor, pipeline="sequential",
     )  # fmt: skip
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    return model, {"seconds": seconds, "memory": float(torch.cuda.max_memory_allocated())}
+    return model, _used(begun, device)
 
 
-def _free() -> None:
+def _free(device: str) -> None:
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+
+
+def _used(begun: float, device: str) -> dict[str, Any]:
+    """Seconds since `begun`, and peak bytes of the GPU."""
+    if device == "cpu":
+        return {"seconds": time.perf_counter() - begun, "memory": float("nan")}
     torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - begun, "memory": float(torch.cuda.max_memory_allocated())}
 
 
 @torch.no_grad()
