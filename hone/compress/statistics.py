@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hone.cost.compress import hessian_block
+
 
 class Gathered(Protocol):
     """Accumulates over batches of inputs [T, K], in all `num_tokens` tokens of `columns` features."""
@@ -35,20 +37,31 @@ class Statistic(Gathered, Protocol):
 
 
 class Hessian:
-    """Mean of x x^T, float32 [K, K]. Products of bfloat16 inputs are summed in float32, so only the order of sums differs."""
+    """Mean of x x^T, float32 [K, K]. Products of bfloat16 inputs are summed in float32, so only the order of sums differs.
+
+    Only blocks on and above the diagonal are computed (`hessian_block`); the rest is their mirror image.
+    """
 
     def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
         self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+        self.block = hessian_block(columns)
 
     def add(self, x: Tensor) -> None:
-        if x.is_cuda and x.dtype != torch.float32:
-            self.total += torch.mm(x.T, x, out_dtype=torch.float32)
-        else:
-            x = x.float()
-            self.total.addmm_(x.T, x)
+        low = x.is_cuda and x.dtype != torch.float32
+        x = x if low else x.float()
+        for begin in range(0, x.shape[1], self.block):
+            rows, columns = x[:, begin : begin + self.block].T, x[:, begin:]
+            total = self.total[begin : begin + self.block, begin:]
+            if low:
+                total += torch.mm(rows, columns, out_dtype=torch.float32)
+            else:
+                total.addmm_(rows, columns)
 
     def value(self) -> Tensor:
+        for begin in range(0, len(self.total), self.block):
+            end = begin + self.block
+            self.total[end:, begin:end] = self.total[begin:end, end:].T
         return self.total / self.num_tokens
 
     @staticmethod

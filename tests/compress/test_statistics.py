@@ -47,6 +47,17 @@ def test_every_statistic_is_of_the_tokens_that_count(flow: Flow, tiny_llama: Pat
         assert torch.allclose(found[name], value, atol=1e-5), name
 
 
+@pytest.mark.parametrize("columns", [1023, 1024, 1500, 2049])
+def test_sums_of_products_are_whole_in_blocks(columns: int) -> None:
+    """Several blocks, the last of them smaller; two batches."""
+    x = torch.randn(6, columns, generator=torch.Generator().manual_seed(columns))
+    gathered = STATISTICS["hessian"](columns, len(x), x.device)
+    gathered.add(x[:4])
+    gathered.add(x[4:])
+    found = gathered.value()
+    assert torch.allclose(found.double(), x.T.double() @ x.double() / len(x), atol=1e-5)
+
+
 def histogram_by_hand(x: torch.Tensor) -> torch.Tensor:
     """Counts of the upper 16 bits of float32 numbers rounded to bfloat16, one number at a time."""
     counts = torch.zeros(1 << 16, dtype=torch.int64)
