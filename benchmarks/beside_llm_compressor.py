@@ -1,10 +1,10 @@
 """hone beside llm-compressor in one process on one GPU: the same model and calibration tokens, seconds, memory, quality.
 
-python -m benchmarks.beside_llm_compressor speed [--layers 2] [--num-sequences 128] [--seq-len 2048] [--methods gptq,awq]
+python -m benchmarks.beside_llm_compressor speed [--layers 4] [--peer-layers 2] [--num-sequences 128] [--seq-len 2048] [--methods gptq,awq]
 python -m benchmarks.beside_llm_compressor quality --model FOLDER --calibration FILE --heldout FILE [--seeds 3]
 
-speed: random layers of the Llama-3-8B shape; hone's time ends with the written folder, llm-compressor's with the model in
-memory. quality: a real model, float32 for both; both models are scored by one function on the same rows of tokens.
+speed: random layers of the Llama-3-8B shape, the seconds that one more layer takes; hone's run ends with the written folder,
+llm-compressor's with the model in memory. quality: a real model, float32 for both; both models are scored by one function on the same rows of tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "quality"))
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--peer-layers", type=int, default=2)
     parser.add_argument("--num-sequences", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=0, help="default: 2048, or 512 for quality")
     parser.add_argument("--model", type=Path)
@@ -86,25 +87,45 @@ def _arguments() -> argparse.Namespace:
 
 
 def _speed(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    model, data = random_model(
-        SHAPES["llama3-8b"], folder, arguments.layers, arguments.num_sequences, arguments.seq_len, torch.bfloat16
-    )
     options = {"num_sequences": arguments.num_sequences, "seq_len": arguments.seq_len, "seed": 0}
-    tokens = from_data(data, **options).tokens
+    counts = {1, arguments.layers, arguments.peer_layers}
+    models = {count: _random(folder / f"layers-{count}", count, arguments) for count in counts}
+    tokens = from_data(models[1][1], **options).tokens
     size = f"llama3-8b, {arguments.num_sequences} x {arguments.seq_len} tokens"
     rows = []
     for method in arguments.methods:
-        fields = options | {"batch_size": 8}
-        ours = _hone(method, model, {"data": data}, folder, fields, arguments.device)
-        shutil.rmtree(ours.pop("folder"))
-        _, theirs = _llm_compressor(method, model, tokens, torch.bfloat16, arguments.device)
-        for key, figure, unit, scale in (
-            ("seconds", f"seconds a layer, {LABELS[method]} beside llm-compressor", "s", 1 / arguments.layers),
-            ("memory", f"peak memory, {LABELS[method]} beside llm-compressor", "B", 1.0),
+
+        def ours(count: int, method: str = method) -> dict[str, Any]:
+            model, data = models[count]
+            fields = options | {"batch_size": 8}
+            found = _hone(method, model, {"data": data}, folder, fields, arguments.device)
+            shutil.rmtree(found.pop("folder"))
+            return found
+
+        def theirs(count: int, method: str = method) -> dict[str, Any]:
+            return _llm_compressor(method, models[count][0], tokens, torch.bfloat16, arguments.device)[1]
+
+        ours(1)  # hone's kernels are compiled once a process
+        found = {"hone": _a_layer(ours, arguments.layers), "llm-compressor": _a_layer(theirs, arguments.peer_layers)}
+        for key, figure, unit in (
+            ("seconds", f"seconds a layer, {LABELS[method]} beside llm-compressor", "s"),
+            ("memory", f"peak memory, {LABELS[method]} beside llm-compressor", "B"),
         ):
-            rows.append(_row(method, f"{figure} ({size})", ours[key] * scale, theirs[key] * scale, unit, n=1))
+            pair = (found[name][key] for name in ("hone", "llm-compressor"))
+            rows.append(_row(method, f"{figure} ({size})", *pair, unit, n=1))
         print(ledger.table(rows[-2:]), flush=True)
     return rows
+
+
+def _random(folder: Path, layers: int, arguments: argparse.Namespace) -> tuple[Path, Path]:
+    shape = SHAPES["llama3-8b"]
+    return random_model(shape, folder, layers, arguments.num_sequences, arguments.seq_len, torch.bfloat16)
+
+
+def _a_layer(run: Callable[[int], dict[str, float]], layers: int) -> dict[str, float]:
+    """Seconds that a layer adds, peak bytes: what embedding and head take, a 32nd of a whole model, does not count."""
+    one, all_layers = run(1), run(layers)
+    return {"seconds": (all_layers["seconds"] - one["seconds"]) / (layers - 1), "memory": all_layers["memory"]}
 
 
 def _quality(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -150,7 +171,11 @@ def _hone(
     _free(device)
     begun = time.perf_counter()
     made = spec.make(folder / f"compress-{method}", roles, Run(device=device, quiet=True, machine=machine))
-    return _used(begun, device) | {"folder": made.folder}
+    return {
+        "seconds": _used(begun, device)["seconds"],
+        "memory": made.figures["peak_memory_bytes"].value,
+        "folder": made.folder,
+    }
 
 
 def _recipe(method: str) -> list[Any]:

@@ -212,12 +212,14 @@ def test_integer_products_are_the_products_of_rounded_values(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ["int8_token", "int8_token_asymmetric", "int8_tensor", "int8_tensor_asymmetric"])
-def test_a_gpu_multiplies_integers(name: str) -> None:
+def test_a_gpu_multiplies_integers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same codes in both: a CPU's division may round an input between two codes to the other one."""
     module, _, _ = module_of(f"int8 {name}", [8, 16, 8], 128)
-    x = inputs(4, 16, 128)
-    expected = module(x)
-    assert module.cuda()._integers(x.cuda()) and not module._integers(x[0, :2].cuda())
-    assert torch.allclose(module(x.cuda()).cpu(), expected, rtol=1e-5, atol=1e-4)
+    x = inputs(4, 16, 128).cuda()
+    assert module.cuda()._integers(x) and not module._integers(x[0, :2])
+    found = module(x)
+    monkeypatch.setattr(module, "_integers", lambda _: False)
+    assert torch.allclose(found, module(x), rtol=1e-5, atol=1e-4)
 
 
 def test_integer_products_are_exact_also_where_floats_are_not() -> None:
