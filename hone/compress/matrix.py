@@ -33,7 +33,7 @@ layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 
 
-_RANGE_BYTES = {"extremes": 8.0, "histogram": 60.0}
+_RANGE_BYTES = {"extremes": 8.0, "histogram": 60.0, "gradients": 0.0}
 """Bytes a value at the rate of a large copy: counting takes 7 ns (two-core AMD EPYC)."""
 _ROUNDING_BYTES = {"int": 24.0, "e4m3": 80.0, "e2m1": 130.0}
 """The same for rounding to a format."""
@@ -188,6 +188,12 @@ class Quantizer(Step):
     def input_statistics(self) -> frozenset[str]:
         """Statistics of the calibration inputs that scales of inputs need."""
         return self.observer.needs if activations_of.tensors_of(self.rounding) else frozenset()
+
+    @property
+    def gradient_sequences(self) -> int:
+        """Calibration sequences on which the scales of inputs need gradients of the loss; 0: none."""
+        reads = "gradients" in self.observer.needs and self.input_statistics
+        return self.observer.gradient_sequences if reads else 0
 
     @property
     def range_bytes(self) -> float:

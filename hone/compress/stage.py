@@ -40,6 +40,7 @@ chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
 checks = lazy("hone.compress.check")
 dense = lazy("hone.model.quantized.dense")
+gradients = lazy("hone.compress.observers.gradients")
 hf = lazy("hone.model.hf")
 result = lazy("hone.compress.result")
 shards = lazy("hone.compress.shards")
@@ -141,6 +142,11 @@ class Compress(Stage):
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
         transforms_first(self._layer_steps)
+        if self._gradient_sequences and any(isinstance(step, (Transform, StructuredPruner)) for step in self.steps):
+            raise ValueError(
+                f"observer {self._quantizer.observer.kind} reads gradients of the given model, which transforms and structured "
+                "pruners change: use observer mse"
+            )
         if self.allocation is not None:
             self.allocation.check(self._quantizer)
         for step in self._layer_steps[1:]:
@@ -229,6 +235,8 @@ class Compress(Stage):
         more["check_sequences"] = 0 if self._structured else num_spare
         if self.allocation is not None:
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
+        if self._gradient_sequences:  # a backward pass is two forward passes
+            more["probes"] = more.get("probes", 0) + 3 * min(self._gradient_sequences, num_sequences)
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
@@ -270,6 +278,9 @@ class Compress(Stage):
                 if predicted is not None and samples.spare is not None:
                     draft.predict({"kl_to_dense": predicted})
                     run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
+            if self._gradient_sequences and self._layer_steps:
+                few = capture.Flow(samples.first(self._gradient_sequences), 1, run.device, dtype)
+                job = replace(job, gradients=gradients.measured(job, few, draft, run))
             check = None
             if samples is not None and samples.spare is not None and not self._structured:
                 check = checks.Check(samples.spare, self.batch_size, run.device, dtype)
@@ -327,6 +338,11 @@ class Compress(Stage):
     def _paired(self) -> bool:
         """Whether a step needs statistics of the inputs in the model that is not compressed."""
         return any(step.needs & statistics.PAIRED for step in self.steps)
+
+    @property
+    def _gradient_sequences(self) -> int:
+        """Sequences on which the whole uncompressed model is differentiated for scales of inputs; 0: none."""
+        return 0 if self._quantizer is None else self._quantizer.gradient_sequences
 
     @property
     def _rest_dtype(self) -> Any:

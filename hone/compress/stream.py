@@ -28,7 +28,7 @@ from hone.compress.layer import LayerWeights
 from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, quantizer_of
 from hone.compress.shards import read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
-from hone.compress.statistics import STATISTICS
+from hone.compress.statistics import RANGES, STATISTICS
 from hone.compress.targets import Linear
 from hone.compress.transforms.base import Transform
 from hone.model.hf import Checkpoint
@@ -51,6 +51,8 @@ class Job:
     """Bits of each matrix by `matrix_name`, where an allocation chose them."""
     model: dict[str, float] = field(default_factory=dict)
     """What the first step's `prepare` found."""
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    """Squared gradients of the loss by each matrix's inputs, by `matrix_name`, where an observer reads them."""
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -66,7 +68,7 @@ class Job:
     def ranges(self) -> frozenset[str]:
         """Statistics for the scales of the linears' inputs."""
         quantizer = quantizer_of(self.steps)
-        return frozenset() if quantizer is None else quantizer.input_statistics
+        return frozenset() if quantizer is None else quantizer.input_statistics & RANGES.keys()
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -241,7 +243,10 @@ def _compress_layer(
     rows = []
     for linear in job.targets[index]:
         weight = weights.weight(linear.path)
-        matrix = _solve(job, index, linear, weight, statistics.pop(linear.path, {}))
+        given = statistics.pop(linear.path, {})
+        if job.gradients:
+            given = given | {"gradients": job.gradients[matrix_name(index, linear.path)]}
+        matrix = _solve(job, index, linear, weight, given)
         rows.append(_report(job, matrix, linear))
         written = _written(matrix, linear, tensors)
         tensors.update(written)

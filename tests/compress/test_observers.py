@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hone.base.errors import SpecError
+from hone.base.run import Run
 from hone.compress import QUANTIZERS
-from hone.compress.observers import OBSERVERS, entropy, mse
+from hone.compress.calibration import Calibration
+from hone.compress.capture import Flow
+from hone.compress.matrix import matrix_name
+from hone.compress.observers import OBSERVERS, entropy, gradients, mse
 from hone.compress.observers.base import counted
 from hone.compress.statistics import RANGES
+from hone.compress.stream import Job
+from hone.compress.targets import select
+from hone.model.hf import Checkpoint, load
 from hone.model.quantized.activations import ACTIVATIONS, round_inputs, static_tensors
 from hone.model.quantized.scheme import Activations
 
@@ -148,10 +156,67 @@ def test_a_constant_input_has_a_range(name: str) -> None:
         for statistic in made.values():
             statistic.add(torch.full((4, 4), value))
         statistics = {one: statistic.value() for one, statistic in made.items()}
+        statistics["gradients"] = statistics["histogram"].double()
         for activations in (INT8, ASYMMETRIC, FP8):
             low, high = OBSERVERS.read(name).range(statistics, activations)
             x = torch.full((1, 4), value)
             assert error(x, activations, low, high) <= 1e-3 * max(float(x.square().sum()), 1e-9), (name, value)
+
+
+def test_cross_entropy_weighs_errors_by_gradients() -> None:
+    """With equal gradients it is mse; where the largest values alone matter, nothing is clipped."""
+    statistics = gathered()
+    statistics["gradients"] = 1e-3 * statistics["histogram"].double()
+    ends = OBSERVERS.read("cross_entropy").range(statistics, INT4)
+    assert ends == OBSERVERS.read("mse").range(statistics, INT4)
+    x = torch.stack(batches())
+    statistics["gradients"][:] = 0
+    large = x[(x > 0.9 * x.max()) | (x < 0.9 * x.min())].bfloat16().view(torch.uint16).to(torch.int64)
+    statistics["gradients"][large] = 1
+    low, high = OBSERVERS.read("cross_entropy").range(statistics, INT4)
+    assert high > 0.9 * float(x.max()) and low < 0.9 * float(x.min())
+    assert high > 1.1 * ends[1]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_are_those_of_the_loss(packed: bool, tiny_llama: Path) -> None:
+    """Against autograd on the loss of each document apart, in float64 and loops; padding has no gradient."""
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 8))
+    owners = np.asarray([[0, 0, 0, 1, 1, 1, -1, -1], [0] * 8], np.int32) if packed else None
+    flow = Flow(Calibration(tokens, owners, {}), 1, "cpu", torch.float32)
+    checkpoint = Checkpoint(tiny_llama)
+    targets = select(checkpoint.config, (r"\.layers\.",), ("lm_head",))
+    found = gradients.measure(Job(checkpoint, (), targets, "cpu", torch.float32), flow, Run(quiet=True))
+    assert found.keys() == {matrix_name(index, one.path) for index, linears in enumerate(targets) for one in linears}
+
+    name, path = matrix_name(0, "feed_forward.down"), "feed_forward.down"
+    model, expected = load(tiny_llama, "cpu", torch.float64), [0.0] * (1 << 16)
+    seen: list[torch.Tensor] = []
+    model.layers[0].get_submodule(path).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    pieces = [tokens[0, :3], tokens[0, 3:6], tokens[1]] if packed else list(tokens)
+    for piece in pieces:
+        ids = torch.from_numpy(piece)
+        logits = model(ids[None])[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+        inputs_of = seen.pop()
+        (gradient,) = torch.autograd.grad(loss, inputs_of)
+        inputs = inputs_of.detach().float().bfloat16().flatten().view(torch.uint16).tolist()
+        for bits, one in zip(inputs, gradient.flatten().tolist(), strict=True):
+            expected[bits] += one * one
+    given = torch.tensor(expected, dtype=torch.float64)
+    assert float(found[name].sum()) == pytest.approx(float(given.sum()), rel=1e-4)
+    moved = (found[name] - given).abs().sum() / given.sum()  # float32 puts some inputs into the next number of bfloat16
+    assert moved < 0.02
+
+
+def test_gradients_follow_the_given_model_alone(compress, tiny_llama: Path, calibration_text: Path) -> None:
+    step = {"kind": "rtn", "bits": 8, "group_size": 0, "activations": "int8_tensor", "observer": "cross_entropy"}
+    with pytest.raises(SpecError, match=r"gradients of the given model.*use observer mse"):
+        compress(tiny_llama, {"kind": "smoothquant"}, step, calibration_text=str(calibration_text))
+    made = compress(tiny_llama, step, calibration_text=str(calibration_text))
+    assert made.figures["kl_to_dense"].value < 0.5
+    plain = compress(tiny_llama, {**step, "activations": "int8_token"}, name="token")
+    assert made.folder.exists() and plain.folder.exists(), "without static scales nothing is measured, nor refused"
 
 
 def test_observers_of_one_scale_are_refused_for_groups() -> None:

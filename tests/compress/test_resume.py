@@ -40,6 +40,10 @@ def contents(folder: Path) -> dict[str, bytes]:
             [{"kind": "gptq", "bits": 8, "group_size": 0, "activations": "int8_tensor", "observer": "entropy"}],
             [(3, "after")],
         ),
+        (
+            [{"kind": "gptq", "bits": 8, "group_size": 0, "activations": "int8_tensor", "observer": "cross_entropy"}],
+            [(1, "after"), (4, "after")],
+        ),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),

@@ -12,5 +12,6 @@ OBSERVERS = Table(
         "percentile": "hone.compress.observers.percentile:Percentile",
         "mse": "hone.compress.observers.mse:MSE",
         "entropy": "hone.compress.observers.entropy:Entropy",
+        "cross_entropy": "hone.compress.observers.cross_entropy:CrossEntropy",
     },
 )

@@ -23,7 +23,8 @@ activations_of = lazy("hone.model.quantized.activations")
 class Observer(Technique):
     """Chooses the range of inputs that a static scale represents; values outside are clipped. A subclass writes `range`.
 
-    `needs` names the statistics of the calibration inputs that it reads (see `hone.compress.statistics`).
+    `needs` names the statistics of the calibration inputs that it reads (see `hone.compress.statistics`), and "gradients",
+    which `hone.compress.observers.gradients` measures on `gradient_sequences` before.
     """
 
     grouped: ClassVar[bool] = True
@@ -35,7 +36,7 @@ class Observer(Technique):
 
 
 def counted(histogram: Tensor) -> tuple[Tensor, Tensor]:
-    """(values float64 [V] in ascending order, counts float64 [V]) of the statistic "histogram"."""
+    """(values float64 [V] in ascending order, counts float64 [V]) of a statistic by bfloat16 numbers, such as "histogram"."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     there = histogram.cpu() > 0
     values, counts = bits[there], histogram.cpu()[there].double()

@@ -22,9 +22,11 @@ class MSE(Observer):
     paper: ClassVar[str] = "arXiv:1902.06822"
     needs: ClassVar[frozenset[str]] = frozenset({"extremes", "histogram"})
     grouped: ClassVar[bool] = False
+    histogram: ClassVar[str] = "histogram"
+    """The statistic that weights the error of each value."""
 
     def range(self, statistics: Mapping[str, Tensor], activations: Activations) -> tuple[float, float]:
-        values, counts = counted(statistics["histogram"])
+        values, counts = counted(statistics[self.histogram])
         low, high = float(statistics["extremes"][:, 0].min()), float(statistics["extremes"][:, 1].max())
 
         def error(ends: tuple[float, float]) -> float:

@@ -1,0 +1,77 @@
+"""What rounding errors of a linear's inputs cost the model's loss: squared gradients, measured once in the whole model.
+
+Shapes: B sequences, S tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from hone.base.artifact import Draft
+from hone.base.durable import write_atomic
+from hone.base.run import Run
+from hone.compress.capture import Flow
+from hone.compress.matrix import matrix_name
+from hone.compress.stream import Job
+from hone.ops import linear_cross_entropy
+
+
+def measured(job: Job, flow: Flow, draft: Draft, run: Run) -> dict[str, Tensor]:
+    """`measure`, once: kept in the draft's state, so that a resumed run reads the same bytes."""
+    path = draft.state / "gradients.safetensors"
+    if not path.exists():
+        write_atomic(path, save(measure(job, flow, run)))
+    return load_file(path)
+
+
+def measure(job: Job, flow: Flow, run: Run) -> dict[str, Tensor]:
+    """Of each target's inputs, sums of squared gradients of the loss by the input's value: float64 [65536], on the CPU.
+
+    An entry belongs to the number of bfloat16 with its 16 bits, the one nearest to an input. The loss is the next-token cross
+    entropy in nats over the sequences of `flow`. Holds the whole uncompressed model on the device, with what its backward
+    pass keeps of one batch.
+    """
+    model = job.checkpoint.build(job.device, job.dtype).requires_grad_(False)
+    model.embed_tokens.register_forward_hook(lambda _, __, out: out.requires_grad_())  # where the graph begins
+    sums = {}
+    for index, linears in enumerate(job.targets):
+        for linear in linears:
+            total = torch.zeros(1 << 16, dtype=torch.float64, device=job.device)
+            model.layers[index].get_submodule(linear.path).register_forward_pre_hook(_Weigh(total))
+            sums[matrix_name(index, linear.path)] = total
+    tokens = torch.from_numpy(flow.calibration.tokens)
+    with run.progress("gradients", len(tokens), "sequences") as bar, torch.enable_grad():
+        for piece, context, _ in flow.batches():
+            rows = tokens[piece].to(job.device)
+            hidden = model.head_input(model.hidden(rows, context))
+            options = {"reduction": "sum", "softcap": model.config.logits_softcap}
+            linear_cross_entropy(hidden, model.head_weight, _targets(rows, piece, flow), **options).backward()
+            bar.advance(len(rows))
+    return {name: total.cpu() for name, total in sums.items()}
+
+
+def _targets(rows: Tensor, piece: slice, flow: Flow) -> Tensor:
+    """The next token of every token of `rows` [B, S]; -100 where the sequence or its document ends, and for padding."""
+    targets = torch.full_like(rows, -100)
+    targets[:, :-1] = rows[:, 1:]
+    if flow.calibration.document_ids is not None:
+        owners = torch.from_numpy(flow.calibration.document_ids[piece]).to(rows.device)
+        targets[:, :-1][(owners[:, 1:] != owners[:, :-1]) | (owners[:, :-1] < 0)] = -100
+    return targets
+
+
+class _Weigh:
+    """A pre-forward hook of a linear that adds squared gradients of its inputs to `total`, in the backward pass."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        values = args[0].detach().to(torch.bfloat16).flatten().view(torch.uint16).to(torch.int32)
+        args[0].register_hook(lambda gradient: self._add(values, gradient))
+
+    def _add(self, values: Tensor, gradient: Tensor) -> None:
+        weights = gradient.flatten().double().square()
+        self.total += torch.bincount(values, weights=weights, minlength=1 << 16)
