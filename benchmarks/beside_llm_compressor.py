@@ -15,7 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,13 @@ ROW = 512
 
 
 def main() -> None:
-    """Runs one of the two comparisons, prints its table, adds it to the ledger."""
+    """Runs one of the two comparisons; prints the rows of each method and adds them to the ledger."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as scratch:
-        rows = (_speed if arguments.what == "speed" else _quality)(Path(scratch), arguments)
-    print(ledger.table(rows))
-    if not arguments.no_ledger:
-        print(ledger.append("compress", rows, arguments.device))
+        for rows in (_speed if arguments.what == "speed" else _quality)(Path(scratch), arguments):
+            print(ledger.table(rows), rows[0].get("spread", ""), rows[0].get("peer_spread", ""), flush=True)
+            if not arguments.no_ledger:
+                ledger.append("compress", rows, arguments.device)
 
 
 def _arguments() -> argparse.Namespace:
@@ -86,13 +86,12 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _speed(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _speed(folder: Path, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     options = {"num_sequences": arguments.num_sequences, "seq_len": arguments.seq_len, "seed": 0}
     counts = {1, arguments.layers, arguments.peer_layers}
     models = {count: _random(folder / f"layers-{count}", count, arguments) for count in counts}
     tokens = from_data(models[1][1], **options).tokens
     size = f"llama3-8b, {arguments.num_sequences} x {arguments.seq_len} tokens"
-    rows = []
     for method in arguments.methods:
 
         def ours(count: int, method: str = method) -> dict[str, Any]:
@@ -107,14 +106,14 @@ def _speed(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
         ours(1)  # hone's kernels are compiled once a process
         found = {"hone": _a_layer(ours, arguments.layers), "llm-compressor": _a_layer(theirs, arguments.peer_layers)}
+        rows = []
         for key, figure, unit in (
             ("seconds", f"seconds a layer, {LABELS[method]} beside llm-compressor", "s"),
             ("memory", f"peak memory, {LABELS[method]} beside llm-compressor", "B"),
         ):
             pair = (found[name][key] for name in ("hone", "llm-compressor"))
             rows.append(_row(method, f"{figure} ({size})", *pair, unit, n=1))
-        print(ledger.table(rows[-2:]), flush=True)
-    return rows
+        yield rows
 
 
 def _random(folder: Path, layers: int, arguments: argparse.Namespace) -> tuple[Path, Path]:
@@ -128,13 +127,12 @@ def _a_layer(run: Callable[[int], dict[str, float]], layers: int) -> dict[str, f
     return {"seconds": (all_layers["seconds"] - one["seconds"]) / (layers - 1), "memory": all_layers["memory"]}
 
 
-def _quality(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _quality(folder: Path, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     text, device = folder / "calibration.txt", arguments.device
     text.write_text("\n\n".join(texts(arguments.calibration)), encoding="utf8")
     heldout, _ = documents(arguments.heldout, arguments.model, arguments.tokens)
     scored = torch.from_numpy(heldout[: len(heldout) // ROW * ROW].reshape(-1, ROW)).to(device)
     dense = _perplexity(load(arguments.model, device, torch.float32).eval(), scored)
-    rows = []
     for method in arguments.methods:
         found: dict[str, list[float]] = {"ours": [], "theirs": []}
         for seed in range(arguments.seeds):
@@ -151,9 +149,7 @@ def _quality(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]
         label = f"perplexity, {arguments.model.name}, {LABELS[method]} beside llm-compressor (dense {dense:.4f})"
         row = _row(method, label, means["ours"], means["theirs"], "", n=arguments.seeds)
         row |= {"spread": interval(found["ours"]), "peer_spread": interval(found["theirs"])}
-        rows.append(row)
-        print(ledger.table(rows[-1:]), row["spread"], row["peer_spread"], flush=True)
-    return rows
+        yield [row]
 
 
 def _row(method: str, figure: str, ours: float, theirs: float, unit: str, n: int) -> dict[str, Any]:
