@@ -38,13 +38,13 @@ from hone.train.precision import compute_dtype
 
 
 def main() -> None:
-    """Prunes, heals and scores every arm, prints the table, adds it to the ledger."""
+    """Prunes, heals and scores every arm; prints its rows and adds them to the ledger."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        rows = _rows(Path(scratch), arguments)
-    print(ledger.table(rows))
-    if not arguments.no_ledger:
-        print(ledger.append("structured", rows, arguments.device))
+        for rows in _arms(Path(scratch), arguments):
+            print(ledger.table(rows), flush=True)
+            if not arguments.no_ledger:
+                ledger.append("structured", rows, arguments.device)
 
 
 def _arguments() -> argparse.Namespace:
@@ -72,8 +72,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _rows(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The ledger's rows: losses, and the fraction of the lost quality that each healing recovers."""
+def _arms(folder: Path, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Each arm's rows: losses, and the fraction of the lost quality that each healing recovers."""
     write_tokens(arguments.model, arguments.text, folder / "data")
     held_out = np.concatenate(list(documents(arguments.model, arguments.held_out)))
     held_out = held_out[: arguments.score_tokens or None]
@@ -92,7 +92,6 @@ def _rows(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             [distill],
         ),
     }
-    rows = []
     for number, (name, (step, objectives)) in enumerate(arms.items()):
         pruned = folder / f"compress-{number}"
         made = _compress(step, pruned, folder, arguments)
@@ -102,9 +101,9 @@ def _rows(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         note += f"; layers {kept}" if kept else ""
         shared = {"technique": f"structured pruner/{step['kind']}", "unit": "nats/token", "n": len(held_out)}
         whole = {"peer": "the whole model", "peer_value": dense}
-        rows.append(
+        rows = [
             {**shared, "figure": f"held-out loss, {name}", "value": cost, "ratio": cost / dense, "note": note, **whole}
-        )
+        ]
         for objective in objectives:
             begun = time.perf_counter()
             healed = _loss(_heal(objective, pruned, folder, arguments), held_out, arguments)
@@ -123,10 +122,8 @@ def _rows(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             )
             recovered = (cost - healed) / (cost - dense)
             rows.append({**shared, "figure": f"recovered, {how}", "value": recovered, "unit": "of the lost loss"})
-        for row in rows[-1 - 2 * len(objectives) :]:
-            print(json.dumps({row["figure"]: row["value"], "note": row.get("note", "")}), flush=True)
         shutil.rmtree(pruned)
-    return rows
+        yield rows
 
 
 def _compress(step: dict[str, Any], out: Path, folder: Path, arguments: argparse.Namespace) -> Artifact:
