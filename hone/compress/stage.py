@@ -82,6 +82,7 @@ class Compress(Stage):
 
     stage: ClassVar[str] = "compress"
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
+    every_rank: ClassVar[bool] = True
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
         (),
@@ -246,24 +247,28 @@ class Compress(Stage):
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
+        mesh = run.mesh
         if plan.chosen is not None:
-            fitting.keep(plan.chosen, draft.state)
+            mesh.from_leader(lambda: fitting.keep(plan.chosen, draft.state))
             for line in plan.notes:
                 run.say(line)
             plan.chosen.run(plan.model_copy(update={"chosen": None}), draft, parents, run)
             return
         folder = parents["model"].folder
         checkpoint = self._open(folder, run)
-        samples = self._samples(plan, checkpoint, parents)
+        samples = mesh.from_leader(lambda: self._samples(plan, checkpoint, parents))
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
-            options = {"paired": self._paired}
+            options = {"paired": self._paired, "mesh": mesh}
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
-            job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
+            job = stream.Job(
+                checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype, mesh=mesh
+            )
             if self.allocation is not None:
-                few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
+                few = samples.part(slice(self.allocation.num_sequences))
+                few = capture.Flow(few, self.batch_size, run.device, dtype, mesh=mesh)
                 allocated = self.allocation.allocate(plan.budget, job, few, draft, run)
                 job = replace(job, bits=allocated.bits)
                 predicted = self.allocation.predicted(allocated.loss)
@@ -272,8 +277,10 @@ class Compress(Stage):
                     run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
             check = None
             if samples is not None and samples.spare is not None and not self._structured:
-                check = checks.Check(samples.spare, self.batch_size, run.device, dtype)
+                check = checks.Check(samples.spare, self.batch_size, run.device, dtype, mesh)
             rows = stream.run_job(job, flow if self._layer_steps else None, draft, run, check)
+            if not mesh.leads:
+                return
             checked = checks.read(draft.state)
             quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
             result.describe(draft, checkpoint, quantization)

@@ -6,7 +6,7 @@ measured where no calibration has the rate; each names the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,14 @@ OBSERVED_BYTES = 24.0
 
 _LARGE = 1 << 28
 
+FLOPS_PER_BYTE, FLOPS_PER_OP = 12.0, 1e8
+"""Float32 operations in the time that a processor moves a byte, and starts an operation, to compare solves by
+(H200: 67 TFLOP/s, 4.3 TB/s; between its 5 us a start and the 1 us of two CPU cores)."""
+
+LINK_BYTES_PER_S = {"cuda": 1.5e11, "cpu": 5e8}
+"""Bytes/s that a rank receives from others: less than half of NVLink's 450 GB/s, and gloo over a machine's own sockets. Not
+measured here."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -70,6 +78,22 @@ class MatrixWork:
     @property
     def size(self) -> int:
         return self.rows * self.columns
+
+
+def spread(works: Sequence[Sequence[Work]], num_ranks: int) -> list[int]:
+    """The rank that does each of `works` (the steps of one matrix): the longest first, each to the rank with least to do.
+
+    By shapes alone, so that all ranks agree, and equal runs are equal.
+    """
+    costs = [
+        sum(one.flops + FLOPS_PER_BYTE * one.num_bytes + FLOPS_PER_OP * one.num_ops for one in steps) for steps in works
+    ]
+    taken, ranks = [0.0] * num_ranks, [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        rank = min(range(num_ranks), key=lambda rank: (taken[rank], rank))
+        ranks[place] = rank
+        taken[rank] += costs[place]
+    return ranks
 
 
 class Passes(NamedTuple):
