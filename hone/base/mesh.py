@@ -200,17 +200,21 @@ class Mesh:
                 dist.init_process_group("gloo")
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
-    def _meet(self, value: Any = None, error: HoneError | None = None) -> list[Any]:
+    def _meet(self, value: Any = None) -> list[Any]:
         """Waits for all ranks; every rank's `value`. Raises the first rank's error when one brings an error."""
+        values, error = self._met(value)
+        if error is not None:
+            self._told = error
+            raise error
+        return values
+
+    def _met(self, value: Any, error: HoneError | None = None) -> tuple[list[Any], HoneError | None]:
+        """Every rank's `value`, and the first rank's error."""
         self._connect()
         everyone: list[Any] = [None] * self.world_size
         with self._losing():
             dist.all_gather_object(everyone, (value, error), group=self._group)
-        for _, one in everyone:
-            if one is not None:
-                self._told = one
-                raise one
-        return [found for found, _ in everyone]
+        return [found for found, _ in everyone], next((one for _, one in everyone if one is not None), None)
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -226,17 +230,21 @@ class Mesh:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tells the other ranks about an error of this one at their next meeting, unless they know it."""
+        """Tells the other ranks about an error of this one at their next meeting, unless they know it.
+
+        Of several HoneErrors all ranks raise the first rank's.
+        """
         try:
             self._connect()  # before any work, so that a rank that dies meanwhile is noticed
             yield
         except Exception as error:
-            if error is not self._told:
-                said = error
-                if not isinstance(error, HoneError):
-                    what = f"rank {self.rank} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                    said = MachineError(what, fix=f"see what rank {self.rank} printed")
-                with suppress(HoneError):
-                    self._meet(error=said)
-                self._told = error
-            raise
+            if error is self._told:
+                raise
+            said, first = error, None
+            if not isinstance(error, HoneError):
+                what = f"rank {self.rank} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                said = MachineError(what, fix=f"see what rank {self.rank} printed")
+            with suppress(MachineError):  # when another rank has died, this one's error is still the one to show
+                _, first = self._met(None, said)
+            self._told = first if first is not None and isinstance(error, HoneError) else error
+            raise self._told from error.__cause__

@@ -301,6 +301,9 @@ class Compress(Stage):
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
         result.record(draft, folder, checkpoint, rows)
         result.record_check(draft, checked, self.check_sequences)
+        if mesh.world_size > 1:
+            note = "time is of all, memory and energy are of rank 0's device"
+            draft.record("num_ranks", mesh.world_size, "processes", note=note)
         if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
             run.say(
                 f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
