@@ -257,6 +257,8 @@ class Compress(Stage):
         folder = parents["model"].folder
         checkpoint = self._open(folder, run)
         samples = mesh.from_leader(lambda: self._samples(plan, checkpoint, parents))
+        if samples is not None and -(-len(samples.tokens) // self.batch_size) < mesh.world_size:
+            run.say(f"there are fewer batches of {self.batch_size} sequences than ranks: lower batch_size to use all")
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):

@@ -90,7 +90,7 @@ class Job:
         works = []
         for linear in self.targets[index]:
             works.append([step.work(linear.rows, linear.columns) for step in self.matrix_steps(index, linear)])
-        ranks = spread(works, self.mesh.world_size)
+        ranks = spread(works, self.mesh.world_size, self.device)
         return frozenset(
             linear.path for linear, rank in zip(self.targets[index], ranks, strict=True) if rank == self.mesh.rank
         )

@@ -1,7 +1,8 @@
 """Cost of compressing a model layer by layer: seconds and peak memory, from shapes alone.
 
-The engine computes layer i while a thread writes layer i - 1, so the slower of computing and writing counts. Constants are
-measured where no calibration has the rate; each names the machine.
+The engine computes layer i while a thread writes layer i - 1, so the slower of computing and writing counts. With several
+ranks the one with most to do counts; every rank loads all layers. Constants are measured where no calibration has the rate;
+each names the machine.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class Work:
     on_gpu: Work | None = None
     """The work on a GPU, where its bytes and operations differ: no cache holds what it moves, and kernels start less often."""
 
+    def on_device(self, device: str) -> Work:
+        """The work on `device`."""
+        return self.on_gpu if self.on_gpu is not None and device.startswith("cuda") else self
+
 
 @dataclass(frozen=True)
 class MatrixWork:
@@ -80,14 +85,17 @@ class MatrixWork:
         return self.rows * self.columns
 
 
-def spread(works: Sequence[Sequence[Work]], num_ranks: int) -> list[int]:
+def spread(works: Sequence[Sequence[Work]], num_ranks: int, device: str) -> list[int]:
     """The rank that does each of `works` (the steps of one matrix): the longest first, each to the rank with least to do.
 
     By shapes alone, so that all ranks agree, and equal runs are equal.
     """
-    costs = [
-        sum(one.flops + FLOPS_PER_BYTE * one.num_bytes + FLOPS_PER_OP * one.num_ops for one in steps) for steps in works
-    ]
+    costs = []
+    for steps in works:
+        here = [step.on_device(device) for step in steps]
+        costs.append(
+            sum(one.flops + FLOPS_PER_BYTE * one.num_bytes + FLOPS_PER_OP * one.num_ops for one in here)
+        )
     taken, ranks = [0.0] * num_ranks, [0] * len(costs)
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
         rank = min(range(num_ranks), key=lambda rank: (taken[rank], rank))
@@ -152,6 +160,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     """Seconds of all layers in order, each loaded, calibrated, solved and evaluated while the one before is written."""
     parts: dict[str, float] = {}
     forward, bound = _forward(machine, work)
+    share = _share(machine, work)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
     disk = Disk.of(machine)
     ends = _passes(machine, 20.0 * outside) + disk.seconds(work.shard_bytes[0], files=1)
@@ -161,12 +170,12 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         last = index + 1 == count
         spent = {
             "loading and Python": _load(machine, work, index),
-            "statistics": (1 + work.paired) * (forward + _gather(machine, work, matrices)) if work.tokens else 0.0,
-            "ranges of inputs": _inputs(machine, work, matrices, work.range_bytes),
-            "solvers": sum(_solve(machine, one, step) for one in matrices for step in one.steps),
-            "errors": sum(_evaluate(machine, one, calibrated=bool(work.tokens)) for one in matrices),
-            "second pass": 0.0 if last else forward + _round(machine, work, matrices),
+            "statistics": share * (1 + work.paired) * (forward + _gather(machine, work, matrices)) if work.tokens else 0.0,
+            "ranges of inputs": share * _inputs(machine, work, matrices, work.range_bytes),
+            "sums over ranks": _merged(machine, work, matrices),
+            "second pass": 0.0 if last else share * (forward + _round(machine, work, matrices)),
         }
+        spent["solvers"], spent["errors"] = _solved(machine, work, matrices)
         for name, value in spent.items():
             parts[name] = parts.get(name, 0.0) + value
         now = max(now + sum(spent.values()), written)
@@ -177,7 +186,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
     importances, bounds = 0.0, []
     for model, passes in work.measured:
-        value, limit = _importance_seconds(machine, model, passes)
+        value, limit = _importance_seconds(machine, model, passes, share)
         importances += value
         bounds.append(limit)
     parts["importances"] = importances
@@ -201,7 +210,7 @@ def compress_bytes(machine: Machine, work: Compression) -> Estimate:
 
 
 def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float]:
-    """Bytes that are in memory at once, with `variants` of the hidden states."""
+    """Bytes that are in memory at once on a rank, with `variants` of the hidden states."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     layer = max((one.matmul_params for one in work.facts.layers), default=0) * (width + work.stored_width)
     solve = max((_solve_bytes(one, work) for matrices in work.layers for one in matrices), default=0.0)
@@ -209,10 +218,11 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     if work.tokens:
         hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in work.layers), default=0)
         hessians *= 1 + work.paired
+    share, checked = _share(machine, work), _share(machine, work, work.check_sequences)
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     return {
-        "hidden states": variants * work.states_bytes
-        + 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
+        "hidden states": share * variants * work.states_bytes
+        + checked * 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
         "one layer": layer,
         "the whole model": width * work.facts.num_params if work.probes else 0,
         "sums of x x^T": hessians,
@@ -222,16 +232,41 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     }
 
 
-def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> tuple[float, bool]:
-    """Seconds of measuring importances on the model of `work`; whether that is a bound."""
+def _importance_seconds(machine: Machine, work: Compression, passes: Passes, share: float) -> tuple[float, bool]:
+    """Seconds of measuring importances on the model of `work`, on a `share` of its sequences; whether that is a bound."""
     forward, bound = _forward(machine, work)
     count = len(work.layers)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
     head = (work.tokens, work.facts.vocab_size, work.facts.hidden_size)
-    value = passes.forward * count * forward + sum(_load(machine, work, index) for index in range(count))
-    value += _passes(machine, 20.0 * outside + OBSERVED_BYTES * passes.observed * work.tokens)
-    value += passes.logits * seconds(machine, matmul=head, dtype=work.dtype).value
+    value = share * passes.forward * count * forward + sum(_load(machine, work, index) for index in range(count))
+    value += _passes(machine, 20.0 * outside + share * OBSERVED_BYTES * passes.observed * work.tokens)
+    value += share * passes.logits * seconds(machine, matmul=head, dtype=work.dtype).value
     return value, bound
+
+
+def _share(machine: Machine, work: Compression, sequences: int | None = None) -> float:
+    """The fraction of the calibration (or of other `sequences`) on the rank that has most: whole batches of it."""
+    batches = -(-(work.num_sequences if sequences is None else sequences) // work.batch_size)
+    return -(-batches // machine.num_ranks) / batches if batches else 0.0
+
+
+def _merged(machine: Machine, work: Compression, matrices: Sequence[MatrixWork]) -> float:
+    """Seconds in which a rank receives the sums of the others, and the matrices that they solved."""
+    others = machine.num_ranks - 1
+    sums = 4 * (1 + work.paired) * sum(one.columns**2 for one in matrices) if work.tokens else 0
+    rate = LINK_BYTES_PER_S["cuda" if machine.device.startswith("cuda") else "cpu"]
+    return (others * sums + min(others, 1) * sum(one.size for one in matrices)) / rate
+
+
+def _solved(machine: Machine, work: Compression, matrices: Sequence[MatrixWork]) -> tuple[float, float]:
+    """Seconds of the steps and of the errors, on the rank that has most of them."""
+    ranks = spread([one.steps for one in matrices], machine.num_ranks, machine.device)
+    spent = [(0.0, 0.0)] * machine.num_ranks
+    for one, rank in zip(matrices, ranks, strict=True):
+        solved, evaluated = spent[rank]
+        solved += sum(_solve(machine, one, step) for step in one.steps)
+        spent[rank] = (solved, evaluated + _evaluate(machine, one, calibrated=bool(work.tokens)))
+    return max(spent, key=sum)
 
 
 def _compared(machine: Machine, work: Compression, forward: float, sequences: int, models: int) -> float:
@@ -241,7 +276,8 @@ def _compared(machine: Machine, work: Compression, forward: float, sequences: in
     tokens, vocab_size = sequences * work.seq_len, work.facts.vocab_size
     layers = models * len(work.layers) * forward * sequences / work.num_sequences
     heads = 2 * seconds(machine, matmul=(tokens, vocab_size, work.facts.hidden_size), dtype=work.dtype).value
-    return layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
+    whole = layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
+    return whole * (1 / machine.num_ranks if models == 1 else _share(machine, work, sequences))
 
 
 def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:
@@ -299,8 +335,7 @@ def _load(machine: Machine, work: Compression, index: int) -> float:
 
 
 def _solve(machine: Machine, one: MatrixWork, step: Work) -> float:
-    if step.on_gpu is not None and machine.device.startswith("cuda"):
-        step = step.on_gpu
+    step = step.on_device(machine.device)
     return _products(machine, step.flops) + _passes(machine, step.num_bytes) + _starts(machine, step.num_ops)
 
 

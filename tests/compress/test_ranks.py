@@ -184,9 +184,9 @@ def test_a_share_is_whole_batches_in_order() -> None:
 def test_solves_are_spread_by_their_work() -> None:
     works = [[Work(flops=2.0 * n * k * k + k**3, num_bytes=100.0 * n * k)] for n, k in LLAMA3.values()]
     cost = [one.flops + 12 * one.num_bytes for (one,) in works]
-    assert spread(works, 1) == [0] * 4
-    two = spread(works, 2)
+    assert spread(works, 1, "cpu") == [0] * 4
+    two = spread(works, 2, "cpu")
     loads = [sum(value for value, rank in zip(cost, two, strict=True) if rank == one) for one in range(2)]
     assert max(loads) == cost[3], "the longest alone, the others together"
-    assert sorted(spread(works, 4)) == [0, 1, 2, 3] and max(spread(works, 9)) <= 8
-    assert spread([], 3) == []
+    assert sorted(spread(works, 4, "cpu")) == [0, 1, 2, 3] and max(spread(works, 9, "cpu")) <= 8
+    assert spread([], 3, "cpu") == []
