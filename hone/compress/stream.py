@@ -30,7 +30,7 @@ from hone.compress.check import Check
 from hone.compress.check import read as read_check
 from hone.compress.layer import LayerWeights
 from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, quantizer_of
-from hone.compress.shards import read_shard, shard_name, write_index, write_shard
+from hone.compress.shards import build_layer, read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
 from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear
@@ -181,7 +181,7 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
     with run.progress("finished layers", done, "layers") as bar:
         for index in range(done):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-            layer = checkpoint.build_layer(index, job.device, job.dtype)
+            layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
             for flow in flows:
                 flow.dense_through(layer)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
@@ -246,7 +246,7 @@ def _compress_layer(
     A rank solves its matrices, and receives the others as they are stored.
     """
     checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-    layer = checkpoint.build_layer(index, job.device, job.dtype)
+    layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:
         readers.setdefault(linear.reads, []).append(linear.path)

@@ -1,7 +1,7 @@
 """Cost of compressing a model layer by layer: seconds and peak memory, from shapes alone.
 
 The engine computes layer i while a thread writes layer i - 1, so the slower of computing and writing counts. With several
-ranks the one with most to do counts; every rank loads all layers. Constants are measured where no calibration has the rate;
+ranks the one with most to do counts. Constants are measured where no calibration has the rate;
 each names the machine.
 """
 
@@ -86,16 +86,18 @@ class MatrixWork:
 
 
 def spread(works: Sequence[Sequence[Work]], num_ranks: int, device: str) -> list[int]:
-    """The rank that does each of `works` (the steps of one matrix): the longest first, each to the rank with least to do.
-
-    By shapes alone, so that all ranks agree, and equal runs are equal.
-    """
+    """The rank that does each of `works`, the steps of one matrix: by shapes alone, so that all ranks agree."""
     costs = []
     for steps in works:
         here = [step.on_device(device) for step in steps]
         costs.append(
             sum(one.flops + FLOPS_PER_BYTE * one.num_bytes + FLOPS_PER_OP * one.num_ops for one in here)
         )
+    return balanced(costs, num_ranks)
+
+
+def balanced(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """The rank of each of `costs`: the largest first, each to the rank with least so far."""
     taken, ranks = [0.0] * num_ranks, [0] * len(costs)
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
         rank = min(range(num_ranks), key=lambda rank: (taken[rank], rank))
@@ -172,7 +174,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
             "loading and Python": _load(machine, work, index),
             "statistics": share * (1 + work.paired) * (forward + _gather(machine, work, matrices)) if work.tokens else 0.0,
             "ranges of inputs": share * _inputs(machine, work, matrices, work.range_bytes),
-            "sums over ranks": _merged(machine, work, matrices),
+            "between ranks": _merged(machine, work, matrices),
             "second pass": 0.0 if last else share * (forward + _round(machine, work, matrices)),
         }
         spent["solvers"], spent["errors"] = _solved(machine, work, matrices)
@@ -251,11 +253,12 @@ def _share(machine: Machine, work: Compression, sequences: int | None = None) ->
 
 
 def _merged(machine: Machine, work: Compression, matrices: Sequence[MatrixWork]) -> float:
-    """Seconds in which a rank receives the sums of the others, and the matrices that they solved."""
+    """Seconds in which a rank receives the sums of the others, and the matrices that they read and solved."""
     others = machine.num_ranks - 1
     sums = 4 * (1 + work.paired) * sum(one.columns**2 for one in matrices) if work.tokens else 0
+    weights = (1 + work.stored_width) * sum(one.size for one in matrices)  # as given and as stored
     rate = LINK_BYTES_PER_S["cuda" if machine.device.startswith("cuda") else "cpu"]
-    return (others * sums + min(others, 1) * sum(one.size for one in matrices)) / rate
+    return (others * sums + min(others, 1) * weights) / rate
 
 
 def _solved(machine: Machine, work: Compression, matrices: Sequence[MatrixWork]) -> tuple[float, float]:
@@ -327,10 +330,12 @@ def _round(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) 
 
 
 def _load(machine: Machine, work: Compression, index: int) -> float:
+    """Seconds of reading a layer's weights, of which a rank reads a part, and of building it."""
     weights = work.facts.layers[index].matmul_params
     ops = LAYER_OPS + MATRIX_OPS * len(work.layers[index])
     if machine.device.startswith("cuda"):
-        return weights * work.stored_width / _host_rate(machine) + _starts(machine, ops)
+        read = weights * work.stored_width / machine.num_ranks / _host_rate(machine)
+        return read + _starts(machine, ops)
     return _passes(machine, LOAD_BYTES * weights) + _starts(machine, ops)
 
 

@@ -17,6 +17,7 @@ from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.layer import original
 from hone.compress.matrix import matrix_name
+from hone.compress.shards import build_layer
 from hone.compress.stream import Job
 
 
@@ -36,7 +37,7 @@ def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> It
     with run.progress("sensitivity", count, "layers") as bar:
         for index in range(count):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-            layer = checkpoint.build_layer(index, job.device, job.dtype)
+            layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
             readers: dict[str, list[str]] = {}
             for linear in job.targets[index]:
                 readers.setdefault(linear.reads, []).append(linear.path)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
+from hone.compress.shards import build_layer
 from hone.data.load import IGNORE
 from hone.model.decoder import DecoderLayer
 from hone.model.hf import Checkpoint
@@ -140,7 +141,7 @@ def _layers(checkpoint: Checkpoint, flow: Flow, run: Run) -> Iterator[tuple[int,
     flow.embed(checkpoint.build_ends(flow.device, flow.dtype))
     with run.progress("importance", checkpoint.config.num_layers, "layers") as bar:
         for index in range(checkpoint.config.num_layers):
-            yield index, checkpoint.reopened().build_layer(index, flow.device, flow.dtype)
+            yield index, build_layer(checkpoint.reopened(), index, flow.device, flow.dtype, flow.mesh)
             bar.advance()
 
 
