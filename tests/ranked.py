@@ -20,7 +20,7 @@ def together(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> l
         port = free.getsockname()[1]
     begun = []
     for rank in range(num_ranks):
-        results, errors = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 (read after the process)
+        results, errors = (tempfile.TemporaryFile("w+") for _ in range(2))
         pid = os.fork()
         if not pid:
             os.dup2(errors.fileno(), 2)

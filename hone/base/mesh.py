@@ -79,7 +79,9 @@ class Mesh:
         if self.world_size == 1 or not device.startswith("cuda"):
             return device
         if device != "cuda":
-            raise MachineError(f"{self.world_size} ranks and one device {device}", fix="use --device=cuda: one GPU a rank")
+            raise MachineError(
+                f"{self.world_size} ranks and one device {device}", fix="use --device=cuda: one GPU a rank"
+            )
         there = torch.cuda.device_count()
         if self.local_rank >= there:
             raise MachineError(
@@ -101,6 +103,9 @@ class Mesh:
         with self._telling():
             yield
             self._meet()
+            if self._gpus is not None:  # here no rank waits in it
+                dist.destroy_process_group(self._gpus)
+                self._gpus = None
 
     def from_leader(self, work: Callable[[], T]) -> T:
         """The result of `work`, done by rank 0 alone, on every rank; the others wait. Results must be picklable.

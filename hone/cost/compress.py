@@ -90,9 +90,7 @@ def spread(works: Sequence[Sequence[Work]], num_ranks: int, device: str) -> list
     costs = []
     for steps in works:
         here = [step.on_device(device) for step in steps]
-        costs.append(
-            sum(one.flops + FLOPS_PER_BYTE * one.num_bytes + FLOPS_PER_OP * one.num_ops for one in here)
-        )
+        costs.append(sum(one.flops + FLOPS_PER_BYTE * one.num_bytes + FLOPS_PER_OP * one.num_ops for one in here))
     return balanced(costs, num_ranks)
 
 
@@ -172,7 +170,9 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         last = index + 1 == count
         spent = {
             "loading and Python": _load(machine, work, index),
-            "statistics": share * (1 + work.paired) * (forward + _gather(machine, work, matrices)) if work.tokens else 0.0,
+            "statistics": share * (1 + work.paired) * (forward + _gather(machine, work, matrices))
+            if work.tokens
+            else 0.0,
             "ranges of inputs": share * _inputs(machine, work, matrices, work.range_bytes),
             "between ranks": _merged(machine, work, matrices),
             "second pass": 0.0 if last else share * (forward + _round(machine, work, matrices)),

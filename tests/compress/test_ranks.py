@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ from safetensors.torch import load_file
 
 from hone.base.mesh import Mesh
 from hone.compress.capture import share
+from hone.compress.stage import Compress
 from hone.cost.compress import Work, spread
+from hone.measure.machine import describe
+from hone.model.facts import CheckpointFacts
 from tests.compress.test_resume import contents
 from tests.forking import forking
 
@@ -99,9 +104,10 @@ def test_sums_are_the_only_difference(ranked, tiny_llama, calibration_text, tmp_
     spec = spec_of(calibration_text, *steps, batch_size=16)
     alone = ranked(1, spec, tiny_llama, tmp_path / "compress-1")
     assert ranked(3, spec, tiny_llama, tmp_path / "compress-3") == alone * 3
-    assert ranked(2, {**spec, "batch_size": 4}, tiny_llama, tmp_path / "compress-2") == ranked(
-        1, {**spec, "batch_size": 4}, tiny_llama, tmp_path / "compress-4"
-    ) * 2
+    assert (
+        ranked(2, {**spec, "batch_size": 4}, tiny_llama, tmp_path / "compress-2")
+        == ranked(1, {**spec, "batch_size": 4}, tiny_llama, tmp_path / "compress-4") * 2
+    )
 
 
 @pytest.mark.slow
@@ -175,7 +181,7 @@ def test_a_share_is_whole_batches_in_order() -> None:
     for count, size, ranks in ((128, 8, 4), (11, 2, 3), (3, 8, 4), (1, 1, 2)):
         parts = [share(count, size, Mesh(rank, rank, ranks)) for rank in range(ranks)]
         rows = [list(range(count))[part] for part in parts]
-        assert sum(rows, []) == list(range(count))
+        assert list(chain(*rows)) == list(range(count))
         assert all(not part or part[0] % size == 0 for part in rows)
         batches = [-(-len(part) // size) for part in rows]
         assert max(batches) - min(batches) <= 1 and batches == sorted(batches, reverse=True)
@@ -190,3 +196,23 @@ def test_solves_are_spread_by_their_work() -> None:
     assert max(loads) == cost[3], "the longest alone, the others together"
     assert sorted(spread(works, 4, "cpu")) == [0, 1, 2, 3] and max(spread(works, 9, "cpu")) <= 8
     assert spread([], 3, "cpu") == []
+
+
+def test_a_plan_counts_the_rank_with_most_to_do(tiny_llama, calibration_text) -> None:
+    facts = {"model": CheckpointFacts.of(tiny_llama)}
+    spec = Compress.read(spec_of(calibration_text, GPTQ, num_sequences=24, batch_size=4, check_sequences=0))
+    one, four = (spec.plan(facts, describe().model_copy(update={"num_ranks": count})).estimates for count in (1, 4))
+    states = 24 * 32 * 64 * 4
+    whole, shared = (estimates["memory_growth_bytes"].value for estimates in (one, four))
+    assert whole - shared == pytest.approx(states * 4 / 6), "of six batches a rank has two at most"
+    assert four["model_bytes"] == one["model_bytes"] and "between ranks" not in one["time_s"].formula
+    whole, shared = (parts(estimates["time_s"].formula) for estimates in (one, four))
+    for name in ("statistics", "second pass"):
+        assert shared[name] == pytest.approx(whole[name] / 3, rel=0.02), name
+    assert whole["solvers"] / 4 < shared["solvers"] < whole["solvers"] and shared["between ranks"] > 0
+
+
+def parts(formula: str) -> dict[str, float]:
+    """Seconds by the words before them."""
+    found = [re.fullmatch(r"(.*) (\S+) s", part) for part in formula.split(" + ")]
+    return {one[1]: float(one[2]) for one in found}
