@@ -261,6 +261,7 @@ class Compress(Stage):
             run.say(f"there are fewer batches of {self.batch_size} sequences than ranks: lower batch_size to use all")
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
+        mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
             options = {"paired": self._paired, "mesh": mesh}
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
