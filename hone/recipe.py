@@ -275,6 +275,8 @@ def plan_stage(stage: Stage, out: Path, parents: Mapping[str, Artifact], run: Ru
 
 def _plan(stage: Stage, out: Path, facts: Mapping[str, Facts], machine: Machine, taken: float) -> Planned:
     """A stage's plan; its problem, if any, when earlier stages have `taken` so many bytes of disk."""
+    if not stage.every_rank:
+        machine = machine.model_copy(update={"num_ranks": 1})
     plan = stage.plan(facts, machine)
     has = capacity(machine, out)
     try:

@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.base.errors import HoneError, MachineError
+from hone.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = lazy("torch")
+dist = lazy("torch.distributed")
 
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=30)
-"""How long a rank waits for rank 0's work: a training may take weeks."""
+"""How long a rank waits for another one's work: a training may take weeks."""
+
+_TRANSFER = timedelta(minutes=10)
+"""How long a transfer between GPUs may take. All ranks have met before it, so that none waits there for another one's work."""
+
+_CHUNK = 1 << 24
+"""Elements that are exchanged at once by sums: every rank holds as many of each other rank."""
 
 
 @dataclass
 class Mesh:
-    """This process's `rank` among `world_size`, and its `local_rank` on this machine, all as torchrun counts them."""
+    """This process's `rank` among `world_size`, and its `local_rank` on this machine, all as torchrun counts them.
+
+    The collectives (`from_leader`, `gather`, `sum`, `largest`, `joined`, `exchange`) must be called by every rank in the same
+    order. Each begins with a meeting of all ranks over gloo, to which a rank that failed since brings its error: so an error
+    of one rank ends all of them with one message, and none waits for a dead one. Tensors travel over NCCL between GPUs, over
+    gloo between CPUs. With one rank all of them return what they are given.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    _group: Any = None
+    _group: Any = field(default=None, repr=False, compare=False)
+    _gpus: Any = field(default=None, repr=False, compare=False)
+    _told: BaseException | None = field(default=None, repr=False, compare=False)
+    """The last error that all ranks know."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Mesh:
@@ -48,51 +71,185 @@ class Mesh:
         """Whether this is rank 0, which writes artifacts and messages."""
         return self.rank == 0
 
+    def place(self, device: str) -> str:
+        """The device of this rank where `device` is given for all: 'cuda:1' for 'cuda' on local rank 1.
+
+        Raises MachineError when there is no such GPU, or `device` names one GPU for several ranks.
+        """
+        if self.world_size == 1 or not device.startswith("cuda"):
+            return device
+        if device != "cuda":
+            raise MachineError(
+                f"{self.world_size} ranks and one device {device}", fix="use --device=cuda: one GPU a rank"
+            )
+        there = torch.cuda.device_count()
+        if self.local_rank >= there:
+            raise MachineError(
+                f"local rank {self.local_rank} has no GPU: torch sees {there}",
+                fix=f"use torchrun --nproc-per-node={there}",
+            )
+        torch.cuda.set_device(self.local_rank)
+        return f"cuda:{self.local_rank}"
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work of all ranks: when one fails inside, every rank raises at its next collective or at the end.
+
+        A HoneError is raised on every rank; any other error on its own rank, and a MachineError that names it on the others.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        with self._telling():
+            yield
+            self._meet()
+            if self._gpus is not None:  # here no rank waits in it
+                dist.destroy_process_group(self._gpus)
+                self._gpus = None
+
     def from_leader(self, work: Callable[[], T]) -> T:
         """The result of `work`, done by rank 0 alone, on every rank; the others wait. Results must be picklable.
 
-        Every rank must call it, in the same order. Raises what `work` raises: a HoneError on every rank, any other error on
-        rank 0 and a MachineError that names it on the others, so that no rank waits for a dead one.
+        Raises what `work` raises: a HoneError on every rank, any other error on rank 0 and a MachineError that names it on
+        the others.
         """
         if self.world_size == 1:
             return work()
-        self._connect()  # before the work, so that a rank that dies meanwhile is noticed
-        if not self.leads:
-            result, error = self._broadcast(None)
-            if error is not None:
-                raise error
-            return result
-        try:
-            result = work()
-        except HoneError as error:
-            self._broadcast((None, error))
-            raise
-        except Exception as error:
-            told = MachineError(f"rank 0 failed: {type(error).__name__}: {error}", fix="see what rank 0 printed")
-            self._broadcast((None, told))
-            raise
-        self._broadcast((result, None))
-        return result
+        with self._telling():
+            return self._meet(work() if self.leads else None)[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable `value`, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        with self._telling():
+            return self._meet(value)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of every rank's `tensor`, of one shape and dtype, in place.
+
+        Added in the order of the ranks: all ranks get the same bits, in every run with as many ranks.
+        """
+        return self._fold(tensor, lambda total, part: total.add_(part))
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest of every rank's `tensor`, elementwise and in place; NaN where one has it."""
+        return self._fold(tensor, lambda total, part: torch.maximum(total, part, out=total))
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """The rows of every rank's `tensor` [*, ...], in the order of the ranks; their numbers may differ.
+
+        A rank without rows need not know their dtype.
+        """
+        if self.world_size == 1:
+            return tensor
+        parts = self.exchange({str(self.rank): tensor}, tensor.device)
+        ordered = [parts[str(rank)] for rank in range(self.world_size)]
+        return torch.cat([part for part in ordered if len(part)] or ordered[:1])
+
+    def exchange(self, tensors: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+        """Every rank's named tensors, on `device`; no two ranks have one name."""
+        if self.world_size == 1:
+            return tensors
+        with self._telling():
+            mine = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+            found: dict[str, Tensor] = {}
+            senders = {}
+            for rank, theirs in enumerate(self._meet(mine)):
+                for name, (dtype, shape) in theirs.items():
+                    assert name not in found, f"two ranks have {name}"
+                    own = rank == self.rank
+                    found[name] = (
+                        tensors[name].to(device).contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
+                    )
+                    senders[name] = rank
+            self._meet()  # every rank has the memory
+            with self._losing():
+                for name, tensor in found.items():
+                    if tensor.numel():
+                        # As bytes, because gloo has no float8.
+                        flat = tensor.view(-1).view(torch.uint8)
+                        dist.broadcast(flat, src=senders[name], group=self._group_of(tensor))
+            return found
+
+    def _fold(self, tensor: Tensor, add: Callable[[Tensor, Tensor], Any]) -> Tensor:
+        """`tensor` with every rank's values combined by `add`, in place and in the order of the ranks."""
+        if self.world_size == 1:
+            return tensor
+        with self._telling():
+            flat = tensor.view(-1)
+            room = [torch.empty_like(flat[:_CHUNK]) for _ in range(self.world_size)]
+            shapes = self._meet((tensor.dtype, tensor.shape))
+            assert len(set(shapes)) == 1, f"ranks add different tensors: {shapes}"
+            with self._losing():
+                for part in flat.split(_CHUNK):
+                    parts = [one[: len(part)] for one in room]
+                    dist.all_gather(parts, part, group=self._group_of(tensor))
+                    part.copy_(parts[0])
+                    for one in parts[1:]:
+                        add(part, one)
+            return tensor
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        """The process group over which `tensor` travels."""
+        if not tensor.is_cuda:
+            return self._group
+        if self._gpus is None:
+            self._gpus = dist.new_group(backend="nccl", timeout=_TRANSFER)
+        return self._gpus
 
     def _connect(self) -> None:
         """Joins all ranks in a gloo group, once."""
-        import torch.distributed as dist
-
         if self._group is None:
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
-    def _broadcast(self, value: Any) -> Any:
-        """Rank 0's `value` on every rank. Raises MachineError when a rank has died."""
-        import torch.distributed as dist
+    def _meet(self, value: Any = None) -> list[Any]:
+        """Waits for all ranks; every rank's `value`. Raises the first rank's error when one brings an error."""
+        values, error = self._met(value)
+        if error is not None:
+            self._told = error
+            raise error
+        return values
 
-        values = [value]
+    def _met(self, value: Any, error: HoneError | None = None) -> tuple[list[Any], HoneError | None]:
+        """Every rank's `value`, and the first rank's error."""
+        self._connect()
+        everyone: list[Any] = [None] * self.world_size
+        with self._losing():
+            dist.all_gather_object(everyone, (value, error), group=self._group)
+        return [found for found, _ in everyone], next((one for _, one in everyone if one is not None), None)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Raises MachineError when a rank has died."""
         try:
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            yield
         except RuntimeError as error:
-            raise MachineError(
+            self._told = MachineError(
                 f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}",
                 fix="see what the rank that ended first printed, and start all of them again; the stage resumes",
-            ) from None
-        return values[0]
+            )
+            raise self._told from None
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells the other ranks about an error of this one at their next meeting, unless they know it.
+
+        Of several HoneErrors all ranks raise the first rank's.
+        """
+        try:
+            self._connect()  # before any work, so that a rank that dies meanwhile is noticed
+            yield
+        except Exception as error:
+            if error is self._told:
+                raise
+            said, first = error, None
+            if not isinstance(error, HoneError):
+                what = f"rank {self.rank} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                said = MachineError(what, fix=f"see what rank {self.rank} printed")
+            with suppress(MachineError):  # when another rank has died, this one's error is still the one to show
+                _, first = self._met(None, said)
+            self._told = first if first is not None and isinstance(error, HoneError) else error
+            raise self._told from error.__cause__

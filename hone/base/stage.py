@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hone.base.artifact import Artifact, Draft, finished, start
 from hone.base.errors import SpecError, did_you_mean
 from hone.base.lazy import resolve
+from hone.base.mesh import Mesh
 from hone.base.plan import Facts, Machine, Plan, capacity, facts_of
 from hone.base.run import Run
 from hone.base.spec import Spec
@@ -36,6 +38,8 @@ class Stage(Spec):
     stage: ClassVar[str]
     roles: ClassVar[dict[str, bool]] = {}
     several: ClassVar[frozenset[str]] = frozenset()
+    every_rank: ClassVar[bool] = False
+    """Whether all ranks run it, each a part of the work; else rank 0 alone runs it."""
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
         """Estimates of the stage on `machine` and the facts of its output, from the `facts` of its parents by role.
@@ -45,21 +49,51 @@ class Stage(Spec):
         raise NotImplementedError(f"{type(self).__name__}.plan")
 
     def run(self, plan: Any, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Does the planned work inside `draft.folder`, resumably, and records the figures. Does not change parents."""
+        """Does the planned work inside `draft.folder`, resumably, and records the figures. Does not change parents.
+
+        With `every_rank` all ranks of `run.mesh` call it; rank 0 alone writes, and its figures are recorded.
+        """
         raise NotImplementedError(f"{type(self).__name__}.run")
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """Makes the artifact in folder `out`, or returns it when it is already there; resumes an interrupted one.
 
-        With several ranks, rank 0 makes it and the others wait. Raises SpecError for a missing or unknown
-        role, DriftError when `out` was made from another spec, FitError when the plan exceeds the machine.
+        With several ranks, rank 0 makes it and the others wait, or all of them work on it (`every_rank`). Raises SpecError
+        for a missing or unknown role, DriftError when `out` was made from another spec, FitError when the plan exceeds the
+        machine.
         """
-        run = run or Run()
-        folder = run.mesh.from_leader(lambda: self._make(Path(out), parents or {}, run).folder)
+        run, out = run or Run(), Path(out)
+        if self.every_rank:
+            with run.mesh.together():
+                folder = self._make(out, parents or {}, _on(run.mesh, run))
+        else:
+            folder = run.mesh.from_leader(lambda: self._make(out, parents or {}, _on(Mesh(), run)))
         return Artifact.read(folder)
 
-    def _make(self, out: Path, parents: dict[str, Artifact], run: Run) -> Artifact:
-        """`make`, on one rank."""
+    def _make(self, out: Path, parents: dict[str, Artifact], run: Run) -> Path:
+        """`make`, on all ranks of `run.mesh`: rank 0 alone opens and commits. The folder of the artifact."""
+        drafts: list[Draft] = []
+
+        def begin() -> Any:
+            opened = self._begin(out, parents, run)
+            if isinstance(opened, Artifact):
+                return opened.folder
+            planned, draft = opened
+            drafts.append(draft)
+            return planned
+
+        begun = run.mesh.from_leader(begin)
+        if isinstance(begun, Path):
+            return begun
+        if not drafts:  # another rank reads the folder that rank 0 locked, and commits nothing
+            self.run(begun, Draft(out, {}, None, resumed=True, parents=[]), parents, run)
+            return run.mesh.from_leader(lambda: out)
+        with drafts[0] as draft:
+            self.run(begun, draft, parents, run)
+            return run.mesh.from_leader(lambda: draft.commit().folder)
+
+    def _begin(self, out: Path, parents: dict[str, Artifact], run: Run) -> Artifact | tuple[Plan, Draft]:
+        """The artifact in `out` if it is there, else the plan and the draft of making it."""
         self.check_roles(parents)
         inputs: dict[str, Any] = {
             "kind": self.stage,
@@ -77,10 +111,8 @@ class Stage(Spec):
             return opened
         if run.command:
             opened.command(run.command)
-        with opened:
-            opened.predict(planned.estimates)
-            self.run(planned, opened, parents, run)
-            return opened.commit()
+        opened.predict(planned.estimates)
+        return planned, opened
 
     def check_roles(self, given: Mapping[str, Any]) -> None:
         """Raises SpecError unless every required role is in `given` and every given role is one of the stage's."""
@@ -109,3 +141,9 @@ class Stage(Spec):
     def files(self) -> dict[str, Path]:
         """Fields that name files whose content is part of the identity, with their files."""
         return {}
+
+
+def _on(mesh: Mesh, run: Run) -> Run:
+    """The circumstances of this rank, when the ranks of `mesh` do the work."""
+    machine = run.machine and {**run.machine, "num_ranks": mesh.world_size}
+    return replace(run, mesh=mesh, device=mesh.place(run.device), machine=machine)

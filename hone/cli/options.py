@@ -163,6 +163,12 @@ def dtypes_on(device: str) -> tuple[str, ...]:
 
 def calibrated(run: Any) -> Any:
     """Adds this machine's calibration (measured once, then cached) to `run`, so that estimates are predictions, not bounds."""
+    run.machine = run.mesh.from_leader(lambda: _calibrated_machine(run).model_dump(mode="json"))
+    return run
+
+
+def _calibrated_machine(run: Any) -> Any:
+    """The machine of `run` with its calibration, measured now where it is missing."""
     from hone.measure.calibrate import calibrate_all
     from hone.measure.machine import machine_of
 
@@ -180,8 +186,7 @@ def calibrated(run: Any) -> Any:
                 "kernels are compiled on their first use here: 10 to 20 s a kind of stage, once, which no plan counts"
             )
         machine = machine.model_copy(update={"calibration": measured})
-        run.machine = machine.model_dump(mode="json")
-    return run
+    return machine
 
 
 def list_fields(cls: Any) -> str:

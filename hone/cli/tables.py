@@ -32,9 +32,10 @@ def show_plan(rows: Sequence[Planned], run: Run) -> int:
     for row in rows:
         estimates = row.plan.estimates if row.plan else {}
         table.add_row(row.name, *(_cell(name, estimates.get(name)) for name in _COLUMNS), row.state)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=not run.mesh.leads)
     memory = human_bytes(machine.memory_bytes)
-    console.print(f"on {machine.processor}, {machine.num_cores} cores, {memory} of memory\n", markup=False)
+    ranks = f"{machine.num_ranks} ranks " if machine.num_ranks > 1 else ""
+    console.print(f"{ranks}on {machine.processor}, {machine.num_cores} cores, {memory} of memory\n", markup=False)
     console.print(table)
     if any(estimate.bound for row in rows if row.plan for estimate in row.plan.estimates.values()):
         console.print("\n\u2265: a limit of the hardware; no rate was measured for it")

@@ -26,10 +26,10 @@ class Calibration:
     spare: Calibration | None = None
     """Other sequences of the same text, to check the compressed model on; None where none are left."""
 
-    def first(self, count: int) -> Calibration:
-        """The first `count` sequences."""
-        ids = None if self.document_ids is None else self.document_ids[:count]
-        return Calibration(self.tokens[:count], ids, self.source)
+    def part(self, rows: slice) -> Calibration:
+        """The sequences in `rows`."""
+        ids = None if self.document_ids is None else self.document_ids[rows]
+        return Calibration(self.tokens[rows], ids, self.source)
 
     @property
     def num_tokens(self) -> int:

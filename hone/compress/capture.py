@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hone.base.mesh import Mesh
 from hone.compress.calibration import Calibration
 from hone.compress.statistics import PAIRED, RANGES, STATISTICS
 from hone.model.context import Causal, Context, Packed
@@ -24,12 +25,27 @@ class Flow:
     """Hidden states of the calibration sequences: `states` [B, S, D], the inputs of the next layer.
 
     With `paired`, `dense_states` [B, S, D] are the same in the model that is not compressed; None without.
+
+    Each rank of `mesh` has a share of the batches, `own`; a rank may have none. A batch is what it is with one rank, so that
+    its results are, too: only sums over batches are added in another order.
     """
 
     def __init__(
-        self, calibration: Calibration, batch_size: int, device: str, dtype: torch.dtype, *, paired: bool = False
+        self,
+        calibration: Calibration,
+        batch_size: int,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        paired: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         self.calibration = calibration
+        self.mesh = mesh or Mesh()
+        rows = share(len(calibration.tokens), batch_size, self.mesh)
+        self.own = calibration.part(rows)
+        self.before = calibration.part(slice(rows.start)).num_tokens
+        """Tokens of the ranks before this one."""
         self.batch_size = batch_size
         self.device = device
         self.dtype = dtype
@@ -48,7 +64,7 @@ class Flow:
         self.states = self._embedded(ends)
 
     def _embedded(self, ends: Decoder) -> Tensor:
-        tokens = torch.from_numpy(self.calibration.tokens)
+        tokens = torch.from_numpy(self.own.tokens)
         width = ends.embedding.shape[1]
         states = torch.empty(*tokens.shape, width, dtype=self.dtype, device=self.device)  # parts would be there twice
         for start in range(0, len(tokens), 64):
@@ -63,10 +79,10 @@ class Flow:
         """Statistics `wanted` of the inputs of `layer`'s linears, in one pass and once for each distinct input.
 
         `layer` has its original weights; with `paired`, `dense_states` become its outputs. `readers` maps an input to the
-        linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its statistics by name; linears
-        that read one input share them.
+        linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its statistics by name, over the
+        batches of all ranks; linears that read one input share them.
         """
-        gathered = {source: _Gather(wanted, self.calibration.num_tokens) for source in readers}
+        gathered = {source: self._gather(layer, names[0], wanted) for source, names in readers.items()}
         hooks = [
             layer.get_submodule(names[0]).register_forward_pre_hook(gathered[source])
             for source, names in readers.items()
@@ -80,8 +96,14 @@ class Flow:
         finally:
             for hook in hooks:
                 hook.remove()
-        values = {source: gather.values() for source, gather in gathered.items()}
+        values = {source: gather.values(self.mesh) for source, gather in gathered.items()}
         return {name: values[source] for source, names in readers.items() for name in names}
+
+    def _gather(self, layer: DecoderLayer, path: str, wanted: Collection[str]) -> _Gather:
+        """The hook for the inputs of the linear at `path`."""
+        columns, count = layer.get_submodule(path).weight.shape[1], self.calibration.num_tokens
+        kinds, device = STATISTICS | RANGES, torch.device(self.device)
+        return _Gather({name: kinds[name](columns, count, device, self.before) for name in sorted(wanted)})
 
     def _dense(self, layer: DecoderLayer, piece: slice, context: Context, gathered: Collection[_Gather]) -> None:
         """With `paired`, one batch of `dense_states` through `layer`: its inputs for `gathered`, its outputs in place."""
@@ -113,7 +135,7 @@ class Flow:
 
     def batches(self) -> Iterator[tuple[slice, Context, Tensor | None]]:
         """(sequences, their context, flat mask of tokens without padding or None for all)."""
-        tokens, ids = self.calibration.tokens, self.calibration.document_ids
+        tokens, ids = self.own.tokens, self.own.document_ids
         for start in range(0, len(tokens), self.batch_size):
             piece = slice(start, min(start + self.batch_size, len(tokens)))
             if ids is None or (ids[piece] == 0).all():  # one document per sequence needs no mask
@@ -124,16 +146,23 @@ class Flow:
             yield piece, Packed(owners), None if bool(valid.all()) else valid
 
 
+def share(count: int, batch_size: int, mesh: Mesh) -> slice:
+    """The rows of this rank of `count`: whole batches, in the order of the ranks, equally many or one more on the first ranks."""
+    batches = -(-count // batch_size)
+    each, more = divmod(batches, mesh.world_size)
+    begin = each * mesh.rank + min(mesh.rank, more)
+    end = begin + each + (mesh.rank < more)
+    return slice(begin * batch_size, min(end * batch_size, count))
+
+
 class _Gather:
     """A pre-forward hook of a linear that accumulates statistics of its inputs (`counts` bool [T]: no padding; None: all).
 
     While `first`, inputs are those of the model that is not compressed, and are kept for the pass that follows.
     """
 
-    def __init__(self, wanted: Collection[str], num_tokens: int) -> None:
-        self.wanted = sorted(wanted)
-        self.num_tokens = num_tokens
-        self.statistics: dict[str, Any] = {}
+    def __init__(self, statistics: dict[str, Any]) -> None:
+        self.statistics = statistics
         self.counts: Tensor | None = None
         self.first = False
         self.dense: Tensor | None = None
@@ -144,12 +173,12 @@ class _Gather:
         if self.first:
             self.dense = x
             return
-        for name in self.wanted:
-            if name not in self.statistics:
-                self.statistics[name] = (STATISTICS | RANGES)[name](x.shape[1], self.num_tokens, x.device)
-            self.statistics[name].add(*((x, self.dense) if name in PAIRED else (x,)))
+        for name, statistic in self.statistics.items():
+            statistic.add(*((x, self.dense) if name in PAIRED else (x,)))
         self.dense = None
 
-    def values(self) -> dict[str, Tensor]:
-        """Every statistic over all batches."""
+    def values(self, mesh: Mesh) -> dict[str, Tensor]:
+        """Every statistic over all batches of all ranks."""
+        for statistic in self.statistics.values():
+            statistic.merge(mesh)
         return {name: statistic.value() for name, statistic in self.statistics.items()}

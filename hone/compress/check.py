@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.base.durable import write_atomic
+from hone.base.mesh import Mesh
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.eval.compare import agreement, divergence
@@ -38,11 +39,12 @@ class Checked(NamedTuple):
 
 
 class Check:
-    """Hidden states of the check's sequences in both models: `flow.dense_states` and `flow.states`."""
+    """Hidden states of the check's sequences in both models: `flow.dense_states` and `flow.states`; each rank has a share."""
 
-    def __init__(self, samples: Calibration, batch_size: int, device: str, dtype: torch.dtype) -> None:
-        self.samples = samples
-        self.flow = Flow(samples, batch_size, device, dtype, paired=True)
+    def __init__(
+        self, samples: Calibration, batch_size: int, device: str, dtype: torch.dtype, mesh: Mesh | None = None
+    ) -> None:
+        self.flow = Flow(samples, batch_size, device, dtype, paired=True, mesh=mesh)
 
     def finish(self, checkpoint: Checkpoint, rest_dtype: torch.dtype | None, state: Path) -> None:
         """Compares the predictions after the last layer, and keeps the result in `state`."""
@@ -53,30 +55,32 @@ class Check:
                 if linear is not None:
                     weight = linear.weight.detach().to(rest_dtype).to(self.flow.dtype)
                     linear.weight = nn.Parameter(weight, requires_grad=False)
-        write_atomic(state / FILE, json.dumps(self.compare(dense, compressed)._asdict()).encode())
+        checked = self.compare(dense, compressed)
+        if self.flow.mesh.leads:
+            write_atomic(state / FILE, json.dumps(checked._asdict()).encode())
 
     @torch.no_grad()
     def compare(self, dense: Decoder, compressed: Decoder) -> Checked:
         """The predictions of every token that has a next one in its document, by the heads of both models."""
-        tokens = torch.from_numpy(self.samples.tokens).to(self.flow.device)
-        ids, inside = self.samples.document_ids, torch.ones_like(tokens[:, 1:], dtype=torch.bool)
+        tokens = torch.from_numpy(self.flow.own.tokens).to(self.flow.device)
+        ids, inside = self.flow.own.document_ids, torch.ones_like(tokens[:, 1:], dtype=torch.bool)
         if ids is not None:
             owners = torch.from_numpy(ids).to(tokens.device)
             inside = (owners[:, 1:] == owners[:, :-1]) & (owners[:, 1:] >= 0)
         assert self.flow.dense_states is not None
-        sums, kls = torch.zeros(4, dtype=torch.float64), []
+        rows = []
         for row, kept in enumerate(inside):
             total = torch.zeros(4, dtype=torch.float64)
             pieces = (self.flow.dense_states[row, :-1], self.flow.states[row, :-1], tokens[row, 1:])
             for expected, given, targets in zip(*(one[kept].split(HEAD_TOKENS) for one in pieces), strict=True):
                 total += _sums(dense.head(expected).float(), compressed.head(given).float(), targets)
-            sums += total
-            if bool(kept.any()):
-                kls.append(float(total[0]) / int(kept.sum()))
-        count = int(inside.sum())
+            rows.append([*total.tolist(), int(kept.sum())])
+        rows = [row for part in self.flow.mesh.gather(rows) for row in part]
+        *sums, count = (math.fsum(column) for column in zip(*rows, strict=True))
+        kls = [row[0] / row[-1] for row in rows if row[-1]]
         kl, top1, loss, dense_loss = (float(value) / max(count, 1) for value in sums)
         spread = 1.96 * float(torch.tensor(kls).std()) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
-        return Checked(kl, spread, top1, _exp(loss), _exp(dense_loss), count)
+        return Checked(kl, spread, top1, _exp(loss), _exp(dense_loss), int(count))
 
 
 def read(state: Path) -> Checked | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hone.base.mesh import Mesh
 from hone.compress.statistics import STATISTICS
 from hone.model.hf import Checkpoint, singles
 from hone.model.linear_spec import LinearSpec, NormSpec
@@ -41,6 +42,7 @@ class LayerWeights:
 
     `tensors` are the layer's checkpoint tensors (changed in place: those of norms, biases and dense linears); `statistics`
     those of each linear that is compressed (`targets`, by path), empty without calibration; `quantizer` the step that follows.
+    Every rank of `mesh` has the same and makes the same changes.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class LayerWeights:
         statistics: dict[str, dict[str, Tensor]],
         targets: frozenset[str],
         quantizer: Quantizer | None,
+        mesh: Mesh | None = None,
     ) -> None:
         config = checkpoint.config
         self.tensors = tensors
         self.statistics = statistics
         self.targets = targets
         self.quantizer = quantizer
+        self.mesh = mesh or Mesh()
         self.specs = config.linears(index)
         self.parameters = config.parameters(index)
         self.modules = {path: config.modules(index, path) for path in self.specs}

@@ -1,4 +1,4 @@
-"""Model folders written shard by shard: durable files, an index, and their exact size in advance."""
+"""Model folders shard by shard: durable files, an index, their exact size in advance; and layers that ranks read together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch import Tensor
 
 from hone.base.durable import sync, write_atomic
 from hone.base.errors import ArtifactError, FitError
+from hone.base.mesh import Mesh
+from hone.cost.compress import balanced
+from hone.model.decoder import DecoderLayer
+from hone.model.hf import Checkpoint
 from hone.model.shards import INDEX, save_tensors
 
 DTYPES = {
@@ -31,6 +36,39 @@ DTYPES = {
     "U8": torch.uint8,
 }
 """Dtypes by safetensors' names, in the order in which safetensors stores tensors (within a dtype by name)."""
+
+
+class _Read(Checkpoint):
+    """A checkpoint of which some tensors are in memory."""
+
+    def __init__(self, source: Checkpoint, tensors: dict[str, Tensor]) -> None:
+        self.__dict__.update(copy(source).__dict__)
+        self._source, self._tensors = source, tensors
+
+    def file(self, name: str) -> Path:
+        return self._source.file(name)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name] if name in self._tensors else self._source.tensor(name)
+
+
+def build_layer(checkpoint: Checkpoint, index: int, device: str, dtype: torch.dtype, mesh: Mesh) -> DecoderLayer:
+    """Layer `index` on every rank of `mesh`: each reads some of its matrices and sends them to the others.
+
+    Alone it would copy the whole layer to its GPU, which is many times slower than from another GPU.
+    """
+    if mesh.world_size == 1:
+        return checkpoint.build_layer(index, device, dtype)
+    sizes = {}
+    for path, spec in checkpoint.config.linears(index).items():
+        for name, rows in checkpoint.config.modules(index, path).items():
+            sizes[f"{name}.weight"] = float(rows * spec.in_features)
+    there = set(checkpoint.names())  # a missing one is an error when the layer is built
+    names = [name for name in sizes if name in there]
+    readers = balanced([sizes[name] for name in names], mesh.world_size)
+    mine = [name for name, rank in zip(names, readers, strict=True) if rank == mesh.rank]
+    tensors = mesh.exchange({name: checkpoint.tensor(name) for name in mine}, device)
+    return _Read(checkpoint, tensors).build_layer(index, device, dtype)
 
 
 def shard_name(number: int, count: int) -> str:

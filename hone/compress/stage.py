@@ -83,6 +83,7 @@ class Compress(Stage):
 
     stage: ClassVar[str] = "compress"
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
+    every_rank: ClassVar[bool] = True
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
         (),
@@ -254,24 +255,31 @@ class Compress(Stage):
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
+        mesh = run.mesh
         if plan.chosen is not None:
-            fitting.keep(plan.chosen, draft.state)
+            mesh.from_leader(lambda: fitting.keep(plan.chosen, draft.state))
             for line in plan.notes:
                 run.say(line)
             plan.chosen.run(plan.model_copy(update={"chosen": None}), draft, parents, run)
             return
         folder = parents["model"].folder
         checkpoint = self._open(folder, run)
-        samples = self._samples(plan, checkpoint, parents)
+        samples = mesh.from_leader(lambda: self._samples(plan, checkpoint, parents))
+        if samples is not None and -(-len(samples.tokens) // self.batch_size) < mesh.world_size:
+            run.say(f"there are fewer batches of {self.batch_size} sequences than ranks: lower batch_size to use all")
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
+        mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
-            options = {"paired": self._paired}
+            options = {"paired": self._paired, "mesh": mesh}
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
-            job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
+            job = stream.Job(
+                checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype, mesh=mesh
+            )
             if self.allocation is not None:
-                few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
+                few = samples.part(slice(self.allocation.num_sequences))
+                few = capture.Flow(few, self.batch_size, run.device, dtype, mesh=mesh)
                 allocated = self.allocation.allocate(plan.budget, job, few, draft, run)
                 job = replace(job, bits=allocated.bits)
                 predicted = self.allocation.predicted(allocated.loss)
@@ -279,12 +287,15 @@ class Compress(Stage):
                     draft.predict({"kl_to_dense": predicted})
                     run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
             if self._gradient_sequences and self._layer_steps:
-                few = capture.Flow(samples.first(self._gradient_sequences), 1, run.device, dtype)
+                few = samples.part(slice(self._gradient_sequences))
+                few = capture.Flow(few, 1, run.device, dtype, mesh=mesh)
                 job = replace(job, gradients=gradients.measured(job, few, draft, run))
             check = None
             if samples is not None and samples.spare is not None and not self._structured:
-                check = checks.Check(samples.spare, self.batch_size, run.device, dtype)
+                check = checks.Check(samples.spare, self.batch_size, run.device, dtype, mesh)
             rows = stream.run_job(job, flow if self._layer_steps else None, draft, run, check)
+            if not mesh.leads:
+                return
             checked = checks.read(draft.state)
             quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
             result.describe(draft, checkpoint, quantization)
@@ -305,6 +316,9 @@ class Compress(Stage):
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
         result.record(draft, folder, checkpoint, rows)
         result.record_check(draft, checked, self.check_sequences)
+        if mesh.world_size > 1:
+            note = "time is of all, memory and energy are of rank 0's device"
+            draft.record("num_ranks", mesh.world_size, "processes", note=note)
         if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
             run.say(
                 f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "

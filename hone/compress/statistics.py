@@ -1,5 +1,7 @@
 """Statistics of a linear's calibration inputs, by name: a step's `needs` names those that it reads.
 
+With several ranks each sees a part of the batches; `merge` makes the statistic of all of them, on every rank.
+
 Shapes: T tokens of a batch, K input features, S samples.
 """
 
@@ -10,16 +12,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hone.base.mesh import Mesh
 from hone.cost.compress import hessian_block
 
 
 class Gathered(Protocol):
-    """Accumulates over batches of inputs [T, K], in all `num_tokens` tokens of `columns` features."""
+    """Accumulates over batches of inputs [T, K], in all `num_tokens` tokens of `columns` features.
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None: ...
+    `before` of them are on the ranks before this one.
+    """
+
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None: ...
 
     def add(self, x: Tensor) -> None:
         """Adds one batch [T, K]."""
+        ...
+
+    def merge(self, mesh: Mesh) -> None:
+        """Adds what the other ranks have seen, in the order of the ranks."""
         ...
 
     def value(self) -> Tensor:
@@ -42,7 +52,7 @@ class Hessian:
     Only blocks on and above the diagonal are computed (`hessian_block`); the rest is their mirror image.
     """
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None:
         self.num_tokens = num_tokens
         self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
         self.block = hessian_block(columns)
@@ -58,6 +68,9 @@ class Hessian:
             else:
                 total.addmm_(rows, columns)
 
+    def merge(self, mesh: Mesh) -> None:
+        mesh.sum(self.total)
+
     def value(self) -> Tensor:
         for begin in range(0, len(self.total), self.block):
             end = begin + self.block
@@ -72,12 +85,15 @@ class Hessian:
 class Mean:
     """Mean of x, float32 [K]."""
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None:
         self.num_tokens = num_tokens
         self.total = torch.zeros(columns, dtype=torch.float32, device=device)
 
     def add(self, x: Tensor) -> None:
         self.total += x.float().sum(0)
+
+    def merge(self, mesh: Mesh) -> None:
+        mesh.sum(self.total)
 
     def value(self) -> Tensor:
         return self.total / self.num_tokens
@@ -108,11 +124,14 @@ class MeanSquare(Mean):
 class AbsMax:
     """Largest |x|, float32 [K]."""
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None:
         self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
 
     def add(self, x: Tensor) -> None:
         torch.maximum(self.largest, x.float().abs().amax(0), out=self.largest)
+
+    def merge(self, mesh: Mesh) -> None:
+        mesh.largest(self.largest)
 
     def value(self) -> Tensor:
         return self.largest
@@ -128,7 +147,7 @@ class Cross:
     The difference is summed, not d x^T with `Hessian` taken off it: the two are nearly equal.
     """
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None:
         self.num_tokens = num_tokens
         self.total = torch.zeros(columns, columns, dtype=torch.float32, device=device)
 
@@ -139,6 +158,9 @@ class Cross:
             self.total += torch.mm(change.to(x.dtype).T, x, out_dtype=torch.float32)
         else:
             self.total.addmm_(change.T, x.float())
+
+    def merge(self, mesh: Mesh) -> None:
+        mesh.sum(self.total)
 
     def value(self) -> Tensor:
         return self.total / self.num_tokens
@@ -154,16 +176,20 @@ class Samples:
 
     LIMIT = 512
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None:
         count = min(self.LIMIT, num_tokens)
         self.wanted = torch.arange(count) * num_tokens // max(count, 1)
-        self.seen = 0
+        self.seen = before
         self.kept: list[Tensor] = []
+        self.nothing = torch.empty(0, columns, device=device)
 
     def add(self, x: Tensor) -> None:
         here = self.wanted[(self.wanted >= self.seen) & (self.wanted < self.seen + len(x))] - self.seen
         self.kept.append(x[here.to(x.device)])
         self.seen += len(x)
+
+    def merge(self, mesh: Mesh) -> None:
+        self.kept = [mesh.joined(torch.cat(self.kept or [self.nothing]))]
 
     def value(self) -> Tensor:
         return torch.cat(self.kept)
@@ -190,15 +216,18 @@ PAIRED = frozenset({"cross"})
 class Extremes:
     """Smallest and largest x of each batch, float32 [batches, 2]."""
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
-        self.batches: list[Tensor] = []
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None:
+        self.batches = [torch.empty(0, 2, device=device)]
 
     def add(self, x: Tensor) -> None:
         if x.numel():
-            self.batches.append(torch.stack(x.aminmax()).float())
+            self.batches.append(torch.stack(x.aminmax()).float()[None])
+
+    def merge(self, mesh: Mesh) -> None:
+        self.batches = [mesh.joined(torch.cat(self.batches))]
 
     def value(self) -> Tensor:
-        return torch.stack(self.batches)
+        return torch.cat(self.batches)
 
 
 class Histogram:
@@ -210,12 +239,15 @@ class Histogram:
 
     CHUNK = 1 << 22
 
-    def __init__(self, columns: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, columns: int, num_tokens: int, device: torch.device, before: int = 0) -> None:
         self.counts = torch.zeros(1 << 16, dtype=torch.int64, device=device)
 
     def add(self, x: Tensor) -> None:
         for part in x.to(torch.bfloat16).flatten().view(torch.uint16).split(self.CHUNK):
             self.counts += torch.bincount(part.to(torch.int32), minlength=1 << 16)
+
+    def merge(self, mesh: Mesh) -> None:
+        mesh.sum(self.counts)
 
     def value(self) -> Tensor:
         return self.counts

@@ -3,6 +3,9 @@
 Nothing but the written layers is kept for an interruption: the inputs of the first unfinished layer are computed again,
 from the embedding through the compressed layers. That is one forward pass a finished layer, once, where a copy of all
 states after every layer would cost more than the layer's own work.
+
+With several ranks every rank runs all layers on its share of the calibration, and solves its share of a layer's matrices;
+rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -20,17 +23,19 @@ from torch import Tensor, nn
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
+from hone.base.mesh import Mesh
 from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.check import Check
 from hone.compress.check import read as read_check
 from hone.compress.layer import LayerWeights
 from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, quantizer_of
-from hone.compress.shards import read_shard, shard_name, write_index, write_shard
+from hone.compress.shards import build_layer, read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
 from hone.compress.statistics import RANGES, STATISTICS
 from hone.compress.targets import Linear
 from hone.compress.transforms.base import Transform
+from hone.cost.compress import spread
 from hone.model.hf import Checkpoint
 from hone.model.quantized import layouts
 from hone.model.quantized.rounded_inputs import RoundedInputs
@@ -53,6 +58,7 @@ class Job:
     """What the first step's `prepare` found."""
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     """Squared gradients of the loss by each matrix's inputs, by `matrix_name`, where an observer reads them."""
+    mesh: Mesh = field(default_factory=Mesh)
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -81,6 +87,16 @@ class Job:
         steps = (step for step in self.steps if not isinstance(step, Transform))
         return tuple(own if own is not None and isinstance(step, Quantizer) else step for step in steps)
 
+    def mine(self, index: int) -> frozenset[str]:
+        """The linears of layer `index` that this rank solves."""
+        works = []
+        for linear in self.targets[index]:
+            works.append([step.work(linear.rows, linear.columns) for step in self.matrix_steps(index, linear)])
+        ranks = spread(works, self.mesh.world_size, self.device)
+        return frozenset(
+            linear.path for linear, rank in zip(self.targets[index], ranks, strict=True) if rank == self.mesh.rank
+        )
+
     @property
     def num_shards(self) -> int:
         """One for embedding, final norm and head, one for each layer."""
@@ -96,30 +112,26 @@ class Job:
 
 
 def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | None = None) -> list[dict[str, Any]]:
-    """Writes every shard of the compressed model and its index; returns one row per matrix.
+    """Writes every shard of the compressed model and its index; returns one row per matrix (on rank 0; none on others).
 
     Resumes after the last layer whose marker is in `draft.state`. `flow` is None when no calibration inputs are used;
     `check` compares the models' predictions at the end and keeps the result in `draft.state`.
     """
     count = job.checkpoint.config.num_layers
-    done = _finished_layers(draft, job)
-    first = draft.folder / shard_name(1, job.num_shards)
-    if not first.exists():
-        tensors = {}
-        for name in job.ends():
-            tensor = job.checkpoint.tensor(name)
-            dtype = stored_rest(tensor.dtype, tensor.shape, job.rest_dtype)
-            tensors[name] = job.checkpoint.converted(name, tensor, "cpu", dtype)
-        write_shard(first, tensors)
-        del tensors
-    check = None if check is None or read_check(draft.state) is not None else check
+    mesh = job.mesh
+    done = mesh.from_leader(lambda: _finished_layers(draft, job))
+    if mesh.leads:
+        _write_ends(job, draft)
+    checked = mesh.from_leader(lambda: read_check(draft.state) is not None)
+    check = None if checked else check
     flows = [flow] if flow is not None and done < count else []
     if check is not None:
         flows.append(check.flow)
     if flows:
         _advance(job, flows, draft, done, run)
     if done < count and job.steps and job.steps[0].reads_model:
-        job = replace(job, model=job.steps[0].prepare(lambda: _given(job)))
+        # Rank 0 alone: this reads the model, and computes next to nothing.
+        job = replace(job, model=mesh.from_leader(lambda: job.steps[0].prepare(lambda: _given(job))))
     # One thread writes a finished layer while the next one is computed; a layer's marker is written after its files.
     with torch.no_grad(), ThreadPoolExecutor(1) as writer, run.progress("compress", count, "layers") as bar:
         bar.advance(done)
@@ -128,14 +140,28 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | 
             rows, tensors = _compress_layer(job, flow, check, index)
             if written is not None:
                 written.result()
-            written = writer.submit(_keep, job, draft, index, rows, tensors)
+            if mesh.leads:
+                written = writer.submit(_keep, job, draft, index, rows, tensors)
             del tensors  # only the writing thread keeps references, until they are on disk
             bar.advance(1, rows[-1]["name"] if rows else "")
         if written is not None:
             written.result()
     if check is not None:
         check.finish(job.checkpoint, job.rest_dtype, draft.state)
-    return _finish(job, draft, run)
+    return _finish(job, draft, run) if mesh.leads else []
+
+
+def _write_ends(job: Job, draft: Draft) -> None:
+    """Writes the shard of the tensors outside the layers, if it is not there."""
+    first = draft.folder / shard_name(1, job.num_shards)
+    if first.exists():
+        return
+    tensors = {}
+    for name in job.ends():
+        tensor = job.checkpoint.tensor(name)
+        dtype = stored_rest(tensor.dtype, tensor.shape, job.rest_dtype)
+        tensors[name] = job.checkpoint.converted(name, tensor, "cpu", dtype)
+    write_shard(first, tensors)
 
 
 def _given(job: Job) -> Iterator[Tensor]:
@@ -157,17 +183,14 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
     with run.progress("finished layers", done, "layers") as bar:
         for index in range(done):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-            layer = checkpoint.build_layer(index, job.device, job.dtype)
+            layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
             for flow in flows:
                 flow.dense_through(layer)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
             if job.transforms:
                 LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()
             for linear in job.targets[index]:
-                if _rounds_inputs(job):
-                    _use_rounded(job, index, layer, linear, written)
-                else:
-                    _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
+                _use_written(job, index, layer, linear, written)
             for flow in flows:
                 flow.through(layer)
             bar.advance()
@@ -220,9 +243,12 @@ def _marker(draft: Draft, index: int) -> Path:
 def _compress_layer(
     job: Job, flow: Flow | None, check: Check | None, index: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` and `check` to the layer's outputs."""
+    """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` and `check` to the layer's outputs.
+
+    A rank solves its matrices, and receives the others as they are stored.
+    """
     checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-    layer = checkpoint.build_layer(index, job.device, job.dtype)
+    layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:
         readers.setdefault(linear.reads, []).append(linear.path)
@@ -232,7 +258,7 @@ def _compress_layer(
     statistics = flow.statistics(layer, readers, wanted) if flow is not None else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     targets = frozenset(linear.path for linear in job.targets[index])
-    weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizer_of(job.steps))
+    weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizer_of(job.steps), job.mesh)
     for transform in job.transforms:
         transform.change(weights)
     if job.transforms:
@@ -240,16 +266,18 @@ def _compress_layer(
     if job.transforms and job.ranges and flow is not None:
         for path, values in flow.statistics(layer, readers, job.ranges).items():
             statistics[path] = statistics[path] | values
-    rows = []
+    mine = job.mine(index)
+    found, made = {}, {}
     for linear in job.targets[index]:
-        weight = weights.weight(linear.path)
         given = statistics.pop(linear.path, {})
+        if linear.path not in mine:
+            continue
         if job.gradients:
             given = given | {"gradients": job.gradients[matrix_name(index, linear.path)]}
-        matrix = _solve(job, index, linear, weight, given)
-        rows.append(_report(job, matrix, linear))
+        matrix = _solve(job, index, linear, weights.weight(linear.path), given)
+        found[linear.path] = _report(job, matrix, linear)
         written = _written(matrix, linear, tensors)
-        tensors.update(written)
+        made.update(written)
         if flow is not None:  # the second pass runs the weights that are written, in their stored precision
             plain = matrix.stored is None
             if _rounds_inputs(job):
@@ -257,11 +285,28 @@ def _compress_layer(
                 continue
             weight = torch.cat([written[f"{name}.weight"] for name, _ in linear.modules]) if plain else matrix.weight
             _use(layer, linear, weight.to(job.dtype))
+    made = job.mesh.exchange(made, job.device)
+    for linear in job.targets[index]:
+        for name, _ in linear.modules:
+            tensors.pop(f"{name}.weight", None)
+        if flow is not None and linear.path not in mine:
+            _use_written(job, index, layer, linear, made)
+    tensors.update(made)
+    by_path = {path: row for part in job.mesh.gather(found) for path, row in part.items()}
+    rows = [by_path[linear.path] for linear in job.targets[index]]
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
         flow.through(layer)
     if check is not None:
         check.flow.through(layer)
     return rows, tensors
+
+
+def _use_written(job: Job, index: int, layer: nn.Module, linear: Linear, written: dict[str, Tensor]) -> None:
+    """Replaces a linear of `layer` by what `written` holds."""
+    if _rounds_inputs(job):
+        _use_rounded(job, index, layer, linear, written)
+    else:
+        _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
 
 
 def _use(layer: nn.Module, linear: Linear, weight: Tensor) -> None:
@@ -305,13 +350,13 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
 
 
 def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint tensors that replace those of the linear's modules, which are removed from `before`."""
+    """The checkpoint tensors that replace those of the linear's modules in `before`."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, count in linear.modules:
         rows = slice(begin, begin + count)
         begin += count
-        dtype = before.pop(f"{name}.weight").dtype
+        dtype = before[f"{name}.weight"].dtype
         stored = None if matrix.stored is None else matrix.stored.rows(rows)
         part = {"weight": matrix.weight[rows].to(dtype)} if stored is None else layouts.write(stored)
         found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})

@@ -1,12 +1,13 @@
 """Cost of compressing a model layer by layer: seconds and peak memory, from shapes alone.
 
-The engine computes layer i while a thread writes layer i - 1, so the slower of computing and writing counts. Constants are
-measured where no calibration has the rate; each names the machine.
+The engine computes layer i while a thread writes layer i - 1, so the slower of computing and writing counts. With several
+ranks the one with most to do counts. Constants are measured where no calibration has the rate;
+each names the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +46,14 @@ OBSERVED_BYTES = 24.0
 
 _LARGE = 1 << 28
 
+FLOPS_PER_BYTE, FLOPS_PER_OP = 12.0, 1e8
+"""Float32 operations in the time that a processor moves a byte, and starts an operation, to compare solves by
+(H200: 67 TFLOP/s, 4.3 TB/s; between its 5 us a start and the 1 us of two CPU cores)."""
+
+LINK_BYTES_PER_S = {"cuda": 1.5e11, "cpu": 5e8}
+"""Bytes/s that a rank receives from others: less than half of NVLink's 450 GB/s, and gloo over a machine's own sockets. Not
+measured here."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -58,6 +67,10 @@ class Work:
     on_gpu: Work | None = None
     """The work on a GPU, where its bytes and operations differ: no cache holds what it moves, and kernels start less often."""
 
+    def on_device(self, device: str) -> Work:
+        """The work on `device`."""
+        return self.on_gpu if self.on_gpu is not None and device.startswith("cuda") else self
+
 
 @dataclass(frozen=True)
 class MatrixWork:
@@ -70,6 +83,25 @@ class MatrixWork:
     @property
     def size(self) -> int:
         return self.rows * self.columns
+
+
+def spread(works: Sequence[Sequence[Work]], num_ranks: int, device: str) -> list[int]:
+    """The rank that does each of `works`, the steps of one matrix: by shapes alone, so that all ranks agree."""
+    costs = []
+    for steps in works:
+        here = [step.on_device(device) for step in steps]
+        costs.append(sum(one.flops + FLOPS_PER_BYTE * one.num_bytes + FLOPS_PER_OP * one.num_ops for one in here))
+    return balanced(costs, num_ranks)
+
+
+def balanced(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """The rank of each of `costs`: the largest first, each to the rank with least so far."""
+    taken, ranks = [0.0] * num_ranks, [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        rank = min(range(num_ranks), key=lambda rank: (taken[rank], rank))
+        ranks[place] = rank
+        taken[rank] += costs[place]
+    return ranks
 
 
 class Passes(NamedTuple):
@@ -128,6 +160,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     """Seconds of all layers in order, each loaded, calibrated, solved and evaluated while the one before is written."""
     parts: dict[str, float] = {}
     forward, bound = _forward(machine, work)
+    share = _share(machine, work)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
     disk = Disk.of(machine)
     ends = _passes(machine, 20.0 * outside) + disk.seconds(work.shard_bytes[0], files=1)
@@ -137,12 +170,14 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         last = index + 1 == count
         spent = {
             "loading and Python": _load(machine, work, index),
-            "statistics": (1 + work.paired) * (forward + _gather(machine, work, matrices)) if work.tokens else 0.0,
-            "ranges of inputs": _inputs(machine, work, matrices, work.range_bytes),
-            "solvers": sum(_solve(machine, one, step) for one in matrices for step in one.steps),
-            "errors": sum(_evaluate(machine, one, calibrated=bool(work.tokens)) for one in matrices),
-            "second pass": 0.0 if last else forward + _round(machine, work, matrices),
+            "statistics": share * (1 + work.paired) * (forward + _gather(machine, work, matrices))
+            if work.tokens
+            else 0.0,
+            "ranges of inputs": share * _inputs(machine, work, matrices, work.range_bytes),
+            "between ranks": _merged(machine, work, matrices),
+            "second pass": 0.0 if last else share * (forward + _round(machine, work, matrices)),
         }
+        spent["solvers"], spent["errors"] = _solved(machine, work, matrices)
         for name, value in spent.items():
             parts[name] = parts.get(name, 0.0) + value
         now = max(now + sum(spent.values()), written)
@@ -153,7 +188,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
     importances, bounds = 0.0, []
     for model, passes in work.measured:
-        value, limit = _importance_seconds(machine, model, passes)
+        value, limit = _importance_seconds(machine, model, passes, share)
         importances += value
         bounds.append(limit)
     parts["importances"] = importances
@@ -177,7 +212,7 @@ def compress_bytes(machine: Machine, work: Compression) -> Estimate:
 
 
 def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float]:
-    """Bytes that are in memory at once, with `variants` of the hidden states."""
+    """Bytes that are in memory at once on a rank, with `variants` of the hidden states."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     layer = max((one.matmul_params for one in work.facts.layers), default=0) * (width + work.stored_width)
     solve = max((_solve_bytes(one, work) for matrices in work.layers for one in matrices), default=0.0)
@@ -185,10 +220,11 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     if work.tokens:
         hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in work.layers), default=0)
         hessians *= 1 + work.paired
+    share, checked = _share(machine, work), _share(machine, work, work.check_sequences)
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     return {
-        "hidden states": variants * work.states_bytes
-        + 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
+        "hidden states": share * variants * work.states_bytes
+        + checked * 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
         "one layer": layer,
         "the whole model": width * work.facts.num_params if work.probes else 0,
         "sums of x x^T": hessians,
@@ -198,16 +234,42 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     }
 
 
-def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> tuple[float, bool]:
-    """Seconds of measuring importances on the model of `work`; whether that is a bound."""
+def _importance_seconds(machine: Machine, work: Compression, passes: Passes, share: float) -> tuple[float, bool]:
+    """Seconds of measuring importances on the model of `work`, on a `share` of its sequences; whether that is a bound."""
     forward, bound = _forward(machine, work)
     count = len(work.layers)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
     head = (work.tokens, work.facts.vocab_size, work.facts.hidden_size)
-    value = passes.forward * count * forward + sum(_load(machine, work, index) for index in range(count))
-    value += _passes(machine, 20.0 * outside + OBSERVED_BYTES * passes.observed * work.tokens)
-    value += passes.logits * seconds(machine, matmul=head, dtype=work.dtype).value
+    value = share * passes.forward * count * forward + sum(_load(machine, work, index) for index in range(count))
+    value += _passes(machine, 20.0 * outside + share * OBSERVED_BYTES * passes.observed * work.tokens)
+    value += share * passes.logits * seconds(machine, matmul=head, dtype=work.dtype).value
     return value, bound
+
+
+def _share(machine: Machine, work: Compression, sequences: int | None = None) -> float:
+    """The fraction of the calibration (or of other `sequences`) on the rank that has most: whole batches of it."""
+    batches = -(-(work.num_sequences if sequences is None else sequences) // work.batch_size)
+    return -(-batches // machine.num_ranks) / batches if batches else 0.0
+
+
+def _merged(machine: Machine, work: Compression, matrices: Sequence[MatrixWork]) -> float:
+    """Seconds in which a rank receives the sums of the others, and the matrices that they read and solved."""
+    others = machine.num_ranks - 1
+    sums = 4 * (1 + work.paired) * sum(one.columns**2 for one in matrices) if work.tokens else 0
+    weights = (1 + work.stored_width) * sum(one.size for one in matrices)  # as given and as stored
+    rate = LINK_BYTES_PER_S["cuda" if machine.device.startswith("cuda") else "cpu"]
+    return (others * sums + min(others, 1) * weights) / rate
+
+
+def _solved(machine: Machine, work: Compression, matrices: Sequence[MatrixWork]) -> tuple[float, float]:
+    """Seconds of the steps and of the errors, on the rank that has most of them."""
+    ranks = spread([one.steps for one in matrices], machine.num_ranks, machine.device)
+    spent = [(0.0, 0.0)] * machine.num_ranks
+    for one, rank in zip(matrices, ranks, strict=True):
+        solved, evaluated = spent[rank]
+        solved += sum(_solve(machine, one, step) for step in one.steps)
+        spent[rank] = (solved, evaluated + _evaluate(machine, one, calibrated=bool(work.tokens)))
+    return max(spent, key=sum)
 
 
 def _compared(machine: Machine, work: Compression, forward: float, sequences: int, models: int) -> float:
@@ -217,7 +279,8 @@ def _compared(machine: Machine, work: Compression, forward: float, sequences: in
     tokens, vocab_size = sequences * work.seq_len, work.facts.vocab_size
     layers = models * len(work.layers) * forward * sequences / work.num_sequences
     heads = 2 * seconds(machine, matmul=(tokens, vocab_size, work.facts.hidden_size), dtype=work.dtype).value
-    return layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
+    whole = layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
+    return whole * (1 / machine.num_ranks if models == 1 else _share(machine, work, sequences))
 
 
 def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:
@@ -267,16 +330,17 @@ def _round(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) 
 
 
 def _load(machine: Machine, work: Compression, index: int) -> float:
+    """Seconds of reading a layer's weights, of which a rank reads a part, and of building it."""
     weights = work.facts.layers[index].matmul_params
     ops = LAYER_OPS + MATRIX_OPS * len(work.layers[index])
     if machine.device.startswith("cuda"):
-        return weights * work.stored_width / _host_rate(machine) + _starts(machine, ops)
+        read = weights * work.stored_width / machine.num_ranks / _host_rate(machine)
+        return read + _starts(machine, ops)
     return _passes(machine, LOAD_BYTES * weights) + _starts(machine, ops)
 
 
 def _solve(machine: Machine, one: MatrixWork, step: Work) -> float:
-    if step.on_gpu is not None and machine.device.startswith("cuda"):
-        step = step.on_gpu
+    step = step.on_device(machine.device)
     return _products(machine, step.flops) + _passes(machine, step.num_bytes) + _starts(machine, step.num_ops)
 
 

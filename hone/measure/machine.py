@@ -44,6 +44,7 @@ class Machine(BaseModel):
     python: str
     torch: str | None
     device: str = Field("cpu", description="Device the description was made for.")
+    num_ranks: int = Field(1, description="Processes that work together, each on a device like `device`.")
     calibration: Calibration | None = Field(None, description="Measured rates of `device`; None when never calibrated.")
 
     @property
@@ -62,16 +63,17 @@ class Machine(BaseModel):
 
     @property
     def free_memory_bytes(self) -> float:
-        """`memory_bytes` without the memory that this process already uses (on a GPU, torch's tensors)."""
+        """`memory_bytes` without the memory that this process already uses (on a GPU, torch's tensors); ranks share a CPU's."""
         if not self.device.startswith("cuda"):
-            return self.memory_bytes - resident_bytes()
+            return self.memory_bytes / self.num_ranks - resident_bytes()
         torch = sys.modules.get("torch")  # without torch this process has no memory there
         return self.memory_bytes - (torch.cuda.memory_allocated(self.device) if torch is not None else 0)
 
 
 def machine_of(run: Run) -> Machine:
-    """The machine that `run` names; this one by default."""
-    return Machine.model_validate(run.machine) if run.machine else describe(run.device)
+    """The machine that `run` names; this one by default. With as many ranks as `run.mesh`."""
+    machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
+    return machine.model_copy(update={"num_ranks": run.mesh.world_size})
 
 
 @cache

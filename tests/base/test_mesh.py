@@ -10,11 +10,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hone.base.errors import MachineError
 from hone.base.mesh import Mesh
 from hone.base.run import Run
+from tests.forking import forking
 
 STAGE = """
 import os, sys, time
@@ -100,3 +102,40 @@ def test_the_mesh_is_what_torchrun_says():
 def test_one_process_needs_no_other():
     assert Run().mesh.from_leader(lambda: 3) == 3
     assert pickle.loads(pickle.dumps(Run())) == Run()
+
+
+@pytest.mark.slow
+def test_collectives_are_those_of_all_ranks_and_an_error_of_one_is_told_to_all():
+    with forking("tests.base.ranks_of_a_mesh:collectives") as call:
+        ended = call(3)
+    assert ended.returncode == 0, ended.stderr
+    for code, _, errors in ended.result:
+        assert code == 0, errors
+    found = [result for _, result, _ in ended.result]
+    parts = [np.roll(np.array([1.0, 1e8, -1e8, 0.5, 3.0], np.float32), rank) for rank in range(3)]
+    for one in found:
+        assert one["sum"] == ((parts[0] + parts[1]) + parts[2]).tolist(), "in the order of the ranks"
+        assert one["counts"] == [[3], [6]] and one["largest"] == ["2.0", "nan"]
+        assert one["joined"] == [[1, 1], [2, 2], [2, 2]] and one["dtype"] == "torch.bfloat16"
+        codes = {f"codes{rank}": [[rank, 2.0]] for rank in range(3)}
+        assert one["exchanged"] == codes | {f"none{rank}": [] for rank in range(3)}
+        assert one["gathered"] == [0, 10, 20] and one["leader"] == "of 0" and one["after"] == [1, 1, 1]
+    bugs = ["MachineError: rank 1 failed: ZeroDivisionError: a bug", "ZeroDivisionError: a bug"]
+    assert [one["told"] for one in found] == [["SpecError: no", bugs[rank == 1]] for rank in range(3)]
+
+
+def test_one_rank_gets_back_what_it_gives():
+    mesh, x = Mesh(), np.ones(2)
+    assert mesh.sum(x) is mesh.largest(x) is mesh.joined(x) is x and mesh.exchange({"x": x}, "cpu")["x"] is x
+    assert mesh.gather(3) == [3] and mesh.place("cuda:3") == "cuda:3"
+
+
+def test_a_rank_has_a_gpu_of_its_own(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    assert Mesh(1, 1, 4).place("cuda") == "cuda:1" and Mesh(1, 1, 4).place("cpu") == "cpu"
+    with pytest.raises(MachineError, match="local rank 2 has no GPU: torch sees 2"):
+        Mesh(2, 2, 4).place("cuda")
+    with pytest.raises(MachineError, match="4 ranks and one device cuda:0"):
+        Mesh(1, 1, 4).place("cuda:0")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -145,9 +146,14 @@ class Allocation(Technique):
     def allocate(self, budget: Budget, job: Job, flow: Flow, draft: Draft, run: Run) -> Allocated:
         """The bits of every matrix; measured once, then read from the draft's state."""
         path = draft.state / FILE
-        if path.exists():
-            return Allocated(**json.loads(path.read_text(encoding="utf8")))
+        kept = run.mesh.from_leader(lambda: json.loads(path.read_text(encoding="utf8")) if path.exists() else None)
+        if kept is not None:
+            return Allocated(**kept)
         losses = self.losses(job, flow, run)
+        return run.mesh.from_leader(lambda: self._choose(budget, losses, path))
+
+    def _choose(self, budget: Budget, losses: dict[str, dict[int, float]], path: Path) -> Allocated:
+        """The bits of least loss within the budget, kept at `path`."""
         table = [[losses[one.name][bits] for bits in self.bits] for one in budget.matrices]
         picked = choose([one.sizes for one in budget.matrices], table, budget.most)
         assert picked is not None, "a budget below the smallest size is refused by the plan"

@@ -75,17 +75,17 @@ class KLAllocation(Allocation):
             model = job.checkpoint.build(job.device, job.dtype)
             tokens = torch.from_numpy(flow.calibration.tokens[: self.probe_sequences]).to(job.device)
             reference = self._hidden(model, tokens)
-            found = {}
-            with run.progress("divergence", sum(map(len, job.targets)), "matrices") as bar:
-                for index, linears in enumerate(job.targets):
-                    for linear in linears:
-                        module = model.layers[index].get_submodule(linear.path)
-                        weight = module.weight.data
-                        module.weight.data = quantizer.nearest(weight.float()).to(weight.dtype)
-                        found[matrix_name(index, linear.path)] = self._divergence(model, tokens, reference)
-                        module.weight.data = weight
-                        bar.advance()
-        return found
+            places = [(index, linear) for index, linears in enumerate(job.targets) for linear in linears]
+            mine, found = places[job.mesh.rank :: job.mesh.world_size], {}  # the ranks share the matrices
+            with run.progress("divergence", len(mine), "matrices") as bar:
+                for index, linear in mine:
+                    module = model.layers[index].get_submodule(linear.path)
+                    weight = module.weight.data
+                    module.weight.data = quantizer.nearest(weight.float()).to(weight.dtype)
+                    found[matrix_name(index, linear.path)] = self._divergence(model, tokens, reference)
+                    module.weight.data = weight
+                    bar.advance()
+        return {name: value for part in job.mesh.gather(found) for name, value in part.items()}
 
     def _hidden(self, model: Any, tokens: Tensor) -> Tensor:
         """Last hidden states [T, D] of token rows [B, S]."""

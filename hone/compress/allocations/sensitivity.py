@@ -5,16 +5,19 @@ Shapes: N rows, K columns of a matrix, H [K, K] mean of x x^T of its inputs, D h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hone.base.mesh import Mesh
 from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.layer import original
 from hone.compress.matrix import matrix_name
+from hone.compress.shards import build_layer
 from hone.compress.stream import Job
 
 
@@ -34,19 +37,25 @@ def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> It
     with run.progress("sensitivity", count, "layers") as bar:
         for index in range(count):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-            layer = checkpoint.build_layer(index, job.device, job.dtype)
+            layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
             readers: dict[str, list[str]] = {}
             for linear in job.targets[index]:
                 readers.setdefault(linear.reads, []).append(linear.path)
             with _Energies(layer) as added:
                 statistics = flow.statistics(layer, readers, {"hessian"})
             flow.through(layer)
+            shares = added.shares(job.mesh)
+            mine, found = job.mine(index), []
             for linear in job.targets[index]:
+                if linear.path not in mine:
+                    continue
                 stored = [checkpoint.tensor(f"{name}.weight") for name, _ in linear.modules]
                 weight = original(layer.get_submodule(linear.path).weight.detach(), stored)
                 errors = output_errors(weight, statistics[linear.path]["hessian"], quantizers)
-                share = added.shares[linear.path.partition(".")[0]]
-                yield Sensitivity(matrix_name(index, linear.path), errors, share)
+                share = shares[linear.path.partition(".")[0]]
+                found.append(Sensitivity(matrix_name(index, linear.path), errors, share))
+            for part in job.mesh.gather(found):
+                yield from part
             bar.advance()
 
 
@@ -63,20 +72,20 @@ def _energy(weight: Tensor, hessian: Tensor) -> Tensor:
 class _Energies:
     """The share of each block, 'mixer' and 'feed_forward', in the hidden states to which a layer adds its output.
 
-    `shares` are sums of squares of what the block adds, divided by those of the states with it. They are taken right
+    `shares` gives sums of squares of what the block adds, divided by those of the states with it. They are taken right
     after the block: the first layers may enlarge the states a hundredfold, and what an earlier block wrote still decided
     what they add.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.sums: dict[str, list[float]] = {}
+        self.sums = {"mixer": [0.0, 0.0], "feed_forward": [0.0, 0.0]}
         self.states = torch.empty(0)
         self.hooks: list[Any] = []
 
     def __enter__(self) -> _Energies:
         self.hooks.append(self.layer.register_forward_pre_hook(lambda _, args: setattr(self, "states", args[0])))
-        for name in ("mixer", "feed_forward"):
+        for name in self.sums:
             # A norm after the block, where a family has one, is what is added.
             last = getattr(self.layer, f"{name}_post_norm", None) or getattr(self.layer, name)
             self.hooks.append(last.register_forward_hook(lambda _, __, out, name=name: self._add(name, out)))
@@ -86,13 +95,14 @@ class _Energies:
         for hook in self.hooks:
             hook.remove()
 
-    @property
-    def shares(self) -> dict[str, float]:
-        return {name: added / max(whole, 1e-30) for name, (added, whole) in self.sums.items()}
+    def shares(self, mesh: Mesh) -> dict[str, float]:
+        """Over the batches of all ranks."""
+        both = {name: [math.fsum(column) for column in zip(*mesh.gather(one))] for name, one in self.sums.items()}
+        return {name: added / max(whole, 1e-30) for name, (added, whole) in both.items()}
 
     def _add(self, name: str, out: Tensor) -> None:
         added = out.float() * self.layer.multiplier
         self.states = self.states + added
-        sums = self.sums.setdefault(name, [0.0, 0.0])
+        sums = self.sums[name]
         sums[0] += float(added.square().sum())
         sums[1] += float(self.states.square().sum())

@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens.
 from __future__ import annotations
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hone.base.artifact import Draft
@@ -21,13 +21,16 @@ from hone.ops import linear_cross_entropy
 def measured(job: Job, flow: Flow, draft: Draft, run: Run) -> dict[str, Tensor]:
     """`measure`, once: kept in the draft's state, so that a resumed run reads the same bytes."""
     path = draft.state / "gradients.safetensors"
-    if not path.exists():
-        write_atomic(path, save(measure(job, flow, run)))
-    return load_file(path)
+    kept = run.mesh.from_leader(lambda: path.read_bytes() if path.exists() else None)
+    if kept is not None:
+        return load(kept)
+    found = measure(job, flow, run)
+    run.mesh.from_leader(lambda: write_atomic(path, save(found)))
+    return found
 
 
 def measure(job: Job, flow: Flow, run: Run) -> dict[str, Tensor]:
-    """Of each target's inputs, sums of squared gradients of the loss by the input's value: float64 [65536], on the CPU.
+    """Of each target's inputs, sums of squared gradients of the loss by the input's value, over all ranks: float64 [65536], on the CPU.
 
     An entry belongs to the number of bfloat16 with its 16 bits, the one nearest to an input. The loss is the next-token cross
     entropy in nats over the sequences of `flow`. Holds the whole uncompressed model on the device, with what its backward
@@ -41,7 +44,7 @@ def measure(job: Job, flow: Flow, run: Run) -> dict[str, Tensor]:
             total = torch.zeros(1 << 16, dtype=torch.float64, device=job.device)
             model.layers[index].get_submodule(linear.path).register_forward_pre_hook(_Weigh(total))
             sums[matrix_name(index, linear.path)] = total
-    tokens = torch.from_numpy(flow.calibration.tokens)
+    tokens = torch.from_numpy(flow.own.tokens)
     with run.progress("gradients", len(tokens), "sequences") as bar, torch.enable_grad():
         for piece, context, _ in flow.batches():
             rows = tokens[piece].to(job.device)
@@ -49,15 +52,15 @@ def measure(job: Job, flow: Flow, run: Run) -> dict[str, Tensor]:
             options = {"reduction": "sum", "softcap": model.config.logits_softcap}
             linear_cross_entropy(hidden, model.head_weight, _targets(rows, piece, flow), **options).backward()
             bar.advance(len(rows))
-    return {name: total.cpu() for name, total in sums.items()}
+    return {name: flow.mesh.sum(total).cpu() for name, total in sums.items()}
 
 
 def _targets(rows: Tensor, piece: slice, flow: Flow) -> Tensor:
     """The next token of every token of `rows` [B, S]; -100 where the sequence or its document ends, and for padding."""
     targets = torch.full_like(rows, -100)
     targets[:, :-1] = rows[:, 1:]
-    if flow.calibration.document_ids is not None:
-        owners = torch.from_numpy(flow.calibration.document_ids[piece]).to(rows.device)
+    if flow.own.document_ids is not None:
+        owners = torch.from_numpy(flow.own.document_ids[piece]).to(rows.device)
         targets[:, :-1][(owners[:, 1:] != owners[:, :-1]) | (owners[:, :-1] < 0)] = -100
     return targets
 

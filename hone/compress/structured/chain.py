@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.base.durable import write_atomic
@@ -54,13 +56,18 @@ def cut(
     said = []
     for number, step in enumerate(steps):
         path = draft.state / f"cut-{number}.json"
-        if path.exists():
-            entry = json.loads(path.read_text(encoding="utf8"))
-        else:
+        entry = run.mesh.from_leader(partial(_kept, path))
+        if entry is None:
             made, words = step.choose(checkpoint, flow if step.passes(checkpoint.config) else None, run)
             entry = {"cut": made.to_json(), "said": words}
-            write_atomic(path, json.dumps(entry).encode())
-            draft.keep_time()
+            if run.mesh.leads:
+                write_atomic(path, json.dumps(entry).encode())
+                draft.keep_time()
         checkpoint = cuts.CutCheckpoint(checkpoint, cuts.Cut.of_json(entry["cut"]))
         said.append(entry["said"])
     return checkpoint, said
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    """What an interrupted run kept at `path`."""
+    return json.loads(path.read_text(encoding="utf8")) if path.exists() else None

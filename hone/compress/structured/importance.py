@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
+from hone.compress.shards import build_layer
 from hone.data.load import IGNORE
 from hone.model.decoder import DecoderLayer
 from hone.model.hf import Checkpoint
@@ -33,7 +34,8 @@ def block_influence(checkpoint: Checkpoint, flow: Flow, run: Run) -> list[float]
             sums[index] += (similar if counts is None else similar[counts]).double().sum()
 
         flow.through(layer, add)
-    return _finite([1.0 - float(total) / flow.calibration.num_tokens for total in sums], flow)
+    totals = flow.mesh.sum(torch.stack(sums))
+    return _finite([1.0 - total / flow.calibration.num_tokens for total in totals.tolist()], flow)
 
 
 @torch.no_grad()
@@ -71,12 +73,13 @@ def width_scores(checkpoint: Checkpoint, flow: Flow, run: Run) -> WidthScores:
     query heads that one key/value head serves), and the normed hidden states for hidden channels (summed over all norms).
     """
     config = checkpoint.config
-    hidden = _Sequences()
+    hidden = torch.zeros(config.hidden_size)
     inner, heads = [], []
     for index, layer in _layers(checkpoint, flow, run):
         mixer = config.layers[index].mixer
-        read = {"mixer.out": _Sequences(mixer.num_heads), "feed_forward.down": _Sequences()}
-        read |= {"mixer.qkv": _Sequences(), "feed_forward.gate_up": _Sequences()}
+        paths = ("mixer.out", "feed_forward.down", "mixer.qkv", "feed_forward.gate_up")
+        read = {path: _Sequences(layer.get_submodule(path).weight.shape[1]) for path in paths}
+        read["mixer.out"] = _Sequences(mixer.num_heads, by_head=True)
         inputs: dict[str, Tensor] = {}
 
         def add(_: Tensor, __: Tensor, counts: Tensor | None, read=read, inputs=inputs) -> None:
@@ -89,14 +92,15 @@ def width_scores(checkpoint: Checkpoint, flow: Flow, run: Run) -> WidthScores:
         finally:
             for hook in hooks:
                 hook.remove()
-        inner.append(read["feed_forward.down"].score())
-        heads.append(read["mixer.out"].score().unflatten(0, (mixer.num_kv_heads, -1)).sum(1))
-        hidden.total = hidden.total + read["mixer.qkv"].score() + read["feed_forward.gate_up"].score()
+        scores = {path: one.score(flow) for path, one in read.items()}
+        inner.append(scores["feed_forward.down"])
+        heads.append(scores["mixer.out"].unflatten(0, (mixer.num_kv_heads, -1)).sum(1))
+        hidden += scores["mixer.qkv"] + scores["feed_forward.gate_up"]
     ends = checkpoint.build_ends(flow.device, flow.dtype)
-    last = _Sequences()
+    last = _Sequences(config.hidden_size)
     for piece, _, counts in flow.batches():
         last.add(ends.norm(flow.states[piece]), counts)
-    found = WidthScores(inner, heads, hidden.total + last.score())
+    found = WidthScores(inner, heads, hidden + last.score(flow))
     _finite([float(one.sum()) for one in (*inner, *heads, found.hidden)], flow)
     return found
 
@@ -104,13 +108,13 @@ def width_scores(checkpoint: Checkpoint, flow: Flow, run: Run) -> WidthScores:
 class _Sequences:
     """Adds up the squares of every channel's (or head's) mean |x| over each sequence's tokens."""
 
-    def __init__(self, heads: int | None = None) -> None:
-        self.heads = heads
-        self.total = torch.zeros(())
+    def __init__(self, size: int, *, by_head: bool = False) -> None:
+        self.by_head = by_head
+        self.total = torch.zeros(size)
 
     def add(self, x: Tensor, counts: Tensor | None) -> None:
         """x [B, S, K]; `counts` bool [B * S], False for padding."""
-        x = x.float().abs() if self.heads is None else x.float().unflatten(-1, (self.heads, -1)).norm(dim=-1)
+        x = x.float().unflatten(-1, (len(self.total), -1)).norm(dim=-1) if self.by_head else x.float().abs()
         if counts is None:
             means = x.mean(1)
         else:
@@ -118,9 +122,9 @@ class _Sequences:
             means = (x * valid).sum(1) / valid.sum(1).clamp(min=1)
         self.total = self.total.to(x.device) + means.square().sum(0)
 
-    def score(self) -> Tensor:
-        """The L2 norm over sequences, float32 [K], on the CPU."""
-        return self.total.sqrt().cpu()
+    def score(self, flow: Flow) -> Tensor:
+        """The L2 norm over the sequences of all ranks of `flow`, float32 [K], on the CPU."""
+        return flow.mesh.sum(self.total.to(flow.device)).sqrt().cpu()
 
 
 def _keep(inputs: dict[str, Tensor], path: str):
@@ -137,14 +141,14 @@ def _layers(checkpoint: Checkpoint, flow: Flow, run: Run) -> Iterator[tuple[int,
     flow.embed(checkpoint.build_ends(flow.device, flow.dtype))
     with run.progress("importance", checkpoint.config.num_layers, "layers") as bar:
         for index in range(checkpoint.config.num_layers):
-            yield index, checkpoint.reopened().build_layer(index, flow.device, flow.dtype)
+            yield index, build_layer(checkpoint.reopened(), index, flow.device, flow.dtype, flow.mesh)
             bar.advance()
 
 
 def _loss(checkpoint: Checkpoint, flow: Flow) -> float:
     """Mean next-token loss of the last hidden states, in nats; a document's last token has no target."""
     ends = checkpoint.build_ends(flow.device, flow.dtype)
-    tokens, owners = torch.from_numpy(flow.calibration.tokens), flow.calibration.document_ids
+    tokens, owners = torch.from_numpy(flow.own.tokens), flow.own.document_ids
     targets = torch.full_like(tokens, IGNORE)
     targets[:, :-1] = tokens[:, 1:]
     if owners is not None:
@@ -155,7 +159,9 @@ def _loss(checkpoint: Checkpoint, flow: Flow) -> float:
     for piece, _, _ in flow.batches():
         x, wanted = ends.head_input(flow.states[piece]), targets[piece].to(flow.device)
         total += linear_cross_entropy(x, ends.head_weight, wanted, reduction="sum", softcap=softcap).double()
-    return float(total) / max(int((targets != IGNORE).sum()), 1)
+    sums = torch.stack((total, (targets != IGNORE).sum().to(total)))
+    loss, count = flow.mesh.sum(sums).tolist()
+    return loss / max(count, 1)
 
 
 def _finite(scores: list[float], flow: Flow) -> list[float]:

@@ -63,21 +63,21 @@ class AWQ(Transform):
             [_relative(weight, quantizer.scheme(weight.shape[1]).group_size) for weight in weights.values()]
         ).mean(0)
         sizes = layer.per_channel(source, columns).to(inputs)
-        best = least = None
+        powers = []
         for index in range(self.grid_size):
             alpha = index / self.grid_size
-            for beta in (0.0, 1 - alpha) if self.duo_scaling else (0.0,):
-                scales = inputs.clamp(min=1e-4) ** alpha / sizes.clamp(min=1e-4) ** beta
-                scales = (scales / (scales.max() * scales.min()).sqrt()).clamp(min=1e-4)
-                wide = layer.per_feature(source, scales)
-                error = sum(
-                    _error(weight, wide, layer.statistics[path]["hessian"], quantizer)
-                    for path, weight in weights.items()
-                )
-                if least is None or bool(error < least):
-                    best, least = scales, error
-        assert best is not None
-        return best
+            powers += [(alpha, beta) for beta in ((0.0, 1 - alpha) if self.duo_scaling else (0.0,))]
+
+        def scales_of(alpha: float, beta: float) -> Tensor:
+            scales = inputs.clamp(min=1e-4) ** alpha / sizes.clamp(min=1e-4) ** beta
+            return (scales / (scales.max() * scales.min()).sqrt()).clamp(min=1e-4)
+
+        mesh, errors = layer.mesh, torch.zeros(len(powers), dtype=torch.float64, device=inputs.device)
+        for place in range(mesh.rank, len(powers), mesh.world_size):  # the ranks share the candidates
+            wide = layer.per_feature(source, scales_of(*powers[place]))
+            for path, weight in weights.items():
+                errors[place] += _error(weight, wide, layer.statistics[path]["hessian"], quantizer)
+        return scales_of(*powers[int(mesh.sum(errors).nan_to_num(nan=torch.inf).argmin())])
 
 
 def _some(weight: Tensor) -> Tensor:
