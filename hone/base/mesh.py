@@ -26,7 +26,7 @@ _PATIENCE = timedelta(days=30)
 _TRANSFER = timedelta(minutes=10)
 """How long a transfer between GPUs may take. All ranks have met before it, so that none waits there for another one's work."""
 
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 """Elements that are exchanged at once by sums: every rank holds as many of each other rank."""
 
 
@@ -178,11 +178,11 @@ class Mesh:
             return tensor
         with self._telling():
             flat = tensor.view(-1)
-            room = [torch.empty_like(flat[:_CHUNK]) for _ in range(self.world_size)]
+            room = [torch.empty_like(flat[:CHUNK]) for _ in range(self.world_size)]
             shapes = self._meet((tensor.dtype, tensor.shape))
             assert len(set(shapes)) == 1, f"ranks add different tensors: {shapes}"
             with self._losing():
-                for part in flat.split(_CHUNK):
+                for part in flat.split(CHUNK):
                     parts = [one[: len(part)] for one in room]
                     dist.all_gather(parts, part, group=self._group_of(tensor))
                     part.copy_(parts[0])

@@ -202,9 +202,9 @@ def test_a_plan_counts_the_rank_with_most_to_do(tiny_llama, calibration_text) ->
     facts = {"model": CheckpointFacts.of(tiny_llama)}
     spec = Compress.read(spec_of(calibration_text, GPTQ, num_sequences=24, batch_size=4, check_sequences=0))
     one, four = (spec.plan(facts, describe().model_copy(update={"num_ranks": count})).estimates for count in (1, 4))
-    states = 24 * 32 * 64 * 4
+    states, room = 24 * 32 * 64 * 4, 4 * 4 * 160**2
     whole, shared = (estimates["memory_growth_bytes"].value for estimates in (one, four))
-    assert whole - shared == pytest.approx(states * 4 / 6), "of six batches a rank has two at most"
+    assert whole - shared == pytest.approx(states * 4 / 6 - room), "of six batches a rank has two at most"
     assert four["model_bytes"] == one["model_bytes"] and "between ranks" not in one["time_s"].formula
     whole, shared = (parts(estimates["time_s"].formula) for estimates in (one, four))
     for name in ("statistics", "second pass"):
