@@ -228,7 +228,7 @@ class Mesh:
             yield
         except RuntimeError as error:
             self._told = MachineError(
-                f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}",
+                f"rank {self.rank} lost the other ranks: {_line(error)}",
                 fix="see what the rank that ended first printed, and start all of them again; the stage resumes",
             )
             raise self._told from None
@@ -247,9 +247,17 @@ class Mesh:
                 raise
             said, first = error, None
             if not isinstance(error, HoneError):
-                what = f"rank {self.rank} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                what = f"rank {self.rank} failed: {type(error).__name__}: {_line(error)}"
                 said = MachineError(what, fix=f"see what rank {self.rank} printed")
             with suppress(MachineError):  # when another rank has died, this one's error is still the one to show
                 _, first = self._met(None, said)
-            self._told = first if first is not None and isinstance(error, HoneError) else error
-            raise self._told from error.__cause__
+            if first is not None and isinstance(error, HoneError):
+                self._told = first
+                raise first from None
+            self._told = error
+            raise
+
+
+def _line(error: Exception) -> str:
+    """The first line of its message."""
+    return str(error).partition("\n")[0]
