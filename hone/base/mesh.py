@@ -26,7 +26,7 @@ _PATIENCE = timedelta(days=30)
 _TRANSFER = timedelta(minutes=10)
 """How long a transfer between GPUs may take. All ranks have met before it, so that none waits there for another one's work."""
 
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 """Elements that are exchanged at once by sums: every rank holds as many of each other rank."""
 
 
@@ -178,11 +178,11 @@ class Mesh:
             return tensor
         with self._telling():
             flat = tensor.view(-1)
-            room = [torch.empty_like(flat[:_CHUNK]) for _ in range(self.world_size)]
+            room = [torch.empty_like(flat[:CHUNK]) for _ in range(self.world_size)]
             shapes = self._meet((tensor.dtype, tensor.shape))
             assert len(set(shapes)) == 1, f"ranks add different tensors: {shapes}"
             with self._losing():
-                for part in flat.split(_CHUNK):
+                for part in flat.split(CHUNK):
                     parts = [one[: len(part)] for one in room]
                     dist.all_gather(parts, part, group=self._group_of(tensor))
                     part.copy_(parts[0])
@@ -228,7 +228,7 @@ class Mesh:
             yield
         except RuntimeError as error:
             self._told = MachineError(
-                f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}",
+                f"rank {self.rank} lost the other ranks: {_line(error)}",
                 fix="see what the rank that ended first printed, and start all of them again; the stage resumes",
             )
             raise self._told from None
@@ -247,9 +247,17 @@ class Mesh:
                 raise
             said, first = error, None
             if not isinstance(error, HoneError):
-                what = f"rank {self.rank} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                what = f"rank {self.rank} failed: {type(error).__name__}: {_line(error)}"
                 said = MachineError(what, fix=f"see what rank {self.rank} printed")
             with suppress(MachineError):  # when another rank has died, this one's error is still the one to show
                 _, first = self._met(None, said)
-            self._told = first if first is not None and isinstance(error, HoneError) else error
-            raise self._told from error.__cause__
+            if first is not None and isinstance(error, HoneError):
+                self._told = first
+                raise first from None
+            self._told = error
+            raise
+
+
+def _line(error: Exception) -> str:
+    """The first line of its message."""
+    return str(error).partition("\n")[0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hone.base.figure import Estimate, human_bytes
+from hone.base.mesh import CHUNK
 from hone.cost.facts import ModelFacts
 from hone.cost.files import Disk
 from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes
@@ -188,7 +189,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)
     importances, bounds = 0.0, []
     for model, passes in work.measured:
-        value, limit = _importance_seconds(machine, model, passes, share)
+        value, limit = _importance_seconds(machine, model, passes)
         importances += value
         bounds.append(limit)
     parts["importances"] = importances
@@ -220,6 +221,7 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     if work.tokens:
         hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in work.layers), default=0)
         hessians *= 1 + work.paired
+    widest = max((one.columns for matrices in work.layers for one in matrices), default=0)
     share, checked = _share(machine, work), _share(machine, work, work.check_sequences)
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     return {
@@ -228,15 +230,16 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
         "one layer": layer,
         "the whole model": width * work.facts.num_params if work.probes else 0,
         "sums of x x^T": hessians,
+        "between ranks": 4 * machine.num_ranks * min(widest**2, CHUNK) if machine.num_ranks > 1 and work.tokens else 0,
         # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.
         "one batch, one solve": max(solve, batch) if gpu else solve + (1 + FORWARD_GAPS) * batch,
         "code": 0 if gpu else FORWARD_TOUCHED,
     }
 
 
-def _importance_seconds(machine: Machine, work: Compression, passes: Passes, share: float) -> tuple[float, bool]:
-    """Seconds of measuring importances on the model of `work`, on a `share` of its sequences; whether that is a bound."""
-    forward, bound = _forward(machine, work)
+def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> tuple[float, bool]:
+    """Seconds of measuring importances on the model of `work`; whether that is a bound."""
+    (forward, bound), share = _forward(machine, work), _share(machine, work)
     count = len(work.layers)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
     head = (work.tokens, work.facts.vocab_size, work.facts.hidden_size)

@@ -18,7 +18,7 @@ def collectives(num_ranks: int) -> list:
 
 def _collectives() -> dict:
     dist.init_process_group("gloo")
-    meshes._CHUNK = 3  # so that sums take several chunks
+    meshes.CHUNK = 3  # so that sums take several chunks
     mesh = Mesh.from_environment()
     rank = mesh.rank
     values = torch.tensor([1.0, 1e8, -1e8, 0.5, 3.0], dtype=torch.float32).roll(rank)

@@ -99,15 +99,17 @@ def test_ranks_make_what_one_process_makes(
 
 @pytest.mark.slow
 def test_sums_are_the_only_difference(ranked, tiny_llama, calibration_text, tmp_path) -> None:
-    # Nothing here adds over batches: ranges of inputs, nearest codes, and two of three ranks have no batch.
-    steps = [{"kind": "smoothquant"}, {**STATIC, "observer": "moving_average"}]
-    spec = spec_of(calibration_text, *steps, batch_size=16)
-    alone = ranked(1, spec, tiny_llama, tmp_path / "compress-1")
-    assert ranked(3, spec, tiny_llama, tmp_path / "compress-3") == alone * 3
-    assert (
-        ranked(2, {**spec, "batch_size": 4}, tiny_llama, tmp_path / "compress-2")
-        == ranked(1, {**spec, "batch_size": 4}, tiny_llama, tmp_path / "compress-4") * 2
-    )
+    # Nothing here adds over batches: ranges of inputs and nearest codes.
+    static = [{"kind": "smoothquant"}, {**STATIC, "observer": "moving_average"}]
+    nearest = {"steps": [{"kind": "rtn", "bits": 4, "group_size": 32}]}
+    specs = [
+        spec_of(calibration_text, *static, batch_size=4),
+        spec_of(calibration_text, *static, batch_size=16),  # two of three ranks have no batch
+        nearest,
+    ]
+    for number, spec in enumerate(specs):
+        alone = ranked(1, spec, tiny_llama, tmp_path / f"compress-{number}")
+        assert ranked(3, spec, tiny_llama, tmp_path / f"compress-{number}-3") == alone * 3
 
 
 @pytest.mark.slow
@@ -202,9 +204,9 @@ def test_a_plan_counts_the_rank_with_most_to_do(tiny_llama, calibration_text) ->
     facts = {"model": CheckpointFacts.of(tiny_llama)}
     spec = Compress.read(spec_of(calibration_text, GPTQ, num_sequences=24, batch_size=4, check_sequences=0))
     one, four = (spec.plan(facts, describe().model_copy(update={"num_ranks": count})).estimates for count in (1, 4))
-    states = 24 * 32 * 64 * 4
+    states, room = 24 * 32 * 64 * 4, 4 * 4 * 160**2
     whole, shared = (estimates["memory_growth_bytes"].value for estimates in (one, four))
-    assert whole - shared == pytest.approx(states * 4 / 6), "of six batches a rank has two at most"
+    assert whole - shared == pytest.approx(states * 4 / 6 - room), "of six batches a rank has two at most"
     assert four["model_bytes"] == one["model_bytes"] and "between ranks" not in one["time_s"].formula
     whole, shared = (parts(estimates["time_s"].formula) for estimates in (one, four))
     for name in ("statistics", "second pass"):
