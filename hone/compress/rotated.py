@@ -24,7 +24,7 @@ from hone.model.linear import MakeLinear
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized import hadamard
 
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 """Values that are float64 at a time where rows change alone."""
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
@@ -58,9 +58,12 @@ class Change:
 
 
 class RotatedCheckpoint(Checkpoint):
-    """The model of `source` with rotated weights, read lazily; its linears in `hadamards` multiply their inputs (R4)."""
+    """The model of `source` with rotated weights, read lazily; its linears in `hadamards` multiply their inputs (R4).
 
-    def __init__(self, source: Checkpoint, rotation: Rotation, hadamards: dict[str, int]) -> None:
+    Products are computed in float64 on `device`, and rounded once to the dtype of the tensor.
+    """
+
+    def __init__(self, source: Checkpoint, rotation: Rotation, hadamards: dict[str, int], device: str = "cpu") -> None:
         self.folder = source.folder
         self.source = source
         self.config = rotation.reshape(source.config)
@@ -69,6 +72,7 @@ class RotatedCheckpoint(Checkpoint):
         self.values = config_values(self.config, source.dtype) if own else source.values | tied
         self.quantization = None
         self.hadamards = hadamards
+        self.device = device
         self._changes = dict(_changes(source.config, rotation, hadamards))
         self._kept: dict[str, Tensor] | None = None
 
@@ -89,7 +93,7 @@ class RotatedCheckpoint(Checkpoint):
         if self._kept is not None and name in self._kept:
             return self._kept[name]
         stored = self.source.tensor(change.source)
-        made = self._changed(stored, change).to(self.source.dtype if change.source != name else stored.dtype)
+        made = self._changed(stored, change).to("cpu", self.source.dtype if change.source != name else stored.dtype)
         if self._kept is not None and name.startswith("model.layers."):
             self._kept[name] = made
         return made
@@ -117,29 +121,30 @@ class RotatedCheckpoint(Checkpoint):
         """The rotated values of a tensor, float64 where its rows change, else in its dtype."""
         if change.filled is not None:
             return torch.full_like(stored, change.filled)
-        if change.folded is None and not change.columns:
-            made = stored.double()
-        else:
-            scales = None
-            if change.folded is not None:
-                scales = self.source.tensor(change.folded.name).double() + change.folded.offset
-            made = torch.empty_like(stored, dtype=torch.float64 if change.rows is not None else stored.dtype)
-            step = max(1, CHUNK // stored.shape[1])
-            for start in range(0, len(stored), step):
-                piece = stored[start : start + step].double()
-                piece = piece if scales is None else piece * scales
-                for turn in change.columns:
-                    piece = turn(piece)
-                made[start : start + step] = piece
+        whole = change.rows is not None
+        made = self._wide(stored) if whole else torch.empty_like(stored)
+        scales = None
+        if change.folded is not None:
+            scales = self._wide(self.source.tensor(change.folded.name)) + change.folded.offset
+        step = max(1, CHUNK // stored.shape[-1])
+        for start in range(0, len(stored) if scales is not None or change.columns else 0, step):
+            piece = self._wide(stored[start : start + step])
+            piece = piece if scales is None else piece * scales
+            for turn in change.columns:
+                piece = turn(piece)
+            made[start : start + step] = piece
         if change.rows is not None:
             part = made[change.begin : change.end]
             part.copy_(change.rows(part) if part.dim() == 1 else change.rows(part.T).T)
         return made
 
+    def _wide(self, stored: Tensor) -> Tensor:
+        return stored.to(self.device, torch.float64)
 
-def rotated(source: Checkpoint, rotation: Rotation | None, hadamards: dict[str, int]) -> Checkpoint:
+
+def rotated(source: Checkpoint, rotation: Rotation | None, hadamards: dict[str, int], device: str) -> Checkpoint:
     """`source` as `rotation` leaves it; unchanged without one."""
-    return source if rotation is None else RotatedCheckpoint(source, rotation, hadamards)
+    return source if rotation is None else RotatedCheckpoint(source, rotation, hadamards, device)
 
 
 def random_rotation(size: int, seed: int, name: str) -> Turn:
@@ -151,10 +156,10 @@ def random_rotation(size: int, seed: int, name: str) -> Turn:
     generator = torch.Generator().manual_seed(number)
     if hadamard.factors(size):
         signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
-        return lambda x: hadamard.multiply((x.unflatten(-1, (-1, size)) * signs).flatten(-2), size)
+        return lambda x: hadamard.multiply((x.unflatten(-1, (-1, size)) * signs.to(x.device)).flatten(-2), size)
     orthogonal, triangle = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
     matrix = orthogonal * triangle.diagonal().sign()  # so that all rotations are equally likely
-    return lambda x: (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+    return lambda x: (x.unflatten(-1, (-1, size)) @ matrix.to(x.device)).flatten(-2)
 
 
 def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int]) -> Iterator[tuple[str, Change]]:

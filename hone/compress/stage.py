@@ -228,6 +228,7 @@ class Compress(Stage):
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
         measured = chain.measured(whole.config, self._structured, num_sequences, seq_len, **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
+        more["ends_bytes"] = 0.0 if self._rotation is None else self._rotation.ends_bytes
         more["check_sequences"] = 0 if self._structured else num_spare
         if self.allocation is not None:
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
@@ -265,7 +266,7 @@ class Compress(Stage):
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
             hadamards = self._hadamards(checkpoint.config, plan.targets)
-            checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards)
+            checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards, run.device)
             job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
             if self.allocation is not None:
                 few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)

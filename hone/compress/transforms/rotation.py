@@ -82,8 +82,14 @@ class Rotation(Transform):
         raise AssertionError("rotations change the checkpoint that the engine reads, not a layer in it")
 
     def work(self, rows: int, columns: int) -> Work:
-        """Products with the factors of two Hadamard matrices in float64, on the CPU."""
-        return Work(num_bytes=ROTATE_BYTES * rows * columns, num_ops=40)
+        """Products with the factors of one or two Hadamard matrices in float64."""
+        on_gpu = Work(num_bytes=ROTATE_GPU_BYTES * rows * columns, num_ops=60)
+        return Work(num_bytes=ROTATE_BYTES * rows * columns, num_ops=60, on_gpu=on_gpu)
+
+    @property
+    def ends_bytes(self) -> float:
+        """Bytes moved for each weight of the embedding and the head, which are rotated whenever they are read."""
+        return 3 * ROTATE_BYTES if self.r1 else 0.0
 
     def reshape(self, config: ModelConfig) -> ModelConfig:
         """The config of the rotated model, its head apart. Raises SpecError for a model that would compute something else."""
@@ -120,8 +126,10 @@ class Rotation(Transform):
         return size
 
 
-ROTATE_BYTES = 100.0
-"""Bytes a weight, at the rate of a large copy, of two products in float64."""
+ROTATE_BYTES = 450.0
+"""Bytes a weight, at the rate of a large copy, of a product in float64 (40 ns, two-core AMD EPYC with other work)."""
+ROTATE_GPU_BYTES = 4000.0
+"""The same on a GPU, where most is the copy from the host and back: 4 bytes a weight at about 5 GB/s."""
 
 
 def values_of(config: ModelConfig, index: int) -> Values:

@@ -70,13 +70,14 @@ def multiply(x: Tensor, size: int) -> Tensor:
 
     Computed in float32, or float64 for float64 x. For a power of two H is symmetric: a second product restores x.
     """
-    orders = factors(size)
-    assert orders and x.shape[-1] % size == 0, f"{x.shape[-1]} columns in blocks of {size}: {orders}"
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, *orders))
-    for place, order in enumerate(orders):
-        axis = place - len(orders)
-        wide = (wide.movedim(axis, -1) @ _scaled(order, wide.dtype, wide.device)).movedim(-1, axis)
-    return wide.flatten(-1 - len(orders)).to(x.dtype)
+    wide, after = x.to(torch.promote_types(x.dtype, torch.float32)), size
+    matrices = _scaled(size, wide.dtype, wide.device)
+    assert matrices and x.shape[-1] % size == 0, f"{x.shape[-1]} columns in blocks of {size}"
+    for matrix in matrices:
+        order = len(matrix)
+        after //= order
+        wide = matrix.T @ wide.reshape(-1, order, after) if after > 1 else wide.reshape(-1, order) @ matrix
+    return wide.reshape(x.shape).to(x.dtype)
 
 
 class Multiplied:
@@ -102,9 +103,15 @@ def input_hadamard(linear: nn.Module) -> int:
     return getattr(linear, "input_hadamard", 0)
 
 
+@torch.compiler.assume_constant_result  # else torch.compile would trace their construction
+def _scaled(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return _made(size, dtype, device)
+
+
 @cache
-def _scaled(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return (hadamard(order) / order**0.5).to(device, dtype)
+def _made(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """The factors of `size`, each divided by the square root of its order."""
+    return tuple((hadamard(order) / order**0.5).to(device, dtype) for order in factors(size))
 
 
 def _paley_prime(order: int) -> int | None:
