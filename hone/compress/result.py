@@ -119,13 +119,14 @@ def record(draft: Draft, folder: Path, checkpoint: Checkpoint, rows: list[dict[s
     )
 
 
-def record_check(draft: Draft, checked: Checked | None, num_sequences: int) -> None:
-    """The figures of the comparison with the model that was given."""
+def record_check(draft: Draft, checked: Checked | None, num_sequences: int, rotated: bool) -> None:
+    """The figures of the comparison with the model that was given, `rotated` or as it is."""
     if checked is None:
         why = "no calibration inputs, or no other sequences in their text" if num_sequences else "check_sequences is 0"
         draft.record("kl_to_dense", None, "nats/token", note=f"not measured: {why}")
         return
-    note = "against the given model, in the dtype of the calibration, on sequences of its text outside the calibration"
+    given = "the given model, its rotated weights in the dtype of the checkpoint" if rotated else "the given model"
+    note = f"against {given}, in the dtype of the calibration, on sequences of its text outside the calibration"
     count = checked.num_tokens
     kl = {"n": count, "spread": checked.kl_spread, "note": f"KL(given || compressed) {note}; spread: 95 % interval"}
     draft.record("kl_to_dense", checked.kl, "nats/token", **kl)

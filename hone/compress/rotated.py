@@ -143,8 +143,11 @@ class RotatedCheckpoint(Checkpoint):
 
 
 def rotated(source: Checkpoint, rotation: Rotation | None, hadamards: dict[str, int], device: str) -> Checkpoint:
-    """`source` as `rotation` leaves it; unchanged without one."""
-    return source if rotation is None else RotatedCheckpoint(source, rotation, hadamards, device)
+    """`source` as `rotation` leaves it; unchanged without one. Raises ArtifactError for tensors that its config does not describe."""
+    if rotation is None:
+        return source
+    source.empty()
+    return RotatedCheckpoint(source, rotation, hadamards, device)
 
 
 def random_rotation(size: int, seed: int, name: str) -> Turn:
@@ -173,28 +176,27 @@ def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int])
     for index in range(config.num_layers):
         values = values_of(config, index) if rotation.r2 else None
         turn = None if values is None else random_rotation(values.head_dim, rotation.seed, f"layers.{index}.values")
-        names = singles(config, index)
+        norms = singles(config, index)
         for path, linear in config.linears(index).items():
             norm, folded, columns = f"{path.partition('.')[0]}_norm", None, []
             if stream is not None and linear.reads == norm:
-                folded = Norm(names[f"{norm}.weight"], config.norm_offset)
+                folded = Norm(norms[f"{norm}.weight"], config.norm_offset)
                 columns.append(stream)
-            if turn is not None and path == values.out:
+            if values is not None and path == values.out:
                 columns.append(turn)
-            size = hadamards.get(f"layers.{index}.{path}", 0)
-            if size:
-                columns.append(partial(hadamard.multiply, size=size))
+            if f"layers.{index}.{path}" in hadamards:
+                columns.append(partial(hadamard.multiply, size=hadamards[f"layers.{index}.{path}"]))
             begin = 0
             for name, count in config.modules(index, path).items():
-                rows = (stream, 0, count) if linear.residual and stream is not None else (None, 0, None)
-                if turn is not None and path == values.path and begin < values.end and values.begin < begin + count:
+                rows = (stream, 0, count) if linear.residual else (None, 0, None)
+                if values is not None and path == values.path and begin < values.end and begin + count > values.begin:
                     rows = (turn, values.begin - begin, values.end - begin)
-                    assert 0 <= rows[1] and rows[2] <= count, f"the values of {path} lie in several modules"
+                    assert rows[1] >= 0 and rows[2] <= count, f"the values of {path} lie in several modules"
                 begin += count
-                if folded is not None or columns or rows[0] is not None:
+                if columns or rows[0] is not None:
                     yield f"{name}.weight", Change(f"{name}.weight", folded, tuple(columns), *rows)
                 if linear.bias and rows[0] is not None:
                     yield f"{name}.bias", Change(f"{name}.bias", None, (), *rows)
         for block in ("mixer", "feed_forward") if stream is not None else ():
-            name = names[f"{block}_norm.weight"]
+            name = norms[f"{block}_norm.weight"]
             yield name, Change(name, filled=1.0 - config.norm_offset)

@@ -300,7 +300,7 @@ class Compress(Stage):
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
         result.record(draft, folder, checkpoint, rows)
-        result.record_check(draft, checked, self.check_sequences)
+        result.record_check(draft, checked, self.check_sequences, self._rotation is not None)
         if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
             run.say(
                 f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "

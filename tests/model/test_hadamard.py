@@ -11,7 +11,33 @@ from hone.model.quantized import config as config_of
 from hone.model.quantized.hadamard import factors, hadamard, input_hadamard, multiply, multiply_inputs
 from hone.model.quantized.scheme import InputHadamard, Quantization, Scheme
 
-KNOWN = (1, 2, 4, 8, 12, 20, 24, 28, 36, 40, 44, 60, 84, 96, 104, 128, 180, 384, 576, 896, 1536, 2560, 3584, 5120, 14336)
+KNOWN = (
+    1,
+    2,
+    4,
+    8,
+    12,
+    20,
+    24,
+    28,
+    36,
+    40,
+    44,
+    60,
+    84,
+    96,
+    104,
+    128,
+    180,
+    384,
+    576,
+    896,
+    1536,
+    2560,
+    3584,
+    5120,
+    14336,
+)
 """Hidden sizes and head widths of common models among them."""
 NONE = (3, 6, 10, 18, 52, 92, 4095)
 

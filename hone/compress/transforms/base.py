@@ -50,6 +50,4 @@ def transforms_first(steps: Iterable[Step]) -> None:
         elif step.whole and place:
             raise ValueError(f"{step.kind} comes after {steps[place - 1].kind}: it changes the model that others read")
         elif step.needs_quantizer and quantizer_of(steps) is None:
-            raise ValueError(
-                f"{step.kind} {step.needs_quantizer}: add one after it, such as rtn with scale: search"
-            )
+            raise ValueError(f"{step.kind} {step.needs_quantizer}: add one after it, such as rtn with scale: search")

@@ -42,14 +42,18 @@ class Rotation(Transform):
     whole: ClassVar[bool] = True
 
     r1: bool = Field(
-        True, description="Rotate the residual stream; a tied head is stored apart, which adds vocabulary x hidden weights."
+        True,
+        description="Rotate the residual stream; a tied head is stored apart, which adds vocabulary x hidden weights.",
     )
     r2: bool = Field(True, description="Rotate each value head and the columns of the output projection.")
     r4: bool = Field(
-        False, description="Multiply inputs of quantized down projections by a Hadamard matrix at run time: hone and vLLM do."
+        False,
+        description="Multiply inputs of quantized down projections by a Hadamard matrix at run time: hone and vLLM do.",
     )
     block_size: int = Field(
-        0, ge=0, description="Columns of r4's Hadamard matrices, a power of two; 0: the largest that divides the columns."
+        0,
+        ge=0,
+        description="Columns of r4's Hadamard matrices, a power of two; 0: the largest that divides the columns.",
     )
     seed: int = Field(0, ge=0, description="Seed of the random signs of r1 and r2.")
 

@@ -110,7 +110,8 @@ def _read_transforms(values: dict[str, Any], where: str) -> tuple[InputHadamard,
             if place.get("location") != "input":
                 raise _unsupported(where, f"{key}.location", place.get("location"))
             targets, ignore = (
-                (one,) if isinstance(one, str) else tuple(one or ()) for one in (place.get("targets"), place.get("ignore"))
+                (one,) if isinstance(one, str) else tuple(one or ())
+                for one in (place.get("targets"), place.get("ignore"))
             )
             found.append(InputHadamard(targets, size, ignore))
     return tuple(found)

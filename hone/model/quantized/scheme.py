@@ -250,17 +250,20 @@ class Quantization:
         if any(_matches(target, module) for target in self.ignore):
             return None
         for targets, scheme in self.groups:
-            if any(target == "Linear" or _matches(target, module) for target in targets):
+            if _targeted(targets, module):
                 return scheme
         return None
 
     def hadamard(self, module: str, columns: int) -> int:
         """Size of the Hadamard matrices with which inputs of the linear `module` are multiplied; 0 for none."""
         for one in self.hadamards:
-            if any(target == "Linear" or _matches(target, module) for target in one.targets):
-                if not any(target == "Linear" or _matches(target, module) for target in one.ignore):
-                    return one.size or columns
+            if _targeted(one.targets, module) and not _targeted(one.ignore, module):
+                return one.size or columns
         return 0
+
+
+def _targeted(targets: tuple[str, ...], module: str) -> bool:
+    return any(target == "Linear" or _matches(target, module) for target in targets)
 
 
 def _matches(target: str, module: str) -> bool:
