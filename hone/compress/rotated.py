@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hone.base.figure import human_bytes
+from hone.base.run import Run
 from hone.compress.transforms.rotation import Rotation, values_of
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import OWN
@@ -142,12 +144,16 @@ class RotatedCheckpoint(Checkpoint):
         return stored.to(self.device, torch.float64)
 
 
-def rotated(source: Checkpoint, rotation: Rotation | None, hadamards: dict[str, int], device: str) -> Checkpoint:
+def rotated(source: Checkpoint, rotation: Rotation | None, hadamards: dict[str, int], run: Run) -> Checkpoint:
     """`source` as `rotation` leaves it; unchanged without one. Raises ArtifactError for tensors that its config does not describe."""
     if rotation is None:
         return source
     source.empty()
-    return RotatedCheckpoint(source, rotation, hadamards, device)
+    made = RotatedCheckpoint(source, rotation, hadamards, run.device)
+    if source.config.tie_embeddings and not made.config.tie_embeddings:
+        size = human_bytes(source.config.vocab_size * source.config.hidden_size * source.dtype.itemsize)
+        run.say(f"rotation: the head, which was tied to the embedding, is stored apart: {size} more")
+    return made
 
 
 def random_rotation(size: int, seed: int, name: str) -> Turn:

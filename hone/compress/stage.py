@@ -266,7 +266,7 @@ class Compress(Stage):
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
             hadamards = self._hadamards(checkpoint.config, plan.targets)
-            checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards, run.device)
+            checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards, run)
             job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
             if self.allocation is not None:
                 few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hone.base.errors import ArtifactError, SpecError
+from hone.base.run import Run
 from hone.compress.gguf.export import export
-from hone.compress.rotated import RotatedCheckpoint, random_rotation
+from hone.compress.rotated import RotatedCheckpoint, random_rotation, rotated
 from hone.compress.stage import Compress
 from hone.compress.transforms.rotation import Rotation
 from hone.measure.machine import describe
@@ -258,7 +259,7 @@ def test_tensors_of_another_shape_are_named(family_folder, compress, tmp_path: P
         compress(folder, {"kind": "rotation"})
 
 
-def test_the_head_is_counted(family_folder) -> None:
+def test_the_head_is_counted_and_said(family_folder, capsys) -> None:
     facts = CheckpointFacts.of(family_folder("llama"))
     plans = [
         Compress.read({"steps": steps}).plan({"model": facts}, describe()) for steps in ([INT8], [R2, INT8], [R1, INT8])
@@ -266,6 +267,9 @@ def test_the_head_is_counted(family_folder) -> None:
     sizes = [plan.estimates["model_bytes"].value for plan in plans]
     assert sizes[0] == sizes[1]
     assert 0 <= sizes[2] - sizes[0] - facts.config.vocab_size * facts.config.hidden_size * 4 < 200
+    for family, said in (("llama", "which was tied to the embedding, is stored apart: "), ("mistral", "")):
+        rotated(Checkpoint(family_folder(family)), Rotation(), {}, Run())
+        assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
     assert "num_params" not in plans[1].estimates
     assert plans[2].estimates["num_params"].value == plans[2].facts.config.num_params
     assert plans[2].facts.config.num_params > facts.config.num_params

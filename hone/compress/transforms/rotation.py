@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 SMALLEST_BLOCK = 16
 """Fewer channels than this share too few values to spread an outlier."""
 
+ROTATE_BYTES = 450.0
+"""Bytes a weight, at the rate of a large copy, of a product in float64 (40 ns, two-core AMD EPYC with other work)."""
+ROTATE_GPU_BYTES = 4000.0
+"""The same on a GPU, where most is the copy from the host and back: 4 bytes a weight at 5 GB/s (not measured)."""
+
 
 class Values(NamedTuple):
     """The value heads of a layer: rows `begin` to `end` of the linear at `path`, and the linear at `out` that reads them."""
@@ -128,12 +133,6 @@ class Rotation(Transform):
                 fix="set r4=false, or another block_size" if self.block_size else "set r4=false",
             )
         return size
-
-
-ROTATE_BYTES = 450.0
-"""Bytes a weight, at the rate of a large copy, of a product in float64 (40 ns, two-core AMD EPYC with other work)."""
-ROTATE_GPU_BYTES = 4000.0
-"""The same on a GPU, where most is the copy from the host and back: 4 bytes a weight at about 5 GB/s."""
 
 
 def values_of(config: ModelConfig, index: int) -> Values:
