@@ -32,8 +32,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8-tensor": {"kind": "fp8", "strategy": "tensor"},
     "fp8-block": {"kind": "fp8", "strategy": "block"},
     "nf4": {"kind": "nf4"},
+    "int4-rotated": {"kind": "rtn"},
 }
-"""Signed: the scales that hone's search chooses too may be negative. nf4 needs vllm-bnb-plugin."""
+"""Signed: the scales that hone's search chooses too may be negative. nf4 needs vllm-bnb-plugin. Rotated: R1, R2 and R4."""
 PROMPTS = [
     "Once upon a time there was a little",
     "The capital of France is",
@@ -79,7 +80,8 @@ def _exported(name: str, out: Path, arguments: argparse.Namespace) -> Path:
 
     if not FORMATS[name]:
         return Path(arguments.model)
-    spec = Compress.read({"steps": [FORMATS[name]]})
+    rotation = [{"kind": "rotation", "r4": True}] if name.endswith("-rotated") else []
+    spec = Compress.read({"steps": [*rotation, FORMATS[name]]})
     run = Run(device=arguments.device, quiet=True)
     return spec.make(out / f"compress-{name}", {"model": Artifact.read(arguments.model)}, run).folder
 

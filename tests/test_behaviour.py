@@ -37,7 +37,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "objective": ("train/test_objectives.py",),
     "optimizer": ("train/test_optimizers.py",),
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
-    "transform": ("compress/test_transforms.py",),
+    "transform": ("compress/test_transforms.py", "compress/test_rotation.py"),
     "bit allocation": ("compress/test_allocation.py",),
     "observer": ("compress/test_observers.py",),
     "quantizer": (

@@ -39,6 +39,7 @@ TRANSFORMS = Table(
         "awq": "hone.compress.transforms.awq:AWQ",
         "smoothquant": "hone.compress.transforms.smoothquant:SmoothQuant",
         "cross_layer_equalization": "hone.compress.transforms.equalization:CrossLayerEqualization",
+        "rotation": "hone.compress.transforms.rotation:Rotation",
     },
 )
 

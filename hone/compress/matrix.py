@@ -158,6 +158,8 @@ class Quantizer(Step):
         "none",
         "int8_token",
         "int8_token_asymmetric",
+        "int4_token",
+        "int4_token_asymmetric",
         "int8_tensor",
         "int8_tensor_asymmetric",
         "fp8_token",

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.compress.check import Checked
-from hone.compress.matrix import Assigned
+from hone.compress.matrix import Assigned, matrix_name
 from hone.compress.targets import Linear, linears
 from hone.model.config import ModelConfig
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, copy_tokenizer
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
-from hone.model.quantized.scheme import Quantization, Scheme
+from hone.model.quantized.scheme import InputHadamard, Quantization, Scheme
 
 CHANCE = 20
 """A perplexity above the vocabulary's size divided by this is of text that the model can hardly predict."""
 
 
 def quantization_config(
-    config: ModelConfig, targets: tuple[tuple[Linear, ...], ...], assigned: Assigned, dtype: str
+    config: ModelConfig,
+    targets: tuple[tuple[Linear, ...], ...],
+    assigned: Assigned,
+    dtype: str,
+    hadamards: Mapping[str, int],
 ) -> dict[str, Any] | None:
     """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
-    which readers prefer. None without a quantizer."""
+    which readers prefer. None without a quantizer. `hadamards`: sizes of the Hadamard matrices of inputs, by matrix."""
     if assigned.template is None:
         return None
     ignored = ["lm_head"]
     modules: dict[Scheme, list[str]] = {}
+    multiplied: dict[int, list[str]] = {}
     for index, chosen in enumerate(targets):
         for linear in linears(config, index):
             names = [name for name, _ in linear.modules]
@@ -39,13 +45,17 @@ def quantization_config(
                 assert quantizer is not None
                 scheme = quantizer.scheme(linear.columns)
                 modules.setdefault(scheme, []).extend(names)
+                size = hadamards.get(matrix_name(index, linear.path))
+                if size is not None:
+                    multiplied.setdefault(size, []).extend(names)
             else:
                 ignored += names
     by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
     groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
     method = layout_of(by_count[-1]).method
     options = assigned.template.config_options(dtype)
-    made = Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options)
+    inputs = tuple(InputHadamard(tuple(names), size) for size, names in multiplied.items())
+    made = Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options, inputs)
     return to_json(made)
 
 
@@ -109,13 +119,14 @@ def record(draft: Draft, folder: Path, checkpoint: Checkpoint, rows: list[dict[s
     )
 
 
-def record_check(draft: Draft, checked: Checked | None, num_sequences: int) -> None:
-    """The figures of the comparison with the model that was given."""
+def record_check(draft: Draft, checked: Checked | None, num_sequences: int, rotated: bool) -> None:
+    """The figures of the comparison with the model that was given, `rotated` or as it is."""
     if checked is None:
         why = "no calibration inputs, or no other sequences in their text" if num_sequences else "check_sequences is 0"
         draft.record("kl_to_dense", None, "nats/token", note=f"not measured: {why}")
         return
-    note = "against the given model, in the dtype of the calibration, on sequences of its text outside the calibration"
+    given = "the given model, its rotated weights in the dtype of the checkpoint" if rotated else "the given model"
+    note = f"against {given}, in the dtype of the calibration, on sequences of its text outside the calibration"
     count = checked.num_tokens
     kl = {"n": count, "spread": checked.kl_spread, "note": f"KL(given || compressed) {note}; spread: 95 % interval"}
     draft.record("kl_to_dense", checked.kl, "nats/token", **kl)

@@ -45,6 +45,13 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
     return {name: (found.get(name, entry)[0], entry[1]) for name, entry in planned.items()}
 
 
+def untied(before: CheckpointFacts, after: CheckpointFacts) -> dict[str, Entry]:
+    """The head of the model `after`, where it is apart from the embedding and that of `before` was not."""
+    if not before.config.tie_embeddings or after.config.tie_embeddings:
+        return {}
+    return {"lm_head.weight": (FLOATS[after.dtype], (after.config.vocab_size, after.config.hidden_size))}
+
+
 def shard_sizes(
     before: dict[str, Entry],
     targets: tuple[tuple[Linear, ...], ...],

@@ -24,6 +24,7 @@ from hone.compress.allocations.base import Budget, candidates, read_bytes
 from hone.compress.matrix import Step, matrix_name, quantizer_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
+from hone.compress.transforms.rotation import Rotation
 from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.energy import with_energy
 from hone.cost.files import beside_bytes
@@ -43,6 +44,7 @@ dense = lazy("hone.model.quantized.dense")
 gradients = lazy("hone.compress.observers.gradients")
 hf = lazy("hone.model.hf")
 result = lazy("hone.compress.result")
+rotation = lazy("hone.compress.rotated")
 shards = lazy("hone.compress.shards")
 sizes = lazy("hone.compress.sizes")
 statistics = lazy("hone.compress.statistics")
@@ -213,7 +215,7 @@ class Compress(Stage):
                 if self._quantizer is not None:
                     targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
-        before = sizes.entries(whole, model.config if self._structured else None)
+        before = sizes.entries(whole, model.config if self._structured else None) | sizes.untied(whole, model)
         planned, budget = allocating.assigned(
             self.allocation, quantizer, before, targets, self._rest_dtype, dtype, model.where
         )
@@ -233,6 +235,7 @@ class Compress(Stage):
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
         measured = chain.measured(whole.config, self._structured, num_sequences, seq_len, **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
+        more["ends_bytes"] = 0.0 if self._rotation is None else self._rotation.ends_bytes
         more["check_sequences"] = 0 if self._structured else num_spare
         if self.allocation is not None:
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
@@ -241,10 +244,11 @@ class Compress(Stage):
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
-        quantization = result.quantization_config(model.config, targets, planned, model.dtype)
+        hadamards = self._hadamards(model.config, targets)
+        quantization = result.quantization_config(model.config, targets, planned, model.dtype, hadamards)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
-            estimates=with_energy(self._estimates(model, machine, work, budget), machine),
+            estimates=with_energy(self._estimates(whole, model, machine, work, budget), machine),
             facts=model.model_copy(update=update),
             ways=_WAYS,
             targets=targets,
@@ -274,6 +278,8 @@ class Compress(Stage):
             options = {"paired": self._paired, "mesh": mesh}
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
+            hadamards = self._hadamards(checkpoint.config, plan.targets)
+            checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards, run)
             job = stream.Job(
                 checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype, mesh=mesh
             )
@@ -297,7 +303,8 @@ class Compress(Stage):
             if not mesh.leads:
                 return
             checked = checks.read(draft.state)
-            quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
+            more = (job.quantizers, plan.facts.dtype, hadamards)
+            quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
             result.describe(draft, checkpoint, quantization)
             if self._layer_steps:
                 write_jsonl(draft.folder / "layers.jsonl", rows)
@@ -315,7 +322,7 @@ class Compress(Stage):
         if self.allocation is not None:
             draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
         result.record(draft, folder, checkpoint, rows)
-        result.record_check(draft, checked, self.check_sequences)
+        result.record_check(draft, checked, self.check_sequences, self._rotation is not None)
         if mesh.world_size > 1:
             note = "time is of all, memory and energy are of rank 0's device"
             draft.record("num_ranks", mesh.world_size, "processes", note=note)
@@ -345,6 +352,14 @@ class Compress(Stage):
         return tuple(step for step in self.steps if not isinstance(step, StructuredPruner))
 
     @property
+    def _rotation(self) -> Rotation | None:
+        return next((step for step in self.steps if isinstance(step, Rotation)), None)
+
+    def _hadamards(self, config: Any, targets: tuple[tuple[Any, ...], ...]) -> dict[str, int]:
+        """Sizes of the Hadamard matrices that multiply inputs, by the linear's name."""
+        return {} if self._rotation is None else self._rotation.hadamards(config, targets)
+
+    @property
     def _quantizer(self) -> Any:
         return quantizer_of(self._layer_steps)
 
@@ -363,11 +378,13 @@ class Compress(Stage):
         return None if self.rest_dtype == "keep" else getattr(torch, self.rest_dtype)
 
     def _cut(self, model: CheckpointFacts, calibrated: bool) -> CheckpointFacts:
-        """The facts of the dense model that the structured pruners leave. Raises SpecError where they cannot."""
+        """The facts of the dense model that structured pruners and a rotation leave. Raises SpecError where they cannot."""
         for step in self._structured:
             if not calibrated and step.passes(model.config) is not None:
                 raise SpecError(f"{step.kind} measures importances on calibration inputs", fix=_FACT_WAYS)
-        return model.model_copy(update={"config": chain.shrink(model.config, self._structured)})
+        config = chain.shrink(model.config, self._structured)
+        config = config if self._rotation is None else self._rotation.reshape(config)
+        return model.model_copy(update={"config": config})
 
     def _calibrated(self, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
         """Number and length of the sequences; None without calibration. Raises SpecError for an unusable source."""
@@ -414,7 +431,12 @@ class Compress(Stage):
         return samples
 
     def _estimates(
-        self, model: CheckpointFacts, machine: Machine, work: Compression, budget: Budget | None
+        self,
+        whole: CheckpointFacts,
+        model: CheckpointFacts,
+        machine: Machine,
+        work: Compression,
+        budget: Budget | None,
     ) -> dict[str, Estimate]:
         """Exact sizes; seconds and memory; figures that follow from the steps' options."""
         size, params = sum(work.shard_bytes), model.config.num_params
@@ -435,8 +457,8 @@ class Compress(Stage):
                 formula=f"the weights; tokenizer, config, index, rows {human_bytes(beside)}",
             ),
         }
-        if self._structured:
-            found["num_params"] = Estimate(value=params, unit="parameters", formula="the smaller config", tolerance=0.0)
+        if params != whole.config.num_params:
+            found["num_params"] = Estimate(value=params, unit="parameters", formula="the new config", tolerance=0.0)
         if self._quantizer is None:
             for step in self._layer_steps:
                 found.update(step.figures())

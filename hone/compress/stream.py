@@ -38,6 +38,7 @@ from hone.compress.transforms.base import Transform
 from hone.cost.compress import spread
 from hone.model.hf import Checkpoint
 from hone.model.quantized import layouts
+from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
 from hone.model.quantized.rounded_inputs import RoundedInputs
 
 
@@ -79,7 +80,7 @@ class Job:
     @property
     def transforms(self) -> tuple[Transform, ...]:
         """The steps that change a whole layer, before those that change a matrix."""
-        return tuple(step for step in self.steps if isinstance(step, Transform))
+        return tuple(step for step in self.steps if isinstance(step, Transform) and not step.whole)
 
     def matrix_steps(self, index: int, linear: Linear) -> tuple[Step, ...]:
         """The steps of one matrix, its quantizer with the bits that it was allocated."""
@@ -328,7 +329,7 @@ def _use_rounded(job: Job, index: int, layer: nn.Module, linear: Linear, written
         rounded = RoundedInputs(linear.columns, linear.rows, False, scheme=quantizer.scheme(linear.columns))
     rounded.load(_parts(job, linear, written))
     rounded.bias = None if dense.bias is None else dense.bias.detach()
-    layer.set_submodule(linear.path, rounded)
+    layer.set_submodule(linear.path, multiply_inputs(rounded, input_hadamard(dense)))
 
 
 def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:

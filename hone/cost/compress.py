@@ -143,6 +143,8 @@ class Compression:
     """The same for rounding it in the second pass, which then dequantizes the weights for every batch."""
     check_sequences: int = 0
     """Sequences on which the predictions of both models are compared at the end."""
+    ends_bytes: float = 0.0
+    """Bytes moved besides for each weight outside the layers."""
     probes: int = 0
     """Sequences that the whole uncompressed model, held in memory, computes besides: each matrix changed in turn."""
 
@@ -164,7 +166,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     share = _share(machine, work)
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
     disk = Disk.of(machine)
-    ends = _passes(machine, 20.0 * outside) + disk.seconds(work.shard_bytes[0], files=1)
+    ends = _passes(machine, (20.0 + work.ends_bytes) * outside) + disk.seconds(work.shard_bytes[0], files=1)
     now = written = ends
     count = len(work.layers)
     for index, matrices in enumerate(work.layers):

@@ -169,25 +169,27 @@ class Checkpoint:
         """
         if self.quantization is None:
             return make_dense
-        from hone.model.quantized.config import linear_of
+        from hone.model.quantized.config import input_hadamard, linear_of
+        from hone.model.quantized.hadamard import multiply_inputs
 
         def make(name: str, spec: LinearSpec) -> nn.Module:
             modules = self._modules_of(name)
+            sizes = {input_hadamard(self.quantization, module, spec.in_features) for module in modules}
             schemes = [linear_of(self.quantization, module) for module in modules]
-            if any(one != schemes[0] for one in schemes):
+            if any(one != schemes[0] for one in schemes) or len(sizes) > 1:
                 raise ArtifactError(
                     f"{self.folder}: {', '.join(modules)} are quantized differently",
                     fix="quantize projections of one fused linear with one scheme",
                 )
             if not schemes or schemes[0] is None:
-                return make_dense(name, spec)
+                return multiply_inputs(make_dense(name, spec), max(sizes, default=0))
             kind, options = schemes[0]
             if spec.experts is not None:
                 raise ArtifactError(
                     f"{self.folder}: the experts of {name} are quantized as {kind}, which holds one matrix",
                     fix="load the checkpoint it was made from",
                 )
-            return LINEARS[kind](spec.in_features, spec.out_features, spec.bias, **options)
+            return multiply_inputs(LINEARS[kind](spec.in_features, spec.out_features, spec.bias, **options), *sizes)
 
         return make
 

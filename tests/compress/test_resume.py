@@ -45,6 +45,10 @@ def contents(folder: Path) -> dict[str, bytes]:
             [(1, "after"), (4, "after")],
         ),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
+        (
+            [{"kind": "rotation", "r4": True}, {"kind": "gptq", "group_size": 0, "activations": "int4_token"}],
+            [(3, "after"), (4, "before")],
+        ),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),
     ],

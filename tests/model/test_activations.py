@@ -24,6 +24,7 @@ MXFP8 = Scheme(8, 32, "mxfp8-quantized", number="e4m3", scales="e8m0")
 PAIRS = {
     **{f"int8 {name}": (INT8, name) for name in ("int8_token", "int8_token_asymmetric", "int8_tensor", "int8_tensor_asymmetric")},
     "int4 int8_token": (Scheme(4, 32), "int8_token"),
+    **{f"int4 {name}": (Scheme(4), name) for name in ("int4_token", "int4_token_asymmetric")},
     "int4 fp8_token": (Scheme(4, 32), "fp8_token"),
     "int8 group int8_token": (Scheme(8, 32), "int8_token"),
     **{f"fp8 {name}": (FP8, name) for name in ("fp8_token", "fp8_tensor", "fp8_group")},

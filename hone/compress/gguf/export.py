@@ -145,6 +145,11 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
     quantization = None
     if checkpoint.quantization is not None:
         quantization = config_of.read(checkpoint.quantization)
+        if quantization.hadamards:
+            raise ArtifactError(
+                f"{checkpoint.folder} multiplies inputs of linears by Hadamard matrices, which llama.cpp does not",
+                fix="compress the model with rotation r4=false, or export the model it was made from",
+            )
 
     def matrix(module: str, rows: int, columns: int, end: bool = False) -> Source:
         linear = module != "model.embed_tokens"

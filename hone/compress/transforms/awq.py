@@ -33,7 +33,7 @@ class AWQ(Transform):
 
     paper: ClassVar[str] = "arXiv:2306.00978"
     needs: ClassVar[frozenset[str]] = frozenset({"weights:float", "absmean", "hessian"})
-    needs_quantizer: ClassVar[bool] = True
+    needs_quantizer: ClassVar[str] = "is fitted to a quantizer"
 
     grid_size: int = Field(20, ge=2, le=100, description="Values of alpha tried, from 0 to below 1.")
     duo_scaling: bool = Field(True, description="Also try beta = 1 - alpha; otherwise beta is 0.")

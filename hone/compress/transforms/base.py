@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 class Transform(Step):
     """A step that moves the size of weights between a layer's linears and norms; a subclass writes `change`."""
 
-    needs_quantizer: ClassVar[bool] = False
-    """Whether it fits the layer to the quantizer that follows, and has nothing to do without one."""
+    needs_quantizer: ClassVar[str] = ""
+    """Why it has nothing to do without the quantizer that follows, as a predicate; empty where it works without one."""
+    whole: ClassVar[bool] = False
+    """Whether it changes the checkpoint that the engine reads, before all other steps, and no layer in the engine."""
+
+    @property
+    def stands_alone(self) -> str:
+        """Why no other transform may follow, as a predicate; empty where one may."""
+        return ""
 
     def change(self, layer: LayerWeights) -> None:
         """Changes the weights of `layer`, whose outputs stay the same; must depend on nothing but `layer`."""
@@ -31,12 +38,16 @@ class Transform(Step):
 
 
 def transforms_first(steps: Iterable[Step]) -> None:
-    """Raises ValueError when a transform follows another step, or lacks the quantizer it is fitted to."""
+    """Raises ValueError when a transform follows another step, or lacks the quantizer that it needs."""
     steps, other = tuple(steps), ""
-    for step in steps:
+    for place, step in enumerate(steps):
         if not isinstance(step, Transform):
             other = step.kind
         elif other:
             raise ValueError(f"{step.kind} comes after {other}: transforms are the first steps")
+        elif place and steps[place - 1].stands_alone:
+            raise ValueError(f"{steps[place - 1].kind} {steps[place - 1].stands_alone}: leave {step.kind} out")
+        elif step.whole and place:
+            raise ValueError(f"{step.kind} comes after {steps[place - 1].kind}: it changes the model that others read")
         elif step.needs_quantizer and quantizer_of(steps) is None:
-            raise ValueError(f"{step.kind} is fitted to a quantizer: add one after it, such as rtn with scale: search")
+            raise ValueError(f"{step.kind} {step.needs_quantizer}: add one after it, such as rtn with scale: search")

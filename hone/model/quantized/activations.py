@@ -16,6 +16,8 @@ from hone.model.quantized.scheme import Activations
 ACTIVATIONS: dict[str, Activations] = {
     "int8_token": Activations(),
     "int8_token_asymmetric": Activations(symmetric=False),
+    "int4_token": Activations(4),
+    "int4_token_asymmetric": Activations(4, symmetric=False),
     "int8_tensor": Activations(dynamic=False, per="tensor"),
     "int8_tensor_asymmetric": Activations(dynamic=False, per="tensor", symmetric=False),
     "fp8_token": Activations(number="e4m3"),

@@ -1,13 +1,14 @@
-"""The `quantization_config` of compressed-tensors: groups of modules, each with a scheme."""
+"""The `quantization_config` of compressed-tensors: groups of modules, each with a scheme, and Hadamard transforms of inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.model.quantized.layouts import LAYOUTS, problem
 from hone.model.quantized.numbers import Number
-from hone.model.quantized.scheme import Activations, Quantization, ScaleFormat, Scheme
+from hone.model.quantized.scheme import Activations, InputHadamard, Quantization, ScaleFormat, Scheme
 
 _FLOATS: dict[int, Number] = {8: "e4m3", 4: "e2m1"}
 """Floating number formats of compressed-tensors by their bits."""
@@ -32,7 +33,7 @@ _WEIGHTS: dict[str, tuple[bool, tuple[str, ...], tuple[int, ...]]] = {
 
 def read(values: dict[str, Any], where: str) -> Quantization:
     """From config.json's block. Raises ArtifactError for anything hone does not compute exactly."""
-    for key in ("sparsity_config", "kv_cache_scheme", "transform_config"):
+    for key in ("sparsity_config", "kv_cache_scheme"):
         if values.get(key):
             raise _unsupported(where, key, values[key])
     groups = []
@@ -42,7 +43,8 @@ def read(values: dict[str, Any], where: str) -> Quantization:
         groups.append((tuple(group.get("targets", ())), _read_scheme(group, values, f"{where}: {name}")))
     if not groups:
         raise _unsupported(where, "config_groups", values.get("config_groups"))
-    return Quantization(tuple(groups), tuple(values.get("ignore") or ()))
+    hadamards = _read_transforms(values.get("transform_config") or {}, where)
+    return Quantization(tuple(groups), tuple(values.get("ignore") or ()), hadamards=hadamards)
 
 
 def to_json(quantization: Quantization) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def to_json(quantization: Quantization) -> dict[str, Any]:
         for position, (targets, scheme) in enumerate(quantization.groups)
     }
     layouts = {scheme.layout for _, scheme in quantization.groups}
+    transforms = {"transform_config": _transforms(quantization.hadamards)} if quantization.hadamards else {}
     return {
         "quant_method": "compressed-tensors",
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
@@ -65,7 +68,53 @@ def to_json(quantization: Quantization) -> dict[str, Any]:
         "config_groups": groups,
         "ignore": list(quantization.ignore),
         "kv_cache_scheme": None,
+        **transforms,
     }
+
+
+def _transforms(hadamards: Iterable[InputHadamard]) -> dict[str, Any]:
+    """`transform_config`: what is computed at run time. The weights hold their part, of which nothing is said here."""
+    groups = {
+        f"input_{one.size}": {
+            "type": "hadamard",
+            "apply": [
+                {
+                    "targets": list(one.targets),
+                    "location": "input",
+                    "inverse": False,
+                    "ignore": list(one.ignore),
+                }
+            ],
+            "randomize": False,
+            "requires_grad": False,
+            "head_dim": one.size,
+            "precision": "torch.float32",
+        }
+        for one in hadamards
+    }
+    return {"config_groups": groups}
+
+
+def _read_transforms(values: dict[str, Any], where: str) -> tuple[InputHadamard, ...]:
+    """The Hadamard transforms of inputs. Raises ArtifactError for other transforms at run time; those of weights are in the weights."""
+    found = []
+    for name, group in (values.get("config_groups") or {}).items():
+        key = f"transform_config.config_groups.{name}"
+        for place in group.get("apply") or ():
+            if place.get("location") in ("weight_input", "weight_output"):
+                continue
+            size = group.get("head_dim") or 0
+            if group.get("type") != "hadamard" or group.get("randomize") or size & (size - 1):
+                options = {option: group.get(option) for option in ("type", "randomize", "head_dim")}
+                raise _unsupported(where, key, options)
+            if place.get("location") != "input":
+                raise _unsupported(where, f"{key}.location", place.get("location"))
+            targets, ignore = (
+                (one,) if isinstance(one, str) else tuple(one or ())
+                for one in (place.get("targets"), place.get("ignore"))
+            )
+            found.append(InputHadamard(targets, size, ignore))
+    return tuple(found)
 
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
@@ -182,5 +231,6 @@ def _unsupported(where: str, key: str, value: Any) -> ArtifactError:
     return ArtifactError(
         f"{where}: quantization_config has {key} = {value!r}",
         fix="hone reads weights of 2 to 8 bit integers, fp8, NVFP4 and MX formats, with inputs rounded to 8 or 4 bits: "
-        "per token or group while running, or per tensor by calibration",
+        "per token or group while running, or per tensor by calibration, and multiplied by Hadamard matrices whose size is "
+        "a power of two",
     )

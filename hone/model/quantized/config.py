@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from hone.base.errors import ArtifactError
+from hone.base.errors import ArtifactError, SpecError
 from hone.model.quantized.scheme import Quantization
 
 METHODS = {
@@ -31,8 +31,27 @@ def read(values: Any, where: str = "config.json") -> Quantization:
 
 
 def to_json(quantization: Quantization) -> dict[str, Any]:
-    """The `quantization_config` that transformers and vLLM read."""
+    """The `quantization_config` that transformers and vLLM read. Raises SpecError where its format lacks a part."""
+    if quantization.hadamards and quantization.method != "compressed-tensors":
+        raise SpecError(
+            f"{quantization.method} cannot say that inputs are multiplied by Hadamard matrices",
+            fix="quantize to a layout of compressed-tensors, such as pack-quantized, or rotate with r4=false",
+        )
     return import_module(METHODS[quantization.method]).to_json(quantization)
+
+
+def input_hadamard(values: dict[str, Any], module: str, columns: int) -> int:
+    """Size of the Hadamard matrices with which the inputs of checkpoint module `module` are multiplied; 0 for none.
+
+    Raises ArtifactError for a size that does not divide its `columns` input features, or is no power of two.
+    """
+    size = read(values).hadamard(module, columns)
+    if size and (columns % size or size & (size - 1)):
+        raise ArtifactError(
+            f"{module} has {columns} input features, and transform_config multiplies blocks of {size}",
+            fix="hone computes Hadamard matrices whose size is a power of two that divides the input features",
+        )
+    return size
 
 
 def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]] | None:

@@ -12,6 +12,7 @@ from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
 from hone.model.hf import Checkpoint
 from hone.model.quantized.config import read
+from hone.model.quantized.hadamard import multiply
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme
 
@@ -23,6 +24,8 @@ class Quantized(NamedTuple):
     rows: int
     columns: int
     scheme: Scheme
+    hadamard: int = 0
+    """Size of the Hadamard matrices with which its inputs are multiplied; 0 for none."""
 
     @property
     def tensors(self) -> list[str]:
@@ -42,13 +45,21 @@ def quantized_modules(config: ModelConfig, quantization: dict[str, Any]) -> Iter
     if not config.tie_embeddings:
         linears.append(("lm_head", config.vocab_size, config.hidden_size))
     for name, rows, columns in linears:
-        scheme = parsed.scheme(name)
+        scheme, size = parsed.scheme(name), parsed.hadamard(name, columns)
         if scheme is not None:
-            yield Quantized(name, rows, columns, scheme)
+            yield Quantized(name, rows, columns, scheme, size)
+        elif size:
+            raise ArtifactError(
+                f"transform_config multiplies the inputs of {name}, which is not quantized",
+                fix="start from the checkpoint it was made from",
+            )
 
 
 class DenseCheckpoint(Checkpoint):
-    """A `Checkpoint` whose quantized linears have a `weight` in the checkpoint's dtype, dequantized when it is read."""
+    """A `Checkpoint` whose quantized linears have a `weight` in the checkpoint's dtype, dequantized when it is read.
+
+    Where inputs were multiplied by Hadamard matrices, the weight is: the inputs of the dense linear are not.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         super().__init__(folder)
@@ -72,9 +83,10 @@ class DenseCheckpoint(Checkpoint):
                 raise self._misfit(f"{one.name}.{suffix}", tuple(tensor.shape), shape)
             part[suffix] = tensor
         try:
-            return layout_of(one.scheme).read(one.scheme, part, one.columns).weight(self.dtype)
+            weight = layout_of(one.scheme).read(one.scheme, part, one.columns).weight(self.dtype)
         except ArtifactError as error:
             raise ArtifactError(f"{self.folder}: {one.name}: {error.what}", fix=error.fix) from None
+        return multiply(weight, one.hadamard) if one.hadamard else weight
 
     def file(self, name: str) -> Path:
         return super().file(self._modules[name].tensors[0] if name in self._modules else name)

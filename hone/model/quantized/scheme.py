@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,6 +221,15 @@ class Stored:
         return replace(self, codes=codes, scales=scales, zero_points=points, raw=raw)
 
 
+class InputHadamard(NamedTuple):
+    """Modules whose inputs are multiplied by Hadamard matrices of `size` columns (`hone.model.quantized.hadamard.multiply`)."""
+
+    targets: tuple[str, ...]
+    size: int
+    """0: as many as the module has input features."""
+    ignore: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Quantization:
     """Which modules of a checkpoint are quantized and how.
@@ -234,15 +243,27 @@ class Quantization:
     """`quant_method` of config.json: the library whose format it is."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json's block that concern computation or other libraries, not storage."""
+    hadamards: tuple[InputHadamard, ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of the linear named `module` in the checkpoint; None when it is not quantized."""
         if any(_matches(target, module) for target in self.ignore):
             return None
         for targets, scheme in self.groups:
-            if any(target == "Linear" or _matches(target, module) for target in targets):
+            if _targeted(targets, module):
                 return scheme
         return None
+
+    def hadamard(self, module: str, columns: int) -> int:
+        """Size of the Hadamard matrices with which inputs of the linear `module` are multiplied; 0 for none."""
+        for one in self.hadamards:
+            if _targeted(one.targets, module) and not _targeted(one.ignore, module):
+                return one.size or columns
+        return 0
+
+
+def _targeted(targets: tuple[str, ...], module: str) -> bool:
+    return any(target == "Linear" or _matches(target, module) for target in targets)
 
 
 def _matches(target: str, module: str) -> bool:
