@@ -9,11 +9,14 @@ from typing import Any
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.compress.check import Checked
+from hone.compress.low_rank.base import Factorization
 from hone.compress.matrix import Assigned
 from hone.compress.targets import Linear, linears
+from hone.model.adapters import peft
 from hone.model.config import ModelConfig
-from hone.model.folder import weights_bytes
+from hone.model.folder import ADAPTER, weights_bytes
 from hone.model.hf import Checkpoint, copy_tokenizer
+from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import Quantization, Scheme
@@ -26,10 +29,13 @@ def quantization_config(
     config: ModelConfig, targets: tuple[tuple[Linear, ...], ...], assigned: Assigned, dtype: str
 ) -> dict[str, Any] | None:
     """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
-    which readers prefer. None without a quantizer."""
+    which readers prefer; or that weights are factors. None where they stay as they are."""
     if assigned.template is None:
         return None
     ignored = ["lm_head"]
+    if isinstance(assigned.template, Factorization):
+        left = (one for index, chosen in enumerate(targets) for one in linears(config, index) if one not in chosen)
+        return low_rank.config([*ignored, *(name for linear in left for name, _ in linear.modules)])
     modules: dict[Scheme, list[str]] = {}
     for index, chosen in enumerate(targets):
         for linear in linears(config, index):
@@ -49,9 +55,11 @@ def quantization_config(
     return to_json(made)
 
 
-def describe(draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> None:
-    """Writes config.json with the quantization, generation_config.json and the tokenizer beside it."""
-    values = dict(checkpoint.values)
+def describe(
+    draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None, *, adapted: bool = False
+) -> None:
+    """Writes config.json with the quantization and whether there is an adapter, generation_config.json and the tokenizer."""
+    values = checkpoint.values | ({peft.KEY: ADAPTER} if adapted else {})
     if quantization is not None:
         values["quantization_config"] = quantization
     write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())

@@ -21,7 +21,8 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting
 from hone.compress.allocations.base import Budget, candidates, read_bytes
-from hone.compress.matrix import Step, matrix_name, quantizer_of
+from hone.compress.low_rank.base import LowRank, correction_of, low_rank_last
+from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
 from hone.cost.compress import Compression, MatrixWork, compress_bytes
@@ -34,6 +35,7 @@ from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
 
 torch = lazy("torch")
+adapters = lazy("hone.compress.low_rank.adapter")
 allocating = lazy("hone.compress.allocations.planning")
 calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
@@ -41,6 +43,7 @@ capture = lazy("hone.compress.capture")
 checks = lazy("hone.compress.check")
 dense = lazy("hone.model.quantized.dense")
 hf = lazy("hone.model.hf")
+peft = lazy("hone.model.adapters.peft")
 result = lazy("hone.compress.result")
 shards = lazy("hone.compress.shards")
 sizes = lazy("hone.compress.sizes")
@@ -85,8 +88,8 @@ class Compress(Stage):
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
         (),
-        description="Steps in order: structured pruners, transforms, pruners, and at most one quantizer, last; empty with fit "
-        "or target_latency, which choose them.",
+        description="Steps in order: structured pruners, transforms, pruners, at most one quantizer, at most one low-rank step; "
+        "empty with fit or target_latency, which choose them.",
     )
     fit: str | None = Field(
         None, description="Bytes that the weights may take, as 6GB or 5.5GiB: chooses the best steps that fit."
@@ -138,11 +141,16 @@ class Compress(Stage):
                 read(text)
         if wanted and self.allocation is not None:
             raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
+        low_rank_last(self.steps)
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
         transforms_first(self._layer_steps)
         if self.allocation is not None:
             self.allocation.check(self._quantizer)
+            if self._correction is not None:
+                raise ValueError(
+                    f"an allocation budgets weights alone, not the adapter of {self._correction.kind}: use one"
+                )
         for step in self._layer_steps[1:]:
             if step.reads_model:
                 raise ValueError(f"{step.kind} reads the weights of the given model: it must be the first step")
@@ -203,12 +211,15 @@ class Compress(Stage):
             for linear in linears:
                 for step in self._possible_steps:
                     step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
+                    if isinstance(step, LowRank):
+                        for name, rows in linear.modules:
+                            step.check_module(name, rows, linear.columns)
                 if self._quantizer is not None:
                     targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self._structured else None)
         planned, budget = allocating.assigned(
-            self.allocation, quantizer, before, targets, self._rest_dtype, dtype, model.where
+            self.allocation, storage_of(self._layer_steps), before, targets, self._rest_dtype, dtype, model.where
         )
         made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype)
         compute = self.compute_dtype
@@ -231,9 +242,14 @@ class Compress(Stage):
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
+        config, correction = model.config, self._correction
+        if correction is not None:
+            more["adapter_bytes"] = adapters.file_bytes(correction, targets, dtype)
+            config = peft.adapted(config, adapters.spec(correction, config, targets))
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
         quantization = result.quantization_config(model.config, targets, planned, model.dtype)
-        update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
+        update = {"where": f"compressed {model.where}", "quantization": quantization, "config": config}
+        update["weights_bytes"] = sum(made) + work.adapter_bytes
         return CompressPlan(
             estimates=with_energy(self._estimates(model, machine, work, budget), machine),
             facts=model.model_copy(update=update),
@@ -275,8 +291,9 @@ class Compress(Stage):
                 check = checks.Check(samples.spare, self.batch_size, run.device, dtype)
             rows = stream.run_job(job, flow if self._layer_steps else None, draft, run, check)
             checked = checks.read(draft.state)
-            quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
-            result.describe(draft, checkpoint, quantization)
+            stored = replace(job.quantizers, template=storage_of(self._layer_steps))
+            quantization = result.quantization_config(checkpoint.config, plan.targets, stored, plan.facts.dtype)
+            result.describe(draft, checkpoint, quantization, adapted=self._correction is not None)
             if self._layer_steps:
                 write_jsonl(draft.folder / "layers.jsonl", rows)
         for step, words in zip(self._structured, said):
@@ -322,6 +339,10 @@ class Compress(Stage):
     @property
     def _quantizer(self) -> Any:
         return quantizer_of(self._layer_steps)
+
+    @property
+    def _correction(self) -> Any:
+        return correction_of(self._layer_steps)
 
     @property
     def _paired(self) -> bool:
@@ -387,7 +408,7 @@ class Compress(Stage):
         self, model: CheckpointFacts, machine: Machine, work: Compression, budget: Budget | None
     ) -> dict[str, Estimate]:
         """Exact sizes; seconds and memory; figures that follow from the steps' options."""
-        size, params = sum(work.shard_bytes), model.config.num_params
+        size, params = sum(work.shard_bytes) + work.adapter_bytes, model.config.num_params
         beside = beside_bytes(model.config.vocab_size)
         options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
         if budget is not None:
@@ -417,4 +438,5 @@ class Compress(Stage):
         """The steps, the quantizer with each of the bits that it may get."""
         if self.allocation is None:
             return self._layer_steps
-        return (*self._layer_steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
+        steps = (step for step in self._layer_steps if step is not self._quantizer)
+        return (*steps, *candidates(self._quantizer, self.allocation.bits).values())

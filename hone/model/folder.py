@@ -14,6 +14,8 @@ HUB = "hf:"
 """Prefix of models on the Hugging Face Hub where a folder is expected: hf:OWNER/NAME, hf:OWNER/NAME@REVISION."""
 
 CONFIG = "config.json"
+ADAPTER = "adapter"
+"""The subfolder of a model folder that keeps its adapter (hone.model.adapters.peft)."""
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -123,8 +125,9 @@ def _line(error: BaseException) -> str:
 
 
 def weights_bytes(folder: Path | str) -> int:
-    """Bytes of the folder's *.safetensors files; 0 when it has none."""
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    """Bytes of the *.safetensors files of the folder and of its adapter; 0 when it has none."""
+    folder = Path(folder)
+    return sum(path.stat().st_size for where in (folder, folder / ADAPTER) for path in where.glob("*.safetensors"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
