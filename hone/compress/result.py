@@ -15,7 +15,7 @@ from hone.compress.targets import Linear, linears
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.folder import ADAPTER, weights_bytes
-from hone.model.hf import Checkpoint, copy_tokenizer
+from hone.model.hf import Checkpoint, config_values, copy_tokenizer
 from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
@@ -59,7 +59,10 @@ def describe(
     draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None, *, adapted: bool = False
 ) -> None:
     """Writes config.json with the quantization and whether there is an adapter, generation_config.json and the tokenizer."""
-    values = checkpoint.values | ({peft.KEY: ADAPTER} if adapted else {})
+    values = checkpoint.values
+    if quantization is not None and quantization["quant_method"] == "low_rank":
+        values = config_values(checkpoint.config, checkpoint.dtype, quantization)
+    values = values | ({peft.KEY: ADAPTER} if adapted else {})
     if quantization is not None:
         values["quantization_config"] = quantization
     write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())

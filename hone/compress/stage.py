@@ -173,6 +173,8 @@ class Compress(Stage):
         """
         model = need(facts, "model", CheckpointFacts)
         data = need(facts, "data", DataFacts) if "data" in facts else None
+        if model.quantization is not None and model.quantization.get("quant_method") == "low_rank":
+            raise SpecError(f"{model.where} stores low-rank factors", fix="compress the checkpoint it was made from")
         if model.quantization is not None and not self.requantize:
             raise SpecError(
                 f"{model.where} is quantized already ({model.quantization.get('quant_method')})",

@@ -356,7 +356,7 @@ def write_config(
     adapted: bool = False,
 ) -> None:
     """Writes config.json and generation_config.json; `adapted` says that the folder has an adapter."""
-    values = config_values(config, dtype) | ({peft.KEY: ADAPTER} if adapted else {})
+    values = config_values(config, dtype, quantization) | ({peft.KEY: ADAPTER} if adapted else {})
     if values["model_type"] == OWN:
         say_once(f"{values['note']} It is the folder {folder}")
     if quantization is not None:
@@ -366,9 +366,13 @@ def write_config(
     write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
 
 
-def config_values(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of `config`: for transformers, or in hone's own format where no class of it can express the stack."""
+def config_values(
+    config: ModelConfig, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config.json of `config`: for transformers, or in hone's own format where it cannot express the stack or the weights."""
     name = str(dtype).removeprefix("torch.")
+    if quantization is not None and quantization.get("quant_method") == "low_rank":
+        return own_format(config, name, "its weights are stored as low-rank factors")
     try:
         return to_hf(config, name)
     except SpecError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 torch = lazy("torch")
 factors = lazy("hone.compress.low_rank.factors")
 
-ITERATION_OPS = 12
-"""Tensor operations started by one pass of the subspace iteration."""
+EIGH, GPU_EIGH = 30.0, 800.0
+"""Operations of an eigendecomposition in float64 divided by n^3, at the rate of float32 products: one of two Xeon cores
+(n 1024 and 2048: 21 to 32); and on a GPU, a guess that was not measured."""
+
+PASS_OPS, GPU_PASS_OPS = 12, 200
+"""Tensor operations started by one pass of the subspace iteration; on a GPU most are the kernels of its QR, a guess."""
 
 
 class LowRank(Step):
@@ -61,11 +66,19 @@ class LowRank(Step):
         return found
 
     def work(self, rows: int, columns: int) -> Work:
-        """An eigendecomposition or a subspace iteration, in float64."""
+        """An eigendecomposition or a subspace iteration, of all modules as if they were one."""
         rank = min(self.rank_of(rows, columns), min(rows, columns))
-        flops = factors.flops(rows, columns, rank, calibrated=self.calibrated)
-        ops = 40 if factors.is_exact(rows, columns, rank) else ITERATION_OPS * factors.ITERATIONS
-        return Work(flops=flops, num_bytes=80.0 * rows * columns, num_ops=ops, temporaries=10)
+        passes = 1 if factors.is_exact(rows, columns, rank) else factors.ITERATIONS
+        cpu, gpu = (
+            Work(
+                flops=factors.flops(rows, columns, rank, eigh, calibrated=self.calibrated),
+                num_bytes=80.0 * rows * columns,
+                num_ops=40.0 + ops * passes,
+                temporaries=12,
+            )
+            for eigh, ops in ((EIGH, PASS_OPS), (GPU_EIGH, GPU_PASS_OPS))
+        )
+        return replace(cpu, on_gpu=gpu)
 
 
 class Factorization(LowRank, Storage):
@@ -156,13 +169,19 @@ class Correction(LowRank):
         _, matrix.factors, matrix.stored, matrix.current = chosen
 
     def work(self, rows: int, columns: int) -> Work:
-        once = super().work(rows, columns)
-        count = self.iterations
-        # The quantizer runs again in each further turn: what it costs is not known here, a sweep is assumed.
-        again = (count - 1) * (rows * columns**2 + columns**3 / 3)
-        return Work(
-            count * once.flops + again, count * 400.0 * rows * columns, count * (once.num_ops + 17 * columns), 12
+        """As often as it iterates; what the quantizer takes to run again is taken for that of a sweep of GPTQ."""
+        once, again = super().work(rows, columns), (self.iterations - 1) * (rows * columns**2 + columns**3 / 3)
+        assert once.on_gpu is not None
+        cpu, gpu = (
+            replace(
+                one,
+                flops=self.iterations * one.flops + again,
+                num_bytes=self.iterations * (400.0 if again else 120.0) * rows * columns,
+                num_ops=self.iterations * one.num_ops + (self.iterations - 1) * 17.0 * columns,
+            )
+            for one in (once, once.on_gpu)
         )
+        return replace(cpu, on_gpu=gpu)
 
 
 def correction_of(steps: Iterable[Any]) -> Correction | None:
