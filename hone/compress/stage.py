@@ -21,7 +21,7 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting
 from hone.compress.allocations.base import Budget, candidates, read_bytes
-from hone.compress.low_rank.base import LowRank, correction_of, low_rank_last
+from hone.compress.low_rank.base import check_modules, correction_of, low_rank_last
 from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
@@ -43,7 +43,6 @@ capture = lazy("hone.compress.capture")
 checks = lazy("hone.compress.check")
 dense = lazy("hone.model.quantized.dense")
 hf = lazy("hone.model.hf")
-peft = lazy("hone.model.adapters.peft")
 result = lazy("hone.compress.result")
 shards = lazy("hone.compress.shards")
 sizes = lazy("hone.compress.sizes")
@@ -213,9 +212,7 @@ class Compress(Stage):
             for linear in linears:
                 for step in self._possible_steps:
                     step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
-                    if isinstance(step, LowRank):
-                        for name, rows in linear.modules:
-                            step.check_module(name, rows, linear.columns)
+                check_modules(self._layer_steps, linear)
                 if self._quantizer is not None:
                     targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
@@ -244,10 +241,7 @@ class Compress(Stage):
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
-        config, correction = model.config, self._correction
-        if correction is not None:
-            more["adapter_bytes"] = adapters.file_bytes(correction, targets, dtype)
-            config = peft.adapted(config, adapters.spec(correction, config, targets))
+        config, more["adapter_bytes"] = adapters.planned(self._correction, model.config, targets, dtype)
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
         quantization = result.quantization_config(model.config, targets, planned, model.dtype)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "config": config}
@@ -423,7 +417,7 @@ class Compress(Stage):
             "time_s": allocating.seconds(machine, work, self.allocation),
             MEMORY: compress_bytes(machine, work),
             DISK: Estimate(
-                value=size + beside,
+                value=size + work.adapter_bytes + beside,
                 unit="B",
                 formula=f"the weights; tokenizer, config, index, rows {human_bytes(beside)}",
             ),

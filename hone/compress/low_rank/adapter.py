@@ -35,6 +35,15 @@ def spec(correction: Correction, config: ModelConfig, targets: Targets) -> LoRA:
     return ADAPTERS.read({"kind": "lora", **options})
 
 
+def planned(
+    correction: Correction | None, config: ModelConfig, targets: Targets, dtype: torch.dtype
+) -> tuple[ModelConfig, int]:
+    """`config` with the adapter that `correction` will write, and the bytes of its file; as it is and 0 for None."""
+    if correction is None:
+        return config, 0
+    return peft.adapted(config, spec(correction, config, targets)), file_bytes(correction, targets, dtype)
+
+
 def file_bytes(correction: Correction, targets: Targets, dtype: torch.dtype) -> int:
     """Bytes of its adapter_model.safetensors, for a checkpoint of `dtype`."""
     stored, rank = correction.stored_dtype(dtype), correction.rank

@@ -21,6 +21,8 @@ from hone.cost.compress import Work
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.compress.targets import Linear
+
 torch = lazy("torch")
 factors = lazy("hone.compress.low_rank.factors")
 
@@ -187,6 +189,14 @@ class Correction(LowRank):
 def correction_of(steps: Iterable[Any]) -> Correction | None:
     """The step that adds an adapter; None without one."""
     return next((step for step in steps if isinstance(step, Correction)), None)
+
+
+def check_modules(steps: Iterable[Step], linear: Linear) -> None:
+    """Raises SpecError when a low-rank step cannot work on a checkpoint module of `linear`."""
+    for step in steps:
+        if isinstance(step, LowRank):
+            for name, rows in linear.modules:
+                step.check_module(name, rows, linear.columns)
 
 
 def low_rank_last(steps: Iterable[Step]) -> None:
