@@ -41,6 +41,13 @@ def contents(folder: Path) -> dict[str, bytes]:
             [(3, "after")],
         ),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
+        (
+            [{"kind": "gptq", "bits": 3, "group_size": 32}, {"kind": "eora", "rank": 4}],
+            [(2, "after"), (4, "before"), (6, "after")],
+        ),
+        ([{"kind": "nvfp4", "activations": "nvfp4"}, {"kind": "loftq", "rank": 4}], [(3, "after"), (5, "after")]),
+        ([{"kind": "wanda"}, {"kind": "eora", "rank": 4}], [(4, "after"), (3, "before")]),
+        ([{"kind": "asvd", "ratio": 0.5}], [(3, "after"), (4, "before")]),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),
     ],
