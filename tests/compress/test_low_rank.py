@@ -23,6 +23,9 @@ from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, load, save
 from hone.model.quantized.dense import DenseCheckpoint
+from hone.serve.engine import Engine
+from hone.serve.request import SamplingParams
+from hone.serve.spec import EngineSpec
 
 RTN = {"kind": "rtn", "bits": 2, "group_size": 32}
 GPTQ = {"kind": "gptq", "bits": 2, "group_size": 32}
@@ -251,6 +254,15 @@ def test_a_corrected_folder_is_its_base_and_the_adapter(
     starts = np.arange(0, tokens.size + 1, 32)
     scored = score(model, tokens.ravel(), starts, window=32, reference=load(family_folder(family)))
     assert made.figures["kl_to_dense"].value == pytest.approx(scored.mean_kl, rel=2e-3)
+    one = Engine(model, EngineSpec(num_pages=16, block_size=8))
+    served = one.generate([TOKENS[0, :9].tolist()], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))[
+        0
+    ].tokens
+    text = TOKENS[:, :9]
+    with torch.no_grad():
+        for _ in range(6):
+            text = torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
+    assert list(served) == text[0, 9:].tolist()
     without = compress(family_folder(family), steps[0], name="without", **options)
     name = "relative_output_error"
     assert made.figures[name].value < 0.97 * without.figures[name].value
