@@ -45,6 +45,11 @@ def refuse_others(path: Path) -> None:
 def no_whole_model(folder: Path) -> ArtifactError | None:
     """The error of a folder without config.json that holds an adapter or a GGUF file; None when it holds neither."""
     if (folder / "adapter_config.json").exists():
+        if folder.name == ADAPTER and (folder.parent / CONFIG).exists():
+            return ArtifactError(
+                f"{folder} is the adapter of the model in {folder.parent}",
+                fix=f"give {folder.parent}, which applies it",
+            )
         base = _base_of(folder / "adapter_config.json")
         return ArtifactError(
             f"{folder} is an adapter (adapter_config.json), not a whole model: it belongs to {base}",

@@ -339,8 +339,13 @@ def save(
     if adapter is not None:
         added = peft.keys(config)
         config = config.model_copy(update={"adapters": ()})
-        factors = {added[name]: tensor for name, tensor in state(decoder) if name in added}
-        peft.write(folder, adapter, {name: tensor.to(stored) for name, tensor in factors.items()})
+        factors = {
+            added[name]: layer.get_parameter(path).detach().to(stored)
+            for index, layer in enumerate(decoder.layers)
+            for path, name in singles(decoder.config, index).items()
+            if name in added
+        }
+        peft.write(folder, adapter, factors)
     write_config(config, folder, stored, decoder.quantization, adapted=adapter is not None)
     write_tensors(((name, tensor) for name, tensor in cast if name not in added), folder, max_shard_bytes)
     if tokenizer_from is not None:

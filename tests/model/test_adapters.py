@@ -88,6 +88,9 @@ def test_a_saved_adapter_is_pefts_folder(family: str, tmp_path: Path) -> None:
         assert tensors[f"{key}.lora_B.weight"].shape == (rows[module], 3)
     assert not any("lora" in name for name in load_file(tmp_path / "model.safetensors"))
     assert weights_bytes(tmp_path) == sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    with pytest.raises(ArtifactError, match="is the adapter of the model in") as caught:
+        hf.load(tmp_path / "adapter")
+    assert str(tmp_path) in caught.value.fix
     facts = CheckpointFacts.of(tmp_path)
     assert facts.config == model.config and facts.weights_bytes == weights_bytes(tmp_path)
 
