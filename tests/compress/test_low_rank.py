@@ -269,9 +269,11 @@ def test_a_corrected_folder_is_its_base_and_the_adapter(
     assert made.figures["kl_to_dense"].value < without.figures["kl_to_dense"].value
     assert made.techniques[-1]["slot"] == "low rank" and "adapter" in made.techniques[-1]["note"]
     assert CheckpointFacts.of(made.folder).config == model.config
+    with pytest.raises(SpecError, match="has adapters around its linears"):
+        compress(made.folder, {"kind": "rtn", "group_size": 0}, name="twice", requantize=True)
 
 
-@pytest.mark.parametrize("kind", ["svd", "asvd"])
+@pytest.mark.parametrize("kind", [pytest.param("svd", marks=pytest.mark.slow), "asvd"])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])  # without and with biases
 def test_a_factored_folder_is_read_by_hone_alone(
     kind: str, family: str, family_folder, compress, calibration_text: Path, tmp_path: Path
@@ -360,9 +362,6 @@ def test_what_cannot_be_combined_is_said(family_folder, compress, calibration_te
     with pytest.raises(SpecError, match="budgets weights alone, not the adapter of eora"):
         allocation = {"kind": "hessian", "bits_per_weight": 3.5}
         compress(family_folder("llama"), GPTQ, {"kind": "eora", "rank": 4}, allocation=allocation, **text)
-    made = compress(family_folder("llama"), {"kind": "wanda"}, {"kind": "eora", "rank": 4}, **text)
-    with pytest.raises(SpecError, match="has adapters around its linears"):
-        compress(made.folder, {"kind": "rtn", "group_size": 0}, name="twice")
 
 
 def test_a_plan_knows_the_adapter_before_there_is_one(family_folder) -> None:

@@ -72,9 +72,13 @@ def test_killed_runs_end_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_killed_at_every_durable_write(child, tiny_llama: Path, calibration_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [["magnitude", "gptq"], ["gptq", "eora"]])  # shards alone; an adapter beside them
+def test_killed_at_every_durable_write(
+    steps: list[str], child, tiny_llama: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    options = {"gptq": {"bits": 3, "group_size": 32}, "eora": {"rank": 4}}
     spec = {
-        "steps": [{"kind": "magnitude"}, {"kind": "gptq", "bits": 3, "group_size": 32}],
+        "steps": [{"kind": kind, **options.get(kind, {})} for kind in steps],
         "num_sequences": 8,
         "seq_len": 32,
         "calibration_text": str(calibration_text),
