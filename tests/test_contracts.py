@@ -16,7 +16,8 @@ import hone
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique, all_tables
-from hone.compress import PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS, TRANSFORMS
+from hone.compress import LOW_RANK, PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS, TRANSFORMS
+from hone.compress.low_rank.base import Correction
 from hone.compress.stage import Compress
 from hone.data import DEDUPS, FILTERS
 from hone.data.expression import evaluate
@@ -85,7 +86,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [*QUANTIZERS, *PRUNERS, *STRUCTURED_PRUNERS, *(name for name in TRANSFORMS if TRANSFORMS[name].whole)]
+    "kind",
+    [*QUANTIZERS, *PRUNERS, *STRUCTURED_PRUNERS, *LOW_RANK, *(name for name in TRANSFORMS if TRANSFORMS[name].whole)],
 )
 def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     before = digests(tiny_llama)
@@ -93,12 +95,18 @@ def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 60)
     options = {"group_size": 32, "block_size": 32, "intermediate_size": 0.5}
     step = {"kind": kind, **{name: value for name, value in options.items() if name in STEPS[kind].model_fields}}
-    spec = Compress.read({"steps": [step], "calibration_text": str(text), "num_sequences": 4, "seq_len": 64})
+    if issubclass(STEPS[kind], Correction):
+        before_it, step["rank"] = [{"kind": "rtn", "group_size": 32}], 4
+    else:
+        before_it = []
+    spec = Compress.read(
+        {"steps": [*before_it, step], "calibration_text": str(text), "num_sequences": 4, "seq_len": 64}
+    )
     made = spec.make(tmp_path / "made", {"model": hone.Artifact.read(tiny_llama)}, QUIET)
     assert digests(tiny_llama) == before
     figure = made.figures["model_bytes"]
     assert figure.estimate.value == pytest.approx(figure.value, rel=0.01)
-    assert [row["kind"] for row in made.techniques] == [kind]
+    assert [row["kind"] for row in made.techniques] == [*(one["kind"] for one in before_it), kind]
     tokens = torch.arange(40)[None]
     first, again = hone.load(made.folder)(tokens), hone.load(made.folder)(tokens)
     assert torch.isfinite(first).all() and torch.equal(first, again)

@@ -62,6 +62,17 @@ STRUCTURED_PRUNERS = Table(
 )
 
 
+LOW_RANK = Table(
+    "low rank",
+    {
+        "svd": "hone.compress.low_rank.svd:SVD",
+        "asvd": "hone.compress.low_rank.asvd:ASVD",
+        "eora": "hone.compress.low_rank.eora:EoRA",
+        "loftq": "hone.compress.low_rank.loftq:LoftQ",
+    },
+)
+
+
 class Steps(Table):
     """Several slots combined in one table, for a list of steps from any of them."""
 
@@ -78,4 +89,4 @@ class Steps(Table):
         return next(table.slot for table in self.tables if kind in table.rows)
 
 
-STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS)
+STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS, LOW_RANK)

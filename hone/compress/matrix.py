@@ -53,7 +53,7 @@ class Matrix:
 
     `original` [N, K] is float32 or float64. A step replaces `current`, the float weight (never in place); a pruner also sets
     `keep` (bool [N, K]), False for weights that must stay zero; a quantizer sets `stored`, whose values are the weight from
-    then on. `statistics` holds those of the calibration inputs that the steps need (see `hone.compress.statistics`).
+    then on; a low-rank step sets `factors`, which replace the weight if `replaced`, else are added to it. `statistics` holds those of the calibration inputs that the steps need (see `hone.compress.statistics`).
     """
 
     name: str
@@ -67,6 +67,11 @@ class Matrix:
     """What `Step.prepare` found over all matrices of the model."""
     keep: Tensor | None = None
     stored: Stored | None = None
+    quantizer: Quantizer | None = None
+    """The quantizer among the steps, for a step that quantizes again."""
+    factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(A [r, K], B [rows, r]) of each checkpoint module, as they are written."""
+    replaced: bool = False
     notes: list[str] = field(default_factory=list)
     current: Tensor = field(init=False)
 
@@ -75,7 +80,18 @@ class Matrix:
 
     @property
     def weight(self) -> Tensor:
-        """The current weight, dequantized if stored, [N, K] in the dtype of `original`."""
+        """The current weight with its factors, dequantized if stored, [N, K] in the dtype of `original`."""
+        return self.base + self.product() if self.factors and not self.replaced else self.base
+
+    def product(self) -> Tensor:
+        """The product of the factors, [N, K]."""
+        return torch.cat([up.to(self.original) @ down.to(self.original) for down, up in self.factors])
+
+    @property
+    def base(self) -> Tensor:
+        """The current weight without factors that are added to it."""
+        if self.replaced:
+            return self.product()
         if self.stored is not None:
             return self.stored.weight(self.original.dtype)
         return self.current if self.keep is None else self.current.masked_fill(~self.keep, 0)
@@ -85,7 +101,7 @@ class Matrix:
         self.keep = keep if self.keep is None else self.keep & keep
 
     def errors(self) -> Errors:
-        """The errors of `weight` against `original`: of the weight, and of its outputs on the calibration inputs."""
+        """The errors of `weight` against `original`: of the weight, and of its outputs on the calibration inputs; zeros in `base`."""
         weight = self.weight
         change = weight - self.original
         hessian, output = self.statistics.get("hessian"), None
@@ -93,7 +109,8 @@ class Matrix:
             lost = ((change @ hessian) * change).sum()
             whole = ((self.original @ hessian) * self.original).sum()
             output = _ratio(lost.clamp(min=0).sqrt(), whole.clamp(min=0).sqrt())
-        zeros = weight.numel() - int(torch.count_nonzero(weight))
+        base = self.base if self.factors else weight
+        zeros = weight.numel() - int(torch.count_nonzero(base))
         return Errors(_ratio(change.norm(), self.original.norm()), output, zeros)
 
 
@@ -144,8 +161,16 @@ class Step(Technique):
         return ""
 
 
-class Quantizer(Step):
-    """A step that determines the storage of weights: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
+class Storage(Step):
+    """A step that determines the storage of weights: a subclass writes `entries`."""
+
+    def entries(self, rows: int, columns: int, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
+        """Dtype and shape of each tensor of a module [rows, columns], by suffix, for a checkpoint of `dtype`."""
+        raise NotImplementedError
+
+
+class Quantizer(Storage):
+    """A step that stores codes and scales: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
 
     gives: ClassVar[frozenset[str]] = frozenset({"weights:quantized"})
     takes: ClassVar[frozenset[str]] = frozenset({"weights:float"})
@@ -221,6 +246,9 @@ class Quantizer(Step):
             return getattr(torch, self.scale_dtype)
         return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
 
+    def entries(self, rows: int, columns: int, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
+        return layouts.tensors_of(self.scheme(columns), rows, columns, self.stored_scale_dtype(dtype))
+
     def config_options(self, dtype: str) -> dict[str, Any]:
         """Keys of config.json's quantization_config beside the storage, for a checkpoint of `dtype`."""
         return {}
@@ -267,19 +295,25 @@ class Quantizer(Step):
 
 
 def quantizer_of(steps: Iterable[Step]) -> Quantizer | None:
-    """The step that determines the storage of weights; None without a quantizer."""
+    """The step that stores codes and scales; None without a quantizer."""
     return next((step for step in steps if isinstance(step, Quantizer)), None)
+
+
+def storage_of(steps: Iterable[Step]) -> Storage | None:
+    """The step that determines the storage of weights; None where they stay as they are."""
+    return next((step for step in steps if isinstance(step, Storage)), None)
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """The quantizer of each matrix: `template` for all, or with the bits that an allocation gave a matrix by its name."""
+    """The storage of each matrix: `template` for all, or with the bits that an allocation gave a matrix by its name."""
 
-    template: Quantizer | None
+    template: Any
+    """A `Storage` step; None where weights stay as they are."""
     bits: Mapping[str, int] = field(default_factory=dict)
 
-    def of(self, index: int, path: str) -> Quantizer | None:
-        """The quantizer of the linear at `path` of layer `index`."""
+    def of(self, index: int, path: str) -> Any:
+        """The step that stores the linear at `path` of layer `index`."""
         bits = self.bits.get(matrix_name(index, path))
         return (
             self.template if self.template is None or bits is None else self.template.model_copy(update={"bits": bits})

@@ -10,11 +10,14 @@ from typing import Any
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.compress.check import Checked
+from hone.compress.low_rank.base import Factorization
 from hone.compress.matrix import Assigned, matrix_name
 from hone.compress.targets import Linear, linears
+from hone.model.adapters import peft
 from hone.model.config import ModelConfig
-from hone.model.folder import weights_bytes
-from hone.model.hf import Checkpoint, copy_tokenizer
+from hone.model.folder import ADAPTER, weights_bytes
+from hone.model.hf import Checkpoint, config_values, copy_tokenizer
+from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import InputHadamard, Quantization, Scheme
@@ -31,10 +34,14 @@ def quantization_config(
     hadamards: Mapping[str, int],
 ) -> dict[str, Any] | None:
     """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
-    which readers prefer. None without a quantizer. `hadamards`: sizes of the Hadamard matrices of inputs, by matrix."""
+    which readers prefer; or that weights are factors. None where they stay as they are. `hadamards`: sizes of the Hadamard
+    matrices of inputs, by matrix."""
     if assigned.template is None:
         return None
     ignored = ["lm_head"]
+    if isinstance(assigned.template, Factorization):
+        left = (one for index, chosen in enumerate(targets) for one in linears(config, index) if one not in chosen)
+        return low_rank.config([*ignored, *(name for linear in left for name, _ in linear.modules)])
     modules: dict[Scheme, list[str]] = {}
     multiplied: dict[int, list[str]] = {}
     for index, chosen in enumerate(targets):
@@ -59,9 +66,14 @@ def quantization_config(
     return to_json(made)
 
 
-def describe(draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> None:
-    """Writes config.json with the quantization, generation_config.json and the tokenizer beside it."""
-    values = dict(checkpoint.values)
+def describe(
+    draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None, *, adapted: bool = False
+) -> None:
+    """Writes config.json with the quantization and whether there is an adapter, generation_config.json and the tokenizer."""
+    values = checkpoint.values
+    if quantization is not None and quantization["quant_method"] == "low_rank":
+        values = config_values(checkpoint.config, checkpoint.dtype, quantization)
+    values = values | ({peft.KEY: ADAPTER} if adapted else {})
     if quantization is not None:
         values["quantization_config"] = quantization
     write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())

@@ -18,7 +18,6 @@ from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
 from hone.model.hf import singles
 from hone.model.quantized.dense import quantized_modules
-from hone.model.quantized.layouts import tensors_of
 from hone.model.shards import Shards
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -72,22 +71,16 @@ def shard_sizes(
             quantizer = quantizers.of(index, linear.path)
             for name, rows in linear.modules:
                 tensors.pop(f"{name}.weight", None)  # a missing one is an error when it is read
-                stored = quantized(quantizer, rows, linear.columns, dtype)
+                stored = quantizer.entries(rows, linear.columns, dtype)
                 tensors.update({f"{name}.{suffix}": entry for suffix, entry in stored.items()})
     return [shard_bytes((name, *entry) for name, entry in tensors.items()) for tensors in (ends, *layers)]
-
-
-def quantized(quantizer: Quantizer, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Entry]:
-    """Dtype and shape of each tensor of a module [rows, columns] that `quantizer` stores, by suffix."""
-    scheme = quantizer.scheme(columns)
-    return tensors_of(scheme, rows, columns, quantizer.stored_scale_dtype(dtype))
 
 
 def matrix_bytes(quantizer: Quantizer, linear: Linear, dtype: torch.dtype) -> int:
     """Bytes of the tensors of all modules of `linear`, without the file's header."""
     total = 0
     for _, rows in linear.modules:
-        for kind, shape in quantized(quantizer, rows, linear.columns, dtype).values():
+        for kind, shape in quantizer.entries(rows, linear.columns, dtype).values():
             total += kind.itemsize * math.prod(shape)
     return total
 

@@ -21,7 +21,8 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting
 from hone.compress.allocations.base import Budget, candidates, read_bytes
-from hone.compress.matrix import Step, matrix_name, quantizer_of
+from hone.compress.low_rank.base import check_modules, correction_of, low_rank_last
+from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
@@ -35,6 +36,7 @@ from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
 
 torch = lazy("torch")
+adapters = lazy("hone.compress.low_rank.adapter")
 allocating = lazy("hone.compress.allocations.planning")
 calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
@@ -89,8 +91,8 @@ class Compress(Stage):
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
         (),
-        description="Steps in order: structured pruners, transforms, pruners, and at most one quantizer, last; empty with fit "
-        "or target_latency, which choose them.",
+        description="Steps in order: structured pruners, transforms, pruners, at most one quantizer, at most one low-rank step; "
+        "empty with fit or target_latency, which choose them.",
     )
     fit: str | None = Field(
         None, description="Bytes that the weights may take, as 6GB or 5.5GiB: chooses the best steps that fit."
@@ -142,6 +144,7 @@ class Compress(Stage):
                 read(text)
         if wanted and self.allocation is not None:
             raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
+        low_rank_last(self.steps)
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
         transforms_first(self._layer_steps)
@@ -152,6 +155,10 @@ class Compress(Stage):
             )
         if self.allocation is not None:
             self.allocation.check(self._quantizer)
+            if self._correction is not None:
+                raise ValueError(
+                    f"an allocation budgets weights alone, not the adapter of {self._correction.kind}: use one"
+                )
         for step in self._layer_steps[1:]:
             if step.reads_model:
                 raise ValueError(f"{step.kind} reads the weights of the given model: it must be the first step")
@@ -174,6 +181,8 @@ class Compress(Stage):
         """
         model = need(facts, "model", CheckpointFacts)
         data = need(facts, "data", DataFacts) if "data" in facts else None
+        if model.quantization is not None and model.quantization.get("quant_method") == "low_rank":
+            raise SpecError(f"{model.where} stores low-rank factors", fix="compress the checkpoint it was made from")
         if model.quantization is not None and not self.requantize:
             raise SpecError(
                 f"{model.where} is quantized already ({model.quantization.get('quant_method')})",
@@ -212,12 +221,13 @@ class Compress(Stage):
             for linear in linears:
                 for step in self._possible_steps:
                     step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
+                check_modules(self._layer_steps, linear)
                 if self._quantizer is not None:
                     targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self._structured else None) | sizes.untied(whole, model)
         planned, budget = allocating.assigned(
-            self.allocation, quantizer, before, targets, self._rest_dtype, dtype, model.where
+            self.allocation, storage_of(self._layer_steps), before, targets, self._rest_dtype, dtype, model.where
         )
         made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype)
         compute = self.compute_dtype
@@ -243,10 +253,12 @@ class Compress(Stage):
             more["probes"] = more.get("probes", 0) + 3 * min(self._gradient_sequences, num_sequences)
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
+        config, more["adapter_bytes"] = adapters.planned(self._correction, model.config, targets, dtype)
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
         hadamards = self._hadamards(model.config, targets)
         quantization = result.quantization_config(model.config, targets, planned, model.dtype, hadamards)
-        update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
+        update = {"where": f"compressed {model.where}", "quantization": quantization, "config": config}
+        update["weights_bytes"] = sum(made) + work.adapter_bytes
         return CompressPlan(
             estimates=with_energy(self._estimates(whole, model, machine, work, budget), machine),
             facts=model.model_copy(update=update),
@@ -303,9 +315,10 @@ class Compress(Stage):
             if not mesh.leads:
                 return
             checked = checks.read(draft.state)
-            more = (job.quantizers, plan.facts.dtype, hadamards)
+            stored = replace(job.quantizers, template=storage_of(self._layer_steps))
+            more = (stored, plan.facts.dtype, hadamards)
             quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
-            result.describe(draft, checkpoint, quantization)
+            result.describe(draft, checkpoint, quantization, adapted=self._correction is not None)
             if self._layer_steps:
                 write_jsonl(draft.folder / "layers.jsonl", rows)
         for step, words in zip(self._structured, said):
@@ -362,6 +375,10 @@ class Compress(Stage):
     @property
     def _quantizer(self) -> Any:
         return quantizer_of(self._layer_steps)
+
+    @property
+    def _correction(self) -> Any:
+        return correction_of(self._layer_steps)
 
     @property
     def _paired(self) -> bool:
@@ -439,7 +456,7 @@ class Compress(Stage):
         budget: Budget | None,
     ) -> dict[str, Estimate]:
         """Exact sizes; seconds and memory; figures that follow from the steps' options."""
-        size, params = sum(work.shard_bytes), model.config.num_params
+        size, params = sum(work.shard_bytes) + work.adapter_bytes, model.config.num_params
         beside = beside_bytes(model.config.vocab_size)
         options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
         if budget is not None:
@@ -452,7 +469,7 @@ class Compress(Stage):
             "time_s": allocating.seconds(machine, work, self.allocation),
             MEMORY: compress_bytes(machine, work),
             DISK: Estimate(
-                value=size + beside,
+                value=size + work.adapter_bytes + beside,
                 unit="B",
                 formula=f"the weights; tokenizer, config, index, rows {human_bytes(beside)}",
             ),
@@ -469,4 +486,5 @@ class Compress(Stage):
         """The steps, the quantizer with each of the bits that it may get."""
         if self.allocation is None:
             return self._layer_steps
-        return (*self._layer_steps[:-1], *candidates(self._quantizer, self.allocation.bits).values())
+        steps = (step for step in self._layer_steps if step is not self._quantizer)
+        return (*steps, *candidates(self._quantizer, self.allocation.bits).values())

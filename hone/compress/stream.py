@@ -29,6 +29,8 @@ from hone.compress.capture import Flow
 from hone.compress.check import Check
 from hone.compress.check import read as read_check
 from hone.compress.layer import LayerWeights
+from hone.compress.low_rank import adapter
+from hone.compress.low_rank.base import Factorization, correction_of
 from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, quantizer_of
 from hone.compress.shards import build_layer, read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
@@ -39,6 +41,7 @@ from hone.cost.compress import spread
 from hone.model.hf import Checkpoint
 from hone.model.quantized import layouts
 from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
+from hone.model.quantized.low_rank import FACTORS
 from hone.model.quantized.rounded_inputs import RoundedInputs
 
 
@@ -190,8 +193,9 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
             if job.transforms:
                 LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()
+            added = adapter.read(draft, index)
             for linear in job.targets[index]:
-                _use_written(job, index, layer, linear, written)
+                _put(job, index, layer, linear, written | added)
             for flow in flows:
                 flow.through(layer)
             bar.advance()
@@ -221,7 +225,9 @@ def _parts(job: Job, linear: Linear, written: dict[str, Tensor]) -> list[dict[st
 
 def _keep(job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
     """Writes layer `index`: its shard, then the marker that it is complete."""
+    tensors, added = adapter.split(tensors)
     write_shard(draft.folder / shard_name(index + 2, job.num_shards), tensors)
+    adapter.keep(draft, index, added)
     entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
     write_atomic(_marker(draft, index), json.dumps(entry).encode())
     draft.keep_time()
@@ -280,18 +286,13 @@ def _compress_layer(
         written = _written(matrix, linear, tensors)
         made.update(written)
         if flow is not None:  # the second pass runs the weights that are written, in their stored precision
-            plain = matrix.stored is None
-            if _rounds_inputs(job):
-                _use_rounded(job, index, layer, linear, written)
-                continue
-            weight = torch.cat([written[f"{name}.weight"] for name, _ in linear.modules]) if plain else matrix.weight
-            _use(layer, linear, weight.to(job.dtype))
+            _put(job, index, layer, linear, written, None if matrix.stored is None else matrix.base)
     made = job.mesh.exchange(made, job.device)
     for linear in job.targets[index]:
         for name, _ in linear.modules:
             tensors.pop(f"{name}.weight", None)
         if flow is not None and linear.path not in mine:
-            _use_written(job, index, layer, linear, made)
+            _put(job, index, layer, linear, made)
     tensors.update(made)
     by_path = {path: row for part in job.mesh.gather(found) for path, row in part.items()}
     rows = [by_path[linear.path] for linear in job.targets[index]]
@@ -302,12 +303,19 @@ def _compress_layer(
     return rows, tensors
 
 
-def _use_written(job: Job, index: int, layer: nn.Module, linear: Linear, written: dict[str, Tensor]) -> None:
-    """Replaces a linear of `layer` by what `written` holds."""
-    if _rounds_inputs(job):
+def _put(
+    job: Job, index: int, layer: nn.Module, linear: Linear, written: dict[str, Tensor], weight: Tensor | None = None
+) -> None:
+    """Puts a finished linear into `layer` as it is `written`; `weight` is its dequantized weight, None to read that from there."""
+    if isinstance(job.steps[-1], Factorization):
+        adapter.put_factors(layer, linear, _parts(job, linear, written))
+    elif _rounds_inputs(job):
         _use_rounded(job, index, layer, linear, written)
     else:
-        _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
+        weight = _read(job, index, linear, written) if weight is None else weight
+        _use(layer, linear, weight.to(job.dtype))
+    if correction_of(job.steps) is not None:
+        adapter.put(layer, linear, index, job.checkpoint.config, written, job.device, job.dtype)
 
 
 def _use(layer: nn.Module, linear: Linear, weight: Tensor) -> None:
@@ -341,25 +349,30 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
             fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
         )
     modules = tuple(rows for _, rows in linear.modules)
-    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model)
+    quantizer = job.quantizers.of(index, linear.path)
+    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantizer=quantizer)
     for step in job.matrix_steps(index, linear):
         step.apply(matrix)
-    quantizer = job.quantizers.of(index, linear.path)
     if quantizer is not None:
         quantizer.calibrate_inputs(matrix)
     return matrix
 
 
 def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint tensors that replace those of the linear's modules in `before`."""
-    found: dict[str, Tensor] = {}
+    """The checkpoint tensors that replace those of the linear's modules in `before`, and an adapter's."""
+    names = [name for name, _ in linear.modules]
+    found = adapter.tensors(names, matrix.factors) if matrix.factors and not matrix.replaced else {}
     begin = 0
-    for name, count in linear.modules:
+    for place, (name, count) in enumerate(linear.modules):
         rows = slice(begin, begin + count)
         begin += count
         dtype = before[f"{name}.weight"].dtype
-        stored = None if matrix.stored is None else matrix.stored.rows(rows)
-        part = {"weight": matrix.weight[rows].to(dtype)} if stored is None else layouts.write(stored)
+        if matrix.replaced:
+            part = dict(zip(FACTORS, matrix.factors[place], strict=True))
+        elif matrix.stored is None:
+            part = {"weight": matrix.base[rows].to(dtype)}
+        else:
+            part = layouts.write(matrix.stored.rows(rows))
         found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
     return found
 
@@ -394,6 +407,9 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
         total += sum(entry["tensors"].values())
         rows += entry["rows"]
     write_index(draft.folder, weight_map, total)
+    correction = correction_of(job.steps)
+    if correction is not None:
+        adapter.finish(draft, count - 1, adapter.spec(correction, job.checkpoint.config, job.targets))
     for row in rows:
         for note in row["notes"]:
             run.say(f"{row['name']}: {note}")

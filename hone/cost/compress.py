@@ -145,6 +145,8 @@ class Compression:
     """Sequences on which the predictions of both models are compared at the end."""
     ends_bytes: float = 0.0
     """Bytes moved besides for each weight outside the layers."""
+    adapter_bytes: int = 0
+    """Bytes of an adapter, which is written layer by layer and once more as a whole."""
     probes: int = 0
     """Sequences that the whole uncompressed model, held in memory, computes besides: each matrix changed in turn."""
 
@@ -186,6 +188,8 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         now = max(now + sum(spent.values()), written)
         # Weights, time spent, and the marker that the layer is whole.
         written = now + disk.seconds(work.shard_bytes[index + 1], files=3)
+    if work.adapter_bytes:
+        written += disk.seconds(2 * work.adapter_bytes, files=count + 2)
     written += disk.seconds(0, files=4)  # index, config, generation config and the rows of the report
     parts["embedding and head"] = ends
     parts["waiting for the disk"] = max(written - sum(parts.values()), 0.0)

@@ -12,6 +12,7 @@ from pydantic import Field
 from hone.base.errors import ArtifactError
 from hone.base.plan import Facts
 from hone.cost.memory import BYTES
+from hone.model.adapters.peft import with_adapter
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import from_hf
 from hone.model.folder import no_whole_model, read_json, weights_bytes
@@ -29,7 +30,7 @@ class CheckpointFacts(Facts):
     config: ModelConfig = Field(description="Sizes and layers.")
     dtype: str = Field(description="Number format of the weights that are not quantized: 'float32', 'bfloat16'.")
     quantization: dict[str, Any] | None = Field(None, description="config.json's quantization_config, if it has one.")
-    weights_bytes: int = Field(description="Bytes of the *.safetensors files.")
+    weights_bytes: int = Field(description="Bytes of the *.safetensors files, an adapter's included.")
     tokenizer: str | None = Field(
         description="Identity of its tokenizer (`Tokenizer.identity`); None without a tokenizer."
     )
@@ -43,7 +44,7 @@ class CheckpointFacts(Facts):
         stated = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
         return cls(
             where=str(folder),
-            config=from_hf(values, str(folder / cls.mark)),
+            config=with_adapter(from_hf(values, str(folder / cls.mark)), values, folder),
             dtype=stated if stated in BYTES else _dtype(folder),
             quantization=values.get("quantization_config"),
             weights_bytes=weights_bytes(folder),

@@ -14,6 +14,8 @@ HUB = "hf:"
 """Prefix of models on the Hugging Face Hub where a folder is expected: hf:OWNER/NAME, hf:OWNER/NAME@REVISION."""
 
 CONFIG = "config.json"
+ADAPTER = "adapter"
+"""The subfolder of a model folder that keeps its adapter (hone.model.adapters.peft)."""
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -43,6 +45,11 @@ def refuse_others(path: Path) -> None:
 def no_whole_model(folder: Path) -> ArtifactError | None:
     """The error of a folder without config.json that holds an adapter or a GGUF file; None when it holds neither."""
     if (folder / "adapter_config.json").exists():
+        if folder.name == ADAPTER and (folder.parent / CONFIG).exists():
+            return ArtifactError(
+                f"{folder} is the adapter of the model in {folder.parent}",
+                fix=f"give {folder.parent}, which applies it",
+            )
         base = _base_of(folder / "adapter_config.json")
         return ArtifactError(
             f"{folder} is an adapter (adapter_config.json), not a whole model: it belongs to {base}",
@@ -123,8 +130,9 @@ def _line(error: BaseException) -> str:
 
 
 def weights_bytes(folder: Path | str) -> int:
-    """Bytes of the folder's *.safetensors files; 0 when it has none."""
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    """Bytes of the *.safetensors files of the folder and of its adapter; 0 when it has none."""
+    folder = Path(folder)
+    return sum(path.stat().st_size for where in (folder, folder / ADAPTER) for path in where.glob("*.safetensors"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError, SpecError
+from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.families import FAMILIES
 from hone.model.families.config_json import OWN, from_hf, own_format, to_hf
-from hone.model.folder import CONFIG, model_folder, read_json
+from hone.model.folder import ADAPTER, CONFIG, model_folder, read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.shards import Shards, write_json, write_tensors
@@ -65,9 +66,13 @@ class Checkpoint:
     def __init__(self, folder: Path | str) -> None:
         self.folder = model_folder(folder)
         self.values = read_json(self.folder / CONFIG)
-        self.config = from_hf(self.values, str(self.folder / CONFIG))
+        plain = from_hf(self.values, str(self.folder / CONFIG))
+        self.config = peft.with_adapter(plain, self.values, self.folder)
         self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
-        self._shards = Shards(self.folder)
+        self._shards: Shards | peft.AdaptedShards = Shards(self.folder)
+        if peft.KEY in self.values:
+            adapter = Shards(self.folder / ADAPTER, peft.WEIGHTS)
+            self._shards = peft.AdaptedShards(self._shards, adapter, self.config)
 
     def reopened(self) -> Self:
         """The same checkpoint with memory maps of its own, which are freed with it."""
@@ -323,26 +328,42 @@ def save(
 
     A stack that no transformers class can express is written in hone's own format, with a warning; `load` reads both.
     `dtype` None keeps the decoder's. Weights of more bytes than `max_shard_bytes` are split into numbered shards with
-    an index.
+    an index. A LoRA adapter is written as PEFT's folder inside it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or decoder.embedding.dtype
-    write_config(decoder.config, folder, stored, decoder.quantization)
     cast = (
         (name, tensor.to(stored) if tensor.dtype in _FLOATS and not name.endswith(_AS_STORED) else tensor)
         for name, tensor in state(decoder)
     )
-    write_tensors(cast, folder, max_shard_bytes)
+    config, added, adapter = decoder.config, {}, peft.alone(decoder.config)
+    if adapter is not None:
+        added = peft.keys(config)
+        config = config.model_copy(update={"adapters": ()})
+        factors = {
+            added[name]: layer.get_parameter(path).detach().to(stored)
+            for index, layer in enumerate(decoder.layers)
+            for path, name in singles(decoder.config, index).items()
+            if name in added
+        }
+        peft.write(folder, adapter, factors)
+    write_config(config, folder, stored, decoder.quantization, adapted=adapter is not None)
+    write_tensors(((name, tensor) for name, tensor in cast if name not in added), folder, max_shard_bytes)
     if tokenizer_from is not None:
         copy_tokenizer(Path(tokenizer_from), folder)
 
 
 def write_config(
-    config: ModelConfig, folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+    config: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    quantization: dict[str, Any] | None = None,
+    *,
+    adapted: bool = False,
 ) -> None:
-    """Writes config.json and generation_config.json."""
-    values = config_values(config, dtype)
+    """Writes config.json and generation_config.json; `adapted` says that the folder has an adapter."""
+    values = config_values(config, dtype, quantization) | ({peft.KEY: ADAPTER} if adapted else {})
     if values["model_type"] == OWN:
         say_once(f"{values['note']} It is the folder {folder}")
     if quantization is not None:
@@ -352,9 +373,13 @@ def write_config(
     write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
 
 
-def config_values(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of `config`: for transformers, or in hone's own format where no class of it can express the stack."""
+def config_values(
+    config: ModelConfig, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config.json of `config`: for transformers, or in hone's own format where it cannot express the stack or the weights."""
     name = str(dtype).removeprefix("torch.")
+    if quantization is not None and quantization.get("quant_method") == "low_rank":
+        return own_format(config, name, "its weights are stored as low-rank factors")
     try:
         return to_hf(config, name)
     except SpecError as error:

@@ -31,6 +31,7 @@ LINEARS = Table(
         "dense": "hone.model.linear:Dense",
         "packed_int": "hone.model.quantized.packed_int:PackedInt",
         "dequantizing": "hone.model.quantized.dequantizing:Dequantizing",
+        "low_rank": "hone.model.quantized.low_rank:LowRank",
         "rounded_inputs": "hone.model.quantized.rounded_inputs:RoundedInputs",
         "experts": "hone.model.linear:Experts",
     },

@@ -22,13 +22,14 @@ SINGLE = "model.safetensors"
 
 
 class Shards:
-    """The tensors of a folder, read on request.
+    """The tensors of a folder, read on request: those of its index, or of the file `single`.
 
     Raises ArtifactError, naming file and tensor, for a missing or corrupt one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         self.folder = folder
+        self.single = single
         self._files: dict[str, Any] = {}
         self._where = self._tensor_files()
 
@@ -81,12 +82,12 @@ class Shards:
                         self.folder / INDEX, ValueError(f"{name} is in {file!r}, which names no file beside it")
                     )
             return files
-        if not (self.folder / SINGLE).exists():
+        if not (self.folder / self.single).exists():
             raise ArtifactError(
-                f"{self.folder} has neither {SINGLE} nor {INDEX}",
+                f"{self.folder} has neither {self.single} nor {INDEX}",
                 fix="point at a folder with safetensors weights (save_pretrained writes one)",
             )
-        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        return dict.fromkeys(self._open(self.single).keys(), self.single)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

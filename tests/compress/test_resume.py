@@ -49,6 +49,13 @@ def contents(folder: Path) -> dict[str, bytes]:
             [{"kind": "rotation", "r4": True}, {"kind": "gptq", "group_size": 0, "activations": "int4_token"}],
             [(3, "after"), (4, "before")],
         ),
+        (
+            [{"kind": "gptq", "bits": 3, "group_size": 32}, {"kind": "eora", "rank": 4}],
+            [(2, "after"), (4, "before"), (6, "after")],
+        ),
+        ([{"kind": "nvfp4", "activations": "nvfp4"}, {"kind": "loftq", "rank": 4}], [(3, "after"), (5, "after")]),
+        ([{"kind": "wanda"}, {"kind": "eora", "rank": 4}], [(4, "after"), (3, "before")]),
+        ([{"kind": "asvd", "ratio": 0.5}], [(3, "after"), (4, "before")]),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),
     ],
@@ -73,9 +80,13 @@ def test_killed_runs_end_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_killed_at_every_durable_write(child, tiny_llama: Path, calibration_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [["magnitude", "gptq"], ["gptq", "eora"]])  # shards alone; an adapter beside them
+def test_killed_at_every_durable_write(
+    steps: list[str], child, tiny_llama: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    options = {"gptq": {"bits": 3, "group_size": 32}, "eora": {"rank": 4}}
     spec = {
-        "steps": [{"kind": "magnitude"}, {"kind": "gptq", "bits": 3, "group_size": 32}],
+        "steps": [{"kind": kind, **options.get(kind, {})} for kind in steps],
         "num_sequences": 8,
         "seq_len": 32,
         "calibration_text": str(calibration_text),

@@ -2,4 +2,5 @@
 
 from hone.base.table import Table
 
-ADAPTERS = Table("adapter", {})
+ADAPTERS = Table("adapter", {"lora": "hone.model.adapters.lora:LoRA"})
+"""A spec that wraps the linears chosen by `target_modules` and declares the weights it adds."""

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Wrappers = list[tuple["Adapter", tuple[Piece, ...]]]
-"""Adapters of one linear, the first innermost, each with the pieces it wraps."""
+"""Adapters of one linear, the first innermost, each with the pieces it wraps: those that are checkpoint modules of their
+own, or one piece of all rows where one module holds them."""
 
 
 class Adapter(Technique):
@@ -58,10 +59,11 @@ def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[
                     fix="leave experts out of target_modules",
                 )
             continue
-        if "all-linear" in adapter.target_modules or (len(modules) < len(parts) and any(named)):
-            found.append(
-                (adapter, linear.pieces)
-            )  # one module may hold all pieces, so a part of them cannot be wrapped
+        wanted = "all-linear" in adapter.target_modules or any(named)
+        if wanted and len(modules) < len(parts):  # one module holds all rows: they are one piece
+            found.append((adapter, (Piece(linear.name, linear.out_features),)))
+        elif "all-linear" in adapter.target_modules:
+            found.append((adapter, linear.pieces))
         elif any(named):
             hit = {part.rpartition(".")[2] for part, taken in zip(parts, named, strict=True) if taken}
             found.append((adapter, tuple(piece for piece in linear.pieces if piece.name in hit)))

@@ -28,6 +28,12 @@ class Adapted(nn.Module):
         for part in spec.parameters(linear, pieces):
             setattr(self, part.name, nn.Parameter(torch.empty(part.shape)))
 
+    @property
+    def all_pieces(self) -> tuple[Piece, ...]:
+        """The pieces of all rows in order, wrapped or not."""
+        whole = sum(piece.out_features for piece in self.pieces) == self.linear.out_features
+        return self.pieces if whole else self.linear.pieces
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The whole weight in `dtype` as the forward pass multiplies it, the adapter's part included."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ METHODS = {
     "awq": "hone.model.quantized.awq",
     "fp8": "hone.model.quantized.fp8",
     "bitsandbytes": "hone.model.quantized.bitsandbytes",
+    "low_rank": "hone.model.quantized.low_rank",
 }
 """`quant_method` of config.json -> the module that reads and writes that block: `read(values, where)` -> Quantization,
 `to_json(quantization)` -> dict."""
@@ -59,6 +60,10 @@ def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]]
 
     None for a dense module. Raises ArtifactError for a config hone does not compute exactly.
     """
+    if isinstance(values, dict) and values.get("quant_method") == "low_rank":
+        from hone.model.quantized.low_rank import is_factored
+
+        return ("low_rank", {}) if is_factored(values, module) else None
     found = read(values).scheme(module)
     if found is None:
         return None

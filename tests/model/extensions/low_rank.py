@@ -38,7 +38,7 @@ class LowRankLinear(Adapted):
     """The wrapper."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.spec.scale * torch.cat([self._added(one, x) for one in self.linear.pieces], -1)
+        return self.inner(x) + self.spec.scale * torch.cat([self._added(one, x) for one in self.all_pieces], -1)
 
     def _added(self, piece: Piece, x: Tensor) -> Tensor:
         if piece not in self.pieces:

@@ -1,0 +1,187 @@
+"""LoRA adapters in PEFT's format: a folder inside a model folder, which PEFT and vLLM load over the model and hone applies.
+
+A model folder whose config.json has the key `peft_adapter` keeps the adapter in the subfolder of that name:
+adapter_config.json and adapter_model.safetensors, with tensors `base_model.model.MODULE.lora_A.weight` [r, in] and
+`lora_B.weight` [out, r].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.base.errors import ArtifactError, SpecError
+from hone.base.lazy import lazy
+from hone.model.adapters import ADAPTERS
+from hone.model.families import FAMILIES
+from hone.model.folder import ADAPTER, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.model.adapters.lora import LoRA
+    from hone.model.config import ModelConfig
+    from hone.model.shards import Shards
+
+shards = lazy("hone.model.shards")
+
+KEY = "peft_adapter"
+"""The key of config.json that names the adapter's folder."""
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's modules."""
+_REFUSED = (
+    "use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "layers_to_transform", "layers_pattern", "layer_replication", "target_parameters", "exclude_modules",
+    "trainable_token_indices", "alora_invocation_tokens", "megatron_config",
+)  # fmt: skip
+"""Keys of adapter_config.json that change what an adapter computes, and that are empty or false in the ones hone runs."""
+
+
+def with_adapter(config: ModelConfig, values: dict[str, Any], folder: Path) -> ModelConfig:
+    """`config` with the adapter that the config.json `values` of `folder` name, if any. Raises ArtifactError for another."""
+    if KEY not in values:
+        return config
+    if values[KEY] != ADAPTER or config.adapters:
+        raise ArtifactError(
+            f"{folder}: {KEY} in config.json is {values[KEY]!r}, which names no adapter that hone applies",
+            fix=f"name the subfolder '{ADAPTER}', or remove the key to load the model without the adapter",
+        )
+    adapter = read(folder / ADAPTER)
+    try:
+        return adapted(config, adapter)
+    except SpecError as error:
+        raise ArtifactError(f"{folder / ADAPTER}: {error.what}", fix=error.fix) from None
+
+
+def adapted(config: ModelConfig, adapter: LoRA) -> ModelConfig:
+    """`config` with `adapter`. Raises SpecError when it names no linear."""
+    return type(config).read({**config.model_dump(mode="json"), "adapters": [adapter.model_dump(mode="json")]})
+
+
+def read(folder: Path) -> LoRA:
+    """The adapter of a PEFT folder, from its adapter_config.json. Raises ArtifactError for one that hone does not compute."""
+    values = read_json(folder / CONFIG)
+    wrong = {"peft_type": values.get("peft_type"), "bias": values.get("bias", "none")}
+    wrong = {name: value for name, value in wrong.items() if value not in ("LORA", "none")}
+    wrong |= {name: values[name] for name in _REFUSED if values.get(name)}
+    rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
+    if not isinstance(targets, list) or not targets:
+        wrong["target_modules"] = targets
+    for name, value in (("r", rank), ("lora_alpha", alpha)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            wrong[name] = value
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise ArtifactError(
+            f"{folder / CONFIG}: {name} is {value!r}, and hone applies plain LoRA (r, lora_alpha, a list of target_modules)",
+            fix="merge the adapter into its model with PEFT, and remove the key peft_adapter from config.json",
+        )
+    return ADAPTERS.read({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": sorted(targets)})
+
+
+def config_values(adapter: LoRA) -> dict[str, Any]:
+    """The adapter_config.json of `adapter`, with the keys that PEFT and vLLM read."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": adapter.rank,
+        "lora_alpha": int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,
+        "target_modules": sorted(adapter.target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def write(folder: Path, adapter: LoRA, tensors: dict[str, Tensor]) -> None:
+    """Writes the adapter of the model folder `folder`; `tensors` by their keys."""
+    where = folder / ADAPTER
+    where.mkdir(exist_ok=True)
+    shards.save_tensors(where / WEIGHTS, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+    shards.write_json(where / CONFIG, config_values(adapter))
+
+
+def target_modules(config: ModelConfig, modules: Iterable[str]) -> tuple[str, ...]:
+    """Names by which exactly `modules` of the checkpoint are chosen: last words if that is enough, else whole names."""
+    chosen = set(modules)
+    every = {
+        name
+        for index in range(config.num_layers)
+        for path in config.linears(index)
+        for name in config.modules(index, path)
+    }
+    every |= {"lm_head"}
+    leaves = {name.rpartition(".")[2] for name in chosen}
+    reached = {name for name in every if name.rpartition(".")[2] in leaves}
+    return tuple(sorted(leaves if reached == chosen else chosen))
+
+
+def keys(config: ModelConfig) -> dict[str, str]:
+    """The key in adapter_model.safetensors of each tensor of the adapter of `config`, by its name in hone's checkpoints."""
+    found = {}
+    for index in range(config.num_layers):
+        for path, linear in config.linears(index).items():
+            modules = list(config.modules(index, path))
+            for _, pieces in config.wrappers(index, path, linear):
+                names = (
+                    dict(zip((piece.name for piece in linear.pieces), modules, strict=True)) if len(modules) > 1 else {}
+                )
+                for piece in pieces:
+                    module = names.get(piece.name, modules[0])
+                    for part in ("lora_A", "lora_B"):
+                        name = FAMILIES[config.family].tensor(index, f"{path}.{part}_{piece.name}")
+                        found[name] = key(module, part)
+    return found
+
+
+def key(module: str, part: str) -> str:
+    """The key of `part` ('lora_A', 'lora_B') of a checkpoint module."""
+    return f"{PREFIX}{module}.{part}.weight"
+
+
+def alone(config: ModelConfig) -> LoRA | None:
+    """The adapter of `config` if a PEFT folder can hold it: one LoRA."""
+    return config.adapters[0] if [one.kind for one in config.adapters] == ["lora"] else None  # type: ignore[return-value]
+
+
+class AdaptedShards:
+    """The tensors of a model folder and of the adapter in it, these under their names in hone's checkpoints."""
+
+    def __init__(self, model: Shards, adapter: Shards, config: ModelConfig) -> None:
+        self.model, self.adapter = model, adapter
+        self._keys = keys(config)
+
+    def names(self) -> list[str]:
+        """Every tensor's name; a tensor of the adapter that belongs to no module keeps its key."""
+        back = {key: name for name, key in self._keys.items()}
+        return [*self.model.names(), *(back.get(key, key) for key in self.adapter.names())]
+
+    def file(self, name: str) -> Path:
+        """The file that holds tensor `name`."""
+        where, name = self._where(name)
+        return where.file(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor called `name`, on the CPU; its memory is the mapped file."""
+        where, name = self._where(name)
+        return where.tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        where, name = self._where(name)
+        return where.shape(name)
+
+    def close(self) -> None:
+        """Unmaps the files."""
+        self.model.close()
+        self.adapter.close()
+
+    def _where(self, name: str) -> tuple[Shards, str]:
+        if name in self._keys:
+            return self.adapter, self._keys[name]
+        return (self.adapter, name) if name.startswith(PREFIX) else (self.model, name)
