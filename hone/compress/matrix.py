@@ -53,7 +53,8 @@ class Matrix:
 
     `original` [N, K] is float32 or float64. A step replaces `current`, the float weight (never in place); a pruner also sets
     `keep` (bool [N, K]), False for weights that must stay zero; a quantizer sets `stored`, whose values are the weight from
-    then on; a low-rank step sets `factors`, which replace the weight if `replaced`, else are added to it. `statistics` holds those of the calibration inputs that the steps need (see `hone.compress.statistics`).
+    then on; a low-rank step sets `factors`, which replace the weight if `replaced`, else are added to it. `statistics` holds
+    those of the calibration inputs that the steps need (see `hone.compress.statistics`).
     """
 
     name: str
@@ -308,8 +309,7 @@ def storage_of(steps: Iterable[Step]) -> Storage | None:
 class Assigned:
     """The storage of each matrix: `template` for all, or with the bits that an allocation gave a matrix by its name."""
 
-    template: Any
-    """A `Storage` step; None where weights stay as they are."""
+    template: Storage | None
     bits: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, index: int, path: str) -> Any:

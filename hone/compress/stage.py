@@ -471,7 +471,7 @@ class Compress(Stage):
             DISK: Estimate(
                 value=size + work.adapter_bytes + beside,
                 unit="B",
-                formula=f"the weights; tokenizer, config, index, rows {human_bytes(beside)}",
+                formula=f"the weights{', an adapter twice' if work.adapter_bytes else ''}; tokenizer, config, index, rows {human_bytes(beside)}",
             ),
         }
         if params != whole.config.num_params:

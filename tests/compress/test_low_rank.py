@@ -377,3 +377,16 @@ def test_a_plan_knows_the_adapter_before_there_is_one(family_folder) -> None:
     assert params == 2 * 4 * (2 * 128 + 2 * 96 + 3 * 160) and added == pytest.approx(2 * params, abs=4096)
     assert plan.estimates["model_bytes"].value - plain.estimates["model_bytes"].value == added
     assert plan.estimates["time_s"].value > plain.estimates["time_s"].value
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("rows", "rank"), [(96, 24), (300, 24), (512, 8)])  # both sides, then the iteration
+def test_a_gpu_loses_as_little(rows: int, rank: int) -> None:
+    error, hessian = problem(rows, 256)
+    error, hessian = error.float(), hessian.float()
+    products = []
+    for device in ("cpu", "cuda"):
+        down, up = factors.best(error.to(device), hessian.to(device), rank)
+        products.append(lost(error.double(), (up @ down).cpu(), hessian.double()))
+    assert products[1] == pytest.approx(products[0], rel=1e-3)
