@@ -13,8 +13,8 @@ import torch
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.compress.gguf.export import export
-from hone.compress.rotated import RotatedCheckpoint, random_rotation, rotated
 from hone.compress.stage import Compress
+from hone.compress.transforms.rotated import RotatedCheckpoint, random_rotation, rotated
 from hone.compress.transforms.rotation import Rotation
 from hone.measure.machine import describe
 from hone.model.context import Causal

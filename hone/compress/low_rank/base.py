@@ -16,6 +16,7 @@ from hone.base.errors import SpecError
 from hone.base.lazy import lazy
 from hone.compress.matrix import Matrix, Step, Storage, quantizer_of
 from hone.compress.pruners.base import Sparse
+from hone.compress.transforms.rotation import Rotation
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
@@ -206,6 +207,8 @@ def low_rank_last(steps: Iterable[Step]) -> None:
         if not isinstance(step, LowRank):
             continue
         before = steps[:place]
+        if any(isinstance(one, Rotation) and one.r4 for one in before):
+            raise ValueError(f"{step.kind} reads the inputs that the model computes, before rotation r4: use r4: false")
         if place + 1 < len(steps):
             raise ValueError(f"{step.kind} comes before {steps[place + 1].kind}: it is the last step")
         lossy = [one.kind for one in before if isinstance(one, Sparse | Storage)]

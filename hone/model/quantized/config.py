@@ -46,6 +46,8 @@ def input_hadamard(values: dict[str, Any], module: str, columns: int) -> int:
 
     Raises ArtifactError for a size that does not divide its `columns` input features, or is no power of two.
     """
+    if _factored(values):
+        return 0
     size = read(values).hadamard(module, columns)
     if size and (columns % size or size & (size - 1)):
         raise ArtifactError(
@@ -60,7 +62,7 @@ def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]]
 
     None for a dense module. Raises ArtifactError for a config hone does not compute exactly.
     """
-    if isinstance(values, dict) and values.get("quant_method") == "low_rank":
+    if _factored(values):
         from hone.model.quantized.low_rank import is_factored
 
         return ("low_rank", {}) if is_factored(values, module) else None
@@ -71,3 +73,8 @@ def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]]
         return "rounded_inputs", {"scheme": found}
     plain = found.number == "int" and found.symmetric and found.strategy in ("group", "channel") and not found.permuted
     return "packed_int" if plain else "dequantizing", {"scheme": found}
+
+
+def _factored(values: Any) -> bool:
+    """Whether the modules are low-rank factors, which have no scheme."""
+    return isinstance(values, dict) and values.get("quant_method") == "low_rank"
