@@ -20,6 +20,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "model/test_quantized.py",
         "model/test_dequantizing.py",
         "model/test_activations.py",
+        "model/test_semi_structured.py",
     ),
     "mixer": tuple(f"model/mixers/test_{name}.py" for name in MIXER_TESTS),
     "feed-forward": ("model/test_feed_forwards.py",),

@@ -305,9 +305,23 @@ def finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
-    """The model in a Hugging Face folder, plain or quantized (hone.model.quantized); `dtype` None keeps the folder's."""
-    return Checkpoint(folder).build(device, dtype)
+def load(
+    folder: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    sparsity: str = "none",
+) -> Decoder:
+    """The model in a Hugging Face folder, plain or quantized (hone.model.quantized); `dtype` None keeps the folder's.
+
+    `sparsity` "2:4" or "auto": linears whose weights are 2:4 are compressed (`hone.model.sparse.sparsify`).
+    """
+    model = Checkpoint(folder).build(device, dtype)
+    if sparsity != "none":
+        from hone.model.sparse.sparsify import sparsify
+
+        say_once(sparsify(model, sparsity, where=str(folder)).said)
+    return model
 
 
 def save(

@@ -32,6 +32,7 @@ LINEARS = Table(
         "packed_int": "hone.model.quantized.packed_int:PackedInt",
         "dequantizing": "hone.model.quantized.dequantizing:Dequantizing",
         "rounded_inputs": "hone.model.quantized.rounded_inputs:RoundedInputs",
+        "semi_structured": "hone.model.sparse.semi_structured:SemiStructured",
         "experts": "hone.model.linear:Experts",
     },
 )

@@ -369,9 +369,7 @@ def _sparse_linear(
     if rows > 64:
         return Choice("torch", f"{rows} rows: the library's sparse product")
     if not (where.runs_gluon and masked and plain) or dtype not in _HALVES or in_features % 256:
-        return Choice(
-            "torch", "the kernel for few rows needs Hopper, 16 bits, columns in multiples of 256 and no gradient"
-        )
+        return Choice("torch", "the kernel for few rows needs Hopper, 16 bits, 256s of columns and no gradient")
     return Choice("gluon", f"{rows} rows: the compressed weight is read once and unpacked in registers")
 
 

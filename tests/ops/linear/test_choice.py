@@ -96,7 +96,7 @@ SPARSE = {"dtype": torch.bfloat16, "rows": 16, "in_features": 4096, "masked": Tr
     [
         (HOPPER, {}, "gluon", "16 rows"),
         (HOPPER, {"rows": 65}, "torch", "65 rows"),
-        (HOPPER, {"in_features": 4160}, "torch", "multiples of 256"),
+        (HOPPER, {"in_features": 4160}, "torch", "256s of columns"),
         (HOPPER, {"masked": False}, "torch", "few rows"),
         (HOPPER, {"plain": False}, "torch", "no gradient"),
         (AMPERE, {}, "torch", "Hopper"),
