@@ -46,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround", "fp8", "nf4", "formats")),
     ),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
+    "KV cache quantizer": ("compress/test_kv_cache.py",),
     "structured pruner": ("compress/structured/test_cuts.py",),
     "drafter": ("serve/test_speculate.py",),
 }

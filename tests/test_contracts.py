@@ -16,7 +16,7 @@ import hone
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique, all_tables
-from hone.compress import PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS
+from hone.compress import KV_CACHES, PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS
 from hone.compress.stage import Compress
 from hone.data import DEDUPS, FILTERS
 from hone.data.expression import evaluate
@@ -84,7 +84,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*QUANTIZERS, *PRUNERS, *STRUCTURED_PRUNERS])
+@pytest.mark.parametrize("kind", [*QUANTIZERS, *PRUNERS, *STRUCTURED_PRUNERS, *KV_CACHES])
 def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     before = digests(tiny_llama)
     text = tmp_path / "calibration.txt"

@@ -37,6 +37,7 @@ TABLES: tuple[str, ...] = (
     "hone.compress.observers:OBSERVERS",
     "hone.compress:PRUNERS",
     "hone.compress:STRUCTURED_PRUNERS",
+    "hone.compress:KV_CACHES",
     "hone.serve:DRAFTERS",
 )
 """Every slot's table; `hone techniques` and the contract tests read this list."""

@@ -61,6 +61,9 @@ STRUCTURED_PRUNERS = Table(
 )
 
 
+KV_CACHES = Table("KV cache quantizer", {"kv_cache": "hone.compress.caches.kv_cache:KVCache"})
+
+
 class Steps(Table):
     """Several slots combined in one table, for a list of steps from any of them."""
 
@@ -77,4 +80,4 @@ class Steps(Table):
         return next(table.slot for table in self.tables if kind in table.rows)
 
 
-STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS)
+STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS, KV_CACHES)

@@ -33,7 +33,7 @@ layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 
 
-_RANGE_BYTES = {"extremes": 8.0, "histogram": 60.0}
+RANGE_BYTES = {"extremes": 8.0, "histogram": 60.0}
 """Bytes a value at the rate of a large copy: counting takes 7 ns (two-core AMD EPYC)."""
 _ROUNDING_BYTES = {"int": 24.0, "e4m3": 80.0, "e2m1": 130.0}
 """The same for rounding to a format."""
@@ -192,7 +192,7 @@ class Quantizer(Step):
     @property
     def range_bytes(self) -> float:
         """Bytes moved for each value of a linear's input by `input_statistics`."""
-        return sum(_RANGE_BYTES[name] for name in self.input_statistics)
+        return sum(RANGE_BYTES[name] for name in self.input_statistics)
 
     @property
     def rounding_bytes(self) -> float:
@@ -212,6 +212,10 @@ class Quantizer(Step):
         if self.scale_dtype != "auto":
             return getattr(torch, self.scale_dtype)
         return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
+
+    def method(self, columns: int) -> str:
+        """`quant_method` of config.json for a matrix of `columns` input features: the library whose format it is."""
+        return layouts.layout_of(self.scheme(columns)).method
 
     def config_options(self, dtype: str) -> dict[str, Any]:
         """Keys of config.json's quantization_config beside the storage, for a checkpoint of `dtype`."""

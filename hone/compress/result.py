@@ -16,19 +16,23 @@ from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, copy_tokenizer
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
-from hone.model.quantized.scheme import Quantization, Scheme
+from hone.model.quantized.scheme import CacheScheme, Quantization, Scheme
 
 CHANCE = 20
 """A perplexity above the vocabulary's size divided by this is of text that the model can hardly predict."""
 
 
 def quantization_config(
-    config: ModelConfig, targets: tuple[tuple[Linear, ...], ...], assigned: Assigned, dtype: str
+    config: ModelConfig,
+    targets: tuple[tuple[Linear, ...], ...],
+    assigned: Assigned,
+    dtype: str,
+    kv_cache: CacheScheme | None = None,
 ) -> dict[str, Any] | None:
     """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
-    which readers prefer. None without a quantizer."""
+    which readers prefer; and the rounding of the KV cache. None without a quantizer of either."""
     if assigned.template is None:
-        return None
+        return None if kv_cache is None else to_json(Quantization((), ("lm_head",), kv_cache=kv_cache))
     ignored = ["lm_head"]
     modules: dict[Scheme, list[str]] = {}
     for index, chosen in enumerate(targets):
@@ -45,7 +49,7 @@ def quantization_config(
     groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
     method = layout_of(by_count[-1]).method
     options = assigned.template.config_options(dtype)
-    made = Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options)
+    made = Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options, kv_cache)
     return to_json(made)
 
 

@@ -21,6 +21,7 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting
 from hone.compress.allocations.base import Budget, candidates, read_bytes
+from hone.compress.caches.kv_cache import KVCache, wanted_of
 from hone.compress.matrix import Step, matrix_name, quantizer_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
@@ -140,6 +141,7 @@ class Compress(Stage):
             raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
+        wanted_of(self.steps)
         transforms_first(self._layer_steps)
         if self.allocation is not None:
             self.allocation.check(self._quantizer)
@@ -196,6 +198,9 @@ class Compress(Stage):
                 fix="add data: NAME OR FOLDER, or set calibration_text=FILE",
             )
         whole, model = model, self._cut(model, calibrated is not None)
+        cache = self._kv_cache
+        if cache is not None:
+            cache.check_model(model.config, quantizer, calibrated=calibrated is not None)
         targets: tuple[Any, ...] = ((),) * model.config.num_layers
         if self._layer_steps:
             targets = targets_of.select(model.config, self.targets, self.ignore)
@@ -207,6 +212,8 @@ class Compress(Stage):
                     targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self._structured else None)
+        if cache is not None:
+            before |= cache.tensors(model.config, dtype)
         planned, budget = allocating.assigned(
             self.allocation, quantizer, before, targets, self._rest_dtype, dtype, model.where
         )
@@ -222,7 +229,7 @@ class Compress(Stage):
             for linears in targets
         )
         num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
-        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self._layer_steps else {}
+        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self._calibrates else {}
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
         measured = chain.measured(whole.config, self._structured, num_sequences, seq_len, **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
@@ -231,8 +238,10 @@ class Compress(Stage):
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
+        if cache is not None:
+            more["cache_bytes"] = cache.range_bytes(model.config)
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
-        quantization = result.quantization_config(model.config, targets, planned, model.dtype)
+        quantization = result.quantization_config(model.config, targets, planned, model.dtype, cache and cache.scheme)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
         return CompressPlan(
             estimates=with_energy(self._estimates(model, machine, work, budget), machine),
@@ -262,6 +271,7 @@ class Compress(Stage):
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
             job = stream.Job(checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype)
+            job = replace(job, cache=self._kv_cache)
             if self.allocation is not None:
                 few = capture.Flow(samples.first(self.allocation.num_sequences), self.batch_size, run.device, dtype)
                 allocated = self.allocation.allocate(plan.budget, job, few, draft, run)
@@ -273,9 +283,11 @@ class Compress(Stage):
             check = None
             if samples is not None and samples.spare is not None and not self._structured:
                 check = checks.Check(samples.spare, self.batch_size, run.device, dtype)
-            rows = stream.run_job(job, flow if self._layer_steps else None, draft, run, check)
+            rows = stream.run_job(job, flow if self._calibrates else None, draft, run, check)
             checked = checks.read(draft.state)
-            quantization = result.quantization_config(checkpoint.config, plan.targets, job.quantizers, plan.facts.dtype)
+            cache = job.cache and job.cache.scheme
+            config, dtype_name = checkpoint.config, plan.facts.dtype
+            quantization = result.quantization_config(config, plan.targets, job.quantizers, dtype_name, cache)
             result.describe(draft, checkpoint, quantization)
             if self._layer_steps:
                 write_jsonl(draft.folder / "layers.jsonl", rows)
@@ -283,8 +295,9 @@ class Compress(Stage):
             source = {} if samples is None else {"calibration": samples.source}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
         ranges = self._quantizer is not None and bool(self._quantizer.input_statistics)
-        for step in self._layer_steps:
+        for step in self._calibrates:
             reads = bool(step.needs & statistics.STATISTICS.keys()) or (ranges and step is self._quantizer)
+            reads |= isinstance(step, KVCache)
             source = {"calibration": samples.source} if samples is not None and reads else {}
             note = {"note": step.note} if step.note else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source, **note})
@@ -317,7 +330,16 @@ class Compress(Stage):
 
     @property
     def _layer_steps(self) -> tuple[Step, ...]:
-        return tuple(step for step in self.steps if not isinstance(step, StructuredPruner))
+        return tuple(step for step in self.steps if not isinstance(step, (StructuredPruner, KVCache)))
+
+    @property
+    def _kv_cache(self) -> KVCache | None:
+        return wanted_of(self.steps)
+
+    @property
+    def _calibrates(self) -> tuple[Step, ...]:
+        """The steps that work on layers, with calibration inputs if there are any."""
+        return (*self._layer_steps, *((self._kv_cache,) if self._kv_cache is not None else ()))
 
     @property
     def _quantizer(self) -> Any:

@@ -21,6 +21,7 @@ from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
+from hone.compress.caches.kv_cache import KVCache
 from hone.compress.capture import Flow
 from hone.compress.check import Check
 from hone.compress.check import read as read_check
@@ -49,6 +50,8 @@ class Job:
     """Dtype of the stored matrices outside the layers (embedding, head); None keeps theirs."""
     bits: Mapping[str, int] = field(default_factory=dict)
     """Bits of each matrix by `matrix_name`, where an allocation chose them."""
+    cache: KVCache | None = None
+    """The step that calibrates scales of the KV cache."""
     model: dict[str, float] = field(default_factory=dict)
     """What the first step's `prepare` found."""
 
@@ -166,6 +169,8 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
                     _use_rounded(job, index, layer, linear, written)
                 else:
                     _use(layer, linear, _read(job, index, linear, written).to(job.dtype))
+            if job.cache is not None:
+                job.cache.use(layer, checkpoint.config, index, written)
             for flow in flows:
                 flow.through(layer)
             bar.advance()
@@ -227,7 +232,8 @@ def _compress_layer(
     wanted = job.statistics if job.transforms else job.statistics | job.ranges
     if check is not None:
         check.flow.dense_through(layer)
-    statistics = flow.statistics(layer, readers, wanted) if flow is not None else {}
+    gathers = flow is not None and bool(readers or flow.paired)
+    statistics = flow.statistics(layer, readers, wanted) if flow is not None and gathers else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     targets = frozenset(linear.path for linear in job.targets[index])
     weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizer_of(job.steps))
@@ -252,6 +258,8 @@ def _compress_layer(
                 continue
             weight = torch.cat([written[f"{name}.weight"] for name, _ in linear.modules]) if plain else matrix.weight
             _use(layer, linear, weight.to(job.dtype))
+    if flow is not None and job.cache is not None:
+        tensors.update(job.cache.calibrate(layer, flow, checkpoint, index))
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
         flow.through(layer)
     if check is not None:

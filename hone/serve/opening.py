@@ -56,11 +56,13 @@ def open_parts(
         model = model_folder(model)
         if tokenizer is None and (model / "tokenizer.json").exists():
             tokenizer = load_tokenizer(model)
+    given = isinstance(model, Decoder)
     model, note = _sparsified(model, device, spec)
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
     longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
     cache_dtype = None if spec.kv_cache_dtype == "auto" else getattr(torch, spec.kv_cache_dtype)
     dtype = cache_dtype or model.embedding.dtype
+    note = "; ".join(filter(None, (note, _cache_note(model, given, _name(dtype)))))
     tensors = cache_tensors(model.config)
     one = page_bytes(tensors, size, _name(dtype))
     if draft_model is not None:
@@ -95,12 +97,22 @@ def _sparsified(model: Decoder | Path | str, device: torch.device, spec: EngineS
     return opened, sparsify(opened, spec.sparsity, rows=rows, where=str(model)).said
 
 
+def _cache_note(model: Decoder, given: bool, dtype: str) -> str:
+    """What happened to the scales that a folder has for its KV cache."""
+    if given or not (model.quantization or {}).get("kv_cache_scheme"):
+        return ""
+    return f"the folder has scales for a KV cache of 8 bits, which the engine does not have yet: keys and values stay {dtype}"
+
+
 def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> Decoder:
     """The model ready to serve, in `dtype` ("auto": the stored one)."""
     kind = None if dtype == "auto" else getattr(torch, dtype)
     if not isinstance(model, Decoder):
         check_weights(str(model), weights_bytes(model), device)
         model = hf.load(model, device=device, dtype=kind)
+        for layer in model.layers:  # a cache of 16 bits rounds nothing
+            if hasattr(layer.mixer, "kv_rounding"):
+                layer.mixer.kv_rounding = None
     elif kind is not None and model.embedding.dtype != kind:
         raise SpecError(
             f"engine.dtype is {dtype}, the given model has {_name(model.embedding.dtype)}",

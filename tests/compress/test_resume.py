@@ -41,6 +41,8 @@ def contents(folder: Path) -> dict[str, bytes]:
             [(3, "after")],
         ),
         ([{"kind": "awq"}, {"kind": "gptq", "bits": 4, "group_size": 32}], [(3, "after"), (4, "before")]),
+        ([{"kind": "kv_cache", "per": "head"}], [(3, "after"), (4, "before")]),
+        ([{"kind": "gptq", "group_size": 32}, {"kind": "kv_cache", "observer": "mse"}], [(3, "after")]),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),
     ],
