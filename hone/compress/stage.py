@@ -198,9 +198,7 @@ class Compress(Stage):
                 fix="add data: NAME OR FOLDER, or set calibration_text=FILE",
             )
         whole, model = model, self._cut(model, calibrated is not None)
-        cache = self._kv_cache
-        if cache is not None:
-            cache.check_model(model.config, quantizer, calibrated=calibrated is not None)
+        cache = self._checked_cache(model.config, calibrated is not None)
         targets: tuple[Any, ...] = ((),) * model.config.num_layers
         if self._layer_steps:
             targets = targets_of.select(model.config, self.targets, self.ignore)
@@ -238,8 +236,7 @@ class Compress(Stage):
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
-        if cache is not None:
-            more["cache_bytes"] = cache.range_bytes(model.config)
+        more["cache_bytes"] = cache.range_bytes(model.config) if cache is not None else 0.0
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
         quantization = result.quantization_config(model.config, targets, planned, model.dtype, cache and cache.scheme)
         update = {"where": f"compressed {model.where}", "quantization": quantization, "weights_bytes": sum(made)}
@@ -335,6 +332,11 @@ class Compress(Stage):
     @property
     def _kv_cache(self) -> KVCache | None:
         return wanted_of(self.steps)
+
+    def _checked_cache(self, config: Any, calibrated: bool) -> KVCache | None:
+        if self._kv_cache is not None:
+            self._kv_cache.check_model(config, self._quantizer, calibrated=calibrated)
+        return self._kv_cache
 
     @property
     def _calibrates(self) -> tuple[Step, ...]:
