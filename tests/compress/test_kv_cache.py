@@ -23,6 +23,7 @@ from hone.compress.capture import Flow
 from hone.compress.stage import Compress
 from hone.eval.score import score
 from hone.model.decoder import build
+from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint, load, save
 from hone.model.incremental import generate
 from hone.model.quantized.config import read, to_json
@@ -162,6 +163,31 @@ def test_saved_again_it_has_its_scales_and_dequantized_it_has_none(family_folder
     dense = DenseCheckpoint(folder)
     assert not [name for name in dense.names() if name.endswith(("k_scale", "v_scale"))]
     assert dense.build().layers[0].mixer.kv_rounding is None
+
+
+def test_compressed_again_it_loses_its_scales_unless_they_are_asked_for(family_folder, made) -> None:
+    folder = made(family_folder("llama"), {"kind": "kv_cache"}).folder
+    with pytest.raises(SpecError, match="quantized already"):
+        made(folder, {"kind": "rtn", "bits": 8, "group_size": 0}, name="refused")
+    for name, steps in {"without": [], "with": [{"kind": "kv_cache", "per": "head"}]}.items():
+        again = made(folder, {"kind": "rtn", "bits": 8, "group_size": 0}, *steps, requantize=True, name=name)
+        assert again.figures["model_bytes"].value == again.figures["model_bytes"].estimate.value
+        assert ("model.layers.0.self_attn.k_scale" in tensors_of(again.folder)) == bool(steps)
+        load(again.folder)
+
+
+def test_an_export_says_that_it_leaves_the_scales_out(family_folder, made, tmp_path: Path) -> None:
+    exported = hone.export(made(family_folder("llama"), {"kind": "kv_cache"}).folder, tmp_path / "small.gguf")
+    assert any("scales of the KV cache are left out" in note for note in exported.notes)
+    assert not [name for name in exported.types if "scale" in name]
+
+
+def test_a_folder_with_scales_alone_counts_as_dense_in_memory(family_folder, made) -> None:
+    source = family_folder("llama")
+    facts, whole = (CheckpointFacts.of(one) for one in (made(source, {"kind": "kv_cache"}).folder, source))
+    assert facts.loaded_bytes("bfloat16") == whole.loaded_bytes("bfloat16") == 2 * whole.config.num_params
+    packed = CheckpointFacts.of(made(source, {"kind": "fp8"}, {"kind": "kv_cache"}, name="packed").folder)
+    assert packed.loaded_bytes("bfloat16") == packed.weights_bytes
 
 
 @torch.no_grad()

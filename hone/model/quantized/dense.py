@@ -48,6 +48,12 @@ def quantized_modules(config: ModelConfig, quantization: dict[str, Any]) -> Iter
             yield Quantized(name, rows, columns, scheme)
 
 
+def cache_scales(config: ModelConfig, quantization: dict[str, Any]) -> set[str]:
+    """Names of the scales of the KV cache that a `quantization_config` describes."""
+    layers = range(config.num_layers) if config_of(quantization).kv_cache is not None else ()
+    return {name for index in layers for name in scale_names(config, index).values()}
+
+
 class DenseCheckpoint(Checkpoint):
     """A `Checkpoint` whose quantized linears have a `weight` in the checkpoint's dtype, dequantized when it is read.
 
@@ -58,9 +64,7 @@ class DenseCheckpoint(Checkpoint):
         super().__init__(folder)
         assert self.quantization is not None, f"{folder} is not quantized"
         self._modules = {f"{one.name}.weight": one for one in quantized_modules(self.config, self.quantization)}
-        rounded = config_of(self.quantization).kv_cache is not None
-        layers = range(self.config.num_layers) if rounded else ()
-        self._scales = {name for index in layers for name in scale_names(self.config, index).values()}
+        self._scales = cache_scales(self.config, self.quantization)
         self.quantization = None
         self.values = {key: value for key, value in self.values.items() if key != "quantization_config"}
 
