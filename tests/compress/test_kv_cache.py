@@ -165,6 +165,7 @@ def test_saved_again_it_has_its_scales_and_dequantized_it_has_none(family_folder
     assert dense.build().layers[0].mixer.kv_rounding is None
 
 
+@pytest.mark.slow
 def test_compressed_again_it_loses_its_scales_unless_they_are_asked_for(family_folder, made) -> None:
     folder = made(family_folder("llama"), {"kind": "kv_cache"}).folder
     with pytest.raises(SpecError, match="quantized already"):

@@ -87,6 +87,18 @@ def test_a_model_computes_the_same_and_keeps_what_is_not_two_of_four(monkeypatch
     assert torch.equal(hone.load(tmp_path)(tokens), expected)
 
 
+def test_a_folder_loads_with_it(monkeypatch, tmp_path) -> None:
+    hone.save(pruned(), tmp_path)
+    with pytest.raises(MachineError, match="the device is cpu"):
+        hone.load(tmp_path, sparsity="2:4")
+    with pytest.raises(SpecError, match="sparsity is 'half'"):
+        hone.load(tmp_path, sparsity="half")
+    without_gpu(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="2:4 products in 7 of 8 linears"):
+        model = hone.load(tmp_path, sparsity="2:4")
+    assert isinstance(model.layers[0].feed_forward.down, SemiStructured)
+
+
 def test_auto_keeps_what_is_faster(monkeypatch) -> None:
     without_gpu(monkeypatch)
     timed = []

@@ -204,7 +204,7 @@ def sparse_product(x: Tensor, pairs: Tensor, masks: Tensor, bias: Tensor | None,
     if not out.numel():
         return out
     split = shape.parts > 1
-    places = x.view(rows, columns // 4, 4).permute(2, 0, 1).contiguous()
+    places = x.unflatten(1, (-1, 4)).permute(2, 0, 1).contiguous()
     groups = GROUPS.value
     x_desc = TensorDescriptor.from_tensor(places, [4, shape.block_m, groups], NVMMASharedLayout(64, 16, 3))
     pairs_desc = TensorDescriptor.from_tensor(pairs, [shape.block_n, groups], NVMMASharedLayout(128, 32, 2))
