@@ -135,12 +135,13 @@ def test_what_cannot_be_is_one_clear_error(monkeypatch) -> None:
         sparsify(pruned(), "4:8")
     found = sparsify(pruned(), "auto")
     assert found.packed == 0 and found.dense == 8
+    assert found.said == "no 2:4 products: 2:4 products need an NVIDIA GPU, and the device is cpu"
     untouched = pruned()
     assert sparsify(untouched, "none") == Sparsified() and type(untouched.layers[0].mixer.qkv) is Dense
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     fake = pruned()
     monkeypatch.setattr(Decoder, "embedding", property(lambda self: Fake()))
-    with pytest.raises(MachineError, match=r"compute capability 7\.5"):
+    with pytest.raises(MachineError, match=r"compute capability 8\.0, and the GPU has 7\.5"):
         sparsify(fake, "2:4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(SpecError, match="float32"):

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_cpu_is_one_clear_error(folder: Path) -> None:
-    with pytest.raises(MachineError, match="the device is cpu: 2:4 products need an NVIDIA GPU"):
+    with pytest.raises(MachineError, match="2:4 products need an NVIDIA GPU, and the device is cpu"):
         Engine(folder, EngineSpec.read({**SIZES, "sparsity": "2:4"}))
 
 

@@ -32,10 +32,14 @@ class Sparsified(NamedTuple):
     unfit: int = 0
     slower: int = 0
     saved_bytes: int = 0
+    why: str = ""
+    """Why nothing can run as 2:4 here, with "auto"."""
 
     @property
     def said(self) -> str:
         """One line for the user."""
+        if self.why:
+            return f"no 2:4 products: {self.why}"
         kept = {"not 2:4": self.dense, "of a shape without 2:4 products": self.unfit, "faster dense": self.slower}
         rest = ", ".join(f"{count} {why}" for why, count in kept.items() if count)
         total = self.packed + self.dense + self.unfit + self.slower
@@ -58,9 +62,9 @@ def sparsify(model: Decoder, sparsity: Sparsity, *, rows: int = AUTO_ROWS, where
     problem = _problem(model, where)
     if problem is not None:
         if sparsity == "auto":
-            return Sparsified(dense=sum(1 for _ in _linears(model)))
+            return Sparsified(dense=sum(1 for _ in _linears(model)), why=problem.what)
         raise problem
-    counts = dict.fromkeys(Sparsified._fields, 0)
+    counts = dict.fromkeys(("packed", "dense", "unfit", "slower", "saved_bytes"), 0)
     faster: dict[tuple[int, int], bool] = {}
     for owner, name, dense in _linears(model):
         weight = dense.weight.detach()
@@ -103,18 +107,18 @@ def _problem(model: Decoder, where: str) -> MachineError | SpecError | ArtifactE
     device, dtype = model.embedding.device, model.embedding.dtype
     if device.type != "cuda":
         return MachineError(
-            f"sparsity is 2:4 and the device is {device.type}: 2:4 products need an NVIDIA GPU",
+            f"2:4 products need an NVIDIA GPU, and the device is {device.type}",
             fix="set sparsity=none, which computes the same with the zeros as they are",
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return MachineError(
-            f"sparsity is 2:4 and the GPU has compute capability {capability[0]}.{capability[1]}: 2:4 products need 8.0",
+            f"2:4 products need compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}",
             fix="set sparsity=none, which computes the same with the zeros as they are",
         )
     if dtype not in (torch.bfloat16, torch.float16):
         return SpecError(
-            f"sparsity is 2:4 and the weights are {str(dtype).removeprefix('torch.')}: 2:4 products take 16 bits",
+            f"2:4 products take weights of 16 bits, and these are {str(dtype).removeprefix('torch.')}",
             fix="set dtype=bfloat16, or sparsity=none",
         )
     if next(_linears(model), None) is None:
