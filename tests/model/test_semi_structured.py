@@ -99,6 +99,20 @@ def test_a_folder_loads_with_it(monkeypatch, tmp_path) -> None:
     assert isinstance(model.layers[0].feed_forward.down, SemiStructured)
 
 
+@torch.no_grad()
+def test_what_a_pruner_writes_runs_with_it(monkeypatch, tmp_path) -> None:
+    without_gpu(monkeypatch)
+    hone.save(build(SHAPE.config(50)), tmp_path / "dense")
+    with torch.enable_grad():
+        Compress.read({"steps": [{"kind": "magnitude", "pattern": "2:4"}]}).make(
+            tmp_path / "pruned", {"model": Artifact.read(tmp_path / "dense")}, Run(quiet=True)
+        )
+    model, expected = (hone.load(tmp_path / "pruned", dtype=torch.bfloat16) for _ in range(2))
+    assert sparsify(model, "2:4").packed == 8
+    tokens = torch.randint(0, 50, (2, 9))
+    assert torch.equal(model(tokens), expected(tokens))
+
+
 def test_auto_keeps_what_is_faster(monkeypatch) -> None:
     without_gpu(monkeypatch)
     timed = []
