@@ -21,6 +21,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "model/test_dequantizing.py",
         "model/test_activations.py",
         "model/test_low_rank.py",
+        "model/test_semi_structured.py",
     ),
     "mixer": tuple(f"model/mixers/test_{name}.py" for name in MIXER_TESTS),
     "feed-forward": ("model/test_feed_forwards.py",),
@@ -47,6 +48,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
     "low rank": ("compress/test_low_rank.py",),
+    "KV cache quantizer": ("compress/test_kv_cache.py",),
     "structured pruner": ("compress/structured/test_cuts.py",),
     "drafter": ("serve/test_speculate.py",),
 }

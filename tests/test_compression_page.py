@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks import sparse_products
 from benchmarks.compression_page import PAGE, page
 from hone.compress import STEPS
 from hone.compress.stage import Compress
@@ -17,6 +18,11 @@ METHODS = Path(__file__).parent.parent / "benchmarks" / "quality.yaml"
 def test_the_page_is_that_of_the_ledger() -> None:
     text = PAGE.read_text(encoding="utf8")
     assert page(text) == text, "run python -m benchmarks.compression_page"
+
+
+def test_the_table_of_sparse_products_is_that_of_the_ledger() -> None:
+    table = PAGE.read_text(encoding="utf8").split(sparse_products.BEGIN)[1].split(sparse_products.END)[0]
+    assert table == sparse_products.page(sparse_products.measured()), "run python -m benchmarks.sparse_products --page"
 
 
 def test_every_step_of_the_page_is_one() -> None:

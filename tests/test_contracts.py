@@ -16,7 +16,7 @@ import hone
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique, all_tables
-from hone.compress import LOW_RANK, PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS, TRANSFORMS
+from hone.compress import KV_CACHES, LOW_RANK, PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS, TRANSFORMS
 from hone.compress.low_rank.base import Correction
 from hone.compress.stage import Compress
 from hone.data import DEDUPS, FILTERS
@@ -87,7 +87,14 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [*QUANTIZERS, *PRUNERS, *STRUCTURED_PRUNERS, *LOW_RANK, *(name for name in TRANSFORMS if TRANSFORMS[name].whole)],
+    [
+        *QUANTIZERS,
+        *PRUNERS,
+        *STRUCTURED_PRUNERS,
+        *LOW_RANK,
+        *KV_CACHES,
+        *(name for name in TRANSFORMS if TRANSFORMS[name].whole),
+    ],
 )
 def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     before = digests(tiny_llama)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
 from hone.ops import formats, fp8_linear, linear, quantized_linear, sparse_linear
-from hone.ops.linear.api import compress_24, fp8_codes
+from hone.ops.linear.api import fp8_codes
+from hone.ops.linear.sparse import compress_24
 
 COPIES = 8
 SIZES = ((14336, 4096), (4096, 14336))

@@ -38,6 +38,7 @@ TABLES: tuple[str, ...] = (
     "hone.compress:PRUNERS",
     "hone.compress:STRUCTURED_PRUNERS",
     "hone.compress:LOW_RANK",
+    "hone.compress:KV_CACHES",
     "hone.serve:DRAFTERS",
 )
 """Every slot's table; `hone techniques` and the contract tests read this list."""

@@ -72,6 +72,8 @@ LOW_RANK = Table(
     },
 )
 
+KV_CACHES = Table("KV cache quantizer", {"kv_cache": "hone.compress.caches.kv_cache:KVCache"})
+
 
 class Steps(Table):
     """Several slots combined in one table, for a list of steps from any of them."""
@@ -89,4 +91,4 @@ class Steps(Table):
         return next(table.slot for table in self.tables if kind in table.rows)
 
 
-STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS, LOW_RANK)
+STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS, LOW_RANK, KV_CACHES)

@@ -33,7 +33,7 @@ layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 
 
-_RANGE_BYTES = {"extremes": 8.0, "histogram": 60.0, "gradients": 0.0}
+RANGE_BYTES = {"extremes": 8.0, "histogram": 60.0, "gradients": 0.0}
 """Bytes a value at the rate of a large copy: counting takes 7 ns (two-core AMD EPYC)."""
 _ROUNDING_BYTES = {"int": 24.0, "e4m3": 80.0, "e2m1": 130.0}
 """The same for rounding to a format."""
@@ -169,6 +169,10 @@ class Storage(Step):
         """Dtype and shape of each tensor of a module [rows, columns], by suffix, for a checkpoint of `dtype`."""
         raise NotImplementedError
 
+    def method(self, columns: int) -> str:
+        """`quant_method` of config.json for a matrix of `columns` input features: the library whose format it is."""
+        raise NotImplementedError
+
 
 class Quantizer(Storage):
     """A step that stores codes and scales: a subclass writes `scheme`, and `apply`, which sets `Matrix.stored`."""
@@ -226,7 +230,7 @@ class Quantizer(Storage):
     @property
     def range_bytes(self) -> float:
         """Bytes moved for each value of a linear's input by `input_statistics`."""
-        return sum(_RANGE_BYTES[name] for name in self.input_statistics)
+        return sum(RANGE_BYTES[name] for name in self.input_statistics)
 
     @property
     def rounding_bytes(self) -> float:
@@ -249,6 +253,9 @@ class Quantizer(Storage):
 
     def entries(self, rows: int, columns: int, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
         return layouts.tensors_of(self.scheme(columns), rows, columns, self.stored_scale_dtype(dtype))
+
+    def method(self, columns: int) -> str:
+        return layouts.layout_of(self.scheme(columns)).method
 
     def config_options(self, dtype: str) -> dict[str, Any]:
         """Keys of config.json's quantization_config beside the storage, for a checkpoint of `dtype`."""

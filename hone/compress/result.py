@@ -20,7 +20,7 @@ from hone.model.hf import Checkpoint, config_values, copy_tokenizer
 from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
-from hone.model.quantized.scheme import InputHadamard, Quantization, Scheme
+from hone.model.quantized.scheme import CacheScheme, InputHadamard, Quantization, Scheme
 
 CHANCE = 20
 """A perplexity above the vocabulary's size divided by this is of text that the model can hardly predict."""
@@ -32,12 +32,13 @@ def quantization_config(
     assigned: Assigned,
     dtype: str,
     hadamards: Mapping[str, int],
+    kv_cache: CacheScheme | None = None,
 ) -> dict[str, Any] | None:
     """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
-    which readers prefer; or that weights are factors. None where they stay as they are. `hadamards`: sizes of the Hadamard
-    matrices of inputs, by matrix."""
+    which readers prefer; or that weights are factors; and the rounding of the KV cache. None where all stays as it is.
+    `hadamards`: sizes of the Hadamard matrices of inputs, by matrix."""
     if assigned.template is None:
-        return None
+        return None if kv_cache is None else to_json(Quantization((), ("lm_head",), kv_cache=kv_cache))
     ignored = ["lm_head"]
     if isinstance(assigned.template, Factorization):
         left = (one for index, chosen in enumerate(targets) for one in linears(config, index) if one not in chosen)
@@ -62,7 +63,8 @@ def quantization_config(
     method = layout_of(by_count[-1]).method
     options = assigned.template.config_options(dtype)
     inputs = tuple(InputHadamard(tuple(names), size) for size, names in multiplied.items())
-    made = Quantization((*groups, (("Linear",), by_count[-1])), tuple(ignored), method, options, inputs)
+    groups.append((("Linear",), by_count[-1]))
+    made = Quantization(tuple(groups), tuple(ignored), method, options, inputs, kv_cache)
     return to_json(made)
 
 

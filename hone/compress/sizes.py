@@ -17,7 +17,7 @@ from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
 from hone.model.hf import singles
-from hone.model.quantized.dense import quantized_modules
+from hone.model.quantized.dense import cache_scales, quantized_modules
 from hone.model.shards import Shards
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -26,7 +26,8 @@ Entry = tuple[torch.dtype, tuple[int, ...]]
 def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[str, Entry]:
     """Dtype and shape of every tensor: from the headers of the folder if it exists, else from its config.
 
-    Quantized linears count as dense ones in the checkpoint's dtype, as `DenseCheckpoint` reads them. With `config`, the
+    Quantized linears count as dense ones in the checkpoint's dtype, and scales of a KV cache not at all, as
+    `DenseCheckpoint` reads them. With `config`, the
     tensors of the smaller model of that config, which has the dtypes of `model`.
     """
     folder = Path(model.where)
@@ -35,6 +36,8 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
         return planned
     found = _headers(folder)
     if model.quantization is not None:
+        for name in cache_scales(model.config, model.quantization):
+            found.pop(name, None)
         for one in quantized_modules(model.config, model.quantization):
             for name in one.tensors:
                 found.pop(name, None)  # a missing one is an error when it is read

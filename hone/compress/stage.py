@@ -21,6 +21,7 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting
 from hone.compress.allocations.base import Budget, candidates, read_bytes
+from hone.compress.caches.kv_cache import KVCache, wanted_of
 from hone.compress.low_rank.base import check_modules, correction_of, low_rank_last
 from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
@@ -144,9 +145,10 @@ class Compress(Stage):
                 read(text)
         if wanted and self.allocation is not None:
             raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
-        low_rank_last(self.steps)
+        low_rank_last(self._layer_steps)
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
+        wanted_of(self.steps)
         transforms_first(self._layer_steps)
         if self._gradient_sequences and any(isinstance(step, (Transform, StructuredPruner)) for step in self.steps):
             raise ValueError(
@@ -214,6 +216,7 @@ class Compress(Stage):
                 fix="add data: NAME OR FOLDER, or set calibration_text=FILE",
             )
         whole, model = model, self._cut(model, calibrated is not None)
+        cache = self._checked_cache(model.config, calibrated is not None)
         targets: tuple[Any, ...] = ((),) * model.config.num_layers
         if self._layer_steps:
             targets = targets_of.select(model.config, self.targets, self.ignore)
@@ -226,6 +229,8 @@ class Compress(Stage):
                     targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self._structured else None) | sizes.untied(whole, model)
+        if cache is not None:
+            before |= cache.tensors(model.config, dtype)
         planned, budget = allocating.assigned(
             self.allocation, storage_of(self._layer_steps), before, targets, self._rest_dtype, dtype, model.where
         )
@@ -241,7 +246,7 @@ class Compress(Stage):
             for linears in targets
         )
         num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
-        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self._layer_steps else {}
+        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self._calibrates else {}
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
         measured = chain.measured(whole.config, self._structured, num_sequences, seq_len, **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
@@ -254,9 +259,12 @@ class Compress(Stage):
         if quantizer is not None:
             more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
         config, more["adapter_bytes"] = adapters.planned(self._correction, model.config, targets, dtype)
+        more["cache_bytes"] = cache.range_bytes(model.config) if cache is not None else 0.0
         work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
         hadamards = self._hadamards(model.config, targets)
-        quantization = result.quantization_config(model.config, targets, planned, model.dtype, hadamards)
+        quantization = result.quantization_config(
+            model.config, targets, planned, model.dtype, hadamards, cache and cache.scheme
+        )
         update = {"where": f"compressed {model.where}", "quantization": quantization, "config": config}
         update["weights_bytes"] = sum(made) + work.adapter_bytes
         return CompressPlan(
@@ -293,7 +301,14 @@ class Compress(Stage):
             hadamards = self._hadamards(checkpoint.config, plan.targets)
             checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards, run)
             job = stream.Job(
-                checkpoint, self._layer_steps, plan.targets, run.device, dtype, self._rest_dtype, mesh=mesh
+                checkpoint,
+                self._layer_steps,
+                plan.targets,
+                run.device,
+                dtype,
+                self._rest_dtype,
+                mesh=mesh,
+                cache=self._kv_cache,
             )
             if self.allocation is not None:
                 few = samples.part(slice(self.allocation.num_sequences))
@@ -311,12 +326,12 @@ class Compress(Stage):
             check = None
             if samples is not None and samples.spare is not None and not self._structured:
                 check = checks.Check(samples.spare, self.batch_size, run.device, dtype, mesh)
-            rows = stream.run_job(job, flow if self._layer_steps else None, draft, run, check)
+            rows = stream.run_job(job, flow if self._calibrates else None, draft, run, check)
             if not mesh.leads:
                 return
             checked = checks.read(draft.state)
             stored = replace(job.quantizers, template=storage_of(self._layer_steps))
-            more = (stored, plan.facts.dtype, hadamards)
+            more = (stored, plan.facts.dtype, hadamards, job.cache and job.cache.scheme)
             quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
             result.describe(draft, checkpoint, quantization, adapted=self._correction is not None)
             if self._layer_steps:
@@ -325,8 +340,9 @@ class Compress(Stage):
             source = {} if samples is None else {"calibration": samples.source}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
         ranges = self._quantizer is not None and bool(self._quantizer.input_statistics)
-        for step in self._layer_steps:
+        for step in self._calibrates:
             reads = bool(step.needs & statistics.STATISTICS.keys()) or (ranges and step is self._quantizer)
+            reads |= isinstance(step, KVCache)
             source = {"calibration": samples.source} if samples is not None and reads else {}
             note = {"note": step.note} if step.note else {}
             draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source, **note})
@@ -362,7 +378,21 @@ class Compress(Stage):
 
     @property
     def _layer_steps(self) -> tuple[Step, ...]:
-        return tuple(step for step in self.steps if not isinstance(step, StructuredPruner))
+        return tuple(step for step in self.steps if not isinstance(step, (StructuredPruner, KVCache)))
+
+    @property
+    def _kv_cache(self) -> KVCache | None:
+        return wanted_of(self.steps)
+
+    def _checked_cache(self, config: Any, calibrated: bool) -> KVCache | None:
+        if self._kv_cache is not None:
+            self._kv_cache.check_model(config, storage_of(self._layer_steps), calibrated=calibrated)
+        return self._kv_cache
+
+    @property
+    def _calibrates(self) -> tuple[Step, ...]:
+        """The steps that work on layers, with calibration inputs if there are any."""
+        return (*self._layer_steps, *((self._kv_cache,) if self._kv_cache is not None else ()))
 
     @property
     def _rotation(self) -> Rotation | None:

@@ -25,6 +25,7 @@ from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.mesh import Mesh
 from hone.base.run import Run
+from hone.compress.caches.kv_cache import KVCache
 from hone.compress.capture import Flow
 from hone.compress.check import Check
 from hone.compress.check import read as read_check
@@ -58,6 +59,8 @@ class Job:
     """Dtype of the stored matrices outside the layers (embedding, head); None keeps theirs."""
     bits: Mapping[str, int] = field(default_factory=dict)
     """Bits of each matrix by `matrix_name`, where an allocation chose them."""
+    cache: KVCache | None = None
+    """The step that calibrates scales of the KV cache."""
     model: dict[str, float] = field(default_factory=dict)
     """What the first step's `prepare` found."""
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
@@ -196,6 +199,8 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
             added = adapter.read(draft, index)
             for linear in job.targets[index]:
                 _put(job, index, layer, linear, written | added)
+            if job.cache is not None:
+                job.cache.use(layer, checkpoint.config, index, written)
             for flow in flows:
                 flow.through(layer)
             bar.advance()
@@ -262,7 +267,8 @@ def _compress_layer(
     wanted = job.statistics if job.transforms else job.statistics | job.ranges
     if check is not None:
         check.flow.dense_through(layer)
-    statistics = flow.statistics(layer, readers, wanted) if flow is not None else {}
+    gathers = flow is not None and bool(readers or flow.paired)
+    statistics = flow.statistics(layer, readers, wanted) if flow is not None and gathers else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     targets = frozenset(linear.path for linear in job.targets[index])
     weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizer_of(job.steps), job.mesh)
@@ -296,6 +302,8 @@ def _compress_layer(
     tensors.update(made)
     by_path = {path: row for part in job.mesh.gather(found) for path, row in part.items()}
     rows = [by_path[linear.path] for linear in job.targets[index]]
+    if flow is not None and job.cache is not None:
+        tensors.update(job.cache.calibrate(layer, flow, checkpoint, index))
     if flow is not None and index + 1 < job.checkpoint.config.num_layers:
         flow.through(layer)
     if check is not None:

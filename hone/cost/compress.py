@@ -141,6 +141,8 @@ class Compression:
     """Bytes moved for each value of a linear's input by the statistics of its range."""
     rounding_bytes: float = 0.0
     """The same for rounding it in the second pass, which then dequantizes the weights for every batch."""
+    cache_bytes: float = 0.0
+    """Bytes moved for each token and layer by the statistics of keys and values, in a pass of their own; 0 without it."""
     check_sequences: int = 0
     """Sequences on which the predictions of both models are compared at the end."""
     ends_bytes: float = 0.0
@@ -175,11 +177,12 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
         last = index + 1 == count
         spent = {
             "loading and Python": _load(machine, work, index),
-            "statistics": share * (1 + work.paired) * (forward + _gather(machine, work, matrices))
-            if work.tokens
-            else 0.0,
+            "statistics": share * _statistics(machine, work, matrices, forward),
             "ranges of inputs": share * _inputs(machine, work, matrices, work.range_bytes),
             "between ranks": _merged(machine, work, matrices),
+            "keys and values": share * (forward + _passes(machine, work.cache_bytes * work.tokens))
+            if work.cache_bytes
+            else 0.0,
             "second pass": 0.0 if last else share * (forward + _round(machine, work, matrices)),
         }
         spent["solvers"], spent["errors"] = _solved(machine, work, matrices)
@@ -309,6 +312,13 @@ def hessian_block(columns: int) -> int:
     Eight blocks leave 9/16 of the products; fewer than 1,024 rows do not keep a GPU busy.
     """
     return max(-(-columns // 8), 1024)
+
+
+def _statistics(machine: Machine, work: Compression, matrices: tuple[MatrixWork, ...], forward: float) -> float:
+    """Seconds of the pass that gathers the sums of x x^T, which a layer without matrices to compress does without."""
+    if not work.tokens or not (matrices or work.paired):
+        return 0.0
+    return (1 + work.paired) * (forward + _gather(machine, work, matrices))
 
 
 def _gather(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) -> float:

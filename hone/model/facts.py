@@ -64,7 +64,10 @@ class CheckpointFacts(Facts):
 
     def loaded_bytes(self, dtype: str) -> float:
         """Bytes of the weights in memory: quantized ones stay packed, others are converted to `dtype`."""
-        return self.weights_bytes if self.quantization else self.config.num_params * BYTES[dtype]
+        packed = (self.quantization or {"config_groups": {}}).get(
+            "config_groups", True
+        )  # scales of a KV cache pack no weights
+        return self.weights_bytes if packed else self.config.num_params * BYTES[dtype]
 
 
 def _dtype(folder: Path) -> str:

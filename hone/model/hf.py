@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +19,7 @@ from hone.model.families.config_json import OWN, from_hf, own_format, to_hf
 from hone.model.folder import ADAPTER, CONFIG, model_folder, read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
+from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.shards import Shards, write_json, write_tensors
 from hone.ops.dispatch import say_once
 
@@ -37,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
 _AS_STORED = (
-    "weight_scale", "weight_scale_inv", "_global_scale", "input_scale", ".scales", "absmax", "quant_map", ".SCB",
+    "weight_scale", "weight_scale_inv", "_global_scale", "input_scale", ".k_scale", ".v_scale", ".scales", "absmax", "quant_map", ".SCB",
 )  # fmt: skip
 _IGNORED = (
     "rotary_emb.inv_freq",
@@ -120,6 +121,7 @@ class Checkpoint:
         """Layer `index` with its weights; `dtype` None keeps the checkpoint's."""
         with torch.device("meta"):
             layer = DecoderLayer(self.config.layers[index], self.config, index, self._maker())
+            self._round_caches([layer])
         self._load_layer(layer, index, device, dtype or self.dtype)
         return layer
 
@@ -145,6 +147,7 @@ class Checkpoint:
         """The model on the meta device, without its weights. Raises ArtifactError as `build` does."""
         with torch.device("meta"):
             decoder = Decoder(self.config, self._maker())
+            self._round_caches(decoder.layers)
         self.check(decoder)
         return decoder
 
@@ -198,6 +201,15 @@ class Checkpoint:
 
         return make
 
+    def _round_caches(self, layers: Iterable[nn.Module]) -> None:
+        """Gives the layers the rounding of keys and values that the quantization config describes, if it does."""
+        if self.quantization is not None and self.quantization.get("kv_cache_scheme"):
+            from hone.model.quantized.config import read
+
+            scheme = read(self.quantization).kv_cache
+            for layer in layers if scheme is not None else ():
+                add_rounding(layer, scheme)
+
     def _modules_of(self, name: str) -> list[str]:
         """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv'); none for the embedding."""
         if not name.startswith("layers."):
@@ -208,7 +220,7 @@ class Checkpoint:
     def _load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
         for attribute, names in fused_linears(self.config, index).items():
             self._load_linear(layer.get_submodule(attribute), names, device, dtype)
-        for path, name in singles(self.config, index).items():
+        for path, name in (singles(self.config, index) | rounding_paths(layer, self.config, index)).items():
             owner, _, attribute = path.rpartition(".")
             self._set(layer.get_submodule(owner), attribute, name, device, dtype)
 
@@ -312,9 +324,23 @@ def finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
-    """The model in a Hugging Face folder, plain or quantized (hone.model.quantized); `dtype` None keeps the folder's."""
-    return Checkpoint(folder).build(device, dtype)
+def load(
+    folder: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    sparsity: str = "none",
+) -> Decoder:
+    """The model in a Hugging Face folder, plain or quantized (hone.model.quantized); `dtype` None keeps the folder's.
+
+    `sparsity` "2:4" or "auto": linears whose weights are 2:4 are compressed (`hone.model.sparse.sparsify`).
+    """
+    model = Checkpoint(folder).build(device, dtype)
+    if sparsity != "none":
+        from hone.model.sparse.sparsify import sparsify
+
+        say_once(sparsify(model, sparsity, where=str(folder)).said)
+    return model
 
 
 def save(
@@ -404,7 +430,7 @@ def layer_state(layer: DecoderLayer, config: ModelConfig, index: int) -> Iterato
         for name, part in zip(names, parts, strict=True):
             for suffix, tensor in part.items():
                 yield f"{name}.{suffix}", tensor
-    for path, name in singles(config, index).items():
+    for path, name in (singles(config, index) | rounding_paths(layer, config, index)).items():
         owner, _, attribute = path.rpartition(".")
         yield name, getattr(layer.get_submodule(owner), attribute).detach()
 
@@ -438,6 +464,8 @@ def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
         linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(config, index).items()]
         parameters, names = config.parameters(index), singles(config, index)
         shapes.update({names[path]: parameter.shape for path, parameter in parameters.items()})
+        scales = rounding_paths(layer, config, index).items()
+        shapes.update({name: tuple(layer.get_buffer(path).shape) for path, name in scales})
     for names, linear in linears:
         for name, parts in zip(names, linear.part_shapes(list(names.values())), strict=True):
             shapes.update({f"{name}.{suffix}": tuple(shape) for suffix, shape in parts.items()})

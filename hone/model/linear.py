@@ -33,6 +33,7 @@ LINEARS = Table(
         "dequantizing": "hone.model.quantized.dequantizing:Dequantizing",
         "low_rank": "hone.model.quantized.low_rank:LowRank",
         "rounded_inputs": "hone.model.quantized.rounded_inputs:RoundedInputs",
+        "semi_structured": "hone.model.sparse.semi_structured:SemiStructured",
         "experts": "hone.model.linear:Experts",
     },
 )

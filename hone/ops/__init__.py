@@ -7,7 +7,8 @@ them. No kernel is imported with them.
 from hone.ops.activation.api import geglu, swiglu
 from hone.ops.attention.api import attend, merge
 from hone.ops.dispatch import choose
-from hone.ops.linear.api import fp8_linear, linear, quantized_linear, sparse_linear
+from hone.ops.linear.api import fp8_linear, linear, quantized_linear
+from hone.ops.linear.sparse import sparse_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.norm.api import rms_norm

@@ -14,8 +14,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd.function import Function
 
 from hone.base.errors import SpecError
 
@@ -121,17 +119,6 @@ def backend_of(op: str, device: torch.device, forced: str | None = None, **facts
 def runs_kernel(op: str, device: torch.device, **facts: Any) -> bool:
     """Whether `op` runs a kernel of hone's on `device`, not torch's operations or its plain reference."""
     return choose(op, locate(device), **facts).backend in KERNELS
-
-
-def entry_of(op: Any, bare: Callable[..., Any], graded: type[Function], *given: Tensor | None) -> Any:
-    """The callable that runs a kernel: torch's `op` in a compiled graph; else `graded` where a gradient is needed, else `bare`.
-
-    The latter two avoid torch's dispatcher, which is most of a small call's time.
-    """
-    if torch.compiler.is_compiling():
-        return op
-    wants = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given)
-    return graded.apply if wants else bare
 
 
 @torch.compiler.assume_constant_result  # else torch.compile would trace the cache
@@ -375,6 +362,17 @@ def _fp8_linear(
     return Choice("triton", f"{rows} rows {'in blocks of 128' if blockwise else 'with one scale each'}")
 
 
+def _sparse_linear(
+    where: Where, *, dtype: torch.dtype, rows: int, in_features: int, masked: bool, plain: bool
+) -> Choice:
+    """`masked`: the kernel's form of the weight exists. `plain`: neither a gradient to x nor autocast."""
+    if rows > 64:
+        return Choice("torch", f"{rows} rows: the library's sparse product")
+    if not (where.runs_gluon and masked and plain) or dtype not in _HALVES or in_features % 256:
+        return Choice("torch", "the kernel for few rows needs Hopper, 16 bits, 256s of columns and no gradient")
+    return Choice("gluon", f"{rows} rows: the compressed weight is read once and unpacked in registers")
+
+
 _SWEEPS = ("round_compensated", "prune_compensated")
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": _attend,
@@ -385,6 +383,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "linear": _linear,
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
+    "sparse_linear": _sparse_linear,
     "rms_norm": _rms_norm,
     **dict.fromkeys(
         ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", _UP_TO_32, "one pass over memory")
@@ -416,6 +415,7 @@ NO_GPU: dict[str, Choice] = {
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
+    "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
 }
 """Choices without a GPU, for any facts."""
 
@@ -435,6 +435,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "linear": ("reference", "cublas", "triton"),
     "quantized_linear": ("reference", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
+    "sparse_linear": ("reference", "torch", "gluon"),
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),
     "geglu": ("reference", "torch"),
     "linear_cross_entropy": ("reference", "triton"),

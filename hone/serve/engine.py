@@ -50,7 +50,7 @@ class Engine:
         self.spec = spec = parts.spec
         self.model, self.tokenizer = parts.model, parts.tokenizer
         self.pool, self.runner, self.proposer = parts.pool, parts.runner, parts.proposer
-        self.max_model_len = parts.max_model_len
+        self.max_model_len, self._note = parts.max_model_len, parts.note
         self.max_waiting = spec.max_waiting
         """Requests that may wait; more are rejected."""
         config = self.model.config
@@ -81,7 +81,7 @@ class Engine:
         return (
             f"max_num_seqs={spec.max_num_seqs} max_num_batched_tokens={spec.max_num_batched_tokens} "
             f"max_model_len={self.max_model_len}; KV cache of {human_bytes(self.cache_bytes)} in {dtype}: "
-            f"{pool.num_pages} pages of {pool.block_size} tokens"
+            f"{pool.num_pages} pages of {pool.block_size} tokens{self._note and f'; {self._note}'}"
         )
 
     @property

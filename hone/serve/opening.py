@@ -13,6 +13,7 @@ from hone.measure.machine import describe
 from hone.model import hf
 from hone.model.decoder import Decoder
 from hone.model.folder import model_folder, weights_bytes
+from hone.model.sparse.sparsify import AUTO_ROWS, sparsify
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 from hone.serve import DRAFTERS
 from hone.serve.paging.cache import KVCache, cache_tensors
@@ -35,6 +36,8 @@ class Parts(NamedTuple):
     drafter: Drafter | None
     proposer: Proposer | None
     max_model_len: int
+    note: str = ""
+    """What a user must know of how the model is held, beside the spec."""
 
 
 def open_parts(
@@ -53,11 +56,13 @@ def open_parts(
         model = model_folder(model)
         if tokenizer is None and (model / "tokenizer.json").exists():
             tokenizer = load_tokenizer(model)
-    model = _opened(model, device, spec.dtype)
+    given = isinstance(model, Decoder)
+    model, note = _sparsified(model, device, spec)
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
     longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
     cache_dtype = None if spec.kv_cache_dtype == "auto" else getattr(torch, spec.kv_cache_dtype)
     dtype = cache_dtype or model.embedding.dtype
+    note = "; ".join(filter(None, (note, _cache_note(model, given, _name(dtype)))))
     tensors = cache_tensors(model.config)
     one = page_bytes(tensors, size, _name(dtype))
     if draft_model is not None:
@@ -75,7 +80,28 @@ def open_parts(
         proposer, guesser = drafter.open(setting)
     pool = PagePool(num_pages, size, enable_prefix_caching=spec.enable_prefix_caching)
     runner = Runner(model, cache, sampler, device, guesser)
-    return Parts(spec, model, tokenizer, pool, runner, drafter, proposer, min(longest, num_pages * size))
+    return Parts(spec, model, tokenizer, pool, runner, drafter, proposer, min(longest, num_pages * size), note)
+
+
+def _sparsified(model: Decoder | Path | str, device: torch.device, spec: EngineSpec) -> tuple[Decoder, str]:
+    """The model of `_opened` with the linears that `spec.sparsity` asks for, and what was done."""
+    if spec.sparsity == "none":
+        return _opened(model, device, spec.dtype), ""
+    if isinstance(model, Decoder):
+        raise SpecError(
+            f"engine.sparsity is {spec.sparsity} and the model is given, not its folder: it would be changed",
+            fix="give the folder, or call hone.model.sparse.sparsify on the model before",
+        )
+    opened = _opened(model, device, spec.dtype)
+    rows = spec.max_num_seqs or AUTO_ROWS
+    return opened, sparsify(opened, spec.sparsity, rows=rows, where=str(model)).said
+
+
+def _cache_note(model: Decoder, given: bool, dtype: str) -> str:
+    """What happened to the scales that a folder has for its KV cache."""
+    if given or not (model.quantization or {}).get("kv_cache_scheme"):
+        return ""
+    return f"the folder has scales for a KV cache of 8 bits, which the engine does not have yet: keys and values stay {dtype}"
 
 
 def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> Decoder:
@@ -84,6 +110,9 @@ def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> De
     if not isinstance(model, Decoder):
         check_weights(str(model), weights_bytes(model), device)
         model = hf.load(model, device=device, dtype=kind)
+        for layer in model.layers:  # a cache of 16 bits rounds nothing
+            if hasattr(layer.mixer, "kv_rounding"):
+                layer.mixer.kv_rounding = None
     elif kind is not None and model.embedding.dtype != kind:
         raise SpecError(
             f"engine.dtype is {dtype}, the given model has {_name(model.embedding.dtype)}",

@@ -20,6 +20,8 @@ from hone.serve.sizing import Memory, cache_pages, sized, step_threads, work_byt
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import NUM_SAMPLES, SAMPLE_TOKENS
 
+HELD_24, READ_24 = 6 / 16, 7 / 16
+"""Shares of a 2:4 linear's dense bytes that are not held in memory, and not read by a decode step."""
 _LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usually in the page cache
 
 
@@ -44,6 +46,7 @@ def estimates(
     )
     one = pages_bytes(spec, models)
     weights = sum(model.loaded_bytes(dtype) for model, dtype in zip(models, formats))
+    weights -= sparse_saving(spec, models[0], formats[0]) * HELD_24
     longest = spec.max_model_len or models[0].config.max_seq_len
     work = work_bytes(facts, spec, formats[0], machine.device)
     pages = cache_pages(spec, one, Memory.of(machine), longest, weights=weights, work=work)
@@ -86,8 +89,28 @@ def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine) -> Se
         threads=step_threads(spec, facts.num_params, spec.max_num_seqs or 1, calibrated),
         in_place=reads_in_place_on(machine, cache_tensors(model.config), dtype, softcap=has_softcap(model.config)),
         captured=spec.drafter is None,
-        read_bytes=read_weights(facts, dtype, model.weights_bytes) if model.quantization else None,
+        read_bytes=_read_bytes(spec, model, dtype),
     )
+
+
+def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float | None:
+    """Bytes of weights that a decode step reads where they are less than the dense ones; None where they are those."""
+    facts = model.config.facts()
+    if model.quantization:
+        return read_weights(facts, dtype, model.weights_bytes)
+    matrices = sparse_saving(spec, model, dtype)
+    return read_weights(facts, dtype, BYTES[dtype] * facts.num_params - matrices * READ_24) if matrices else None
+
+
+def sparse_saving(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float:
+    """Dense bytes of the linears of `model`'s layers if the spec has them run as 2:4, all of them; 0 where it does not.
+
+    With `auto` nothing is expected: which linears are faster so is measured when the engine starts.
+    """
+    if spec.sparsity != "2:4" or model.quantization:
+        return 0.0
+    linears = (one for index in range(model.config.num_layers) for one in model.config.linears(index).values())
+    return BYTES[dtype] * float(sum(one.out_features * one.in_features for one in linears if one.experts is None))
 
 
 def _must_hold(traffic: Traffic, max_model_len: int) -> None:

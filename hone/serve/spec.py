@@ -33,6 +33,11 @@ class EngineSpec(Spec):
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = Field(
         "auto", description="Number format of the KV cache; auto is that of the weights."
     )
+    sparsity: Literal["none", "2:4", "auto"] = Field(
+        "none",
+        description="2:4: linears with two zeros in every four weights run compressed, on a GPU; auto: those that are faster "
+        "so for max_num_seqs sequences, timed when the engine starts.",
+    )
     draft: str | None = Field(None, description="Folder of the draft model, for speculative decoding.")
     drafter: Annotated[Technique, Choice(DRAFTERS)] | None = Field(
         None, description="Technique that drafts tokens ahead; empty is draft_model with a draft model, else none."

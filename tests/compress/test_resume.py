@@ -56,6 +56,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         ([{"kind": "nvfp4", "activations": "nvfp4"}, {"kind": "loftq", "rank": 4}], [(3, "after"), (5, "after")]),
         ([{"kind": "wanda"}, {"kind": "eora", "rank": 4}], [(4, "after"), (3, "before")]),
         ([{"kind": "asvd", "ratio": 0.5}], [(3, "after"), (4, "before")]),
+        ([{"kind": "kv_cache", "per": "head"}], [(3, "after"), (4, "before")]),
+        ([{"kind": "gptq", "group_size": 32}, {"kind": "kv_cache", "observer": "mse"}], [(3, "after")]),
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32}], [(1, "before"), (1, "after"), (2, "after")]),
         ([{"kind": "depth"}, {"kind": "gptq", "group_size": 32}], [(1, "after"), (2, "before"), (2, "after")]),
     ],

@@ -15,6 +15,7 @@ from hone.base import errors
 from hone.base.errors import HoneError
 from hone.ops.dispatch import BACKENDS, Where
 from hone.ops.formats import tile_codes, tile_scales
+from hone.ops.linear.sparse import compress_24
 from hone.ops.rounding.api import Pruning
 from hone.ops.rounding.selection import Pattern
 
@@ -23,6 +24,7 @@ OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) an
 
 Q, K = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
 X, W = torch.randn(3, 64), torch.randn(8, 64)
+SPARSE = compress_24(W * (torch.arange(64) % 4 < 2))
 CODES, SCALES = torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 2)
 TILES, TILE_SCALES = tile_codes(CODES, 4), tile_scales(SCALES)
 FP8, ONES = torch.zeros(8, 64, dtype=torch.float8_e4m3fn), torch.ones(8)
@@ -144,7 +146,10 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"\(8, 32\)", lambda: ops.fp8_linear(FP8[:, :32], ONES, FP8, ONES)),
         ("bias", lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, torch.ones(3))),
     ],
-    "sparse_linear": [(r"weight \(8, 64\)", lambda: ops.sparse_linear(X[:, :60], W))],
+    "sparse_linear": [
+        (r"weight \(8, 64\)", lambda: ops.sparse_linear(X[:, :60], SPARSE)),
+        (r"bias .* \(7,\)", lambda: ops.sparse_linear(X, SPARSE, torch.ones(7))),
+    ],
     "choose": [("op is 'atend'", lambda: ops.choose("atend", Where()))],
     "grouped_linear": [
         (r"ends \(1,\)", lambda: ops.grouped_linear(X, EXPERTS, ENDS[:1])),
@@ -221,6 +226,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "linear": lambda: ops.linear(X, W, backend="tritno"),
         "quantized_linear": lambda: ops.quantized_linear(X, CODES, SCALES, backend="tritno"),
         "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),
+        "sparse_linear": lambda: ops.sparse_linear(X, SPARSE, backend="tritno"),
         "rms_norm": lambda: ops.rms_norm(X, torch.ones(64), 1e-5, backend="tritno"),
         "rope": lambda: ops.rope(torch.zeros(3, 2, 8), ANGLES, ANGLES, backend="tritno"),
         "rope_write": lambda: ops.rope_write(

@@ -228,6 +228,8 @@ def _notes(checkpoint: Checkpoint, parts: list[Source], spec: GGUF) -> list[str]
         notes.append(f"{len(kept)} matrices keep the codes of the folder, {exact}")
     for (what, form), found in lost.items():
         notes.append(f"{_listed(found)}: {what}, stored as {form}")
+    if (checkpoint.quantization or {}).get("kv_cache_scheme"):
+        notes.append("the scales of the KV cache are left out: GGUF has no place for them")
     return notes
 
 

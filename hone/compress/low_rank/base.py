@@ -120,6 +120,9 @@ class Factorization(LowRank, Storage):
         rank = self.rank_of(rows, columns)
         return {"factor_a": (dtype, (rank, columns)), "factor_b": (dtype, (rows, rank))}
 
+    def method(self, columns: int) -> str:
+        return "low_rank"
+
 
 class Correction(LowRank):
     """A step after the others that adds factors to what they made of a weight: an adapter that PEFT and vLLM load."""

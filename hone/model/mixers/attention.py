@@ -153,6 +153,9 @@ class AttentionLayer(GroupedHeadsLayer):
     def __init__(self, spec: Attention, place: Placement) -> None:
         super().__init__(spec, place)
         self.shares_kv = False  # set by the decoder when a later layer attends to these keys
+        self.kv_rounding: Any = (
+            None  # set where a checkpoint has scales for its KV cache (hone.model.quantized.kv_cache)
+        )
         self.options: dict[str, Any] = {"scale": spec.scale or self.scale, "window": spec.window}
         if spec.softcap is not None:
             self.options["softcap"] = spec.softcap
@@ -165,12 +168,18 @@ class AttentionLayer(GroupedHeadsLayer):
         q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
         if spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rotate_and_cache(self.layer, q, k, v, cos, sin):
+        if self.kv_rounding is None and context.rotate_and_cache(self.layer, q, k, v, cos, sin):
             return self.out(context.attend(self.layer, q, None, None, **self.options).flatten(-2))
         if spec.qk_norm:
             q, k = rope(q, cos, sin), rope(k, cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        return self._attended(context, q, k, v)
+
+    def _attended(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output for rotated heads."""
+        if self.kv_rounding is not None:
+            k, v = self.kv_rounding(k, v)
         if self.shares_kv:
             context.share_kv(self.layer, k, v)
         return self.out(context.attend(self.layer, q, k, v, **self.options).flatten(-2))
@@ -191,9 +200,7 @@ class PartlyRotatedLayer(AttentionLayer):
         if spec.rotary_dim != 0:
             cos, sin = context.rotary(spec.rope, spec.rotary_dim or spec.head_dim, x.dtype)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        if self.shares_kv:
-            context.share_kv(self.layer, k, v)
-        return self.out(context.attend(self.layer, q, k, v, **self.options).flatten(-2))
+        return self._attended(context, q, k, v)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

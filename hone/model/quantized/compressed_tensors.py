@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.model.quantized.layouts import LAYOUTS, problem
 from hone.model.quantized.numbers import Number
-from hone.model.quantized.scheme import Activations, InputHadamard, Quantization, ScaleFormat, Scheme
+from hone.model.quantized.scheme import (
+    Activations,
+    CacheScheme,
+    InputHadamard,
+    Quantization,
+    ScaleFormat,
+    Scheme,
+)
 
 _FLOATS: dict[int, Number] = {8: "e4m3", 4: "e2m1"}
 """Floating number formats of compressed-tensors by their bits."""
@@ -33,7 +40,7 @@ _WEIGHTS: dict[str, tuple[bool, tuple[str, ...], tuple[int, ...]]] = {
 
 def read(values: dict[str, Any], where: str) -> Quantization:
     """From config.json's block. Raises ArtifactError for anything hone does not compute exactly."""
-    for key in ("sparsity_config", "kv_cache_scheme"):
+    for key in ("sparsity_config",):
         if values.get(key):
             raise _unsupported(where, key, values[key])
     groups = []
@@ -41,10 +48,12 @@ def read(values: dict[str, Any], where: str) -> Quantization:
         if not isinstance(group, dict):
             raise _unsupported(where, f"config_groups.{name}", group)
         groups.append((tuple(group.get("targets", ())), _read_scheme(group, values, f"{where}: {name}")))
-    if not groups:
+    cache = values.get("kv_cache_scheme")
+    if not groups and not cache:
         raise _unsupported(where, "config_groups", values.get("config_groups"))
     hadamards = _read_transforms(values.get("transform_config") or {}, where)
-    return Quantization(tuple(groups), tuple(values.get("ignore") or ()), hadamards=hadamards)
+    kv_cache = _read_cache(cache, where) if cache else None
+    return Quantization(tuple(groups), tuple(values.get("ignore") or ()), hadamards=hadamards, kv_cache=kv_cache)
 
 
 def to_json(quantization: Quantization) -> dict[str, Any]:
@@ -59,7 +68,7 @@ def to_json(quantization: Quantization) -> dict[str, Any]:
         }
         for position, (targets, scheme) in enumerate(quantization.groups)
     }
-    layouts = {scheme.layout for _, scheme in quantization.groups}
+    layouts = {scheme.layout for _, scheme in quantization.groups} or {"dense"}
     transforms = {"transform_config": _transforms(quantization.hadamards)} if quantization.hadamards else {}
     return {
         "quant_method": "compressed-tensors",
@@ -67,9 +76,35 @@ def to_json(quantization: Quantization) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(quantization.ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if quantization.kv_cache is None else _cache(quantization.kv_cache),
         **transforms,
     }
+
+
+def _cache(scheme: CacheScheme) -> dict[str, Any]:
+    """The `kv_cache_scheme`; vLLM reads it for floats alone."""
+    return {
+        "num_bits": 8,
+        "type": "int" if scheme.number == "int" else "float",
+        "symmetric": True,
+        "strategy": "attn_head" if scheme.per == "head" else "tensor",
+        "dynamic": False,
+    }
+
+
+def _read_cache(values: Any, where: str) -> CacheScheme:
+    """From `kv_cache_scheme`. Raises ArtifactError naming the field for one that hone does not compute."""
+    wanted = {"num_bits": (8,), "type": ("float", "int"), "symmetric": (True,), "dynamic": (False, None)}
+    wanted |= {"strategy": ("tensor", "attn_head")}
+    for key, allowed in wanted.items():
+        value = values.get(key) if isinstance(values, dict) else values
+        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
+            raise ArtifactError(
+                f"{where}: quantization_config has kv_cache_scheme.{key} = {value!r}",
+                fix="hone reads KV caches of 8 symmetric bits with calibrated scales, one a layer or one a KV head",
+            )
+    number: Literal["e4m3", "int"] = "int" if values["type"] == "int" else "e4m3"
+    return CacheScheme(number, "head" if values["strategy"] == "attn_head" else "tensor")
 
 
 def _transforms(hadamards: Iterable[InputHadamard]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
 from hone.model.hf import Checkpoint
-from hone.model.quantized.config import read
+from hone.model.quantized.config import read as config_of
 from hone.model.quantized.hadamard import multiply
+from hone.model.quantized.kv_cache import scale_names
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme
 
@@ -35,7 +36,7 @@ class Quantized(NamedTuple):
 
 def quantized_modules(config: ModelConfig, quantization: dict[str, Any]) -> Iterator[Quantized]:
     """Every linear that a `quantization_config` describes. Raises ArtifactError for a config hone cannot run."""
-    parsed = read(quantization)
+    parsed = config_of(quantization)
     linears = [
         (name, rows, spec.in_features)
         for index in range(config.num_layers)
@@ -55,21 +56,29 @@ def quantized_modules(config: ModelConfig, quantization: dict[str, Any]) -> Iter
             )
 
 
+def cache_scales(config: ModelConfig, quantization: dict[str, Any]) -> set[str]:
+    """Names of the scales of the KV cache that a `quantization_config` describes."""
+    layers = range(config.num_layers) if config_of(quantization).kv_cache is not None else ()
+    return {name for index in layers for name in scale_names(config, index).values()}
+
+
 class DenseCheckpoint(Checkpoint):
     """A `Checkpoint` whose quantized linears have a `weight` in the checkpoint's dtype, dequantized when it is read.
 
     Where inputs were multiplied by Hadamard matrices, the weight is: the inputs of the dense linear are not.
+    Scales of a KV cache are left out: its keys and values are not rounded.
     """
 
     def __init__(self, folder: Path | str) -> None:
         super().__init__(folder)
         assert self.quantization is not None, f"{folder} is not quantized"
         self._modules = {f"{one.name}.weight": one for one in quantized_modules(self.config, self.quantization)}
+        self._scales = cache_scales(self.config, self.quantization)
         self.quantization = None
         self.values = {key: value for key, value in self.values.items() if key != "quantization_config"}
 
     def names(self) -> list[str]:
-        stored = {name for one in self._modules.values() for name in one.tensors}
+        stored = self._scales.union(*(one.tensors for one in self._modules.values()))
         return [name for name in super().names() if name not in stored] + list(self._modules)
 
     def tensor(self, name: str) -> Tensor:

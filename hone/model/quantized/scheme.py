@@ -43,6 +43,19 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class CacheScheme:
+    """The rounding of keys (after the rotation) and values in a KV cache of 8 bits: scales per layer or per KV head, by calibration."""
+
+    number: Literal["e4m3", "int"] = "e4m3"
+    per: Literal["tensor", "head"] = "tensor"
+
+    @property
+    def rounding(self) -> Activations:
+        """The rounding of the values that share a scale."""
+        return Activations(8, self.number, dynamic=False, per="tensor")
+
+
+@dataclass(frozen=True)
 class Scheme:
     """The storage format of one linear. One scale is shared by `group_size` columns of a row, or by a `block` of (rows,
     columns), or by the whole tensor (`per_tensor`), or else by a row (channel). Asymmetric codes have a zero point
@@ -244,6 +257,8 @@ class Quantization:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json's block that concern computation or other libraries, not storage."""
     hadamards: tuple[InputHadamard, ...] = ()
+    kv_cache: CacheScheme | None = None
+    """The rounding of the KV cache, if it has scales."""
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of the linear named `module` in the checkpoint; None when it is not quantized."""

@@ -15,7 +15,8 @@ from torch.autograd.function import Function, once_differentiable
 
 from hone.base.errors import SpecError
 from hone.ops.activation import reference, torch_calls
-from hone.ops.dispatch import backend_of, entry_of
+from hone.ops.dispatch import backend_of
+from hone.ops.entry import entry_of
 
 
 def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matrix products of linear layers: dense, integer weights, fp8 and 2:4 sparse; public functions and their GPU ops.
+"""Matrix products of linear layers: dense, integer weights and fp8; public functions and their GPU ops.
 
 Legend: M rows of x, N output features, K input features, G groups of columns that share a scale, S parts of K.
 A row's result does not depend on the other rows; it does depend (in its last bit) on M where M decides the kernel or
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.base.errors import MachineError, SpecError
+from hone.base.errors import SpecError
 from hone.ops import formats
 from hone.ops.dispatch import backend_of
 from hone.ops.linear import reference
@@ -136,40 +136,6 @@ def fp8_linear(
             x, weight.T, scale_a=x_scales[:, None], scale_b=weight_scales[None, :], bias=bias, out_dtype=dtype
         )
     return reference.fp8_linear(x, x_scales, weight, weight_scales, bias, dtype)
-
-
-def compress_24(weight: Tensor) -> Tensor:
-    """A weight [N, K] with at most two non-zeros in every four columns of a row, in the form that `sparse_linear` takes.
-
-    On a GPU: torch's semi-structured form (half the bytes and two bits per kept value); elsewhere the weight itself.
-    Raises SpecError naming the first row with more than two of four, MachineError where the GPU does not support it.
-    """
-    if weight.dim() != 2 or weight.shape[1] % 4:
-        raise SpecError(
-            f"weight has shape {tuple(weight.shape)}; 2:4 needs two axes and columns in multiples of 4",
-            fix="give [N, K], K a multiple of 4",
-        )
-    crowded = (weight.unflatten(1, (-1, 4)) != 0).sum(-1) > 2
-    if bool(crowded.any()):
-        row, four = (int(i) for i in crowded.nonzero()[0])
-        raise SpecError(
-            f"weight is not 2:4: row {row} keeps more than two of columns {4 * four} to {4 * four + 3}",
-            fix="prune it to two of every four columns first, the largest magnitudes for instance",
-        )
-    if not weight.is_cuda:
-        return weight
-    if weight.dtype not in (torch.bfloat16, torch.float16) or len(weight) % 32 or weight.shape[1] % 64:
-        raise MachineError(
-            f"weight is {weight.dtype} {tuple(weight.shape)}; a GPU's 2:4 form needs 16 bits, rows in multiples of 32, columns of 64",
-            fix="cast it to bfloat16 or float16 and pad its axes, or keep it dense and call linear",
-        )
-    return torch.sparse.to_sparse_semi_structured(weight)
-
-
-def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times the 2:4 sparse weight [N, K] of `compress_24`, plus bias [N]: [..., N]."""
-    _check_features(x, weight, bias)
-    return F.linear(x, weight, bias)
 
 
 # The GPU path: the Triton and Gluon kernels as torch ops.

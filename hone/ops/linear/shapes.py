@@ -97,3 +97,22 @@ def fp8_shape(rows: int, out_features: int, in_features: int, *, blockwise: bool
     block_m = min(64, max(16, power_of_2(rows)))
     tiles = -(-out_features // 64) * -(-rows // block_m)
     return Fp8Shape(64, block_m, 4, 6, _parts(tiles, -(-in_features // 128), 224))
+
+
+class SparseShape(NamedTuple):
+    """Tile and pipeline of `gluon.sparse`: weight rows and x rows of a tile, stages of 256 columns, parts of K, blocks an SM."""
+
+    block_n: int
+    block_m: int
+    stages: int
+    parts: int
+    blocks: int
+
+
+def sparse_shape(rows: int, out_features: int, in_features: int) -> SparseShape:
+    """For `rows` (1 ... 64) rows of x."""
+    block_m = min(64, max(8, power_of_2(rows)))
+    block_n, stages, blocks, wanted = {32: (64, 3, 2, 224), 64: (128, 3, 1, 112)}.get(block_m, (64, 4, 2, 224))
+    return SparseShape(
+        block_n, block_m, stages, _parts(-(-out_features // block_n), in_features // 128, wanted), blocks
+    )

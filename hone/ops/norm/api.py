@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from hone.base.errors import SpecError
-from hone.ops.dispatch import backend_of, entry_of
+from hone.ops.dispatch import backend_of
+from hone.ops.entry import entry_of
 from hone.ops.formats import LARGEST
 from hone.ops.norm import reference, torch_calls
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from hone.base.errors import SpecError
-from hone.ops.dispatch import backend_of, entry_of
+from hone.ops.dispatch import backend_of
+from hone.ops.entry import entry_of
 from hone.ops.formats import LARGEST
 from hone.ops.paged.api import check_write, write_kv
 from hone.ops.rope import reference, torch_calls

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hone.base.errors import SpecError
-from hone.ops import formats, fp8_linear, linear, quantized_linear, sparse_linear
-from hone.ops.linear.api import compress_24, fp8_codes
+from hone.ops import formats, fp8_linear, linear, quantized_linear
+from hone.ops.linear.api import fp8_codes
 from hone.ops.linear.reference import fp8_values
 from hone.ops.linear.shapes import fp8_shape, quantized_shape, skinny_shape
 
@@ -111,17 +111,6 @@ def test_fp8_linear_is_the_product_of_its_values(blockwise: bool) -> None:
     torch.testing.assert_close(half.double(), expected, rtol=2**-7, atol=1e-3)
 
 
-def test_sparse_linear_takes_two_of_four() -> None:
-    weight = torch.randn(32, 64)
-    kept = weight.view(32, 16, 4).abs().topk(2, -1).indices
-    weight = torch.zeros(32, 16, 4).scatter(-1, kept, weight.view(32, 16, 4).gather(-1, kept)).view(32, 64)
-    x, bias = torch.randn(3, 64), torch.randn(32)
-    assert torch.equal(sparse_linear(x, compress_24(weight), bias), F.linear(x, weight, bias))
-    weight[7, 40:43] = 1
-    with pytest.raises(SpecError, match="row 7 keeps more than two of columns 40 to 43"):
-        compress_24(weight)
-
-
 def wrong_calls():
     x, weight = torch.randn(3, 64), torch.randn(8, 64)
     codes, scales = torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 2)
@@ -141,14 +130,12 @@ def wrong_calls():
     yield "blocks", lambda: fp8_linear(fp8, torch.ones(8, 1), fp8, ones)
     yield "both must be", lambda: fp8_linear(x, ones, fp8, ones)
     yield "columns", lambda: fp8_codes(x, "1x128")
-    yield "multiples of 4", lambda: compress_24(weight[:, :62])
     yield "kind is 'col'", lambda: fp8_codes(x, "col")
     yield "columns", lambda: fp8_codes(x[:, :0])
     yield "0 scales", lambda: quantized_linear(x, codes, scales[:, :0])
-    yield "row 0 keeps", lambda: compress_24(torch.ones(64, 8).T)
 
 
-@pytest.mark.parametrize("case", range(19))
+@pytest.mark.parametrize("case", range(17))
 def test_a_wrong_call_is_named(case: int) -> None:
     match, call = list(wrong_calls())[case]
     with pytest.raises(SpecError, match=match):

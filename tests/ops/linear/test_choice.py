@@ -86,3 +86,23 @@ def test_quantized_linear(where: Where, change: dict, backend: str, says: str) -
 def test_fp8_linear(where: Where, change: dict, backend: str, says: str) -> None:
     choice = choose("fp8_linear", where, **{**FP8, **change})
     assert choice.backend == backend and says in choice.reason
+
+
+SPARSE = {"dtype": torch.bfloat16, "rows": 16, "in_features": 4096, "masked": True, "plain": True}
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "backend", "says"),
+    [
+        (HOPPER, {}, "gluon", "16 rows"),
+        (HOPPER, {"rows": 65}, "torch", "65 rows"),
+        (HOPPER, {"in_features": 4160}, "torch", "256s of columns"),
+        (HOPPER, {"masked": False}, "torch", "few rows"),
+        (HOPPER, {"plain": False}, "torch", "no gradient"),
+        (AMPERE, {}, "torch", "Hopper"),
+        (CPU, {}, "reference", "no GPU"),
+    ],
+)
+def test_sparse_linear(where: Where, change: dict, backend: str, says: str) -> None:
+    choice = choose("sparse_linear", where, **{**SPARSE, **change})
+    assert choice.backend == backend and says in choice.reason

@@ -10,7 +10,9 @@ pytest.importorskip("triton")
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from hone.ops.linear.gluon_quantized import max_registers, w4_stream
-from hone.ops.linear.shapes import QuantizedShape, fp8_shape, quantized_shape, skinny_shape
+from hone.ops.linear.gluon_sparse import max_registers as sparse_registers
+from hone.ops.linear.gluon_sparse import sparse_stream
+from hone.ops.linear.shapes import QuantizedShape, fp8_shape, quantized_shape, skinny_shape, sparse_shape
 from hone.ops.linear.triton_fp8 import fp8_product
 from hone.ops.linear.triton_skinny import skinny
 from tests.ops.compiled import compile_gluon, compile_triton, descriptor
@@ -107,6 +109,35 @@ def test_eight_bits(dtype: str, group: int) -> None:
     record = compiled(shape, 8, group, dtype)
     assert record.clean, record.line()
     assert_products(record, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+def test_two_of_four(rows: int) -> None:
+    shape = sparse_shape(rows, *SIZE)
+    synced = shape.block_m <= 32
+    signature = {
+        "x_desc": descriptor("bf16", [4, shape.block_m, 32], NVMMASharedLayout(64, 16, 3)),
+        "pairs_desc": descriptor("i32", [shape.block_n, 32], NVMMASharedLayout(128, 32, 2)),
+        "masks_desc": descriptor("u8", [shape.block_n, 32], NVMMASharedLayout(32, 8, 2)),
+        "bias": "*bf16",
+        "out": "*bf16",
+    }
+    record = compile_gluon(
+        sparse_stream,
+        signature | integers("M N K stride_out stride_part"),
+        {"STAGES": shape.stages, "SYNCED": synced, "HAS_BIAS": False, "EARLY": True},
+        num_warps=shape.block_n // 16,
+        maxnreg=sparse_registers(shape),
+        divisible=("N", "K", "stride_out"),
+    )
+    assert record.clean, record.line()
+    # 64 groups a row and step: four products of 16 groups and eight (or, by wgmma, all) rows of x for each place in a group.
+    assert record.count("HMMA") == (16 * shape.block_m // 8 if synced else 0), record.line()
+    assert record.count("HGMMA") == (0 if synced else 16), record.line()
+    assert record.count("STS") <= 4, "the weight goes from its load to its product without shared memory"
+    # 32 groups a thread: 17 operations on registers of two groups, of which four shifts may be multiplications.
+    assert record.count("PRMT") + record.count("LOP3") <= 16 * 17 + 48, record.line()
 
 
 @pytest.mark.parametrize("blockwise", [False, True])

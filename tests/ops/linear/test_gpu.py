@@ -20,8 +20,9 @@ from hone.model.quantized.scheme import Scheme
 from hone.model.shape import Shape
 from hone.ops import formats, fp8_linear, linear, quantized_linear, sparse_linear
 from hone.ops.dispatch import locate
-from hone.ops.linear.api import compress_24, fp8_codes
+from hone.ops.linear.api import fp8_codes
 from hone.ops.linear.reference import fp8_values
+from hone.ops.linear.sparse import compress_24
 from tests.model.test_quantized import make_parts
 
 pytestmark = pytest.mark.gpu
@@ -127,16 +128,46 @@ def test_fp8_linear(blockwise: bool, rows: int, features: int, columns: int) -> 
     assert far_from(got, wanted) < 4e-3
 
 
-def test_sparse_linear() -> None:
-    weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16).view(256, 128, 4)
+def pruned(features: int, columns: int) -> Tensor:
+    """A random 2:4 weight in which some groups have one value or none."""
+    weight = torch.randn(features, columns // 4, 4, device="cuda", dtype=torch.bfloat16)
     kept = weight.abs().topk(2, -1).indices
-    weight = torch.zeros_like(weight).scatter(-1, kept, weight.gather(-1, kept)).view(256, 512)
-    bias = torch.randn(256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros_like(weight).scatter(-1, kept, weight.gather(-1, kept)).view(features, columns)
+    return weight * (torch.rand_like(weight) > 0.1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("features", "columns"), [(256, 512), (6144, 4096), (1056, 14336), (96, 320)])
+def test_sparse_linear(features: int, columns: int, dtype: torch.dtype) -> None:
+    """Both backends; 320 columns are no multiple of 256, which leaves torch's product alone."""
+    weight, bias = pruned(features, columns).to(dtype), torch.randn(features, device="cuda", dtype=dtype)
     packed = compress_24(weight)
-    for rows in (1, 7, 64):
-        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    assert packed.masks is not None, "torch's kept values are not in rows: the kernel for few rows never runs"
+    assert torch.equal(packed.dense(), weight)
+    for rows in (1, 7, 16, 31, 64, 65, 300):
+        x = torch.randn(rows, columns, device="cuda", dtype=dtype)
         wanted = F.linear(x.double(), weight.double(), bias.double())
-        assert far_from(sparse_linear(x, packed, bias), wanted) < 5e-3
+        got = twice(lambda x=x: sparse_linear(x, packed, bias), (rows, features))
+        assert far_from(got, wanted) < 5e-3
+        plain = sparse_linear(x[None], packed, backend="torch")
+        assert far_from(plain[0], wanted - bias.double()) < 5e-3
+
+
+def test_sparse_linear_under_a_graph_and_compiled(hopper) -> None:
+    weight, x = pruned(512, 1024), torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    packed = compress_24(weight)
+    wanted = sparse_linear(x, packed)
+    for backend in ("gluon", "torch"):
+        sparse_linear(x, packed, backend=backend)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = sparse_linear(x, packed, backend=backend)
+        got.fill_(float("nan"))
+        graph.replay()
+        assert far_from(got, wanted.double()) < 5e-3
+    compiled = torch.compile(lambda x: sparse_linear(x, packed, backend="gluon") + 1, fullgraph=True)
+    assert far_from(compiled(x), wanted.double() + 1) < 5e-3
 
 
 def test_a_row_does_not_depend_on_its_neighbours(hopper) -> None:

@@ -1,0 +1,1 @@
+"""Steps that calibrate scales of a model's KV cache."""
