@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
+from hone.base.run import Run
+from hone.compress import ALLOCATIONS, STEPS
+from hone.compress.caches.kv_cache import KVCache
 from hone.compress.check import Checked
 from hone.compress.low_rank.base import Factorization
 from hone.compress.matrix import Assigned, matrix_name
+from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear, linears
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
@@ -21,6 +25,10 @@ from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import CacheScheme, InputHadamard, Quantization, Scheme
+
+if TYPE_CHECKING:
+    from hone.compress.calibration import Calibration
+    from hone.compress.stage import Compress
 
 CHANCE = 20
 """A perplexity above the vocabulary's size divided by this is of text that the model can hardly predict."""
@@ -84,6 +92,30 @@ def describe(
         write_atomic(draft.folder / generation.name, generation.read_bytes())
     if (checkpoint.folder / "tokenizer.json").exists():
         copy_tokenizer(checkpoint.folder, draft.folder)
+
+
+def techniques(
+    draft: Draft,
+    run: Run,
+    spec: Compress,
+    samples: Calibration | None,
+    said: list[dict[str, Any]],
+    loss: float | None,
+) -> None:
+    """Writes down what was done: `said` of each structured pruner, every other step, the allocation with the sum of its losses."""
+    source = {} if samples is None else {"calibration": samples.source}
+    for step, words in zip(spec.structured, said, strict=True):
+        draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
+    ranges = spec.quantizer is not None and bool(spec.quantizer.input_statistics)
+    for step in spec.calibrated_steps:
+        reads = bool(step.needs & STATISTICS.keys()) or (ranges and step is spec.quantizer) or isinstance(step, KVCache)
+        note = {"note": step.note} if step.note else {}
+        given = source if reads else {}
+        draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **given, **note})
+        if step.note:
+            run.say(f"{step.kind}: {step.note}")
+    if spec.allocation is not None:
+        draft.did({"slot": ALLOCATIONS.slot, **spec.allocation.model_dump(mode="json"), "loss": loss})
 
 
 def record(draft: Draft, folder: Path, checkpoint: Checkpoint, rows: list[dict[str, Any]]) -> None:

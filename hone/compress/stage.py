@@ -6,20 +6,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_jsonl
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
-from hone.base.plan import DISK, MEMORY, Facts, Plan, check_order, need
+from hone.base.plan import MEMORY, Facts, Plan, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.compress import ALLOCATIONS, STEPS, fitting
+from hone.compress import ALLOCATIONS, STEPS, fitting, planning
 from hone.compress.allocations.base import Budget, candidates, read_bytes
 from hone.compress.caches.kv_cache import KVCache, wanted_of
 from hone.compress.low_rank.base import check_modules, correction_of, low_rank_last
@@ -27,9 +26,8 @@ from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
-from hone.cost.compress import Compression, MatrixWork, compress_bytes
+from hone.cost.compress import Compression, MatrixWork
 from hone.cost.energy import with_energy
-from hone.cost.files import beside_bytes
 from hone.data.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
@@ -54,22 +52,8 @@ statistics = lazy("hone.compress.statistics")
 stream = lazy("hone.compress.stream")
 targets_of = lazy("hone.compress.targets")
 
-DEFAULT_SEQ_LEN = 512
-"""Default tokens of a calibration sequence for models with a longer context."""
-
-TEXT_BYTES_PER_TOKEN = 3.5
-"""Bytes of text per token, to estimate the number of sequences of a text before it is encoded."""
-
 _WAYS = {MEMORY: ("lower batch_size", "use fewer num_sequences", "compute on another device")}
 _FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: calibration inputs are needed"
-
-
-class Calibrated(NamedTuple):
-    """Calibration sequences, their tokens, and other sequences for the check."""
-
-    num_sequences: int
-    seq_len: int
-    num_spare: int = 0
 
 
 class CompressPlan(Plan):
@@ -77,7 +61,7 @@ class CompressPlan(Plan):
 
     targets: tuple[tuple[Any, ...], ...]
     compute_dtype: str
-    calibrated: Calibrated | None
+    calibrated: planning.Calibrated | None
     budget: Budget | None
     chosen: Any = None
     """The spec with the steps that `fit` or `target_latency` chose; None when the steps were given."""
@@ -145,23 +129,23 @@ class Compress(Stage):
                 read(text)
         if wanted and self.allocation is not None:
             raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
-        low_rank_last(self._layer_steps)
+        low_rank_last(self.layer_steps)
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
         wanted_of(self.steps)
-        transforms_first(self._layer_steps)
+        transforms_first(self.layer_steps)
         if self._gradient_sequences and any(isinstance(step, (Transform, StructuredPruner)) for step in self.steps):
             raise ValueError(
-                f"observer {self._quantizer.observer.kind} reads gradients of the given model, which transforms and structured "
+                f"observer {self.quantizer.observer.kind} reads gradients of the given model, which transforms and structured "
                 "pruners change: use observer mse"
             )
         if self.allocation is not None:
-            self.allocation.check(self._quantizer)
+            self.allocation.check(self.quantizer)
             if self._correction is not None:
                 raise ValueError(
                     f"an allocation budgets weights alone, not the adapter of {self._correction.kind}: use one"
                 )
-        for step in self._layer_steps[1:]:
+        for step in self.layer_steps[1:]:
             if step.reads_model:
                 raise ValueError(f"{step.kind} reads the weights of the given model: it must be the first step")
         for pattern in (*self.targets, *self.ignore):
@@ -200,7 +184,7 @@ class Compress(Stage):
                     )
         if model.config.adapters:
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
-        calibrated = self._calibrated(model, data)
+        calibrated = planning.calibrated(self, model, data)
         if not self.steps:
             chosen, plan, why = fitting.choose(
                 self, model, machine, lambda spec: spec.plan(facts, machine), calibrated is not None
@@ -209,7 +193,7 @@ class Compress(Stage):
         given = {"weights:float"} | (statistics.STATISTICS.keys() if calibrated is not None else frozenset())
         applied = (*self.steps,) if self.allocation is None else (self.allocation, *self.steps)
         check_order(applied, frozenset(given), dict.fromkeys(statistics.STATISTICS, _FACT_WAYS))
-        quantizer = self._quantizer
+        quantizer = self.quantizer
         if quantizer is not None and calibrated is None and quantizer.input_statistics:
             raise SpecError(
                 f"{quantizer.kind} with activations {quantizer.activations} needs calibration inputs",
@@ -218,21 +202,21 @@ class Compress(Stage):
         whole, model = model, self._cut(model, calibrated is not None)
         cache = self._checked_cache(model.config, calibrated is not None)
         targets: tuple[Any, ...] = ((),) * model.config.num_layers
-        if self._layer_steps:
+        if self.layer_steps:
             targets = targets_of.select(model.config, self.targets, self.ignore)
         for index, linears in enumerate(targets):
             for linear in linears:
                 for step in self._possible_steps:
                     step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
-                check_modules(self._layer_steps, linear)
-                if self._quantizer is not None:
-                    targets_of.check_modules(linear, self._quantizer.scheme(linear.columns))
+                check_modules(self.layer_steps, linear)
+                if self.quantizer is not None:
+                    targets_of.check_modules(linear, self.quantizer.scheme(linear.columns))
         dtype = getattr(torch, model.dtype)
-        before = sizes.entries(whole, model.config if self._structured else None) | sizes.untied(whole, model)
+        before = sizes.entries(whole, model.config if self.structured else None) | sizes.untied(whole, model)
         if cache is not None:
             before |= cache.tensors(model.config, dtype)
         planned, budget = allocating.assigned(
-            self.allocation, storage_of(self._layer_steps), before, targets, self._rest_dtype, dtype, model.where
+            self.allocation, storage_of(self.layer_steps), before, targets, self._rest_dtype, dtype, model.where
         )
         made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype)
         compute = self.compute_dtype
@@ -240,18 +224,18 @@ class Compress(Stage):
             compute = "bfloat16" if machine.device.startswith("cuda") else "float32"
         layers = tuple(
             tuple(
-                MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in self._layer_steps))
+                MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in self.layer_steps))
                 for one in linears
             )
             for linears in targets
         )
         num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
-        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self._calibrates else {}
+        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self.calibrated_steps else {}
         once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
-        measured = chain.measured(whole.config, self._structured, num_sequences, seq_len, **once)
+        measured = chain.measured(whole.config, self.structured, num_sequences, seq_len, **once)
         more = {**sequences, "measured": measured, "paired": self._paired}
         more["ends_bytes"] = 0.0 if self._rotation is None else self._rotation.ends_bytes
-        more["check_sequences"] = 0 if self._structured else num_spare
+        more["check_sequences"] = 0 if self.structured else num_spare
         if self.allocation is not None:
             more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
         if self._gradient_sequences:  # a backward pass is two forward passes
@@ -268,7 +252,7 @@ class Compress(Stage):
         update = {"where": f"compressed {model.where}", "quantization": quantization, "config": config}
         update["weights_bytes"] = sum(made) + work.adapter_bytes
         return CompressPlan(
-            estimates=with_energy(self._estimates(whole, model, machine, work, budget), machine),
+            estimates=with_energy(planning.estimates(self, whole, model, machine, work, budget), machine),
             facts=model.model_copy(update=update),
             ways=_WAYS,
             targets=targets,
@@ -297,12 +281,12 @@ class Compress(Stage):
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
             options = {"paired": self._paired, "mesh": mesh}
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
-            checkpoint, said = chain.cut(checkpoint, self._structured, flow, draft, run)
+            checkpoint, said = chain.cut(checkpoint, self.structured, flow, draft, run)
             hadamards = self._hadamards(checkpoint.config, plan.targets)
             checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards, run)
             job = stream.Job(
                 checkpoint,
-                self._layer_steps,
+                self.layer_steps,
                 plan.targets,
                 run.device,
                 dtype,
@@ -319,37 +303,24 @@ class Compress(Stage):
                 if predicted is not None and samples.spare is not None:
                     draft.predict({"kl_to_dense": predicted})
                     run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
-            if self._gradient_sequences and self._layer_steps:
+            if self._gradient_sequences and self.layer_steps:
                 few = samples.part(slice(self._gradient_sequences))
                 few = capture.Flow(few, 1, run.device, dtype, mesh=mesh)
                 job = replace(job, gradients=gradients.measured(job, few, draft, run))
             check = None
-            if samples is not None and samples.spare is not None and not self._structured:
+            if samples is not None and samples.spare is not None and not self.structured:
                 check = checks.Check(samples.spare, self.batch_size, run.device, dtype, mesh)
-            rows = stream.run_job(job, flow if self._calibrates else None, draft, run, check)
+            rows = stream.run_job(job, flow if self.calibrated_steps else None, draft, run, check)
             if not mesh.leads:
                 return
             checked = checks.read(draft.state)
-            stored = replace(job.quantizers, template=storage_of(self._layer_steps))
+            stored = replace(job.quantizers, template=storage_of(self.layer_steps))
             more = (stored, plan.facts.dtype, hadamards, job.cache and job.cache.scheme)
             quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
             result.describe(draft, checkpoint, quantization, adapted=self._correction is not None)
-            if self._layer_steps:
+            if self.layer_steps:
                 write_jsonl(draft.folder / "layers.jsonl", rows)
-        for step, words in zip(self._structured, said):
-            source = {} if samples is None else {"calibration": samples.source}
-            draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
-        ranges = self._quantizer is not None and bool(self._quantizer.input_statistics)
-        for step in self._calibrates:
-            reads = bool(step.needs & statistics.STATISTICS.keys()) or (ranges and step is self._quantizer)
-            reads |= isinstance(step, KVCache)
-            source = {"calibration": samples.source} if samples is not None and reads else {}
-            note = {"note": step.note} if step.note else {}
-            draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **source, **note})
-            if step.note:
-                run.say(f"{step.kind}: {step.note}")
-        if self.allocation is not None:
-            draft.did({"slot": ALLOCATIONS.slot, **self.allocation.model_dump(mode="json"), "loss": allocated.loss})
+        result.techniques(draft, run, self, samples, said, None if self.allocation is None else allocated.loss)
         result.record(draft, folder, checkpoint, rows)
         result.record_check(draft, checked, self.check_sequences, self._rotation is not None)
         if mesh.world_size > 1:
@@ -373,11 +344,11 @@ class Compress(Stage):
         return dense.DenseCheckpoint(folder)
 
     @property
-    def _structured(self) -> tuple[StructuredPruner, ...]:
+    def structured(self) -> tuple[StructuredPruner, ...]:
         return tuple(step for step in self.steps if isinstance(step, StructuredPruner))
 
     @property
-    def _layer_steps(self) -> tuple[Step, ...]:
+    def layer_steps(self) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if not isinstance(step, (StructuredPruner, KVCache)))
 
     @property
@@ -386,13 +357,13 @@ class Compress(Stage):
 
     def _checked_cache(self, config: Any, calibrated: bool) -> KVCache | None:
         if self._kv_cache is not None:
-            self._kv_cache.check_model(config, storage_of(self._layer_steps), calibrated=calibrated)
+            self._kv_cache.check_model(config, storage_of(self.layer_steps), calibrated=calibrated)
         return self._kv_cache
 
     @property
-    def _calibrates(self) -> tuple[Step, ...]:
+    def calibrated_steps(self) -> tuple[Step, ...]:
         """The steps that work on layers, with calibration inputs if there are any."""
-        return (*self._layer_steps, *((self._kv_cache,) if self._kv_cache is not None else ()))
+        return (*self.layer_steps, *((self._kv_cache,) if self._kv_cache is not None else ()))
 
     @property
     def _rotation(self) -> Rotation | None:
@@ -403,12 +374,12 @@ class Compress(Stage):
         return {} if self._rotation is None else self._rotation.hadamards(config, targets)
 
     @property
-    def _quantizer(self) -> Any:
-        return quantizer_of(self._layer_steps)
+    def quantizer(self) -> Any:
+        return quantizer_of(self.layer_steps)
 
     @property
     def _correction(self) -> Any:
-        return correction_of(self._layer_steps)
+        return correction_of(self.layer_steps)
 
     @property
     def _paired(self) -> bool:
@@ -418,7 +389,7 @@ class Compress(Stage):
     @property
     def _gradient_sequences(self) -> int:
         """Sequences on which the whole uncompressed model is differentiated for scales of inputs; 0: none."""
-        return 0 if self._quantizer is None else self._quantizer.gradient_sequences
+        return 0 if self.quantizer is None else self.quantizer.gradient_sequences
 
     @property
     def _rest_dtype(self) -> Any:
@@ -426,43 +397,12 @@ class Compress(Stage):
 
     def _cut(self, model: CheckpointFacts, calibrated: bool) -> CheckpointFacts:
         """The facts of the dense model that structured pruners and a rotation leave. Raises SpecError where they cannot."""
-        for step in self._structured:
+        for step in self.structured:
             if not calibrated and step.passes(model.config) is not None:
                 raise SpecError(f"{step.kind} measures importances on calibration inputs", fix=_FACT_WAYS)
-        config = chain.shrink(model.config, self._structured)
+        config = chain.shrink(model.config, self.structured)
         config = config if self._rotation is None else self._rotation.reshape(config)
         return model.model_copy(update={"config": config})
-
-    def _calibrated(self, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
-        """Number and length of the sequences; None without calibration. Raises SpecError for an unusable source."""
-        if data is not None and self.calibration_text is not None:
-            raise SpecError("both the role data and calibration_text are given", fix="give one of them")
-        if data is None and self.calibration_text is None:
-            return None
-        borrowing = [index for index, layer in enumerate(model.config.layers) if layer.mixer.reuses_kv]
-        if borrowing:
-            raise SpecError(
-                f"layer {borrowing[0]} uses the keys of another layer, and calibration runs one layer at a time",
-                fix="compress without calibration: kind=rtn, no data and no calibration_text",
-            )
-        longest = model.config.max_seq_len
-        seq_len = self.seq_len or min(longest, DEFAULT_SEQ_LEN)
-        if seq_len > longest:
-            raise SpecError(
-                f"seq_len {seq_len} is longer than the model's context of {longest}", fix=f"use {longest} or less"
-            )
-        if data is None:
-            size = calibration.text_bytes(Path(str(self.calibration_text)))
-            there = max(int(size / TEXT_BYTES_PER_TOKEN / seq_len), 1)
-        else:
-            if None not in (data.tokenizer, model.tokenizer) and data.tokenizer != model.tokenizer:
-                raise SpecError(
-                    f"the tokens in {data.where} were made with another tokenizer than {model.where}'s",
-                    fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
-                )
-            there = max(data.split("train").num_sequences(seq_len), 1)
-        count = min(self.num_sequences, there)
-        return Calibrated(count, seq_len, min(self.check_sequences, there - count))
 
     def _samples(self, plan: CompressPlan, checkpoint: Any, parents: dict[str, Artifact]) -> Any:
         """The calibration sequences, or None."""
@@ -477,44 +417,10 @@ class Compress(Stage):
         calibration.check(samples, checkpoint.config.vocab_size)
         return samples
 
-    def _estimates(
-        self,
-        whole: CheckpointFacts,
-        model: CheckpointFacts,
-        machine: Machine,
-        work: Compression,
-        budget: Budget | None,
-    ) -> dict[str, Estimate]:
-        """Exact sizes; seconds and memory; figures that follow from the steps' options."""
-        size, params = sum(work.shard_bytes) + work.adapter_bytes, model.config.num_params
-        beside = beside_bytes(model.config.vocab_size)
-        options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
-        if budget is not None:
-            size = budget.model_bytes
-            options = {"formula": "the budget, of which a choice of bits leaves little unused", "tolerance": 0.05}
-        bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", **options}
-        found = {
-            "model_bytes": Estimate(value=size, unit="B", **options),
-            "bits_per_weight": Estimate(**bits),
-            "time_s": allocating.seconds(machine, work, self.allocation),
-            MEMORY: compress_bytes(machine, work),
-            DISK: Estimate(
-                value=size + work.adapter_bytes + beside,
-                unit="B",
-                formula=f"the weights{', an adapter twice' if work.adapter_bytes else ''}; tokenizer, config, index, rows {human_bytes(beside)}",
-            ),
-        }
-        if params != whole.config.num_params:
-            found["num_params"] = Estimate(value=params, unit="parameters", formula="the new config", tolerance=0.0)
-        if self._quantizer is None:
-            for step in self._layer_steps:
-                found.update(step.figures())
-        return found
-
     @property
     def _possible_steps(self) -> tuple[Any, ...]:
         """The steps, the quantizer with each of the bits that it may get."""
         if self.allocation is None:
-            return self._layer_steps
-        steps = (step for step in self._layer_steps if step is not self._quantizer)
-        return (*steps, *candidates(self._quantizer, self.allocation.bits).values())
+            return self.layer_steps
+        steps = (step for step in self.layer_steps if step is not self.quantizer)
+        return (*steps, *candidates(self.quantizer, self.allocation.bits).values())

@@ -1,0 +1,104 @@
+"""What a compression plans before it runs: its calibration sequences, sizes, seconds and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hone.base.errors import SpecError
+from hone.base.figure import Estimate, human_bytes
+from hone.base.lazy import lazy
+from hone.base.plan import DISK, MEMORY
+from hone.cost.compress import Compression, compress_bytes
+from hone.cost.files import beside_bytes
+
+if TYPE_CHECKING:
+    from hone.compress.allocations.base import Budget
+    from hone.compress.stage import Compress
+    from hone.data.facts import DataFacts
+    from hone.measure.machine import Machine
+    from hone.model.facts import CheckpointFacts
+
+allocating = lazy("hone.compress.allocations.planning")
+calibration = lazy("hone.compress.calibration")
+
+DEFAULT_SEQ_LEN = 512
+"""Default tokens of a calibration sequence for models with a longer context."""
+
+TEXT_BYTES_PER_TOKEN = 3.5
+"""Bytes of text per token, to estimate the number of sequences of a text before it is encoded."""
+
+
+class Calibrated(NamedTuple):
+    """Calibration sequences, their tokens, and other sequences for the check."""
+
+    num_sequences: int
+    seq_len: int
+    num_spare: int = 0
+
+
+def calibrated(spec: Compress, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
+    """Number and length of the sequences; None without calibration. Raises SpecError for an unusable source."""
+    if data is not None and spec.calibration_text is not None:
+        raise SpecError("both the role data and calibration_text are given", fix="give one of them")
+    if data is None and spec.calibration_text is None:
+        return None
+    borrowing = [index for index, layer in enumerate(model.config.layers) if layer.mixer.reuses_kv]
+    if borrowing:
+        raise SpecError(
+            f"layer {borrowing[0]} uses the keys of another layer, and calibration runs one layer at a time",
+            fix="compress without calibration: kind=rtn, no data and no calibration_text",
+        )
+    longest = model.config.max_seq_len
+    seq_len = spec.seq_len or min(longest, DEFAULT_SEQ_LEN)
+    if seq_len > longest:
+        raise SpecError(
+            f"seq_len {seq_len} is longer than the model's context of {longest}", fix=f"use {longest} or less"
+        )
+    if data is None:
+        size = calibration.text_bytes(Path(str(spec.calibration_text)))
+        there = max(int(size / TEXT_BYTES_PER_TOKEN / seq_len), 1)
+    else:
+        if None not in (data.tokenizer, model.tokenizer) and data.tokenizer != model.tokenizer:
+            raise SpecError(
+                f"the tokens in {data.where} were made with another tokenizer than {model.where}'s",
+                fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
+            )
+        there = max(data.split("train").num_sequences(seq_len), 1)
+    count = min(spec.num_sequences, there)
+    return Calibrated(count, seq_len, min(spec.check_sequences, there - count))
+
+
+def estimates(
+    spec: Compress,
+    whole: CheckpointFacts,
+    model: CheckpointFacts,
+    machine: Machine,
+    work: Compression,
+    budget: Budget | None,
+) -> dict[str, Estimate]:
+    """Exact sizes; seconds and memory; figures that follow from the steps' options."""
+    size, params = sum(work.shard_bytes) + work.adapter_bytes, model.config.num_params
+    beside = beside_bytes(model.config.vocab_size)
+    options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
+    if budget is not None:
+        size = budget.model_bytes
+        options = {"formula": "the budget, of which a choice of bits leaves little unused", "tolerance": 0.05}
+    bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", **options}
+    found = {
+        "model_bytes": Estimate(value=size, unit="B", **options),
+        "bits_per_weight": Estimate(**bits),
+        "time_s": allocating.seconds(machine, work, spec.allocation),
+        MEMORY: compress_bytes(machine, work),
+        DISK: Estimate(
+            value=size + work.adapter_bytes + beside,
+            unit="B",
+            formula=f"the weights{', an adapter twice' if work.adapter_bytes else ''}; tokenizer, config, index, rows {human_bytes(beside)}",
+        ),
+    }
+    if params != whole.config.num_params:
+        found["num_params"] = Estimate(value=params, unit="parameters", formula="the new config", tolerance=0.0)
+    if spec.quantizer is None:
+        for step in spec.layer_steps:
+            found.update(step.figures())
+    return found
