@@ -30,7 +30,8 @@ from hone.data.load import PackedTokens
 from hone.eval.score import score
 from hone.measure.machine import describe
 from hone.model.decoder import Decoder
-from hone.model.hf import Checkpoint, copy_tokenizer, load
+from hone.model.folder import copy_tokenizer
+from hone.model.hf import Checkpoint, load
 from hone.model.tokenizer import load_tokenizer
 from hone.train import OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.loop import Trainer, fit

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hone.base.mesh import Mesh
 from hone.compress.statistics import STATISTICS
-from hone.model.hf import Checkpoint, singles
+from hone.model.hf import Checkpoint
 from hone.model.linear_spec import LinearSpec, NormSpec
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class LayerWeights:
         self.specs = config.linears(index)
         self.parameters = config.parameters(index)
         self.modules = {path: config.modules(index, path) for path in self.specs}
-        self.names = singles(config, index)
+        self.names = config.singles(index)
         self.changed: dict[str, Tensor] = {}
         self._layer = layer
 

@@ -9,18 +9,18 @@ from hone.base.errors import SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
 from hone.base.plan import DISK, MEMORY
-from hone.cost.compress import Compression, compress_bytes
+from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.files import beside_bytes
 
 if TYPE_CHECKING:
     from hone.compress.allocations.base import Budget
-    from hone.compress.stage import Compress
     from hone.data.facts import DataFacts
     from hone.measure.machine import Machine
     from hone.model.facts import CheckpointFacts
 
 allocating = lazy("hone.compress.allocations.planning")
 calibration = lazy("hone.compress.calibration")
+chain = lazy("hone.compress.structured.chain")
 
 DEFAULT_SEQ_LEN = 512
 """Default tokens of a calibration sequence for models with a longer context."""
@@ -37,7 +37,7 @@ class Calibrated(NamedTuple):
     num_spare: int = 0
 
 
-def calibrated(spec: Compress, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
+def calibrated(spec: Any, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
     """Number and length of the sequences; None without calibration. Raises SpecError for an unusable source."""
     if data is not None and spec.calibration_text is not None:
         raise SpecError("both the role data and calibration_text are given", fix="give one of them")
@@ -69,8 +69,50 @@ def calibrated(spec: Compress, model: CheckpointFacts, data: DataFacts | None) -
     return Calibrated(count, seq_len, min(spec.check_sequences, there - count))
 
 
+def work(
+    spec: Any,
+    whole: CheckpointFacts,
+    model: CheckpointFacts,
+    targets: tuple[tuple[Any, ...], ...],
+    shards: tuple[int, ...],
+    calibrated: Calibrated | None,
+    stored_width: int,
+    dtype: str,
+) -> Compression:
+    """The work of compressing the linears in `targets` of `model`, which is the model `whole` as the first steps leave it.
+
+    `shards`: bytes of every file; `stored_width`: bytes of a weight in the checkpoint; `dtype` of the forward passes.
+    """
+    layers = tuple(
+        tuple(
+            MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in spec.layer_steps))
+            for one in linears
+        )
+        for linears in targets
+    )
+    num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
+    once = {"stored_width": stored_width, "dtype": dtype, "batch_size": spec.batch_size}
+    more = {"num_sequences": num_sequences, "seq_len": seq_len} if spec.calibrated_steps else {}
+    probes = 0 if spec.allocation is None else spec.allocation.probe_sequences_each * sum(map(len, targets))
+    if spec.quantizer is not None:
+        more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
+    return Compression(
+        model.config.facts(),
+        layers,
+        shards,
+        **once,
+        **more,
+        measured=chain.measured(whole.config, spec.structured, num_sequences, seq_len, **once),
+        paired=spec.paired,
+        ends_bytes=0.0 if spec.rotation is None else spec.rotation.ends_bytes,
+        cache_bytes=0.0 if spec.kv_cache is None else spec.kv_cache.range_bytes(model.config),
+        check_sequences=0 if spec.structured else num_spare,
+        probes=probes + 3 * min(spec.gradient_sequences, num_sequences),  # a backward pass is two forward passes
+    )
+
+
 def estimates(
-    spec: Compress,
+    spec: Any,
     whole: CheckpointFacts,
     model: CheckpointFacts,
     machine: Machine,

@@ -19,8 +19,8 @@ from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear, linears
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
-from hone.model.folder import ADAPTER, weights_bytes
-from hone.model.hf import Checkpoint, config_values, copy_tokenizer
+from hone.model.folder import ADAPTER, copy_tokenizer, weights_bytes
+from hone.model.hf import Checkpoint, config_values
 from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
@@ -28,7 +28,6 @@ from hone.model.quantized.scheme import CacheScheme, InputHadamard, Quantization
 
 if TYPE_CHECKING:
     from hone.compress.calibration import Calibration
-    from hone.compress.stage import Compress
 
 CHANCE = 20
 """A perplexity above the vocabulary's size divided by this is of text that the model can hardly predict."""
@@ -97,12 +96,12 @@ def describe(
 def techniques(
     draft: Draft,
     run: Run,
-    spec: Compress,
+    spec: Any,
     samples: Calibration | None,
     said: list[dict[str, Any]],
     loss: float | None,
 ) -> None:
-    """Writes down what was done: `said` of each structured pruner, every other step, the allocation with the sum of its losses."""
+    """Writes down what the stage `spec` did: `said` of each structured pruner, every other step, the allocation with the sum of its losses."""
     source = {} if samples is None else {"calibration": samples.source}
     for step, words in zip(spec.structured, said, strict=True):
         draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})

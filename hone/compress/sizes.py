@@ -16,7 +16,6 @@ from hone.compress.targets import Linear
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
-from hone.model.hf import singles
 from hone.model.quantized.dense import cache_scales, quantized_modules
 from hone.model.shards import Shards
 
@@ -105,7 +104,7 @@ def _planned(config: ModelConfig, dtype: torch.dtype) -> dict[str, Entry]:
                 shapes[f"{name}.weight"] = (rows, linear.in_features)
                 if linear.bias:
                     shapes[f"{name}.bias"] = (rows,)
-        names = singles(config, index)
+        names = config.singles(index)
         shapes |= {names[path]: parameter.shape for path, parameter in config.parameters(index).items()}
     return {name: (dtype, tuple(shape)) for name, shape in shapes.items()}
 

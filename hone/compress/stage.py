@@ -26,7 +26,6 @@ from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
-from hone.cost.compress import Compression, MatrixWork
 from hone.cost.energy import with_energy
 from hone.data.facts import DataFacts
 from hone.measure.machine import Machine
@@ -134,7 +133,7 @@ class Compress(Stage):
         structured_first(self.steps)
         wanted_of(self.steps)
         transforms_first(self.layer_steps)
-        if self._gradient_sequences and any(isinstance(step, (Transform, StructuredPruner)) for step in self.steps):
+        if self.gradient_sequences and any(isinstance(step, (Transform, StructuredPruner)) for step in self.steps):
             raise ValueError(
                 f"observer {self.quantizer.observer.kind} reads gradients of the given model, which transforms and structured "
                 "pruners change: use observer mse"
@@ -167,23 +166,7 @@ class Compress(Stage):
         """
         model = need(facts, "model", CheckpointFacts)
         data = need(facts, "data", DataFacts) if "data" in facts else None
-        if model.quantization is not None and model.quantization.get("quant_method") == "low_rank":
-            raise SpecError(f"{model.where} stores low-rank factors", fix="compress the checkpoint it was made from")
-        if model.quantization is not None and not self.requantize:
-            raise SpecError(
-                f"{model.where} is quantized already ({model.quantization.get('quant_method')})",
-                fix="compress the checkpoint it was made from, or set requantize=true to dequantize its weights first, "
-                "which adds the errors of both",
-            )
-        if any(isinstance(step, Transform) for step in self.steps):
-            for index, layer in enumerate(model.config.layers):
-                if layer.mixer.reuses_kv:
-                    raise SpecError(
-                        f"layer {index} uses the values of another layer, and a transform changes one layer at a time",
-                        fix="compress without transforms",
-                    )
-        if model.config.adapters:
-            raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
+        self._check_model(model)
         calibrated = planning.calibrated(self, model, data)
         if not self.steps:
             chosen, plan, why = fitting.choose(
@@ -222,29 +205,9 @@ class Compress(Stage):
         compute = self.compute_dtype
         if compute == "auto":
             compute = "bfloat16" if machine.device.startswith("cuda") else "float32"
-        layers = tuple(
-            tuple(
-                MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in self.layer_steps))
-                for one in linears
-            )
-            for linears in targets
-        )
-        num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
-        sequences = {"num_sequences": num_sequences, "seq_len": seq_len} if self.calibrated_steps else {}
-        once = {"stored_width": dtype.itemsize, "dtype": compute, "batch_size": self.batch_size}
-        measured = chain.measured(whole.config, self.structured, num_sequences, seq_len, **once)
-        more = {**sequences, "measured": measured, "paired": self._paired}
-        more["ends_bytes"] = 0.0 if self._rotation is None else self._rotation.ends_bytes
-        more["check_sequences"] = 0 if self.structured else num_spare
-        if self.allocation is not None:
-            more["probes"] = self.allocation.probe_sequences_each * sum(map(len, targets))
-        if self._gradient_sequences:  # a backward pass is two forward passes
-            more["probes"] = more.get("probes", 0) + 3 * min(self._gradient_sequences, num_sequences)
-        if quantizer is not None:
-            more |= {"range_bytes": quantizer.range_bytes, "rounding_bytes": quantizer.rounding_bytes}
-        config, more["adapter_bytes"] = adapters.planned(self._correction, model.config, targets, dtype)
-        more["cache_bytes"] = cache.range_bytes(model.config) if cache is not None else 0.0
-        work = Compression(model.config.facts(), layers, tuple(made), **once, **more)
+        config, adapter_bytes = adapters.planned(self._correction, model.config, targets, dtype)
+        work = planning.work(self, whole, model, targets, tuple(made), calibrated, dtype.itemsize, compute)
+        work = replace(work, adapter_bytes=adapter_bytes)
         hadamards = self._hadamards(model.config, targets)
         quantization = result.quantization_config(
             model.config, targets, planned, model.dtype, hadamards, cache and cache.scheme
@@ -260,6 +223,26 @@ class Compress(Stage):
             calibrated=calibrated,
             budget=budget,
         )
+
+    def _check_model(self, model: CheckpointFacts) -> None:
+        """Raises SpecError for a model that is not compressed, or not by these steps."""
+        if model.quantization is not None and model.quantization.get("quant_method") == "low_rank":
+            raise SpecError(f"{model.where} stores low-rank factors", fix="compress the checkpoint it was made from")
+        if model.quantization is not None and not self.requantize:
+            raise SpecError(
+                f"{model.where} is quantized already ({model.quantization.get('quant_method')})",
+                fix="compress the checkpoint it was made from, or set requantize=true to dequantize its weights first, "
+                "which adds the errors of both",
+            )
+        if any(isinstance(step, Transform) for step in self.steps):
+            for index, layer in enumerate(model.config.layers):
+                if layer.mixer.reuses_kv:
+                    raise SpecError(
+                        f"layer {index} uses the values of another layer, and a transform changes one layer at a time",
+                        fix="compress without transforms",
+                    )
+        if model.config.adapters:
+            raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
@@ -279,11 +262,11 @@ class Compress(Stage):
         warm_up(run.device)
         mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
         with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
-            options = {"paired": self._paired, "mesh": mesh}
+            options = {"paired": self.paired, "mesh": mesh}
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self.structured, flow, draft, run)
             hadamards = self._hadamards(checkpoint.config, plan.targets)
-            checkpoint = rotation.rotated(checkpoint, self._rotation, hadamards, run)
+            checkpoint = rotation.rotated(checkpoint, self.rotation, hadamards, run)
             job = stream.Job(
                 checkpoint,
                 self.layer_steps,
@@ -292,7 +275,7 @@ class Compress(Stage):
                 dtype,
                 self._rest_dtype,
                 mesh=mesh,
-                cache=self._kv_cache,
+                cache=self.kv_cache,
             )
             if self.allocation is not None:
                 few = samples.part(slice(self.allocation.num_sequences))
@@ -303,8 +286,8 @@ class Compress(Stage):
                 if predicted is not None and samples.spare is not None:
                     draft.predict({"kl_to_dense": predicted})
                     run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
-            if self._gradient_sequences and self.layer_steps:
-                few = samples.part(slice(self._gradient_sequences))
+            if self.gradient_sequences and self.layer_steps:
+                few = samples.part(slice(self.gradient_sequences))
                 few = capture.Flow(few, 1, run.device, dtype, mesh=mesh)
                 job = replace(job, gradients=gradients.measured(job, few, draft, run))
             check = None
@@ -322,7 +305,7 @@ class Compress(Stage):
                 write_jsonl(draft.folder / "layers.jsonl", rows)
         result.techniques(draft, run, self, samples, said, None if self.allocation is None else allocated.loss)
         result.record(draft, folder, checkpoint, rows)
-        result.record_check(draft, checked, self.check_sequences, self._rotation is not None)
+        result.record_check(draft, checked, self.check_sequences, self.rotation is not None)
         if mesh.world_size > 1:
             note = "time is of all, memory and energy are of rank 0's device"
             draft.record("num_ranks", mesh.world_size, "processes", note=note)
@@ -352,26 +335,26 @@ class Compress(Stage):
         return tuple(step for step in self.steps if not isinstance(step, (StructuredPruner, KVCache)))
 
     @property
-    def _kv_cache(self) -> KVCache | None:
+    def kv_cache(self) -> KVCache | None:
         return wanted_of(self.steps)
 
     def _checked_cache(self, config: Any, calibrated: bool) -> KVCache | None:
-        if self._kv_cache is not None:
-            self._kv_cache.check_model(config, storage_of(self.layer_steps), calibrated=calibrated)
-        return self._kv_cache
+        if self.kv_cache is not None:
+            self.kv_cache.check_model(config, storage_of(self.layer_steps), calibrated=calibrated)
+        return self.kv_cache
 
     @property
     def calibrated_steps(self) -> tuple[Step, ...]:
         """The steps that work on layers, with calibration inputs if there are any."""
-        return (*self.layer_steps, *((self._kv_cache,) if self._kv_cache is not None else ()))
+        return (*self.layer_steps, *((self.kv_cache,) if self.kv_cache is not None else ()))
 
     @property
-    def _rotation(self) -> Rotation | None:
+    def rotation(self) -> Rotation | None:
         return next((step for step in self.steps if isinstance(step, Rotation)), None)
 
     def _hadamards(self, config: Any, targets: tuple[tuple[Any, ...], ...]) -> dict[str, int]:
         """Sizes of the Hadamard matrices that multiply inputs, by the linear's name."""
-        return {} if self._rotation is None else self._rotation.hadamards(config, targets)
+        return {} if self.rotation is None else self.rotation.hadamards(config, targets)
 
     @property
     def quantizer(self) -> Any:
@@ -382,12 +365,12 @@ class Compress(Stage):
         return correction_of(self.layer_steps)
 
     @property
-    def _paired(self) -> bool:
+    def paired(self) -> bool:
         """Whether a step needs statistics of the inputs in the model that is not compressed."""
         return any(step.needs & statistics.PAIRED for step in self.steps)
 
     @property
-    def _gradient_sequences(self) -> int:
+    def gradient_sequences(self) -> int:
         """Sequences on which the whole uncompressed model is differentiated for scales of inputs; 0: none."""
         return 0 if self.quantizer is None else self.quantizer.gradient_sequences
 
@@ -401,7 +384,7 @@ class Compress(Stage):
             if not calibrated and step.passes(model.config) is not None:
                 raise SpecError(f"{step.kind} measures importances on calibration inputs", fix=_FACT_WAYS)
         config = chain.shrink(model.config, self.structured)
-        config = config if self._rotation is None else self._rotation.reshape(config)
+        config = config if self.rotation is None else self.rotation.reshape(config)
         return model.model_copy(update={"config": config})
 
     def _samples(self, plan: CompressPlan, checkpoint: Any, parents: dict[str, Artifact]) -> Any:

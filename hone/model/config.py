@@ -179,6 +179,11 @@ class ModelConfig(Spec):
         """The checkpoint modules of the linear at `path` of layer `index`, in order of its rows, each with its number of rows."""
         return FAMILIES[self.family].modules(index, path, self.linears(index)[path])
 
+    def singles(self, index: int) -> dict[str, str]:
+        """Tensors of layer `index` outside its linears: hone's path below the layer, and the checkpoint name."""
+        family = FAMILIES[self.family]
+        return {path: family.tensor(index, path) for path in self.parameters(index)}
+
     def wrappers(self, index: int, path: str, linear: LinearSpec) -> Wrappers:
         """The adapters around the linear at `path` of layer `index`."""
         if not self.adapters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ HUB = "hf:"
 CONFIG = "config.json"
 ADAPTER = "adapter"
 """The subfolder of a model folder that keeps its adapter (hone.model.adapters.peft)."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "tokenizer.model",
+)
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -149,3 +160,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ArtifactError(f"{path} is not a JSON object", fix="download or write the folder again")
     return values
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the tokenizer files of `source`, and its generation defaults when it has any. Raises ArtifactError when it has no tokenizer.json."""
+    if not (source / "tokenizer.json").exists():
+        raise ArtifactError(f"{source} has no tokenizer.json", fix="name a folder that has one")
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (source / name).exists() and source.resolve() != folder.resolve():
+            shutil.copyfile(source / name, folder / name)

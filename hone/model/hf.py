@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -14,25 +13,14 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
-from hone.model.families import FAMILIES
 from hone.model.families.config_json import OWN, from_hf, own_format, to_hf
-from hone.model.folder import ADAPTER, CONFIG, model_folder, read_json
+from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.shards import Shards, write_json, write_tensors
 from hone.ops.dispatch import say_once
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "tokenizer.model",
-)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -220,7 +208,7 @@ class Checkpoint:
     def _load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
         for attribute, names in fused_linears(self.config, index).items():
             self._load_linear(layer.get_submodule(attribute), names, device, dtype)
-        for path, name in (singles(self.config, index) | rounding_paths(layer, self.config, index)).items():
+        for path, name in (self.config.singles(index) | rounding_paths(layer, self.config, index)).items():
             owner, _, attribute = path.rpartition(".")
             self._set(layer.get_submodule(owner), attribute, name, device, dtype)
 
@@ -370,7 +358,7 @@ def save(
         factors = {
             added[name]: layer.get_parameter(path).detach().to(stored)
             for index, layer in enumerate(decoder.layers)
-            for path, name in singles(decoder.config, index).items()
+            for path, name in decoder.config.singles(index).items()
             if name in added
         }
         peft.write(folder, adapter, factors)
@@ -430,29 +418,14 @@ def layer_state(layer: DecoderLayer, config: ModelConfig, index: int) -> Iterato
         for name, part in zip(names, parts, strict=True):
             for suffix, tensor in part.items():
                 yield f"{name}.{suffix}", tensor
-    for path, name in (singles(config, index) | rounding_paths(layer, config, index)).items():
+    for path, name in (config.singles(index) | rounding_paths(layer, config, index)).items():
         owner, _, attribute = path.rpartition(".")
         yield name, getattr(layer.get_submodule(owner), attribute).detach()
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the tokenizer files of `source`, and its generation defaults when it has any. Raises ArtifactError when it has no tokenizer.json."""
-    if not (source / "tokenizer.json").exists():
-        raise ArtifactError(f"{source} has no tokenizer.json", fix="name a folder that has one")
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if (source / name).exists() and source.resolve() != folder.resolve():
-            shutil.copyfile(source / name, folder / name)
 
 
 def fused_linears(config: ModelConfig, index: int) -> dict[str, dict[str, int]]:
     """The linears of layer `index` ('mixer.qkv'), each with its checkpoint modules in row order and their row counts."""
     return {path: config.modules(index, path) for path in config.linears(index)}
-
-
-def singles(config: ModelConfig, index: int) -> dict[str, str]:
-    """Tensors of layer `index` outside its linears: hone's path below the layer, and the checkpoint name."""
-    family = FAMILIES[config.family]
-    return {path: family.tensor(index, path) for path in config.parameters(index)}
 
 
 def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
@@ -462,7 +435,7 @@ def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     linears = [({"lm_head": config.vocab_size}, decoder.lm_head)] if decoder.lm_head is not None else []
     for index, layer in enumerate(decoder.layers):
         linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(config, index).items()]
-        parameters, names = config.parameters(index), singles(config, index)
+        parameters, names = config.parameters(index), config.singles(index)
         shapes.update({names[path]: parameter.shape for path, parameter in parameters.items()})
         scales = rounding_paths(layer, config, index).items()
         shapes.update({name: tuple(layer.get_buffer(path).shape) for path, name in scales})

@@ -116,7 +116,7 @@ def test_padding_is_not_observed() -> None:
     for name, content in (("one", tokens), ("other", np.where(ids < 0, 19, tokens))):
         flow = Flow(Calibration(content, ids, {}), 1, "cpu", torch.float32)
         flow.embed(model)
-        found[name] = observe(model.layers[0], flow, {"extremes", "histogram"}, by_head=True)
+        found[name] = observe(model.layers[0], (2, 16), flow, {"extremes", "histogram"}, by_head=True)
     assert model.layers[0].mixer.kv_rounding is None
     for one, other in zip(*found.values(), strict=True):
         assert len(one) == 2 and [int(part["histogram"].sum()) for part in one] == [9 * 16] * 2

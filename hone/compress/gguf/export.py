@@ -179,7 +179,7 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
             yield matrix(one.name, rows, linear.in_features)
             if linear.bias:
                 yield vector(one.name, rows, "bias")
-        for path, name in hf.singles(config, index).items():
+        for path, name in config.singles(index).items():
             yield vector(name.removesuffix(".weight"), parameters[path].shape[0])
     yield vector("model.norm", config.hidden_size)
     if not config.tie_embeddings:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.model.config import LayerSpec, ModelConfig
-from hone.model.hf import Checkpoint, config_values, singles
+from hone.model.hf import Checkpoint, config_values
 from hone.model.linear_spec import LinearSpec
 
 Places = tuple[int, ...] | None
@@ -121,7 +121,7 @@ def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tupl
                 yield f"{made}.weight", Source(f"{name}.weight", part, columns)
                 if linear.bias:
                     yield f"{made}.bias", Source(f"{name}.bias", part)
-        before, after = singles(whole, index), singles(config, place)
+        before, after = whole.singles(index), config.singles(place)
         for path, made in after.items():
             yield made, Source(before[path], axes.single(path))
     yield "model.norm.weight", Source("model.norm.weight", cut.hidden)

@@ -21,7 +21,7 @@ from hone.base.run import Run
 from hone.compress.transforms.rotation import Rotation, values_of
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import OWN
-from hone.model.hf import Checkpoint, config_values, singles
+from hone.model.hf import Checkpoint, config_values
 from hone.model.linear import MakeLinear
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized import hadamard
@@ -182,7 +182,7 @@ def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int])
     for index in range(config.num_layers):
         values = values_of(config, index) if rotation.r2 else None
         turn = None if values is None else random_rotation(values.head_dim, rotation.seed, f"layers.{index}.values")
-        norms = singles(config, index)
+        norms = config.singles(index)
         for path, linear in config.linears(index).items():
             norm, folded, columns = f"{path.partition('.')[0]}_norm", None, []
             if stream is not None and linear.reads == norm:

@@ -9,11 +9,11 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.model.quantized.scheme import Quantization
 
 METHODS = {
-    "compressed-tensors": "hone.model.quantized.compressed_tensors",
-    "gptq": "hone.model.quantized.gptq",
-    "awq": "hone.model.quantized.awq",
-    "fp8": "hone.model.quantized.fp8",
-    "bitsandbytes": "hone.model.quantized.bitsandbytes",
+    "compressed-tensors": "hone.model.quantized.methods.compressed_tensors",
+    "gptq": "hone.model.quantized.methods.gptq",
+    "awq": "hone.model.quantized.methods.awq",
+    "fp8": "hone.model.quantized.methods.fp8",
+    "bitsandbytes": "hone.model.quantized.methods.bitsandbytes",
     "low_rank": "hone.model.quantized.low_rank",
 }
 """`quant_method` of config.json -> the module that reads and writes that block: `read(values, where)` -> Quantization,
