@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +31,16 @@ from hone.model.hf import load
 
 
 def main() -> None:
-    """Runs both for each number of bits, prints the table, adds it to the ledger."""
+    """Runs both for each number of bits; prints the rows of each and adds them to the ledger."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "calibration.txt"
         text.write_text("\n".join(texts(arguments.calibration)), encoding="utf8")
         heldout = documents(arguments.heldout, arguments.model, arguments.tokens)
         dense = _perplexity(arguments.model, heldout, arguments.device)
-        rows = [_row("dense", None, dense, "", arguments)]
+        _keep([_row("dense", None, dense, "", arguments)], arguments)
         for bits in arguments.bits:
+            rows = []
             ours = {kind: _hone(kind, bits, text, heldout, arguments) for kind in ("gptq", "autoround")}
             theirs = _auto_round(bits, text, heldout, arguments)
             for kind, (perplexity, seconds) in ours.items():
@@ -46,9 +48,13 @@ def main() -> None:
                     _row(f"{kind}, int{bits} g{arguments.group_size}", kind, perplexity, "", arguments, theirs[0])
                 )
                 rows.append(_row(f"seconds of {kind}, int{bits}", kind, seconds, "s", arguments, theirs[1]))
-            print(ledger.table(rows), flush=True)
+            _keep(rows, arguments)
+
+
+def _keep(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    print(ledger.table(rows), flush=True)
     if not arguments.no_ledger:
-        print(ledger.append("compress", rows, arguments.device))
+        ledger.append("compress", rows, arguments.device)
 
 
 def _arguments() -> argparse.Namespace:
