@@ -84,7 +84,7 @@ def libraries(weights: Weights, x: Tensor) -> dict[str, tuple[Product, float]]:
     x_scale = float(x.abs().max()) / 448
     codes = (padded / x_scale).to(FP8)
     one = [torch.tensor(value, device="cuda") for value in (x_scale, weights.scale)]
-    alpha = torch.tensor([x_scale * weights.scale])  # on the CPU: cuSPARSELt's wrapper reads it there
+    alpha = torch.tensor([x_scale * weights.scale], device="cuda")
     found: dict[str, tuple[Product, float]] = {
         DENSE: (lambda i: torch.mm(x, weights.dense[i].T), 0.01),
         "bf16 2:4 cuSPARSELt": (lambda i: sparse_linear(x, weights.packed[i], backend="torch"), 0.01),
@@ -248,11 +248,12 @@ def page(rows: list[dict[str, Any]]) -> str:
             if any(found):
                 cells = [f"{row['ratio']:.2f}" if row and row.get("ratio") else "-" for row in found]
                 lines.append(f"| {name} {features} x {columns}, {kind} | " + " | ".join(cells) + " |")
-    lines += ["", "| served | 2:4, ms | dense, ms | times as fast |", "|---|---|---|---|"]
-    for figure, row in newest.items():
-        if figure.startswith("served "):
-            shown = figure.removeprefix("served ").removesuffix(": 2:4")
-            lines.append(f"| {shown} | {row['value']:.3g} | {row['peer_value']:.3g} | {row['ratio']:.2f} |")
+    served = {figure: row for figure, row in newest.items() if figure.startswith("served ")}
+    if served:
+        lines += ["", "| served | 2:4, ms | dense, ms | times as fast |", "|---|---|---|---|"]
+    for figure, row in served.items():
+        shown = figure.removeprefix("served ").removesuffix(": 2:4")
+        lines.append(f"| {shown} | {row['value']:.3g} | {row['peer_value']:.3g} | {row['ratio']:.2f} |")
     return "\n".join(lines) + "\n"
 
 
