@@ -11,6 +11,7 @@ from hone.base.durable import write_atomic
 from hone.base.errors import DriftError, FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
+from hone.base.plan import MEMORY
 from hone.compress.allocations.base import read_bytes
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def options(calibrated: bool) -> tuple[Option, ...]:
         Option("int4 and int8 gptq, by sensitivity", (four,), (4, 8)),
         *plain,
         Option("int2 to int4 gptq, by sensitivity", (four,), (2, 3, 4)),
+        *low,  # where memory does not hold the whole model, which a measurement of sensitivities takes
     )
 
 
@@ -125,6 +127,9 @@ def choose(
             continue
         size = planned.estimates["model_bytes"].value
         one = _tried(option.name, planned.facts, size, machine, most, longest)._replace(kl=option.kl)
+        memory = planned.estimates[MEMORY].value
+        if option.allocated and memory > machine.free_memory_bytes:
+            one = one._replace(wrong=f"takes {human_bytes(memory)} of memory: it measures the whole model")
         tried.append(one)
         if not one.wrong and found is None:
             if option.kl is not None and calibrated:

@@ -10,7 +10,7 @@ import pytest
 from hone.base.errors import DriftError, FitError, SpecError
 from hone.compress import fitting
 from hone.compress.stage import Compress
-from hone.measure.machine import describe
+from hone.measure.machine import Machine, describe
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 
@@ -55,11 +55,21 @@ def test_the_plan_says_why(roomy: Path, calibration_text: Path) -> None:
     plan = Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
     assert [line.split("  ")[0] for line in plan.notes] == [
         "as it is", "int8, a scale per row", "int4 and int8 gptq, by sensitivity", "int4 gptq, groups of 128",
-        "int2 to int4 gptq, by sensitivity",
+        "int2 to int4 gptq, by sensitivity", "int3 gptq, groups of 128",
     ]  # fmt: skip
     assert "larger than" in plan.notes[0] and "larger than" in plan.notes[1] and plan.notes[2].endswith("chosen")
     assert plan.notes[3].endswith("not needed: a better one fits")
     assert plan.chosen.steps[0].kind == "gptq" and plan.chosen.fit is None
+
+
+def test_without_memory_for_the_whole_model_all_matrices_get_the_same_bits(
+    roomy: Path, calibration_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "free_memory_bytes", property(lambda _: 1.0))
+    fields = {"fit": budget(roomy, 0.27), "calibration_text": str(calibration_text), "seq_len": 32}
+    plan = Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
+    assert plan.chosen.steps[0].bits == 3 and plan.chosen.allocation is None
+    assert any("of memory: it measures the whole model" in line for line in plan.notes)
 
 
 def test_without_calibration_weights_are_rounded(roomy: Path) -> None:
