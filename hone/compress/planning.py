@@ -93,7 +93,7 @@ def work(
     num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
     once = {"stored_width": stored_width, "dtype": dtype, "batch_size": spec.batch_size}
     more = {"num_sequences": num_sequences, "seq_len": seq_len} if spec.calibrated_steps else {}
-    probes = 0 if spec.allocation is None else spec.allocation.probe_sequences_each * sum(map(len, targets))
+    probes = 0 if spec.allocation is None else spec.allocation.probes(sum(map(len, targets)))
     if spec.quantizer is not None:
         more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
     return Compression(

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.compress import ALLOCATIONS, STEPS
-from hone.compress.allocations import knapsack
+from hone.compress.allocations import fisher, knapsack
 from hone.compress.allocations.base import read_bytes
 from hone.compress.allocations.sensitivity import output_errors
 from hone.compress.calibration import Calibration
@@ -87,7 +88,7 @@ def test_errors_are_those_of_the_outputs() -> None:
         assert found[bits] == pytest.approx(float(lost), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["hessian", "kl"])
+@pytest.mark.parametrize("kind", ["hessian", "kl", "fisher"])
 def test_the_budget_is_used_and_kept(kind: str, family_folder, compress, calibration_text: Path) -> None:
     """Every matrix has the bits that the state said, transformers reads the mixture, and the bytes are those planned."""
     pytest.importorskip("compressed_tensors")
@@ -129,6 +130,55 @@ def test_the_block_that_writes_most_of_the_hidden_states_gets_the_bits(
     written = {row["bits"] for row in rows if row["name"].startswith("model.layers.1.feed_forward")}
     others = {row["bits"] for row in rows if not row["name"].startswith("model.layers.1.feed_forward")}
     assert min(written) > max(others)
+
+
+def test_curvature_is_output_errors_weighted_by_squared_gradients(
+    family_folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand in float64, for labels that are given."""
+    checkpoint = Checkpoint(family_folder("qwen2"))
+    tokens = np.random.default_rng(0).integers(0, 300, (8, 32))
+    job = Job(
+        checkpoint,
+        (STEPS.read(RTN),),
+        select(checkpoint.config, (r"\.layers\.",), ("lm_head",)),
+        "cpu",
+        torch.float32,
+    )
+    flow = Flow(Calibration(tokens, None, {}), 4, "cpu", torch.float32)
+    allocation = ALLOCATIONS.read({"kind": "fisher", "bits_per_weight": 4, "bits": (3, 6), "gradient_sequences": 8})
+    labels = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (8, 32)))
+    monkeypatch.setattr(fisher, "_drawn", lambda model, hidden, rows, piece, flow: labels[piece])
+    found = allocation.losses(job, flow, Run(quiet=True))
+    for path in ("mixer.qkv", "feed_forward.down"):
+        model, ends = load(checkpoint.folder, "cpu", torch.float64), []
+        linear = model.layers[1].get_submodule(path)
+        linear.register_forward_hook(lambda _, args, out, ends=ends: ends.append((args[0], out)))
+        logits = model(torch.from_numpy(tokens))
+        ((x, y),) = ends
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, y)
+        x, energy = x.detach().flatten(0, 1), gradient.flatten(0, 1).square().mean(0)
+        for bits in (3, 6):
+            rounder = RoundToNearest(bits=bits, group_size=32, scale="signed")
+            change = rounder.nearest(linear.weight.data.float()).double() - linear.weight.data
+            expected = 0.5 * float(((x @ change.T).square().mean(0) * energy).sum())
+            assert found[f"layers.1.{path}"][bits] == pytest.approx(expected, rel=1e-3)
+
+
+def test_labels_are_drawn_from_the_predictions() -> None:
+    """Frequencies of 4,096 labels within four standard errors of the probabilities; padding has no label."""
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0, -30.0])
+    model = SimpleNamespace(head=lambda hidden: logits.expand(len(hidden), -1))
+    ids = np.zeros((2, 2048), np.int32)
+    ids[1, 2000:] = -1
+    flow = Flow(Calibration(np.ones((2, 2048), np.int64), ids, {}), 2, "cpu", torch.float32)
+    labels = fisher._drawn(model, torch.zeros(2, 2048, 4), torch.zeros(2, 2048), slice(0, 2), flow)
+    assert (labels[1, 2000:] == -100).all() and (labels[1, :2000] >= 0).all()
+    kept = labels[labels >= 0]
+    found = torch.bincount(kept, minlength=5) / len(kept)
+    expected = logits.softmax(-1)
+    assert ((found - expected).abs() <= 4 * (expected * (1 - expected) / len(kept)).sqrt() + 1e-9).all()
 
 
 def test_divergence_is_that_of_the_model_with_one_matrix_rounded(family_folder) -> None:

@@ -121,9 +121,10 @@ def test_sums_are_the_only_difference(ranked, tiny_llama, calibration_text, tmp_
         ([{"kind": "width", "num_heads": 2, "hidden_size": 32, "intermediate_size": 96}], None),
         ([GPTQ], "hessian"),
         ([GPTQ], "kl"),
+        ([GPTQ], "fisher"),
         ([{"kind": "magnitude", "scope": "global"}, GPTQ], None),
     ],
-    ids=["loss", "influence", "width", "hessian", "kl", "global"],
+    ids=["loss", "influence", "width", "hessian", "kl", "fisher", "global"],
 )
 def test_ranks_decide_what_one_process_decides(
     steps: list, allocation: str | None, ranked, tiny_llama, calibration_text, tmp_path

@@ -106,9 +106,8 @@ class Allocation(Technique):
         if self.bits_per_weight is None and self.model_bytes is None:
             raise SpecError(f"allocation {self.kind} has no budget", fix="set bits_per_weight=3.5 or model_bytes=6GB")
 
-    @property
-    def probe_sequences_each(self) -> int:
-        """Sequences that the whole model computes for each matrix; 0: none."""
+    def probes(self, num_matrices: int) -> int:
+        """Sequences that the whole model, held in memory, computes to measure so many matrices; 0: none."""
         return 0
 
     def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:

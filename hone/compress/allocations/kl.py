@@ -49,9 +49,8 @@ class KLAllocation(Allocation):
             raise ValueError(f"probe_bits {self.probe_bits} is none of the candidate bits {list(self.bits)}")
         return self
 
-    @property
-    def probe_sequences_each(self) -> int:
-        return self.probe_sequences
+    def probes(self, num_matrices: int) -> int:
+        return self.probe_sequences * num_matrices
 
     def predicted(self, loss: float) -> Estimate:
         low, high = SHARES

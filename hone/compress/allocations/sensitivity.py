@@ -30,8 +30,13 @@ class Sensitivity(NamedTuple):
 
 
 @torch.no_grad()
-def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> Iterator[Sensitivity]:
-    """Streams the uncompressed layers, and yields every target with its errors. `quantizers` by their bits."""
+def measure(
+    job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run, rows: Mapping[str, Tensor] | None = None
+) -> Iterator[Sensitivity]:
+    """Streams the uncompressed layers, and yields every target with its errors. `quantizers` by their bits.
+
+    With `rows`, weights [N] of each matrix's outputs by name, the errors are sums of squares weighted by them.
+    """
     flow.embed(job.checkpoint.build_ends(job.device, job.dtype))
     count = job.checkpoint.config.num_layers
     with run.progress("sensitivity", count, "layers") as bar:
@@ -51,7 +56,8 @@ def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> It
                     continue
                 stored = [checkpoint.tensor(f"{name}.weight") for name, _ in linear.modules]
                 weight = original(layer.get_submodule(linear.path).weight.detach(), stored)
-                errors = output_errors(weight, statistics[linear.path]["hessian"], quantizers)
+                own = None if rows is None else rows[matrix_name(index, linear.path)]
+                errors = output_errors(weight, statistics[linear.path]["hessian"], quantizers, own)
                 share = shares[linear.path.partition(".")[0]]
                 found.append(Sensitivity(matrix_name(index, linear.path), errors, share))
             for part in job.mesh.gather(found):
@@ -59,14 +65,22 @@ def measure(job: Job, flow: Flow, quantizers: Mapping[int, Any], run: Run) -> It
             bar.advance()
 
 
-def output_errors(weight: Tensor, hessian: Tensor, quantizers: Mapping[int, Any]) -> dict[int, float]:
-    """tr(D H D^T) / tr(W H W^T) for the change D [N, K] that each quantizer's rounding to nearest makes."""
-    whole = _energy(weight, hessian).clamp(min=1e-30)
-    return {bits: float(_energy(one.nearest(weight) - weight, hessian) / whole) for bits, one in quantizers.items()}
+def output_errors(
+    weight: Tensor, hessian: Tensor, quantizers: Mapping[int, Any], rows: Tensor | None = None
+) -> dict[int, float]:
+    """tr(D H D^T) / tr(W H W^T) for the change D [N, K] that each quantizer's rounding to nearest makes.
+
+    With `rows` [N], sum_i rows_i (D H D^T)_ii.
+    """
+    whole = _energy(weight, hessian, None).clamp(min=1e-30) if rows is None else 1.0
+    return {
+        bits: float(_energy(one.nearest(weight) - weight, hessian, rows) / whole) for bits, one in quantizers.items()
+    }
 
 
-def _energy(weight: Tensor, hessian: Tensor) -> Tensor:
-    return ((weight @ hessian.to(weight)) * weight).sum().clamp(min=0)
+def _energy(weight: Tensor, hessian: Tensor, rows: Tensor | None) -> Tensor:
+    squares = (weight @ hessian.to(weight)) * weight
+    return (squares.sum() if rows is None else (squares.sum(1) * rows).sum()).clamp(min=0)
 
 
 class _Energies:

@@ -1,9 +1,11 @@
-"""What rounding errors of a linear's inputs cost the model's loss: squared gradients, measured once in the whole model.
+"""Gradients of the loss in the whole model, measured once: what rounding errors of a linear's inputs or outputs cost.
 
 Shapes: B sequences, S tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from safetensors.torch import load, save
@@ -15,7 +17,12 @@ from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.matrix import matrix_name
 from hone.compress.stream import Job
+from hone.model.decoder import Decoder
 from hone.ops import linear_cross_entropy
+
+Watch = Callable[[str, nn.Module], None]
+Targets = Callable[[Decoder, Tensor, Tensor, slice, Flow], Tensor]
+"""(model, last hidden states [B, S, D], tokens [B, S], their rows in the flow, the flow) -> labels int64 [B, S]."""
 
 
 def measured(job: Job, flow: Flow, draft: Draft, run: Run) -> dict[str, Tensor]:
@@ -36,26 +43,38 @@ def measure(job: Job, flow: Flow, run: Run) -> dict[str, Tensor]:
     entropy in nats over the sequences of `flow`. Holds the whole uncompressed model on the device, with what its backward
     pass keeps of one batch.
     """
+    sums = {}
+
+    def watch(name: str, linear: nn.Module) -> None:
+        sums[name] = torch.zeros(1 << 16, dtype=torch.float64, device=job.device)
+        linear.register_forward_pre_hook(_Weigh(sums[name]))
+
+    differentiate(job, flow, run, watch, _targets)
+    return {name: flow.mesh.sum(total).cpu() for name, total in sums.items()}
+
+
+def differentiate(job: Job, flow: Flow, run: Run, watch: Watch, targets: Targets) -> None:
+    """A backward pass of the summed cross entropy through the uncompressed model for every batch of this rank.
+
+    `watch` sees every target linear before, by `matrix_name`, and hangs its hooks there; `targets` gives the labels of a batch.
+    """
     model = job.checkpoint.build(job.device, job.dtype).requires_grad_(False)
     model.embed_tokens.register_forward_hook(lambda _, __, out: out.requires_grad_())  # where the graph begins
-    sums = {}
     for index, linears in enumerate(job.targets):
         for linear in linears:
-            total = torch.zeros(1 << 16, dtype=torch.float64, device=job.device)
-            model.layers[index].get_submodule(linear.path).register_forward_pre_hook(_Weigh(total))
-            sums[matrix_name(index, linear.path)] = total
+            watch(matrix_name(index, linear.path), model.layers[index].get_submodule(linear.path))
     tokens = torch.from_numpy(flow.own.tokens)
     with run.progress("gradients", len(tokens), "sequences") as bar, torch.enable_grad():
         for piece, context, _ in flow.batches():
             rows = tokens[piece].to(job.device)
-            hidden = model.head_input(model.hidden(rows, context))
+            hidden = model.hidden(rows, context)
+            labels = targets(model, hidden.detach(), rows, piece, flow)
             options = {"reduction": "sum", "softcap": model.config.logits_softcap}
-            linear_cross_entropy(hidden, model.head_weight, _targets(rows, piece, flow), **options).backward()
+            linear_cross_entropy(model.head_input(hidden), model.head_weight, labels, **options).backward()
             bar.advance(len(rows))
-    return {name: flow.mesh.sum(total).cpu() for name, total in sums.items()}
 
 
-def _targets(rows: Tensor, piece: slice, flow: Flow) -> Tensor:
+def _targets(model: Decoder, hidden: Tensor, rows: Tensor, piece: slice, flow: Flow) -> Tensor:
     """The next token of every token of `rows` [B, S]; -100 where the sequence or its document ends, and for padding."""
     targets = torch.full_like(rows, -100)
     targets[:, :-1] = rows[:, 1:]
