@@ -76,7 +76,7 @@ class Compress(Stage):
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
         (),
         description="Steps in order: structured pruners, transforms, pruners, at most one quantizer, at most one low-rank step; "
-        "empty with fit or target_latency, which choose them.",
+        "kv_cache anywhere; empty with fit or target_latency, which choose them.",
     )
     fit: str | None = Field(
         None, description="Bytes that the weights may take, as 6GB or 5.5GiB: chooses the best steps that fit."
