@@ -21,6 +21,7 @@ from hone.base.mesh import Mesh
 from hone.cost.compress import balanced
 from hone.model.decoder import DecoderLayer
 from hone.model.hf import Checkpoint
+from hone.model.linear import MakeLinear
 from hone.model.shards import INDEX, save_tensors
 
 DTYPES = {
@@ -50,6 +51,9 @@ class _Read(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name] if name in self._tensors else self._source.tensor(name)
+
+    def _maker(self) -> MakeLinear:
+        return self._source._maker()  # a rotated checkpoint's linears multiply their inputs
 
 
 def build_layer(checkpoint: Checkpoint, index: int, device: str, dtype: torch.dtype, mesh: Mesh) -> DecoderLayer:

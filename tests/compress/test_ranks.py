@@ -78,8 +78,10 @@ def assert_alike(one: Path, other: Path) -> None:
         ([{"kind": "smoothquant"}, {**STATIC, "kind": "gptq", "observer": "entropy"}], (3,)),
         ([{"kind": "gptaq", "bits": 4, "group_size": 32}], (2,)),
         ([{"kind": "sparsegpt", "pattern": "2:4"}], (2,)),
+        ([{"kind": "rotation", "r4": True}, {**STATIC, "kind": "gptq"}, {"kind": "kv_cache", "per": "head"}], (2,)),
+        ([GPTQ, {"kind": "eora", "rank": 4}], (2,)),
     ],
-    ids=["awq", "entropy", "gptaq", "sparsegpt"],
+    ids=["awq", "entropy", "gptaq", "sparsegpt", "rotation", "eora"],
 )
 def test_ranks_make_what_one_process_makes(
     steps: list, counts: tuple, ranked, tiny_llama, calibration_text, tmp_path

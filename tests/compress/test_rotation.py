@@ -193,10 +193,11 @@ def test_transform_config_says_what_the_written_model_computes(family_folder, co
         assert (theirs(TOKENS).logits - ours).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("quantizer", [INT8, INT4], ids=["int8", "packed"])
 def test_dequantized_weights_are_those_of_inputs_that_are_not_multiplied(
-    family_folder, compress, tmp_path: Path
+    quantizer: dict, family_folder, compress, tmp_path: Path
 ) -> None:
-    made = compress(family_folder("llama"), ALL, INT8)
+    made = compress(family_folder("llama"), ALL, quantizer)
     checkpoint = DenseCheckpoint(made.folder)
     assert "quantization_config" not in checkpoint.values
     with torch.no_grad():

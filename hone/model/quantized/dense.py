@@ -99,3 +99,7 @@ class DenseCheckpoint(Checkpoint):
 
     def file(self, name: str) -> Path:
         return super().file(self._modules[name].tensors[0] if name in self._modules else name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        one = self._modules.get(name)
+        return super().shape(name) if one is None else (one.rows, one.columns)
