@@ -62,12 +62,19 @@ class CheckpointFacts(Facts):
         """'weights:float' or 'weights:quantized'."""
         return frozenset({"weights:quantized" if self.quantization else "weights:float"})
 
+    @property
+    def packed(self) -> bool:
+        """Whether weights are stored as codes or factors."""
+        return stores_weights(self.quantization)
+
     def loaded_bytes(self, dtype: str) -> float:
         """Bytes of the weights in memory: quantized ones stay packed, others are converted to `dtype`."""
-        packed = (self.quantization or {"config_groups": {}}).get(
-            "config_groups", True
-        )  # scales of a KV cache pack no weights
-        return self.weights_bytes if packed else self.config.num_params * BYTES[dtype]
+        return self.weights_bytes if self.packed else self.config.num_params * BYTES[dtype]
+
+
+def stores_weights(quantization: dict[str, Any] | None) -> bool:
+    """Whether a `quantization_config` is of weights: one with scales of a KV cache alone is not."""
+    return bool(quantization and quantization.get("config_groups", True))
 
 
 def _dtype(folder: Path) -> str:

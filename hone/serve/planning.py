@@ -96,7 +96,7 @@ def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine) -> Se
 def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float | None:
     """Bytes of weights that a decode step reads where they are less than the dense ones; None where they are those."""
     facts = model.config.facts()
-    if model.quantization:
+    if model.packed:
         return read_weights(facts, dtype, model.weights_bytes)
     matrices = sparse_saving(spec, model, dtype)
     return read_weights(facts, dtype, BYTES[dtype] * facts.num_params - matrices * READ_24) if matrices else None
@@ -107,7 +107,7 @@ def sparse_saving(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float
 
     With `auto` nothing is expected: which linears are faster so is measured when the engine starts.
     """
-    if spec.sparsity != "2:4" or model.quantization:
+    if spec.sparsity != "2:4" or model.packed:
         return 0.0
     linears = (one for index in range(model.config.num_layers) for one in model.config.linears(index).values())
     return BYTES[dtype] * float(sum(one.out_features * one.in_features for one in linears if one.experts is None))

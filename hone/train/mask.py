@@ -27,7 +27,13 @@ MOVED_BYTES = 18
 
 def check_mask(mask: CheckpointFacts, config: ModelConfig) -> None:
     """Raises SpecError unless `mask` is a model of `config`'s layers that is not quantized."""
-    if mask.quantization:
+    for where, one in ((mask.where, mask.config), ("the model that is trained", config)):
+        if one.adapters:
+            raise SpecError(
+                f"{where} has adapters around its linears, and a mask is of the weights alone",
+                fix="give models without adapters, such as the pruned one before it was corrected",
+            )
+    if mask.packed:
         raise SpecError(
             f"{mask.where} has quantized weights, whose zeros are not those of pruning",
             fix="give the pruned model before it was quantized",

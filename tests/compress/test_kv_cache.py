@@ -31,6 +31,8 @@ from hone.model.quantized.dense import DenseCheckpoint
 from hone.model.quantized.kv_cache import KVRounding
 from hone.model.quantized.scheme import CacheScheme, Quantization
 from hone.model.shape import Shape
+from hone.serve.planning import sparse_saving
+from hone.serve.spec import EngineSpec
 
 TOKENS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
 CASES = [
@@ -178,15 +180,18 @@ def test_compressed_again_it_loses_its_scales_unless_they_are_asked_for(family_f
 
 
 def test_an_export_says_that_it_leaves_the_scales_out(family_folder, made, tmp_path: Path) -> None:
-    exported = hone.export(made(family_folder("llama"), {"kind": "kv_cache"}).folder, tmp_path / "small.gguf")
-    assert any("scales of the KV cache are left out" in note for note in exported.notes)
-    assert not [name for name in exported.types if "scale" in name]
+    source = family_folder("llama")
+    exported = hone.export(made(source, {"kind": "kv_cache"}).folder, tmp_path / "small.gguf")
+    assert exported.notes == ["the scales of the KV cache are left out: GGUF has no place for them"]
+    assert exported.types == hone.export(source, tmp_path / "dense.gguf").types, "its weights are not quantized"
 
 
 def test_a_folder_with_scales_alone_counts_as_dense_in_memory(family_folder, made) -> None:
     source = family_folder("llama")
     facts, whole = (CheckpointFacts.of(one) for one in (made(source, {"kind": "kv_cache"}).folder, source))
     assert facts.loaded_bytes("bfloat16") == whole.loaded_bytes("bfloat16") == 2 * whole.config.num_params
+    sparse = EngineSpec(sparsity="2:4")
+    assert sparse_saving(sparse, facts, "bfloat16") == sparse_saving(sparse, whole, "bfloat16") > 0
     packed = CheckpointFacts.of(made(source, {"kind": "fp8"}, {"kind": "kv_cache"}, name="packed").folder)
     assert packed.loaded_bytes("bfloat16") == packed.weights_bytes
 

@@ -14,6 +14,7 @@ from hone.base.run import Run
 from hone.compress.stage import Compress
 from hone.model.decoder import Decoder, build
 from hone.model.linear import LINEARS, Dense
+from hone.model.quantized.hadamard import multiply_inputs
 from hone.model.shape import Shape
 from hone.model.sparse import sparsify as sparsifying
 from hone.model.sparse.semi_structured import SemiStructured
@@ -111,6 +112,32 @@ def test_what_a_pruner_writes_runs_with_it(monkeypatch, tmp_path) -> None:
     assert sparsify(model, "2:4").packed == 8
     tokens = torch.randint(0, 50, (2, 9))
     assert torch.equal(model(tokens), expected(tokens))
+
+
+@torch.no_grad()
+def test_a_corrected_model_runs_with_it_inside_its_adapter(monkeypatch, tmp_path) -> None:
+    without_gpu(monkeypatch)
+    hone.save(build(SHAPE.config(50)), tmp_path / "dense")
+    steps = [{"kind": "magnitude", "pattern": "2:4"}, {"kind": "loftq", "rank": 4}]
+    with torch.enable_grad():
+        Compress.read({"steps": steps}).make(
+            tmp_path / "made", {"model": Artifact.read(tmp_path / "dense")}, Run(quiet=True)
+        )
+    model, expected = (hone.load(tmp_path / "made", dtype=torch.bfloat16) for _ in range(2))
+    assert sparsify(model, "2:4").packed == 8
+    assert isinstance(model.layers[0].mixer.qkv.inner, SemiStructured)
+    tokens = torch.randint(0, 50, (2, 9))
+    assert torch.equal(model(tokens), expected(tokens))
+
+
+@torch.no_grad()
+def test_inputs_are_multiplied_by_hadamard_matrices_as_before(monkeypatch) -> None:
+    without_gpu(monkeypatch)
+    model, tokens = pruned(), torch.randint(0, 50, (2, 9))
+    multiply_inputs(model.layers[0].feed_forward.down, 32)
+    expected = model(tokens)
+    assert sparsify(model, "2:4").packed == 7
+    assert torch.equal(model(tokens), expected)
 
 
 def test_auto_keeps_what_is_faster(monkeypatch) -> None:

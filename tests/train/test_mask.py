@@ -13,6 +13,8 @@ from hone.cost.update import adamw
 from hone.data.facts import DataFacts
 from hone.data.load import PackedTokens
 from hone.measure.machine import describe
+from hone.model.adapters import ADAPTERS
+from hone.model.adapters.peft import adapted
 from hone.model.decoder import build
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import load
@@ -131,6 +133,10 @@ def test_masks_that_are_none_are_refused(line, tmp_path):
     packed = pruned.model_copy(update={"quantization": {"quant_method": "compressed-tensors"}})
     with pytest.raises(SpecError, match="quantized weights, whose zeros"):
         spec.plan({**facts, "mask": packed}, describe())
+    adapter = ADAPTERS.read({"kind": "lora", "rank": 2, "target_modules": ["o_proj"]})
+    corrected = pruned.model_copy(update={"config": adapted(pruned.config, adapter)})
+    with pytest.raises(SpecError, match="has adapters around its linears, and a mask"):
+        spec.plan({**facts, "mask": corrected}, describe())
     shallow = pruned.model_copy(
         update={"config": pruned.config.model_copy(update={"layers": pruned.config.layers[:2]})}
     )

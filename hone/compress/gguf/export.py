@@ -17,6 +17,7 @@ from hone.base.partial import PULL, need_local
 from hone.base.run import Run
 from hone.base.spec import Spec
 from hone.compress.gguf.formats import FORMATS, fitting
+from hone.model.facts import stores_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,7 +200,7 @@ def _asked(spec: GGUF, checkpoint: Checkpoint, scheme: Scheme | None, columns: i
     held = None if scheme is None else sources.holding(scheme, columns)
     if held is not None:
         return held.name
-    if checkpoint.quantization is not None:
+    if stores_weights(checkpoint.quantization):
         return "q8_0"
     return _OF_DTYPE.get(str(checkpoint.dtype).removeprefix("torch."), "f32")
 
@@ -219,7 +220,7 @@ def _notes(checkpoint: Checkpoint, parts: list[Source], spec: GGUF) -> list[str]
             change = max(change, part.change)
         elif part.scheme is not None:
             lost.setdefault((f"dequantized from {_named(part.scheme)}", entry.form.name), []).append(entry.name)
-        elif checkpoint.quantization is not None and entry.columns and spec.type == "auto":
+        elif stores_weights(checkpoint.quantization) and entry.columns and spec.type == "auto":
             lost.setdefault(("not quantized in the folder", entry.form.name), []).append(entry.name)
     for (asked, form, columns), found in uneven.items():
         notes.append(f"{_listed(found)}: {form}, because rows of {columns} are no whole number of {asked} blocks")

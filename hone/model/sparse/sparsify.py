@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from hone.base.errors import ArtifactError, MachineError, SpecError
+from hone.model.adapters.lora import LoRALinear
 from hone.model.decoder import Decoder
 from hone.model.linear import Dense
+from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
 from hone.model.sparse.semi_structured import SemiStructured
 from hone.ops import linear, sparse_linear
 from hone.ops.linear.sparse import Sparse24, is_24, library_problem
@@ -84,7 +86,7 @@ def sparsify(model: Decoder, sparsity: Sparsity, *, rows: int = AUTO_ROWS, where
             continue
         counts["packed"] += 1
         counts["saved_bytes"] += weight.nbytes - made.weight.nbytes
-        setattr(owner, name, made.train(dense.training))
+        setattr(owner, name, multiply_inputs(made.train(dense.training), input_hadamard(dense)))
     torch.cuda.empty_cache()  # what is free now is for the KV cache, which is sized by the device's free memory
     found = Sparsified(**counts)
     if sparsity == "2:4" and not found.packed:
@@ -97,9 +99,11 @@ def _linears(model: Decoder) -> Iterator[tuple[nn.Module, str, Dense]]:
     for index, layer in enumerate(model.layers):
         for path in model.config.linears(index):
             owner, _, name = path.rpartition(".")
-            module = layer.get_submodule(path)
+            module, around = layer.get_submodule(path), layer.get_submodule(owner)
+            while isinstance(module, LoRALinear):  # its factors are added to what the linear in it computes
+                module, around, name = module.inner, module, "inner"
             if type(module) is Dense:
-                yield layer.get_submodule(owner), name, module
+                yield around, name, module
 
 
 def _problem(model: Decoder, where: str) -> MachineError | SpecError | ArtifactError | None:
