@@ -107,7 +107,8 @@ def work(
         ends_bytes=0.0 if spec.rotation is None else spec.rotation.ends_bytes,
         cache_bytes=0.0 if spec.kv_cache is None else spec.kv_cache.range_bytes(model.config),
         check_sequences=0 if spec.structured else num_spare,
-        probes=probes + 3 * min(spec.gradient_sequences, num_sequences),  # a backward pass is two forward passes
+        probes=probes,
+        differentiated=min(spec.gradient_sequences, num_sequences),
     )
 
 

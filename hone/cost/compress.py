@@ -15,7 +15,7 @@ from hone.base.figure import Estimate, human_bytes
 from hone.base.mesh import CHUNK
 from hone.cost.facts import ModelFacts
 from hone.cost.files import Disk
-from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes
+from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes, saved_values
 from hone.cost.roofline import seconds, speed_of_light
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.measure.machine import Machine
@@ -151,6 +151,8 @@ class Compression:
     """Bytes of an adapter, which is written layer by layer and once more as a whole."""
     probes: int = 0
     """Sequences that the whole uncompressed model, held in memory, computes besides: each matrix changed in turn."""
+    differentiated: int = 0
+    """Sequences on which that model is differentiated, one at a time."""
 
     @property
     def tokens(self) -> int:
@@ -204,10 +206,12 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     parts["importances"] = importances
     parts["check"] = _compared(machine, work, forward, work.check_sequences, models=2)
     parts["divergences"] = _compared(machine, work, forward, work.probes, models=1)
+    # A backward pass is two forward passes.
+    parts["gradients"] = _compared(machine, work, forward, 3 * work.differentiated, models=1)
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
     calibration = machine.calibration
     bound = any((bound, calibration is None, *bounds))
-    more = importances + parts["check"] + parts["divergences"]
+    more = importances + parts["check"] + parts["divergences"] + parts["gradients"]
     return Estimate(value=written + more, unit="s", formula=formula, bound=bound)
 
 
@@ -232,12 +236,14 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
         hessians *= 1 + work.paired
     widest = max((one.columns for matrices in work.layers for one in matrices), default=0)
     share, checked = _share(machine, work), _share(machine, work, work.check_sequences)
+    saved = sum(saved_values(one, work.facts.hidden_size) for one in work.facts.layers)
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
     return {
         "hidden states": share * variants * work.states_bytes
         + checked * 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
         "one layer": layer,
-        "the whole model": width * work.facts.num_params if work.probes else 0,
+        "the whole model": width * work.facts.num_params if work.probes or work.differentiated else 0,
+        "its backward pass": width * work.seq_len * saved if work.differentiated else 0,
         "sums of x x^T": hessians,
         "between ranks": 4 * machine.num_ranks * min(widest**2, CHUNK) if machine.num_ranks > 1 and work.tokens else 0,
         # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.

@@ -215,6 +215,9 @@ def test_gradients_follow_the_given_model_alone(compress, tiny_llama: Path, cali
         compress(tiny_llama, {"kind": "smoothquant"}, step, calibration_text=str(calibration_text))
     made = compress(tiny_llama, step, calibration_text=str(calibration_text))
     assert made.figures["kl_to_dense"].value < 0.5
+    planned = {name: made.figures[name].estimate.formula for name in ("time_s", "memory_growth_bytes")}
+    assert "gradients" in planned["time_s"] and "divergences" not in planned["time_s"]
+    assert "the whole model" in planned["memory_growth_bytes"] and "its backward pass" in planned["memory_growth_bytes"]
     plain = compress(tiny_llama, {**step, "activations": "int8_token"}, name="token")
     assert made.folder.exists() and plain.folder.exists(), "without static scales nothing is measured, nor refused"
 

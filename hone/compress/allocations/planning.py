@@ -29,14 +29,8 @@ def seconds(machine: Machine, work: Compression, allocation: Allocation | None) 
     )
     few = min(work.num_sequences, allocation.num_sequences)
     nothing = (0,) * len(work.shard_bytes)
-    own = {
-        "layers": layers,
-        "num_sequences": few,
-        "shard_bytes": nothing,
-        "measured": (),
-        "check_sequences": 0,
-        "probes": 0,
-    }
+    counted = ("range_bytes", "rounding_bytes", "cache_bytes", "check_sequences", "probes", "differentiated")
+    own = {"layers": layers, "num_sequences": few, "shard_bytes": nothing, "measured": (), **dict.fromkeys(counted, 0)}
     first = compress_seconds(machine, replace(work, **own))
     formula = f"{whole.formula}; before it, sensitivities {first.value:.3g} s"
     return Estimate(value=whole.value + first.value, unit="s", formula=formula, bound=whole.bound)
