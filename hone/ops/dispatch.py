@@ -363,7 +363,7 @@ def _fp8_linear(
 
 
 def _sparse_linear(
-    where: Where, *, dtype: torch.dtype, rows: int, in_features: int, masked: bool, plain: bool
+    where: Where, *, dtype: torch.dtype | None, rows: int, in_features: int, masked: bool, plain: bool
 ) -> Choice:
     """`masked`: the kernel's form of the weight exists. `plain`: neither a gradient to x nor autocast."""
     if rows > 64:

@@ -248,6 +248,22 @@ def test_a_folder_without_its_scales_is_an_error(family_folder, made, tmp_path: 
         load(broken)
 
 
+@pytest.mark.parametrize("kind", ["mla", "shared_kv", "linformer"])
+def test_scales_of_another_mixer_are_one_clear_error(kind: str, family_folder, made, tmp_path: Path) -> None:
+    shape = Shape(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=32, mixers=["attention", kind]
+    )
+    save(build(shape.config(300)), tmp_path / "other", tokenizer_from=family_folder("llama"))
+    path = tmp_path / "other" / "config.json"
+    scheme = to_json(Quantization((), kv_cache=CacheScheme()))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": scheme}))
+    with pytest.raises(ArtifactError, match=f"kv_cache_scheme, and a layer's mixer is {kind}"):
+        load(tmp_path / "other")
+    if kind != "linformer":
+        with pytest.raises(ArtifactError, match=f"mixer is {kind}"):
+            DenseCheckpoint(tmp_path / "other")
+
+
 def test_what_cannot_be_calibrated_is_one_clear_error(family_folder, made, compress, tmp_path: Path) -> None:
     folder = family_folder("llama")
     with pytest.raises(SpecError, match="kv_cache needs calibration inputs"):

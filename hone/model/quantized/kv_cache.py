@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
 from hone.model.quantized.activations import encode
 from hone.model.quantized.scheme import CacheScheme
@@ -44,13 +45,20 @@ def scale_shape(scheme: CacheScheme, num_kv_heads: int) -> tuple[int, ...]:
 
 
 def scale_names(config: ModelConfig, index: int) -> dict[str, str]:
-    """Checkpoint names of the scales of layer `index`: {"k_scale": "model.layers.0.self_attn.k_scale", "v_scale": ...}."""
+    """Checkpoint names of the scales of layer `index`: {"k_scale": "model.layers.0.self_attn.k_scale", "v_scale": ...}.
+
+    Raises ArtifactError for a mixer that caches no keys and values of its own.
+    """
+    if "mixer.qkv" not in config.linears(index):
+        raise _other(config.layers[index].mixer.kind)
     attention = next(iter(config.modules(index, "mixer.qkv"))).rpartition(".")[0]
     return {name: f"{attention}.{name}" for name in ("k_scale", "v_scale")}
 
 
 def add_rounding(layer: nn.Module, scheme: CacheScheme) -> None:
-    """Gives the attention of a decoder layer a `KVRounding` whose scales are not set yet."""
+    """Gives the attention of a decoder layer a `KVRounding` whose scales are not set yet. Raises ArtifactError for another mixer."""
+    if not hasattr(layer.mixer, "kv_rounding"):
+        raise _other(layer.mixer.spec.kind)
     layer.mixer.kv_rounding = KVRounding(scheme, layer.mixer.spec.num_kv_heads)
 
 
@@ -59,3 +67,10 @@ def rounding_paths(layer: nn.Module, config: ModelConfig, index: int) -> dict[st
     if getattr(layer.mixer, "kv_rounding", None) is None:
         return {}
     return {f"mixer.kv_rounding.{name}": stored for name, stored in scale_names(config, index).items()}
+
+
+def _other(kind: str) -> ArtifactError:
+    return ArtifactError(
+        f"quantization_config has kv_cache_scheme, and a layer's mixer is {kind}: hone rounds keys and values of attention",
+        fix="load the model it was made from",
+    )

@@ -162,7 +162,7 @@ def sparse_linear(x: Tensor, weight: Sparse24, bias: Tensor | None = None, *, ba
             fix=f"give one number per output feature, {features} in all, or None",
         )
     facts = {
-        "dtype": x.dtype,
+        "dtype": x.dtype if x.dtype == weight.values.dtype else None,  # torch's product raises where they differ
         "rows": x.numel() // max(1, columns),
         "in_features": columns,
         "masked": weight.masks is not None,

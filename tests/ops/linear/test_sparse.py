@@ -12,7 +12,12 @@ from torch.sparse._semi_structured_conversions import sparse_semi_structured_fro
 
 from hone.base.errors import SpecError
 from hone.ops import sparse_linear
+from hone.ops.dispatch import Where, choose
+from hone.ops.linear import sparse
 from hone.ops.linear.sparse import RUN, compress_24, is_24, masks_of, pack_24, unpack_24
+
+
+HOPPER = Where("cuda", (9, 0), 132, (3, 6))
 
 
 def pruned(rows: int, columns: int, dtype: torch.dtype = torch.float32, empty: float = 0.0) -> Tensor:
@@ -145,3 +150,15 @@ def test_the_kernel_is_a_torch_op_that_knows_its_outputs() -> None:
         x, values = torch.empty(2, 3, 256, dtype=torch.bfloat16), torch.empty(96, 128, dtype=torch.bfloat16)
         masks = torch.empty(96, 32, dtype=torch.uint8)
         assert torch.ops.hone.sparse_linear(x, values, masks, None).shape == (2, 3, 96)
+
+
+def test_x_of_another_dtype_runs_in_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would read the weight's bits as x's dtype."""
+    given: dict = {}
+    monkeypatch.setattr(sparse, "backend_of", lambda *_, **facts: given.update(facts) or "reference")
+    packed = compress_24(pruned(8, 256, torch.bfloat16))
+    sparse_linear(torch.ones(1, 256, dtype=torch.bfloat16), packed)
+    assert choose("sparse_linear", HOPPER, **given).backend == "gluon"
+    with pytest.raises(RuntimeError, match="dtype"):
+        sparse_linear(torch.ones(1, 256, dtype=torch.float16), packed)
+    assert choose("sparse_linear", HOPPER, **given).backend == "torch"
