@@ -16,7 +16,6 @@ from hone.ops.dispatch import Where, choose
 from hone.ops.linear import sparse
 from hone.ops.linear.sparse import RUN, compress_24, is_24, masks_of, pack_24, unpack_24
 
-
 HOPPER = Where("cuda", (9, 0), 132, (3, 6))
 
 
