@@ -93,7 +93,10 @@ def work(
     num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
     once = {"stored_width": stored_width, "dtype": dtype, "batch_size": spec.batch_size}
     more = {"num_sequences": num_sequences, "seq_len": seq_len} if spec.calibrated_steps else {}
-    probes = 0 if spec.allocation is None else spec.allocation.probes(sum(map(len, targets)))
+    probes, differentiated = 0, min(spec.gradient_sequences, num_sequences)
+    if spec.allocation is not None:
+        probes = spec.allocation.probes(sum(map(len, targets)))
+        differentiated += min(spec.allocation.differentiated, spec.allocation.num_sequences, num_sequences)
     if spec.quantizer is not None:
         more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
     return Compression(
@@ -108,7 +111,7 @@ def work(
         cache_bytes=0.0 if spec.kv_cache is None else spec.kv_cache.range_bytes(model.config),
         check_sequences=0 if spec.structured else num_spare,
         probes=probes,
-        differentiated=min(spec.gradient_sequences, num_sequences),
+        differentiated=differentiated,
     )
 
 

@@ -109,6 +109,8 @@ def test_the_budget_is_used_and_kept(kind: str, family_folder, compress, calibra
     with torch.no_grad():
         assert (load(made.folder)(tokens) - transformers_logits(made.folder, tokens)).abs().max() <= 1e-5
     assert made.techniques[-1]["slot"] == "bit allocation" and made.techniques[-1]["kind"] == kind
+    memory = made.figures["memory_growth_bytes"].estimate.formula
+    assert ("the whole model" in memory, "its backward pass" in memory) == (kind != "hessian", kind == "fisher")
 
 
 def test_the_block_that_writes_most_of_the_hidden_states_gets_the_bits(

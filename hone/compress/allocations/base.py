@@ -110,6 +110,11 @@ class Allocation(Technique):
         """Sequences that the whole model, held in memory, computes to measure so many matrices; 0: none."""
         return 0
 
+    @property
+    def differentiated(self) -> int:
+        """Sequences on which the whole model, held in memory, is differentiated, one at a time; 0: none."""
+        return 0
+
     def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
         """The loss of every matrix with each of `bits`, by its name; only sums of them are compared."""
         raise NotImplementedError

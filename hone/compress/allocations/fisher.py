@@ -37,8 +37,9 @@ class FisherAllocation(Allocation):
 
     gradient_sequences: int = Field(8, gt=0, description="Calibration sequences that the gradients are measured on.")
 
-    def probes(self, num_matrices: int) -> int:
-        return 3 * self.gradient_sequences  # a backward pass is two forward passes
+    @property
+    def differentiated(self) -> int:
+        return self.gradient_sequences
 
     def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
         """Holds the whole uncompressed model on the device, with what its backward pass keeps of one sequence."""
