@@ -148,14 +148,15 @@ def choose(
 
 
 def keep(chosen: Any, state: Path) -> None:
-    """Keeps the chosen spec in `state`. Raises DriftError when a run that resumes would take another one: latencies are
-    predicted from this machine's measured speed, which may have changed since."""
+    """Keeps the chosen spec in `state`. Raises DriftError when a run that resumes would take another one: it depends on this
+    machine's measured speed and on its free memory, which may have changed since."""
     path, text = state / "chosen.json", json.dumps(chosen.model_dump(mode="json"))
     if path.exists() and path.read_text(encoding="utf8") != text:
         before = ", ".join(str(step) for step in json.loads(path.read_text(encoding="utf8"))["steps"])
         raise DriftError(
-            f"the interrupted run had chosen {before}, and this machine's measured speed now chooses other steps",
-            fix="give these steps instead of target_latency, or start again with --redo",
+            f"the interrupted run had chosen {before}, and this machine's measured speed or free memory chooses others "
+            "now",
+            fix="resume with both as they were, or start again with --redo",
         )
     write_atomic(path, text.encode())
 
