@@ -67,6 +67,10 @@ def test_signals_of_random_unicode_equal_the_plain_count(texts):
     check(texts)
 
 
+def test_a_line_that_ends_with_read_more_is_boilerplate_wherever_it_stands():
+    check(["read more...\nof the day", "a word, read more…\nanother line\nRead more...\n\nthe end", "of\nread more..."])
+
+
 @settings(max_examples=200)
 @given(few_words)
 def test_signals_of_repeating_words_equal_the_plain_count(text):

@@ -287,7 +287,7 @@ def take_words(
         elif start > gap:
             now = first + index
             keep(line, now - since, place - begun - (now - since), capitals, sentences, gaps, last, anything)
-            hashes[_HASHED] = hashed
+            line[_BEFORE], hashes[_HASHED] = before, hashed
             take_gap(data, gap, start, line, total, scratch)
             hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, ZERO, ZERO, ZERO
             since, anything = now, line[_ANY]
