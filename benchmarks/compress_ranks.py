@@ -103,6 +103,8 @@ def _rows(found: dict[int, dict[str, float]], arguments: argparse.Namespace) -> 
                 f"{count} ranks: {peer / value:.2f} times as fast as {first}, predicted {_predicted(found, count, first)}"
             )
         rows.append(row)
+        memory = {"figure": f"peak memory of one of {count} {arguments.device} ({label})", "unit": "B", "n": 1}
+        rows.append({**common, **memory, "value": found[count]["peak_memory_bytes"]})
     return rows
 
 

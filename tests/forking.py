@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,29 +44,35 @@ def forking(function: str) -> Iterator[Callable[..., Ended]]:
         parent.stdin.close()
 
 
-def in_a_process(function: Callable[..., Any], arguments: list) -> Ended:
-    with tempfile.TemporaryFile("w+") as results, tempfile.TemporaryFile("w+") as errors:
-        pid = os.fork()
-        if not pid:
-            os.dup2(errors.fileno(), 2)
-            status = 1
-            try:
-                json.dump(function(*arguments), results)
-                results.flush()
-                status = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-                sys.stderr.flush()
-            finally:
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        results.seek(0)
-        errors.seek(0)
-        return Ended(status, json.load(results) if status == 0 else None, errors.read())
+def begin(function: Callable[..., Any], arguments: Iterable[Any]) -> Callable[[], Ended]:
+    """Calls `function` in a forked process; what is returned waits for its end."""
+    results, errors = (tempfile.TemporaryFile("w+") for _ in range(2))
+    pid = os.fork()
+    if not pid:
+        os.dup2(errors.fileno(), 2)
+        status = 1
+        try:
+            json.dump(function(*arguments), results)
+            results.flush()
+            status = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+    def ended() -> Ended:
+        with results, errors:
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            results.seek(0)
+            errors.seek(0)
+            return Ended(status, json.load(results) if status == 0 else None, errors.read())
+
+    return ended
 
 
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
     function = getattr(importlib.import_module(module), name)
     for line in sys.stdin:
-        print(json.dumps(in_a_process(function, json.loads(line))), flush=True)
+        print(json.dumps(begin(function, json.loads(line))()), flush=True)

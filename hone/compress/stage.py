@@ -20,7 +20,7 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting, planning
 from hone.compress.allocations.base import Budget, candidates, read_bytes
-from hone.compress.caches.kv_cache import KVCache, wanted_of
+from hone.compress.caches.kv_cache import KVCache, kv_cache_of
 from hone.compress.low_rank.base import check_modules, correction_of, low_rank_last
 from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
@@ -41,7 +41,7 @@ chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
 checks = lazy("hone.compress.check")
 dense = lazy("hone.model.quantized.dense")
-gradients = lazy("hone.compress.observers.gradients")
+gradients = lazy("hone.compress.gradients")
 hf = lazy("hone.model.hf")
 result = lazy("hone.compress.result")
 rotation = lazy("hone.compress.transforms.rotated")
@@ -131,7 +131,7 @@ class Compress(Stage):
         low_rank_last(self.layer_steps)
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
-        wanted_of(self.steps)
+        kv_cache_of(self.steps)
         transforms_first(self.layer_steps)
         if self.gradient_sequences and any(isinstance(step, (Transform, StructuredPruner)) for step in self.steps):
             raise ValueError(
@@ -336,7 +336,7 @@ class Compress(Stage):
 
     @property
     def kv_cache(self) -> KVCache | None:
-        return wanted_of(self.steps)
+        return kv_cache_of(self.steps)
 
     def _checked_cache(self, config: Any, calibrated: bool) -> KVCache | None:
         if self.kv_cache is not None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.base.table import Table
-from hone.model.linear_spec import LinearSpec
+from hone.model.linear_spec import LinearSpec, dense_shapes
 from hone.ops import grouped_linear, linear
 
 LINEARS = Table(
@@ -96,11 +96,7 @@ class Dense(nn.Module):
 
     def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
         """What `load` expects: the shape of every tensor of each part."""
-        shapes: list[dict[str, tuple[int, ...]]] = [{"weight": (count, self.in_features)} for count in rows]
-        if self.bias is not None:
-            for shape, count in zip(shapes, rows, strict=True):
-                shape["bias"] = (count,)
-        return shapes
+        return dense_shapes(rows, self.in_features, bias=self.bias is not None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`; itself when it has that dtype."""

@@ -241,3 +241,8 @@ def _must_divide(count: int, num_ranks: int, name: str, what: str) -> None:
             f"the {count} {what} of {name} cannot be divided among {num_ranks} tensor-parallel ranks",
             fix=f"set tensor_parallel_size to one of {', '.join(str(n) for n in range(1, count + 1) if count % n == 0)}",
         )
+
+
+def dense_shapes(rows: list[int], in_features: int, *, bias: bool) -> list[dict[str, tuple[int, ...]]]:
+    """Shapes of the dense tensors of checkpoint modules with `rows` output rows each."""
+    return [{"weight": (count, in_features)} | ({"bias": (count,)} if bias else {}) for count in rows]

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from hone.base.errors import SpecError
-from hone.compress import QUANTIZERS, float_scales
+from hone.compress import QUANTIZERS
 from hone.compress.capture import Flow
 from hone.compress.matrix import Matrix
+from hone.compress.quantizers import float_scales
 from hone.compress.quantizers.mxfp4 import MXFP4
 from hone.compress.quantizers.mxfp8 import MXFP8
 from hone.compress.quantizers.nvfp4 import NVFP4

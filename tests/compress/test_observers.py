@@ -11,11 +11,11 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.compress import QUANTIZERS
+from hone.compress import QUANTIZERS, gradients
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.compress.matrix import matrix_name
-from hone.compress.observers import OBSERVERS, entropy, gradients, mse
+from hone.compress.observers import OBSERVERS, entropy, mse
 from hone.compress.observers.base import counted
 from hone.compress.statistics import RANGES
 from hone.compress.stream import Job

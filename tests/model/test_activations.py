@@ -141,7 +141,7 @@ def module_of(
         largest = weight.unflatten(1, (-1, scheme.group_size or columns)).abs().amax(-1)
         scales, divisor = (largest / (448 if scheme.number == "e4m3" else 2.0 ** (scheme.bits - 1))).half(), None
     else:
-        from hone.compress import float_scales
+        from hone.compress.quantizers import float_scales
 
         divisor = float_scales.global_scale_of(weight) if scheme.scales == "e4m3" else None
         scales = float_scales.find_scales(weight, scheme.number, scheme.group_size, "absmax", divisor=divisor)

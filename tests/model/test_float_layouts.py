@@ -72,7 +72,7 @@ def test_compressed_tensors_writes_the_same_bytes(name: str) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors import BaseCompressor
 
-    from hone.compress import float_scales
+    from hone.compress.quantizers import float_scales
 
     scheme = SCHEMES[name]
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(4)) * 0.1

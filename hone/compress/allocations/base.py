@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hone.compress.stream import Job
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+HEAD_TOKENS = 512
+"""Tokens whose logits are computed at once."""
 FILE = "allocation.json"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.compress.allocations.base import Allocation, candidates
+from hone.compress.allocations.base import HEAD_TOKENS, Allocation, candidates
 from hone.compress.matrix import quantizer_of
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 torch = lazy("torch")
 capture = lazy("hone.compress.capture")
-gradients = lazy("hone.compress.observers.gradients")
+gradients = lazy("hone.compress.gradients")
 sensitivity = lazy("hone.compress.allocations.sensitivity")
-
-HEAD_TOKENS = 512
-"""Tokens whose logits are computed at once."""
 
 
 class FisherAllocation(Allocation):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from hone.base.figure import Estimate
 from hone.base.lazy import lazy
-from hone.compress.allocations.base import Allocation, candidates
+from hone.compress.allocations.base import HEAD_TOKENS, Allocation, candidates
 from hone.compress.matrix import matrix_name, quantizer_of
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ torch = lazy("torch")
 compare = lazy("hone.eval.compare")
 contexts = lazy("hone.model.context")
 sensitivity = lazy("hone.compress.allocations.sensitivity")
-
-HEAD_TOKENS = 512
-"""Tokens whose logits are computed at once."""
-
 
 SHARES = (0.55, 0.8)
 """Divergence of the model over the sum of losses: 0.58 and 0.59 at 3.125 and 4.125 bits, 0.77 at 3.9 bits with 16 calibration

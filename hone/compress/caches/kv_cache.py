@@ -138,7 +138,7 @@ class KVCache(Step):
         return scale
 
 
-def wanted_of(steps: Collection[Step]) -> KVCache | None:
+def kv_cache_of(steps: Collection[Step]) -> KVCache | None:
     """The step that calibrates the KV cache; None without one. Raises ValueError for several."""
     found = [step for step in steps if isinstance(step, KVCache)]
     if len(found) > 1:

@@ -24,7 +24,7 @@ class Observer(Technique):
     """Chooses the range of inputs that a static scale represents; values outside are clipped. A subclass writes `range`.
 
     `needs` names the statistics of the calibration inputs that it reads (see `hone.compress.statistics`), and "gradients",
-    which `hone.compress.observers.gradients` measures on `gradient_sequences` before.
+    which `hone.compress.gradients` measures on `gradient_sequences` before.
     """
 
     grouped: ClassVar[bool] = True

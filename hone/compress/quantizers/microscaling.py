@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hone.model.quantized.scheme import Scheme, Stored
 
-float_scales = lazy("hone.compress.float_scales")
+float_scales = lazy("hone.compress.quantizers.float_scales")
 schemes = lazy("hone.model.quantized.scheme")
 
 ROUNDING_BYTES = {4: 150.0, 8: 60.0}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from hone.model.quantized.scheme import Stored
 
-float_scales = lazy("hone.compress.float_scales")
+float_scales = lazy("hone.compress.quantizers.float_scales")
 
 
 class NVFP4(Microscaling):

@@ -94,11 +94,6 @@ class Scheme:
         """Scales of one row."""
         return self.grid(1, in_features)[1]
 
-    def num_scales(self, rows: int, in_features: int) -> int:
-        """Scales of one checkpoint module."""
-        high, wide = self.grid(rows, in_features)
-        return high * wide
-
     def grid(self, rows: int, in_features: int) -> tuple[int, int]:
         """(R, G): how many scales one checkpoint module [rows, in_features] has."""
         high, wide = self.extent(rows, in_features)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError, SpecError
+from hone.model.linear_spec import dense_shapes
 from hone.ops import sparse_linear
 from hone.ops.linear.sparse import Sparse24, compress_24
 
@@ -54,11 +55,7 @@ class SemiStructured(nn.Module):
 
     def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
         """What `load` expects: the shape of every tensor of each part."""
-        shapes: list[dict[str, tuple[int, ...]]] = [{"weight": (count, self.in_features)} for count in rows]
-        if self.bias is not None:
-            for shape, count in zip(shapes, rows, strict=True):
-                shape["bias"] = (count,)
-        return shapes
+        return dense_shapes(rows, self.in_features, bias=self.bias is not None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dense weight [N, K] in `dtype`."""
