@@ -70,6 +70,16 @@ class MissingExtra(HoneError):
         )
 
 
+MODEL_PACKAGES = ("torch", "tensorboard", "scipy")
+"""Packages that every stage but data needs: the extra 'models'."""
+
+
+def without_models(error: ModuleNotFoundError) -> MissingExtra | None:
+    """The error to show instead of `error` when a package of the extra 'models' is what is missing."""
+    package = (error.name or "").partition(".")[0]
+    return MissingExtra.of("this", package, "models") if package in MODEL_PACKAGES else None
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is probably a misspelling of; None when none is similar."""
     return next(iter(difflib.get_close_matches(str(name), [str(one) for one in known], n=1)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,6 +55,29 @@ def human_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+_UNITS = {
+    "": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_AMOUNT = re.compile(r"(\d+\.?\d*(?:e\d+)?) ?(%|[KMGT]i?B|B|)")
+
+
+def byte_count(text: str, total: float = 0.0) -> int:
+    """The bytes that `text` names: '20GiB', '20 GB', '500000000', '80%' (of `total`). Raises ValueError for another text or none."""
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(f"'{text}' is no amount of memory: write 20GiB, 20GB, 80% or a number of bytes")
+    number, unit = float(found[1]), found[2].removesuffix("B") if found[2] == "B" else found[2]
+    return int(number / 100 * total) if unit == "%" else int(number * _UNITS[unit])
 
 
 def human_seconds(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +30,18 @@ CHUNK = 1 << 24
 """Elements that are exchanged at once by sums: every rank holds as many of each other rank."""
 
 
+class Lost(MachineError):
+    """A transfer ended because another rank did."""
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> Lost:
+        """`what` happened, as `error` says."""
+        return cls(
+            f"{what}: {_line(error)}",
+            fix="see what the rank that ended first printed, and start all of them again; the stage resumes",
+        )
+
+
 @dataclass
 class Mesh:
     """This process's `rank` among `world_size`, and its `local_rank` on this machine, all as torchrun counts them.
@@ -45,6 +57,12 @@ class Mesh:
     world_size: int = 1
     _group: Any = field(default=None, repr=False, compare=False)
     _gpus: Any = field(default=None, repr=False, compare=False)
+    _groups: list[Any] = field(default_factory=list, repr=False, compare=False)
+    """Process groups of some of the ranks, which `group` made."""
+    _closers: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    """What lets go of them at the end; see `at_close`."""
+    _works: int = field(default=0, repr=False, compare=False)
+    """How often the ranks have begun to work `together`."""
     _told: BaseException | None = field(default=None, repr=False, compare=False)
     """The last error that all ranks know."""
 
@@ -100,12 +118,11 @@ class Mesh:
         if self.world_size == 1:
             yield
             return
+        self._works += 1
         with self._telling():
             yield
-            self._meet()
-            if self._gpus is not None:  # here no rank waits in it
-                dist.destroy_process_group(self._gpus)
-                self._gpus = None
+            self._meet()  # from here on no rank waits in a group
+            self._close()
 
     def from_leader(self, work: Callable[[], T]) -> T:
         """The result of `work`, done by rank 0 alone, on every rank; the others wait. Results must be picklable.
@@ -172,6 +189,57 @@ class Mesh:
                         dist.broadcast(flat, src=senders[name], group=self._group_of(tensor))
             return found
 
+    def group(self, of: Sequence[Sequence[int]], device: torch.device | str) -> Any:
+        """The process group of those ranks of `of`, which together are all, that this rank is among; None when it is alone.
+
+        For transfers of tensors on `device`, inside `together` and `transfers`. Every rank calls it with the same lists.
+        """
+        if self.world_size == 1:
+            return None
+        self._connect()
+        mine = None
+        backend = "nccl" if str(device).startswith("cuda") else "gloo"
+        for ranks in of:
+            if len(ranks) > 1:
+                made = dist.new_group(list(ranks), backend=backend, timeout=_TRANSFER)
+                if self.rank in ranks:
+                    mine = made
+                    self._groups.append(made)
+        return mine
+
+    def at_close(self, let_go: Callable[[], None]) -> None:
+        """Calls `let_go` when the groups end: connections close when nobody has them, and only then others stop waiting."""
+        self._closers.append(let_go)
+
+    def broken(self) -> bool:
+        """Whether a rank has failed in the work under way; then it takes part in no transfer any more."""
+        return bool(_store().check([self._mark]))
+
+    @property
+    def _mark(self) -> str:
+        """The key that a failing rank sets, for ranks that wait in a transfer instead of a meeting."""
+        return f"hone/broken/{self._works}"
+
+    @contextmanager
+    def transfers(self) -> Iterator[None]:
+        """Transfers inside the groups that `group` made: an error of one rank ends them, and all ranks raise it."""
+        if self.world_size == 1:
+            yield
+            return
+        with self._telling():
+            yield
+
+    def _close(self, *, abort: bool = False) -> None:
+        """Ends the groups of GPUs and of some ranks; with `abort` also what is under way between GPUs."""
+        groups, self._groups = [*self._groups, *([] if self._gpus is None else [self._gpus])], []
+        self._gpus = None
+        while self._closers:
+            self._closers.pop()()
+        for group in groups:
+            if abort and "nccl" in dist.get_backend(group):
+                group._get_backend(torch.device("cuda")).abort()
+            dist.destroy_process_group(group)
+
     def _fold(self, tensor: Tensor, add: Callable[[Tensor, Tensor], Any]) -> Tensor:
         """`tensor` with every rank's values combined by `add`, in place and in the order of the ranks."""
         if self.world_size == 1:
@@ -214,12 +282,13 @@ class Mesh:
         return values
 
     def _met(self, value: Any, error: HoneError | None = None) -> tuple[list[Any], HoneError | None]:
-        """Every rank's `value`, and the first rank's error."""
+        """Every rank's `value`, and the first rank's error: one that is no `Lost`, if there is one."""
         self._connect()
         everyone: list[Any] = [None] * self.world_size
         with self._losing():
             dist.all_gather_object(everyone, (value, error), group=self._group)
-        return [found for found, _ in everyone], next((one for _, one in everyone if one is not None), None)
+        errors = sorted((one for _, one in everyone if one is not None), key=lambda one: isinstance(one, Lost))
+        return [found for found, _ in everyone], errors[0] if errors else None
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -227,10 +296,7 @@ class Mesh:
         try:
             yield
         except RuntimeError as error:
-            self._told = MachineError(
-                f"rank {self.rank} lost the other ranks: {_line(error)}",
-                fix="see what the rank that ended first printed, and start all of them again; the stage resumes",
-            )
+            self._told = Lost.of(f"rank {self.rank} lost the other ranks", error)
             raise self._told from None
 
     @contextmanager
@@ -249,6 +315,9 @@ class Mesh:
             if not isinstance(error, HoneError):
                 what = f"rank {self.rank} failed: {type(error).__name__}: {_line(error)}"
                 said = MachineError(what, fix=f"see what rank {self.rank} printed")
+            with suppress(MachineError, RuntimeError):
+                _store().set(self._mark, str(self.rank))
+            self._close(abort=True)
             with suppress(MachineError):  # when another rank has died, this one's error is still the one to show
                 _, first = self._met(None, said)
             if first is not None and isinstance(error, HoneError):
@@ -256,6 +325,11 @@ class Mesh:
                 raise first from None
             self._told = error
             raise
+
+
+def _store() -> Any:
+    """The key-value store in which the ranks met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _line(error: Exception) -> str:

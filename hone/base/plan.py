@@ -6,6 +6,7 @@ before its first stage runs. Facts are read from a finished folder (`facts_of`) 
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,6 +41,11 @@ class Machine(Protocol):
     @property
     def free_memory_bytes(self) -> float:
         """Memory of `device` that can still be allocated."""
+        ...
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is not this machine, whose disk says nothing then."""
         ...
 
 
@@ -149,7 +155,8 @@ def capacity(machine: Machine, out: Path) -> dict[str, float]:
     folder = next(parent for parent in out.absolute().parents if parent.is_dir())
     begun = partial_of(out)
     there = sum(path.stat().st_size for path in begun.rglob("*") if path.is_file()) if begun.is_dir() else 0
-    return {MEMORY: machine.free_memory_bytes, DISK: shutil.disk_usage(folder).free + there}
+    free = math.inf if machine.elsewhere else shutil.disk_usage(folder).free
+    return {MEMORY: machine.free_memory_bytes, DISK: free + there}
 
 
 class Applied(Protocol):

@@ -35,6 +35,8 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 class Circumstance:
     """Marks a field that does not change the result: it is not part of the spec's identity.
 
+    A technique that does change it (`exact` is False) is part of it nevertheless.
+
     `compile: Annotated[bool, Circumstance()] = Field(False, description="...")`
     """
 
@@ -163,7 +165,12 @@ def _identity(value: Any, dumped: Any) -> Any:
     """`dumped`, the JSON form of `value`, without the circumstances of the specs in it."""
     if isinstance(value, Spec):
         fields = type(value).model_fields
-        marked = {name for name in fields if any(isinstance(one, Circumstance) for one in fields[name].metadata)}
+        marked = {
+            name
+            for name in fields
+            if any(isinstance(one, Circumstance) for one in fields[name].metadata)
+            and getattr(getattr(value, name, None), "exact", True)
+        }
         return {name: _identity(getattr(value, name, None), one) for name, one in dumped.items() if name not in marked}
     if isinstance(value, list | tuple):
         return [_identity(one, other) for one, other in zip(value, dumped, strict=True)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import core_schema
 
-from hone.base.errors import SpecError, did_you_mean
+from hone.base.errors import SpecError, did_you_mean, without_models
 from hone.base.lazy import resolve
 from hone.base.spec import Spec, describe_fields
 
@@ -19,9 +20,11 @@ TABLES: tuple[str, ...] = (
     "hone.model.feed_forwards:FEED_FORWARDS",
     "hone.model.adapters:ADAPTERS",
     "hone.data:EXTRACTORS",
+    "hone.data:IDENTIFIERS",
     "hone.data:FILTERS",
     "hone.data:DEDUPS",
     "hone.data:SCORERS",
+    "hone.data:ANNOTATIONS",
     "hone.data:EDITS",
     "hone.data:DECONTAMINATIONS",
     "hone.data:MIXTURES",
@@ -31,6 +34,10 @@ TABLES: tuple[str, ...] = (
     "hone.train:OBJECTIVES",
     "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",
+    "hone.train:OFFLOADS",
+    "hone.train:DATA_PARALLEL",
+    "hone.train:CONTEXT_PARALLEL",
+    "hone.train:PIPELINE_SCHEDULES",
     "hone.compress:TRANSFORMS",
     "hone.compress:ALLOCATIONS",
     "hone.compress:QUANTIZERS",
@@ -40,16 +47,29 @@ TABLES: tuple[str, ...] = (
     "hone.compress:LOW_RANK",
     "hone.compress:KV_CACHES",
     "hone.serve:DRAFTERS",
+    "hone.serve:EVICTIONS",
+    "hone.serve:KV_POLICIES",
 )
 """Every slot's table; `hone techniques` and the contract tests read this list."""
+GROUP = "hone.techniques"
+"""The group of entry points in which other packages offer techniques."""
 
 
-def all_tables() -> dict[str, Table]:
-    """Slot name to table, for everything in TABLES."""
+def all_tables(left_out: list[str] | None = None) -> dict[str, Table]:
+    """Slot name to table, for everything in TABLES.
+
+    With the list `left_out`, tables that need a package of the extra 'models' which is not installed are named there instead.
+    """
     tables = {}
     for row in TABLES:
         module, _, attribute = row.partition(":")
-        table = getattr(importlib.import_module(module), attribute)
+        try:
+            table = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if left_out is None or without_models(error) is None:
+                raise
+            left_out.append(row)
+            continue
         tables[table.slot] = table
     return tables
 
@@ -69,6 +89,11 @@ class Technique(Spec):
     paper: ClassVar[str] = ""
 
 
+def is_foreign(cls: type) -> bool:
+    """Whether a technique is of another package than hone."""
+    return cls.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
 class Table:
     """Slot `slot`: a literal mapping of technique names to 'module:Class', resolved on lookup."""
 
@@ -80,11 +105,61 @@ class Table:
         return iter(self.rows)
 
     def __getitem__(self, name: str) -> type[Technique]:
-        """The class named `name`. Raises SpecError with the nearest name when it does not exist."""
-        if name not in self.rows:
-            hint = did_you_mean(name, self.rows)
-            raise SpecError(f"unknown {self.slot} '{name}'", fix=f"{hint}the {self.slot}s are: {', '.join(self.rows)}")
-        return resolve(self.rows[name])
+        """The class named `name`: a row, else one of an installed package (`installed`), else 'module:Class' of the user's.
+
+        Raises SpecError with the nearest name when it does not exist, or when a class of the user's is none of this slot.
+        """
+        if name in self.rows:
+            return resolve(self.rows[name])
+        if ":" in name:
+            return self._foreign(name, f"{self.slot} '{name}'")
+        installed = self.installed()
+        if name in installed:
+            return self._foreign(installed[name], f"{self.slot} '{name}' ({installed[name]})")
+        known = [*self.rows, *installed]
+        raise SpecError(
+            f"unknown {self.slot} '{name}'",
+            fix=f"{did_you_mean(name, known)}the {self.slot}s are: {', '.join(known)}; or module:Class of your own",
+        )
+
+    def installed(self) -> dict[str, str]:
+        """Name and 'module:Class' of the techniques that installed packages offer for this slot.
+
+        They are entry points of the group 'hone.techniques' named SLOT.NAME, with underscores for spaces in the slot. hone's own
+        names cannot be replaced. Raises SpecError when two packages offer one name.
+        """
+        found: dict[str, str] = {}
+        for entry in entry_points(group=GROUP):
+            slot, _, name = entry.name.partition(".")
+            if slot != self.slot.replace(" ", "_") or not name or name in self.rows:
+                continue
+            if found.setdefault(name, entry.value) != entry.value:
+                raise SpecError(
+                    f"two packages offer {self.slot} '{name}': {found[name]} and {entry.value}",
+                    fix="uninstall one of them, or name the class itself as module:Class",
+                )
+        return found
+
+    def _foreign(self, row: str, what: str) -> type[Technique]:
+        """The class of another package that `row` names, checked to be of this slot."""
+        try:
+            cls = resolve(row)
+        except Exception as error:  # whatever the module does when it is imported
+            raise SpecError(
+                f"{what} cannot be imported: {type(error).__name__}: {error}",
+                fix="write module:Class of a class that Python finds here (install its package, or set PYTHONPATH)",
+            ) from error
+        base = self._base()
+        if not isinstance(cls, type) or not issubclass(cls, base):
+            raise SpecError(f"{what} is no {self.slot}", fix=f"derive the class from {base.__module__}:{base.__name__}")
+        return cls
+
+    def _base(self) -> type:
+        """The class from which all techniques of the slot derive."""
+        classes = [resolve(row) for row in self.rows.values()]
+        shared = [one for one in classes[0].__mro__ if all(issubclass(cls, one) for cls in classes)]
+        bases = [one for one in shared if one not in classes and issubclass(one, Technique) and one is not Technique]
+        return bases[-1] if bases else Technique if Technique in shared else shared[0]
 
     def read(self, value: Any, context: dict[str, bool] | None = None) -> Technique:
         """A technique from its name, from a mapping with `kind` and options, or from an instance (returned unchanged).
@@ -107,6 +182,8 @@ class Table:
         for name, row in self.rows.items():
             if row == target:
                 return name
+        if is_foreign(cls) and issubclass(cls, self._base()):
+            return target
         raise SpecError(
             f"{target} is not in the {self.slot} table", fix=f'add the line "NAME": "{target}" to the table'
         )
@@ -165,22 +242,37 @@ def describe(wanted: str | None) -> list[str]:
 
     Raises SpecError when no slot and no technique is named so.
     """
-    tables = all_tables()
-    named = [(slot, table) for slot, table in tables.items() if wanted in table.rows]
+    left_out: list[str] = []
+    tables = all_tables(left_out)
+    named = [
+        (slot, table) for slot, table in tables.items() if wanted and wanted in {**table.rows, **table.installed()}
+    ]
     if wanted and wanted not in tables and not named:
         known = [*tables, *(name for table in tables.values() for name in table)]
-        raise SpecError(f"unknown slot or technique '{wanted}'", fix=f"known: {', '.join(known)}")
+        more = f"; without torch (pip install 'hone-llm[models]') not: {', '.join(left_out)}" if left_out else ""
+        raise SpecError(f"unknown slot or technique '{wanted}'", fix=f"known: {', '.join(known)}{more}")
     lines = []
     for slot, table in named or tables.items():
-        for name in table:
-            cls = table[name]
-            if wanted in (None, slot, name):
-                summary = (cls.__doc__ or "").strip().splitlines()[0]
-                work = f" {cls.complexity:36}" if getattr(cls, "complexity", "") else ""
-                file = f"{cls.__module__.replace('.', '/')}.py"
-                lines.append(f"{slot:14} {name:18} {cls.paper or '-':22}{work} {file}  {summary}")
+        for name in [*table, *table.installed()]:
+            if wanted not in (None, slot, name):
+                continue
+            try:
+                cls = table[name]
+            except ModuleNotFoundError as error:
+                if wanted or without_models(error) is None:
+                    raise
+                left_out.append(f"{slot} {name}")
+                continue
+            summary = (cls.__doc__ or "").strip().splitlines()[0]
+            work = f" {cls.complexity:36}" if getattr(cls, "complexity", "") else ""
+            file = f"{cls.__module__.replace('.', '/')}.py"
+            lines.append(f"{slot:14} {name:18} {cls.paper or '-':22}{work} {file}  {summary}")
             if wanted == name and hasattr(cls, "model_fields"):
                 for field, kind, default, description in describe_fields(cls):
                     if field != "kind":
                         lines.append(f"    {field}: {kind}  {description} [{default}]")
+    if left_out and not wanted:
+        lines.append(
+            f"not listed, since torch is not installed (pip install 'hone-llm[models]'): {', '.join(left_out)}"
+        )
     return lines

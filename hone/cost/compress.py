@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from hone.base.figure import Estimate, human_bytes
 from hone.base.mesh import CHUNK
+from hone.cost.activations.segments import saved_values
 from hone.cost.facts import ModelFacts
 from hone.cost.files import Disk
-from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes, saved_values
+from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes
 from hone.cost.roofline import seconds, speed_of_light
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.measure.machine import Machine

@@ -17,6 +17,9 @@ STREAMED = 0.95
 QUANTIZED = 0.6
 """The same for weights of 4 or 8 bits, which are dequantized in the kernel: 0.52 to 0.71 and 0.60 to 0.85 there."""
 
+PAGES_8 = 0.82
+"""The same for pages of 8 bits, which are widened in the kernel: 0.77 to 0.85 there with 64 and 256 sequences."""
+
 STREAM_ROWS = 64
 """Most rows for which hone's memory-bound kernel runs (hone.ops.dispatch, `linear`); beyond, the library's."""
 
@@ -41,20 +44,23 @@ def decode_step_seconds(
     context: int,
     dtype: str = "float32",
     weights_bytes: float | None = None,
+    cache_width: float | None = None,
     in_place: bool = False,
     captured: bool = False,
 ) -> Estimate:
     """One decoding step of `num_seqs` sequences that each attend to `context` cached positions.
 
     `weights_bytes` are the bytes of weights read (default: all of them in `dtype`; less when they are quantized).
+    `cache_width`: bytes of a cached number in pages, where it is not that of `dtype`.
     `in_place`: a GPU's kernels read the pages in place; else they are gathered (read, written), then read.
     `captured`: the step is the replay of a CUDA graph, without launch overhead of kernels; implies `in_place`.
     """
-    width = BYTES[dtype]
+    width = BYTES[dtype] if cache_width is None or not (in_place or captured) else cache_width
     # Keys and values of the sequences' cached positions.
     cached = width * num_seqs * facts.state_values(context)
     if in_place or captured:
-        return _in_place(facts, machine, num_seqs, cached, dtype, weights_bytes, captured)
+        eight = width < BYTES[dtype] and width < 2
+        return _in_place(facts, machine, num_seqs, cached, dtype, weights_bytes, captured, eight)
     products = _products(facts, num_seqs)
     gathered = 3.0 * cached
     weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
@@ -80,6 +86,7 @@ def _in_place(
     dtype: str,
     weights_bytes: float | None,
     captured: bool,
+    eight: bool,
 ) -> Estimate:
     """A step of the GPU's kernels: matmuls, then pages and activations at the read rate, and the gaps between kernels."""
     calibration = machine.calibration
@@ -99,7 +106,7 @@ def _in_place(
     kernels = len(products) + LAYER_KERNELS * facts.num_layers + AROUND_KERNELS
     parts = {
         f"{len(products)} matmuls": matmuls_s,
-        "pages": cached_bytes / rate,
+        "pages": cached_bytes / (rate if bound or not eight else PAGES_8 / STREAMED * rate),
         "element-wise": BYTES[dtype] * num_seqs * moved_values(facts, backward=False) / rate,
     }
     if not bound:

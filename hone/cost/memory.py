@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hone.base.figure import Estimate, human_bytes
+from hone.cost.activations.segments import Segment, gradient_values, keep_all, layer_bytes, live_bytes
 from hone.cost.cache import BYTES as BYTES
-from hone.cost.facts import LayerFacts, ModelFacts
+from hone.cost.facts import ModelFacts
+from hone.cost.replicas import Divided
 from hone.cost.update import UpdateCost, adamw
 
 GAPS = 2.5
@@ -23,6 +25,9 @@ FORWARD_GAPS = 0.5
 FORWARD_TOUCHED = 8 << 20
 """The same two without a backward pass, which leaves few gaps; measured while serving and scoring."""
 
+COMPILER_BYTES = 140 << 20
+"""Bytes of numba, LLVM and what they keep once a CPU's decode step is compiled: 115 to 157 MiB were measured."""
+
 BUCKET = 1 << 26
 """Gradients that half-precision training widens to float32 at a time."""
 
@@ -36,12 +41,12 @@ def train_bytes(
     update: UpdateCost | None = None,
     accumulate: bool = False,
     packed: bool = True,
-    kept_layers: int | None = None,
-    kept_inputs: int = 0,
+    segments: Sequence[Segment] | None = None,
     loss_chunk: int | None = None,
     kernels: bool = False,
     model_loaded: bool = False,
     device: str = "cpu",
+    divided: Divided | None = None,
 ) -> Estimate:
     """Growth of memory at the peak of training.
 
@@ -51,11 +56,10 @@ def train_bytes(
 
     `update` is the optimizer's (default: AdamW's). `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`;
     `accumulate`: a step has several, whose gradients are summed in float32. `packed`: sequences of several documents have an
-    attention mask. `kept_layers` (default: all) is the number of layers whose inner activations exist at once and
-    `kept_inputs` the number of layer inputs saved for recomputation. `loss_chunk` is the number of tokens whose logits exist
-    at once (default: all). `kernels`: attention and loss run in the GPU kernels of hone.ops, which store no masks, overwrite
+    attention mask. `segments` (default: all layers are kept) are the layers' activation checkpointing. `loss_chunk` is the
+    number of tokens whose logits exist at once (default: all). `kernels`: attention and loss run in the GPU kernels of hone.ops, which store no masks, overwrite
     logits with their gradient and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the
-    float32 weights are in memory before.
+    float32 weights are in memory before. `divided`: the ranks of a data-parallel training, of which this is one.
     """
     width = BYTES[dtype]
     half = width < 4
@@ -63,15 +67,19 @@ def train_bytes(
     weights = 4 * params + (width * params if half else 0) - (4 * params if model_loaded else 0)
     update = update or adamw(facts)
     gradients = (4 if accumulate else width) * params
+    state = update.state_bytes
+    if divided is not None and divided.num_ranks > 1:
+        weights, gradients = divided.weights_bytes(facts, width), divided.gradient_bytes(facts)
+        state, accumulate = state / divided.of("optimizer"), True
 
-    kept = facts.num_layers if kept_layers is None else kept_layers
-    layer = max((saved_values(one, hidden) for one in facts.layers), default=0)
-    mask = (
-        seq_len if packed and not (kernels and half) else 0
-    )  # each layer's attention saves its own float mask of the batch
-    per_layer = batch_tokens * width * (layer + mask)
-    activations = kept * per_layer + batch_tokens * width * kept_inputs * hidden
-    making = batch_tokens * width * max((_gradient_values(one, hidden) for one in facts.layers), default=0)
+    # Each layer's attention saves its own float mask of the batch.
+    mask = seq_len if packed and not (kernels and half) else 0
+    sizes = [layer_bytes(one, hidden, batch_tokens, width, mask) for one in facts.layers]
+    live = live_bytes(
+        keep_all(facts.num_layers) if segments is None else segments, sizes, elsewhere=device.startswith("cuda")
+    )
+    per_layer = max((one.saved for one in sizes), default=0)
+    making = batch_tokens * width * max((gradient_values(one, hidden) for one in facts.layers), default=0)
 
     chunk = min(loss_chunk or batch_tokens, batch_tokens) * vocab
     head = vocab * hidden
@@ -85,13 +93,14 @@ def train_bytes(
     summed = gradients if accumulate else 0
     widened = 2 * min(max(BUCKET, head), params) if half else 0
     moments = {
-        "loss": activations + max(in_loss, scaled) + summed,
-        "backward": activations + making + head * width + summed,
+        "loss": live.turn + max(in_loss, scaled) + summed,
+        "backward": live.backward + head * width + summed,
         "update": gradients + max(per_layer + making, widened + update.work_bytes),
     }
     moment = max(moments, key=lambda name: moments[name])
-    fixed = {"weights": weights, "optimizer": update.state_bytes}
-    moving = {f"{moment}: activations": min(activations, moments[moment]) if moment != "update" else 0}
+    fixed = {"weights": weights, "optimizer": state}
+    activations = {"loss": live.turn, "backward": live.backward, "update": 0.0}[moment]
+    moving = {f"{moment}: activations": activations}
     moving[f"{moment}: gradients and work"] = moments[moment] - sum(moving.values())
     return _sum_up(fixed, moving, GAPS * making, TOUCHED, device)
 
@@ -106,20 +115,21 @@ def serve_bytes(
     context_tokens: int = 0,
     dtype: str = "float32",
     device: str = "cpu",
+    compiled: bool = False,
 ) -> Estimate:
     """Growth of memory at the peak of serving: weights (0 if loaded before), the page pool, one step's activations.
 
     `max_tokens` is the most tokens of one step, `max_num_seqs` the sequences whose logits are computed in it,
-    `context_tokens` the cached positions, over all sequences, that a step's attention gathers.
+    `context_tokens` the cached positions, over all sequences, that a step's attention gathers. `compiled`: decode steps on a
+    CPU are compiled, which brings the compiler into memory.
     """
     width = BYTES[dtype]
     step = forward_bytes(facts, tokens=max_tokens, dtype=dtype, context_tokens=context_tokens)
     # Logits, their float32 copy, and the sampler's copy (sorted or as probabilities).
     logits = max_num_seqs * facts.vocab_size * (width + 3 * 4)
     fixed = {"weights": weights_bytes, "pages": kv_bytes}
-    return _sum_up(
-        fixed, {"a step's activations": step, "logits": logits}, FORWARD_GAPS * step, FORWARD_TOUCHED, device
-    )
+    code = FORWARD_TOUCHED + (COMPILER_BYTES if compiled else 0)
+    return _sum_up(fixed, {"a step's activations": step, "logits": logits}, FORWARD_GAPS * step, code, device)
 
 
 def score_bytes(
@@ -165,23 +175,6 @@ def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", con
         feed_forward = tokens * (2 * hidden + 3 * layer.intermediate_size)
         most = max(most, attention, feed_forward)
     return width * most
-
-
-def saved_values(layer: LayerFacts, hidden_size: int) -> int:
-    """Numbers per token that one layer saves for the backward pass.
-
-    Two residuals and two normed ones; the mixer's widths (attention: projected queries, keys, values, saved whole because
-    the values are a view of them, rotated queries and keys, the result); gate and up, and their product.
-    """
-    return 4 * hidden_size + layer.widths.total + 3 * layer.intermediate_size
-
-
-def _gradient_values(layer: LayerFacts, hidden_size: int) -> int:
-    """Numbers per token that the backward pass of a feed-forward adds at its widest.
-
-    Gradients of the product, of gate and up, one temporary; the product itself is free by then. Two residual gradients.
-    """
-    return 3 * layer.intermediate_size + 2 * hidden_size
 
 
 def _sum_up(fixed: dict[str, float], moving: dict[str, float], gaps: float, code: int, device: str) -> Estimate:

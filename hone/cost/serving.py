@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hone.base.figure import Estimate
 from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES
+from hone.cost.offload import Offload
+from hone.cost.ranks import Split
 from hone.cost.roofline import attention_seconds, copy_rate, seconds
 from hone.cost.steps import Product, forward_seconds, product_seconds, traffic_seconds
 from hone.measure.machine import Machine
@@ -26,11 +28,21 @@ GROUP_OPS = 45
 SEQ_OPS = 20
 """One sequence of a step: its sampling, its text, its pages."""
 
+COMPILED_OPS = 12
+"""Starts of a compiled decode step: embedding, the call, head."""
+COMPILED_ROWS = 24
+"""Rows by which a compiled product's time grows by that of reading its weight: 8 rows take 1.3, 32 rows 2.3 times one row's."""
+PACKED_RATE = 0.8
+"""Of the rate at which weights of 16 bits are read, codes of 4 and 8 bits are read at this one."""
+MOST_COMPILED = 32
+"""Sequences up to which decode steps on a CPU are one compiled call."""
+
 # Where a GPU's kernels read pages in place (benchmarks/ledger/serve.jsonl, Llama-3-8B's shape, one H200).
 REPLAY_STEP_S = 3e-4
-"""Python around one step."""
-REPLAY_SEQ_S = 2e-5
-"""Python around one sequence; 1e-5 was measured without text."""
+"""What a step takes beside the work of its kernels: Python that the device waits for, gaps."""
+REPLAY_SEQ_S = 5e-6
+"""The same for a sequence. Results are read while the next step runs; with both, steps of 1 to 480 sequences of two models
+are within 15 % of what the load "throughput" of benchmarks/serve_load.py took."""
 LAUNCHED_PER_LAYER = 160
 """Time of a layer in operation starts when Python launches its kernels one by one: 31 to 34 ms per step of 32 layers were
 measured where a start takes about 5 us, 17 ms of 16 layers where it takes 7.5 us."""
@@ -90,8 +102,8 @@ class _Running:
 def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
     """The steps of the run, by the rules of `hone.serve.scheduler`: all that decode, then prompts' chunks.
 
-    Requests admitted after the step that computed the shared prefix find it in the cache; each of the first step computes
-    it. There are assumed to be enough pages.
+    With a prefix cache one request computes the shared prefix and the others wait for it (in static batches each of the
+    first one computes it). There are assumed to be enough pages.
     """
     waiting = deque(zip(traffic.prompts, traffic.outputs))
     most = min(traffic.concurrency, batching.max_num_seqs)
@@ -99,7 +111,7 @@ def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
     known = 0  # tokens of the shared prefix in the cache
     while waiting or running:
         if not (batching.static and running):
-            while waiting and len(running) < most:
+            while waiting and len(running) < most and not _is_coming(known, running, traffic, batching):
                 prompt, output = waiting.popleft()
                 hit = min(known, traffic.shared_prefix, prompt - 1) // batching.block_size * batching.block_size
                 running.append(_Running(hit, prompt, output))
@@ -124,19 +136,37 @@ def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
         running = [one for one in running if one.left > 0]
 
 
+def _is_coming(known: int, running: list[_Running], traffic: Traffic, batching: Batching) -> bool:
+    """Whether a running request computes pages of the shared prefix that the others wait for."""
+    if batching.static or not batching.enable_prefix_caching:
+        return False
+    pages = traffic.shared_prefix // batching.block_size
+    return known // batching.block_size < pages and any(one.computed // batching.block_size < pages for one in running)
+
+
+LEAST_CHUNK = 256
+"""Tokens of a prompt below which a chunk is not made smaller for the sake of other prompts: each chunk reads all keys before it."""
+
+
+def divided(wants: Sequence[int], budget: int) -> list[int]:
+    """The tokens that each prompt gets of a step's budget, in order: at most half of the rest while others wait (so that no
+    long prompt holds up the others), and what the others leave."""
+    counts: list[int] = []
+    rest, least = budget, min(LEAST_CHUNK, max(budget // 4, 1))
+    for place, want in enumerate(wants):
+        most = max(rest // 2, min(rest, least)) if place + 1 < len(wants) else rest
+        counts.append(min(want, most))
+        rest -= counts[-1]
+    for place, want in enumerate(wants):
+        more = min(want - counts[place], rest)
+        counts[place] += more
+        rest -= more
+    return counts
+
+
 def _chunks(prompts: list[_Running], budget: int) -> list[tuple[_Running, int]]:
-    """Equal parts of the budget; unused parts go to the others."""
-    found = []
-    wants = [one.length - one.computed for one in prompts]
-    rest = sum(wants)
-    for place, (one, want) in enumerate(zip(prompts, wants)):
-        if budget <= 0:
-            break
-        rest -= want
-        count = min(want, max(1, budget // (len(prompts) - place), budget - rest))
-        found.append((one, count))
-        budget -= count
-    return found
+    counts = divided([one.length - one.computed for one in prompts], budget)
+    return [(one, count) for one, count in zip(prompts, counts) if count]
 
 
 @dataclass(frozen=True)
@@ -154,10 +184,47 @@ class Serving:
     """Whether decode steps of a GPU are replayed as CUDA graphs (False with a drafter)."""
     read_bytes: float | None = None
     """Bytes of weights read by a step when they are smaller than in `dtype`."""
+    compiled: bool = False
+    """Whether decode steps on a CPU are one compiled call."""
+
+    split: Split = field(default_factory=Split)
+    """How many ranks share the model; `facts` and `read_bytes` are then one rank's."""
+    vocab_size: int = 0
+    """With several ranks: tokens of the whole vocabulary."""
+    cache_width: float | None = None
+    """Bytes of a cached number, its part of a scale included; None: those of `dtype`."""
+    offload: Offload | None = None
+    """Layers whose weights every step copies from host memory."""
+
+    @property
+    def cached_width(self) -> float:
+        return BYTES[self.dtype] if self.cache_width is None else self.cache_width
 
     def step_seconds(self, step: StepKind) -> Estimate:
-        """Seconds of one step of that kind."""
-        return self._on_gpu(step) if self.in_place else self._gathered(step)
+        """Seconds of one step of that kind, the copies of streamed layers included."""
+        computed = self.computed_seconds(step)
+        return computed if self.offload is None else self.offload.beside(computed, self.machine)
+
+    def computed_seconds(self, step: StepKind) -> Estimate:
+        """Seconds in which a step of that kind computes.
+
+        Pipeline stages work on as many parts of the decoding sequences in turn; chunks of prompts follow one another.
+        """
+        stages = self.split.stages
+        if stages > 1 and step.decoding:
+            step = step._replace(decoding=-(-step.decoding // stages), samples=-(-step.samples // stages))
+        if self.in_place:
+            alone = self._on_gpu(step)
+        elif self.compiled and not step.chunks and step.decoding <= MOST_COMPILED:
+            alone = self._compiled(step)
+        else:
+            alone = self._gathered(step)
+        if self.split.tensor * stages == 1:
+            return alone
+        more = self.split.step(self.facts, step.num_tokens, step.samples, self.vocab_size, self.dtype)
+        times = stages if not step.chunks else 1
+        formula = f"{times} x ({alone.formula} + {more.formula})" if times > 1 else f"{alone.formula} + {more.formula}"
+        return Estimate(value=times * (alone.value + more.value), unit="s", formula=formula, bound=alone.bound)
 
     @property
     def launched_s(self) -> float:
@@ -169,7 +236,7 @@ class Serving:
         work = self._mixed(step) if step.chunks else self._decoding(step, captured)
         device_s = work.value if captured else max(work.value, self.launched_s)
         host_s = REPLAY_STEP_S + REPLAY_SEQ_S * (step.decoding + len(step.chunks))
-        formula = f"device {device_s * 1e3:.2f} ms + Python {host_s * 1e3:.2f} ms"
+        formula = f"device {device_s * 1e3:.2f} ms + around it {host_s * 1e3:.2f} ms"
         return Estimate(value=device_s + host_s, unit="s", formula=formula, bound=work.bound)
 
     def _decoding(self, step: StepKind, captured: bool) -> Estimate:
@@ -181,6 +248,7 @@ class Serving:
             context=int(step.context),
             dtype=self.dtype,
             weights_bytes=self.read_bytes,
+            cache_width=self.cache_width,
             in_place=True,
             captured=captured,
         )
@@ -195,14 +263,35 @@ class Serving:
             dtype=self.dtype,
             logit_tokens=max(step.samples, 1),
         )
-        cached = BYTES[self.dtype] * step.decoding * self.facts.state_values(int(step.context))
+        cached = self.cached_width * step.decoding * self.facts.state_values(int(step.context))
         pages = seconds(self.machine, num_bytes=cached, op_bytes=max(cached, 1.0), dtype=self.dtype).value
         return whole.model_copy(update={"value": whole.value + self._attention(step) + pages})
+
+    def _compiled(self, step: StepKind) -> Estimate:
+        """Seconds of a decode step that is one call on a CPU: weights and pages once, and Python around it."""
+        facts, machine, dtype = self.facts, self.machine, self.dtype
+        embedding = 0 if facts.tie_embeddings else facts.vocab_size * facts.hidden_size
+        dense = BYTES[dtype] * float(facts.num_params - embedding)
+        read = dense if self.read_bytes is None else self.read_bytes / PACKED_RATE
+        host = STEP_OPS + COMPILED_OPS + SEQ_OPS * step.decoding
+        weights_s = seconds(machine, num_bytes=read, op_bytes=max(read, 1.0), dtype=dtype).value
+        weights_s *= 1 + (step.decoding - 1) / COMPILED_ROWS
+        cached = BYTES[dtype] * self._cached_values(step)
+        pages_s = seconds(machine, num_bytes=cached, op_bytes=max(cached, 1.0), dtype=dtype).value
+        started_s = seconds(machine, num_ops=host, dtype=dtype).value
+        calibration = machine.calibration
+        shared = 1.0 if calibration is None else max(calibration.threads / self.threads, 1.0)
+        return Estimate(
+            value=(weights_s + pages_s) * shared + started_s,
+            unit="s",
+            formula=f"weights {weights_s * shared * 1e3:.2f} ms + pages {pages_s * shared * 1e3:.2f} ms + {host} starts",
+            bound=calibration is None or dtype not in calibration.dtypes,
+        )
 
     def _gathered(self, step: StepKind) -> Estimate:
         """Seconds of a step that gathers pages before attention and starts every operation from Python, one after another."""
         facts, machine, dtype = self.facts, self.machine, self.dtype
-        tokens, width = step.num_tokens, BYTES[dtype]
+        tokens, width = step.num_tokens, max(self.cached_width, BYTES[dtype])  # gathered pages are in `dtype`
         products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
         products.append(((step.samples, facts.vocab_size, facts.hidden_size), "forward"))
         weights_s = seconds(machine, num_bytes=self.read_bytes, dtype=dtype).value if self.read_bytes else 0.0
@@ -294,11 +383,15 @@ def serving_seconds(serving: Serving, traffic: Traffic, batching: Batching) -> E
 def touched_pages(traffic: Traffic, batching: Batching) -> int:
     """Number of pages that the run uses: all full ones with a prefix cache (shared ones once), else those used at one time.
 
-    The first `concurrency` requests start together, so each has its own pages of the shared prefix.
+    Static batches compute a shared prefix in each of the first requests, so each of these has its own pages of it.
     """
     size, most = batching.block_size, min(traffic.concurrency, batching.max_num_seqs)
     totals = [prompt + output for prompt, output in zip(traffic.prompts, traffic.outputs)]
     if not batching.enable_prefix_caching:
         return sum(sorted((-(-total // size) for total in totals), reverse=True)[:most])
     shared = traffic.shared_prefix // size
-    return shared * min(most, len(totals)) + sum(total // size - shared for total in totals) + most
+    return (
+        shared * (min(most, len(totals)) if batching.static else 1)
+        + sum(total // size - shared for total in totals)
+        + most
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -19,6 +20,10 @@ attention, sums, and the Python between them. Measured on one token; a decoder's
 
 BACKWARD_OPS = 300
 """The same for a layer's backward pass through autograd."""
+
+LOOKED_AT_OPS = 300
+"""Time that a layer takes more, without what it computes, when torch asks of each operation whether to save its result: a
+guess, about one start for each of the operations of both passes."""
 
 AROUND_OPS = 60
 """Embedding, last norm, loss and Python around the layers."""
@@ -42,7 +47,8 @@ def forward_seconds(
     """Forward pass over `tokens` (B x S) in sequences of `seq_len`, logits for `logit_tokens` of them (default: all)."""
     rows = tokens if logit_tokens is None else logit_tokens
     products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
-    products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
+    if facts.vocab_size:
+        products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
     flops = sum(layer.mixing.mixing_flops(seq_len) * tokens for layer in facts.layers)
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
@@ -62,24 +68,45 @@ def train_step_seconds(
     dtype: str = "float32",
     micro_batches: int = 1,
     recomputed: Collection[int] = (),
+    replayed: Collection[int] = (),
     update: UpdateCost | None = None,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
 
-    The layers in `recomputed` run forward twice. `update` is the optimizer's (default: AdamW's).
+    Each layer runs forward once more for every time that it is in `recomputed`; of those in `replayed` all but matmuls and
+    attention does, while torch looks at every operation. `update` is the optimizer's (default: AdamW's).
     """
+    again = {"recomputed": recomputed, "replayed": replayed}
+    once = pass_seconds(facts, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, **again)
+    last = update_seconds(update or adamw(facts), facts, machine, dtype)
+    value = micro_batches * once.value + last.value
+    formula = f"{micro_batches} x ({once.formula}) + {last.formula}"
+    return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
+
+
+def pass_seconds(
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    batch_tokens: int,
+    seq_len: int,
+    dtype: str = "float32",
+    recomputed: Collection[int] = (),
+    replayed: Collection[int] = (),
+) -> Estimate:
+    """Forward and backward pass over `batch_tokens` tokens; without a vocabulary there is no head and no loss."""
     vocab, hidden = facts.vocab_size, facts.hidden_size
     products: list[Product] = []
-    attention = 0.0
+    attention, times = 0.0, Counter(recomputed)
     for index, layer in enumerate(facts.layers):
-        again = index in recomputed
+        again = times[index]
         for out_features, in_features in layer.matmuls:
-            products += _three(batch_tokens, out_features, in_features, forwards=2 if again else 1)
+            products += _three(batch_tokens, out_features, in_features, forwards=1 + again)
         flops = layer.mixing.mixing_flops(seq_len) * batch_tokens
         attention += attention_seconds(machine, flops, dtype, train=True)
-        attention += attention_seconds(machine, flops, dtype) if again else 0.0
-    products += _three(batch_tokens, vocab, hidden, forwards=1)
-    twice = replace(facts, layers=tuple(facts.layers[index] for index in recomputed))
+        attention += again * attention_seconds(machine, flops, dtype) if again else 0.0
+    products += _three(batch_tokens, vocab, hidden, forwards=1) if vocab else []
+    twice = replace(facts, layers=tuple(facts.layers[index] for index in (*recomputed, *replayed)))
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         "attention": attention,
@@ -88,15 +115,11 @@ def train_step_seconds(
         + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True, kept=True),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True)
         # The head's gradient is summed, scaled, and added to the embedding's.
-        + seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value,
+        + (seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value if vocab else 0.0),
     }
     starts = len(products) + FORWARD_OPS * len(recomputed) + (FORWARD_OPS + BACKWARD_OPS) * facts.num_layers
-    starts += 4 * AROUND_OPS
-    once = sum_up(machine, parts, starts, dtype)
-    last = update_seconds(update or adamw(facts), facts, machine, dtype)
-    value = micro_batches * once.value + last.value
-    formula = f"{micro_batches} x ({once.formula}) + {last.formula}"
-    return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
+    starts += 4 * AROUND_OPS + LOOKED_AT_OPS * len(replayed)
+    return sum_up(machine, parts, starts, dtype)
 
 
 def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool) -> float:

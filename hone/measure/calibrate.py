@@ -246,8 +246,10 @@ def _rates(
         attentions=(*_others(kept.attentions if kept else (), dtype), attention),
         gathers=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in gathers),
         host_bytes_per_s=rate("to host") if cuda else None,
+        pinned_bytes_per_s=rate("from host") if cuda else None,
         durable_s=durable_s,
         disk_bytes_per_s=_FILE_BYTES / max(large_s - durable_s, large_s / 4),
+        collectives=kept.collectives if kept else (),
         op_s=op_s,
         exp_per_s=rate("softmax"),
     )
@@ -285,6 +287,8 @@ def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
     if timer.cuda:
         states = bytes_[: _FILE_BYTES // 4]
         probes["to host"] = Probe(lambda: states.cpu(), _FILE_BYTES, 0.1)
+        pinned, target = torch.empty(_FILE_BYTES // 4).pin_memory(), torch.empty_like(states)
+        probes["from host"] = Probe(lambda: target.copy_(pinned, non_blocking=True), _FILE_BYTES, 0.1)
     logits = torch.randn(256, 4096, device=timer.device)
     probes["softmax"] = Probe(lambda: torch.log_softmax(logits, -1), logits.numel(), 0.1)
     return probes

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
 
-_METHOD = 5
+_METHOD = 6
 """Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
 3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least.
-5: products of many rows read and write memory that no cache holds."""
+5: products of many rows read and write memory that no cache holds. 6: also copies from pinned host memory to a GPU."""
 
 
 class MatmulRate(BaseModel):
@@ -54,6 +54,18 @@ class Bandwidth(BaseModel):
     bytes_per_s: PositiveFloat
 
 
+class CollectiveTime(BaseModel):
+    """Seconds of one collective on several ranks, on devices of one kind."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    op: str = Field(description="'all_reduce', 'reduce_scatter' or 'all_gather'.")
+    algorithm: str = Field(description="'backend' (NCCL, gloo) or one of hone.parallel.collectives.")
+    ranks: int
+    num_bytes: int = Field(description="Bytes of the whole tensor, which every rank has before or after.")
+    seconds: PositiveFloat
+
+
 class Calibration(BaseModel):
     """Measured rates of one device, for one or several dtypes."""
 
@@ -72,11 +84,15 @@ class Calibration(BaseModel):
         (), description="Bandwidth of gathering rows of 4 KiB into a new tensor, by size."
     )
     host_bytes_per_s: PositiveFloat | None = Field(None, description="From a GPU into new host memory; None on a CPU.")
+    pinned_bytes_per_s: PositiveFloat | None = Field(
+        None, description="From pinned host memory to a GPU; None on a CPU."
+    )
     durable_s: PositiveFloat | None = Field(
         None,
         description="Until a small file and its folder entry are on the current folder's disk; None: not writable.",
     )
     disk_bytes_per_s: PositiveFloat | None = Field(None, description="Writing a large file until it is on that disk.")
+    collectives: tuple[CollectiveTime, ...] = Field((), description="Seconds of collectives, measured under torchrun.")
     watts: PositiveFloat | None = Field(None, description="Mean power during the calibration; None: no sensor.")
 
     @property
@@ -91,6 +107,7 @@ class Calibration(BaseModel):
         matmuls = tuple(rate for rate in other.matmuls if rate.dtype not in self.dtypes)
         attentions = tuple(rate for rate in other.attentions if rate.dtype not in self.dtypes)
         more = {"matmuls": (*matmuls, *self.matmuls), "attentions": (*attentions, *self.attentions)}
+        more["collectives"] = self.collectives or other.collectives
         return self.model_copy(update=more)
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
@@ -116,9 +133,14 @@ class Calibration(BaseModel):
             rows.append((f"gather, {_binary(gather.num_bytes)} touched", f"{gather.bytes_per_s / 1e9:.1f} GB/s"))
         if self.host_bytes_per_s is not None:
             rows.append(("copy to the host", f"{self.host_bytes_per_s / 1e9:.1f} GB/s"))
+        if self.pinned_bytes_per_s is not None:
+            rows.append(("copy from pinned host memory", f"{self.pinned_bytes_per_s / 1e9:.1f} GB/s"))
         if self.durable_s is not None and self.disk_bytes_per_s is not None:
             rows.append(("small file until it is on disk", f"{self.durable_s * 1e3:.1f} ms"))
             rows.append(("large file until it is on disk", f"{self.disk_bytes_per_s / 1e9:.2f} GB/s"))
+        for one in self.collectives:
+            what = f"{one.op} on {one.ranks} ranks, {one.algorithm}, {_binary(one.num_bytes)}"
+            rows.append((what, f"{one.seconds * 1e6:,.0f} us"))
         if self.watts is not None:
             rows.append(("power while measuring", f"{self.watts:.0f} W"))
         return rows

@@ -48,6 +48,11 @@ class Machine(BaseModel):
     calibration: Calibration | None = Field(None, description="Measured rates of `device`; None when never calibrated.")
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether its GPU is one of a data sheet, for a plan of a machine that is not this one."""
+        return bool(self.gpus) and self.gpus[0].num_multiprocessors == 0
+
+    @property
     def processor(self) -> str:
         """Name of the processor of `device`: the GPU's for a CUDA device, else the CPU's."""
         if self.device.startswith("cuda") and self.gpus:

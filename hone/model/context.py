@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.base.errors import SpecError
+from hone.model.norm import RMSNorm
 
 
 class KeyValues(NamedTuple):
@@ -52,6 +53,10 @@ class Context:
         self._rotary: dict[Any, tuple[Tensor, Tensor]] = {}
         self._shared_kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._loss: Tensor | None = None
+
+    def run_layers(self, decoder: Any, x: Tensor) -> Tensor | None:
+        """The output of all layers of `decoder` for embeddings x, where the context has one kernel for them; else None."""
+        return None
 
     @property
     def seq_len(self) -> int:
@@ -105,10 +110,20 @@ class Context:
         if self.carry is not None:
             raise SpecError(f"mixer '{mixer}' attends to later tokens: it cannot generate", fix="take a causal mixer")
 
-    def rotate_and_cache(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    def rotate_and_cache(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> bool:
         """Rotates q in place, writes rotated k and v to the cache, and returns True; call `attend(layer, q, None, None)` then.
 
-        Returns False, with nothing done, where no kernel does this at once: the mixer then rotates q and k itself.
+        `norms`: of query and key heads, before the rotation. Returns False, with nothing done, where no kernel does this
+        at once: the mixer then norms and rotates q and k itself.
         """
         return False
 

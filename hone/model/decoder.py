@@ -21,6 +21,7 @@ from hone.model.context import Causal, Context
 from hone.model.linear import MakeLinear, make_dense
 from hone.model.linear_spec import INIT_STD, Initial, NormSpec
 from hone.model.norm import rms_norm_of
+from hone.ops import linear as product
 
 
 class DecoderLayer(nn.Module):
@@ -46,11 +47,25 @@ class DecoderLayer(nn.Module):
         self.usual = self.norms == "pre" and self.multiplier == 1.0
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, rest = self.in_parts(x, None, context)
+        return x if rest is None else x + rest
+
+    @property
+    def plain(self) -> bool:
+        """Whether a call is `forward` alone: it is not compiled, and no hook sees its input or output."""
+        return not (self._forward_pre_hooks or self._forward_hooks or self._compiled_call_impl is not None)
+
+    def in_parts(self, x: Tensor, rest: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        """The layer of x + rest, as two parts of the same kind: the next norm adds them in its own pass over memory."""
         if not self.usual:
-            return self._general(x, context)
-        mixed = self.mixer(self.mixer_norm(x), context)
+            return self._general(x if rest is None else x + rest, context), None
+        if rest is None:
+            normed = self.mixer_norm(x)
+        else:
+            normed, x = self.mixer_norm.after_sum(rest, x)
+        mixed = self.mixer(normed, context)
         normed, x = self.feed_forward_norm.after_sum(mixed, x)
-        return x + self.feed_forward(normed, context)
+        return x, self.feed_forward(normed, context)
 
     def _general(self, x: Tensor, context: Context) -> Tensor:
         before, after = self.norms != "post", self.norms != "pre"
@@ -104,21 +119,34 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """Embedding and layers, before the final norm: [...] -> [..., D]."""
         x = self.embed(tokens)
+        whole = context.run_layers(self, x)
+        if whole is not None:
+            return whole
         self.prepare(x, context)
+        rest = None
         for layer in self.layers:
-            x = layer(x, context)
-        return x
+            if layer.plain:
+                x, rest = layer.in_parts(x, rest, context)
+            else:
+                x, rest = layer(x if rest is None else x + rest, context), None
+        return x if rest is None else x + rest
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and logits: [..., D] -> [..., V], in x's dtype."""
         x = self.norm(x)
-        logits = F.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
+        logits = self._tied(x) if self.lm_head is None else self.lm_head(x)
         config = self.config
         if config.logits_scaling != 1.0:
             logits = logits / config.logits_scaling
         if config.logits_softcap is not None:
             logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
         return logits
+
+    def _tied(self, x: Tensor) -> Tensor:
+        """x times the embedding's matrix, by the same product as a head of its own (`Dense`)."""
+        if torch.is_grad_enabled():
+            return F.linear(x, self.embedding)
+        return product(x, self.embedding)
 
     def head_input(self, x: Tensor) -> Tensor:
         """What `head_weight` is multiplied with, for losses without logits: [..., D] normed, divided as logits are.

@@ -28,11 +28,8 @@ _CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.
 _AS_STORED = (
     "weight_scale", "weight_scale_inv", "_global_scale", "input_scale", ".k_scale", ".v_scale", ".scales", "absmax", "quant_map", ".SCB",
 )  # fmt: skip
-_IGNORED = (
-    "rotary_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-)  # buffers that old checkpoints stored
+_IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
+"""Buffers that old checkpoints stored."""
 
 
 class Module(NamedTuple):
@@ -252,6 +249,12 @@ class Checkpoint:
         mapped = self.tensor(name)
         if not _fits(tuple(mapped.shape), tuple(shape)):
             raise self._misfit(name, tuple(mapped.shape), shape)
+        return self.kept(name, mapped, device, dtype, integers=integers)
+
+    def kept(
+        self, name: str, mapped: Tensor, device: torch.device | str, dtype: torch.dtype, *, integers: bool = False
+    ) -> Tensor:
+        """A copy of `mapped`, all or a part of the tensor `name`, as a model keeps it."""
         # Scales of quantized weights stay as stored: a wider dtype would add up to one bit per weight.
         taken = self.converted(name, mapped, device, None if name.endswith(_AS_STORED) else dtype, integers=integers)
         # Copied, because a mapped tensor would change or fault when the file is written again.

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from hone.base.table import Table
 from hone.model.linear_spec import LinearSpec, dense_shapes
 from hone.ops import grouped_linear, linear
+from hone.ops.dispatch import Choice, choose, locate
+from hone.ops.linear.cpu_weights import CpuWeight, dense_weight
 
 LINEARS = Table(
     "linear",
@@ -73,9 +75,19 @@ class Dense(nn.Module):
         return ()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and not torch.is_grad_enabled():  # a training step stays plain torch, which compiles and fuses it
+        if not torch.is_grad_enabled():  # a training step stays plain torch, which compiles and fuses it
             return linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def on_cpu(self, dtype: torch.dtype, rows: int) -> Choice:
+        """How a CPU multiplies `rows` rows of x of `dtype` by this weight."""
+        same = dtype if dtype == self.weight.dtype and self.weight.is_contiguous() else None
+        shape = {"out_features": self.out_features, "in_features": self.in_features}
+        return choose("linear", locate("cpu"), dtype=same, rows=rows, **shape, in_rows=True, plain=True, large=True)
+
+    def cpu_weight(self) -> CpuWeight:
+        """The weight for a program of compiled operations (`hone.ops.cpu.program`)."""
+        return dense_weight(self.weight.detach(), None if self.bias is None else self.bias.detach())
 
     def load(self, parts: list[dict[str, Tensor]]) -> None:
         """Stacks `parts`, each {"weight": [rows, in], "bias": [rows] when this layer has one}."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ class Shards:
         self.need(name)
         try:
             return self._open(self._where[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise _corrupt(self.file(name), error, name) from None
+
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """`index` of the tensor called `name`; the rest is not read."""
+        self.need(name)
+        try:
+            return self._open(self._where[name]).get_slice(name)[index]
         except SafetensorError as error:
             raise _corrupt(self.file(name), error, name) from None
 
@@ -139,15 +147,15 @@ def _write_shard(tensors: dict[str, Tensor], path: Path) -> list[str]:
     return list(tensors)
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes contiguous tensors as one safetensors file with the permissions of the umask.
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes contiguous tensors as one safetensors file with the permissions of the umask, and `metadata` in its header.
 
     The library creates files of mode 0600 and raises its own error for a full disk; here that is an OSError.
     """
     path.touch()
     mode = path.stat().st_mode
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:
         for code in (errno.ENOSPC, errno.EDQUOT):
             if f"os error {code}" in str(error):

@@ -164,6 +164,8 @@ class Tokenizer:
             return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **{**self._template_tokens, **variables}
             )
+        except MemoryError:
+            raise
         except Exception as error:  # any error of a template is one of the model's or the messages'
             raise SpecError(
                 f"the chat template refuses these messages: {error}",

@@ -5,30 +5,41 @@ them. No kernel is imported with them.
 """
 
 from hone.ops.activation.api import geglu, swiglu
-from hone.ops.attention.api import attend, merge
+from hone.ops.attention.api import attend, attend_backward, merge
 from hone.ops.dispatch import choose
 from hone.ops.linear.api import fp8_linear, linear, quantized_linear
+from hone.ops.linear.codes import input_codes
 from hone.ops.linear.sparse import sparse_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.norm.api import rms_norm
 from hone.ops.paged.api import attend_latent, attend_paged, quantize_kv, write_kv
+from hone.ops.paged.shared import attend_shared
 from hone.ops.rope.api import rope, rope_write
 from hone.ops.rounding.api import prune_compensated, round_compensated
 from hone.ops.sample.api import sample
+from hone.ops.sample.bitmask import apply_token_bitmask
+from hone.ops.sample.logprobs import token_logprobs
+from hone.ops.sample.penalties import count_tokens, penalize
 from hone.ops.scan.api import scan, scan_delta
 
 __all__ = [
+    "apply_token_bitmask",
     "attend",
+    "attend_backward",
     "attend_latent",
     "attend_paged",
+    "attend_shared",
     "choose",
+    "count_tokens",
     "fp8_linear",
     "geglu",
     "grouped_linear",
+    "input_codes",
     "linear",
     "linear_cross_entropy",
     "merge",
+    "penalize",
     "permute",
     "prune_compensated",
     "quantize_kv",
@@ -42,6 +53,7 @@ __all__ = [
     "scan_delta",
     "sparse_linear",
     "swiglu",
+    "token_logprobs",
     "unpermute",
     "write_kv",
 ]

@@ -9,44 +9,16 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hone.base.errors import SpecError
-
-
-@dataclass(frozen=True)
-class Where:
-    """The facts about a machine that backends depend on: device type, compute capability, multiprocessors, Triton version.
-
-    `triton` is (0, 0) where Triton is not installed.
-    """
-
-    kind: str = "cpu"
-    capability: tuple[int, int] = (0, 0)
-    num_sms: int = 0
-    triton: tuple[int, int] = (0, 0)
-
-    @property
-    def runs_triton(self) -> bool:
-        """Whether this is a GPU with tensor cores that Triton supports, and Triton is new enough."""
-        # torch 2.11 can trace tuples' < but not their >=.
-        return self.kind == "cuda" and not self.capability < (8, 0) and not self.triton < (3, 6)
-
-    @property
-    def runs_gluon(self) -> bool:
-        """Whether this is exactly sm_90: the Gluon kernels use Hopper's instructions (wgmma, the tensor memory accelerator)."""
-        return self.runs_triton and self.capability == (9, 0)
-
-
-class Choice(NamedTuple):
-    """A backend and why it was chosen."""
-
-    backend: str
-    reason: str
+from hone.ops.cpu.isa import cpu_isa
+from hone.ops.cpu.rules import GATHERED, ON_CPU, UP_TO_32
+from hone.ops.where import Choice, Where
 
 
 def choose(op: str, where: Where, *, compiling: bool = False, **facts: Any) -> Choice:
@@ -57,6 +29,8 @@ def choose(op: str, where: Where, *, compiling: bool = False, **facts: Any) -> C
     """
     if op not in RULES:
         raise SpecError(f"op is {op!r}, which has no rule", fix=f"give one of {', '.join(RULES)}")
+    if where.kind == "cpu" and where.cpu and op in ON_CPU and not compiling:
+        return ON_CPU[op](where, **facts)
     if where.kind != "cuda" and op in NO_GPU:
         return NO_GPU[op]
     if compiling and op in COMPILED:
@@ -83,7 +57,7 @@ def _traced(kind: str, index: int) -> tuple[Any, ...]:
 @cache
 def _locate(kind: str, index: int) -> Where:
     if kind != "cuda":
-        return Where(kind, triton=triton_version())
+        return Where(kind, triton=triton_version(), cpu=cpu_isa() if kind == "cpu" else "")
     properties = torch.cuda.get_device_properties(index)
     return Where(kind, (properties.major, properties.minor), properties.multi_processor_count, triton_version())
 
@@ -141,12 +115,7 @@ def _why_no_triton(where: Where) -> str:
 
 
 # One rule per op, in the order of hone.ops; each takes `where` and the op's facts by name and returns a Choice.
-
-# Norm, rotation, gate, loss.
-
-
 _HALVES = (torch.bfloat16, torch.float16)
-_UP_TO_32 = (*_HALVES, torch.float32)
 
 
 def _by_dtype(otherwise: str, dtypes: tuple[torch.dtype, ...], reason: str) -> Callable[..., Choice]:
@@ -166,7 +135,7 @@ def _rms_norm(
 ) -> Choice:
     if offset:
         return Choice("torch", "the kernel multiplies by the weight as it is stored, without an offset")
-    if dtype not in _UP_TO_32 or weight_dtype != dtype:
+    if dtype not in UP_TO_32 or weight_dtype != dtype:
         return Choice(
             "torch", f"the kernel takes x and weight of one dtype up to 32 bits, not {dtype} and {weight_dtype}"
         )
@@ -178,7 +147,7 @@ def _rms_norm(
 def _linear_cross_entropy(where: Where, *, dtype: torch.dtype, softcap: bool = False) -> Choice:
     if softcap:
         return Choice("reference", "the kernel has no softcap on the logits")
-    if dtype not in _UP_TO_32:
+    if dtype not in UP_TO_32:
         return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
     return Choice("triton", "library products around one kernel a chunk")
 
@@ -300,15 +269,8 @@ def _grouped_linear(
 
 
 def _linear(
-    where: Where,
-    *,
-    dtype: torch.dtype | None,
-    rows: int,
-    out_features: int,
-    in_features: int,
-    in_rows: bool,
-    plain: bool,
-) -> Choice:
+    where: Where, *, dtype: torch.dtype | None, rows: int, out_features: int, in_features: int, in_rows: bool, plain: bool
+) -> Choice:  # fmt: skip
     """`dtype` None: the tensors' dtypes differ. `in_rows`: the weight's rows are contiguous. `plain`: neither gradients nor
     autocast."""
     if not plain:
@@ -350,9 +312,12 @@ def _quantized_linear(
 
 
 def _fp8_linear(
-    where: Where, *, dtype: torch.dtype, rows: int, out_features: int, in_features: int, blockwise: bool
-) -> Choice:
-    """`dtype` is the output's."""
+    where: Where, *, dtype: torch.dtype, rows: int, out_features: int, in_features: int, blockwise: bool,
+    integer: bool = False,
+) -> Choice:  # fmt: skip
+    """`dtype` is the output's. `integer`: the codes are int8."""
+    if integer and in_features % 16 == 0:
+        return Choice("triton" if rows <= 64 or out_features % 8 else "torch", f"{rows} rows of int8 codes")
     if where.capability < (8, 9):
         return Choice("reference", "this GPU has no fp8 tensor cores")
     if in_features % 16:
@@ -373,26 +338,30 @@ def _sparse_linear(
     return Choice("gluon", f"{rows} rows: the compressed weight is read once and unpacked in registers")
 
 
+_CHOOSING = ("sample", "penalize", "token_logprobs", "apply_token_bitmask")
 _SWEEPS = ("round_compensated", "prune_compensated")
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": _attend,
     "attend_backward": _attend_backward,
     "attend_paged": _attend_paged,
     "attend_latent": _attend_latent,
+    "attend_shared": lambda where, **facts: _attend_paged(where, rows=1, **facts),
     "scan": _scan,
     "linear": _linear,
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
     "sparse_linear": _sparse_linear,
+    "input_codes": _by_dtype("reference", UP_TO_32, "one pass over memory"),
     "rms_norm": _rms_norm,
     **dict.fromkeys(
-        ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", _UP_TO_32, "one pass over memory")
+        ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", UP_TO_32, "one pass over memory")
     ),
     "geglu": lambda where: Choice("torch", "there is no kernel: torch's gelu and a product"),
     "linear_cross_entropy": _linear_cross_entropy,
     "grouped_linear": _grouped_linear,
-    "permute": _by_dtype("reference", _UP_TO_32, "counting sort in two kernels"),
-    "sample": _by_dtype("reference", _UP_TO_32, "noise and thresholds are never stored in memory"),
+    "permute": _by_dtype("reference", UP_TO_32, "counting sort in two kernels"),
+    **dict.fromkeys(_CHOOSING, _by_dtype("reference", UP_TO_32, "one pass over the logits")),
+    "count_tokens": _by_dtype("reference", (torch.int32,), "one atomic operation a token"),
     **dict.fromkeys(_SWEEPS, _by_dtype("reference", (torch.float32,), "one launch for 64 columns, not five a column")),
 }
 """Rules for a GPU with Triton; that of `attend` covers every device."""
@@ -405,16 +374,17 @@ NO_GPU: dict[str, Choice] = {
     "linear_cross_entropy": Choice("reference", "no GPU: chunks that stay in the CPU's cache"),
     "scan": Choice("reference", "no GPU: chunks of matrix products in torch"),
     **dict.fromkeys(
-        ("attend_paged", "attend_latent"),
-        Choice("reference", "no GPU: sequences of similar length gathered into few calls of torch"),
+        ("attend_paged", "attend_latent", "attend_shared"),
+        GATHERED,
     ),
     "grouped_linear": Choice("reference", "no GPU: one product an expert"),
     "permute": Choice("reference", "no GPU: torch's stable sort"),
-    "sample": Choice("reference", "no GPU: torch's sort and argmax"),
+    **dict.fromkeys((*_CHOOSING, "count_tokens"), Choice("reference", "no GPU: torch's sort, argmax and masks")),
     **dict.fromkeys(_SWEEPS, Choice("reference", "no GPU: torch, a column at a time")),
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
+    "input_codes": Choice("reference", "no GPU: torch in few passes over memory"),
     "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
 }
 """Choices without a GPU, for any facts."""
@@ -429,22 +399,23 @@ _FLASH = ("gluon", "triton", "cudnn")
 BACKENDS: dict[str, tuple[str, ...]] = {
     "attend": ("reference", "torch", *_FLASH),
     "attend_backward": _FLASH,
-    "attend_paged": ("reference", "triton"),
+    "attend_paged": ("reference", "compiled", "triton"),
+    "attend_shared": ("reference", "triton"),
     "attend_latent": ("reference", "triton", "gluon"),
     "scan": ("reference", "triton", "gluon"),
-    "linear": ("reference", "cublas", "triton"),
-    "quantized_linear": ("reference", "gluon"),
+    "linear": ("reference", "compiled", "cublas", "triton"),
+    "quantized_linear": ("reference", "compiled", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
     "sparse_linear": ("reference", "torch", "gluon"),
+    "input_codes": ("reference", "triton"),
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),
     "geglu": ("reference", "torch"),
     "linear_cross_entropy": ("reference", "triton"),
     "grouped_linear": ("reference", "torch", "triton"),
     "permute": ("reference", "triton"),
-    "sample": ("reference", "triton"),
-    **dict.fromkeys(_SWEEPS, ("reference", "triton")),
+    **dict.fromkeys((*_CHOOSING, "count_tokens", *_SWEEPS), ("reference", "triton")),
 }
 """The backends of each op: a rule returns one of them, and `backend` may force one."""
 
-KERNELS = {"triton", "gluon"}
+KERNELS = {"compiled", "triton", "gluon"}
 """The backends whose kernels are hone's own."""

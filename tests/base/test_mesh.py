@@ -86,7 +86,7 @@ def test_rank_0_makes_one_artifact_and_errors_reach_every_rank(tmp_path):
 def test_a_rank_0_that_is_killed_leaves_no_rank_waiting(tmp_path):
     done = ranks(tmp_path, "killed")
     assert done[0].returncode == -9
-    assert done[1].returncode == 3 and "MachineError: rank 1 lost the other ranks" in done[1].stdout
+    assert done[1].returncode == 3 and "Lost: rank 1 lost the other ranks" in done[1].stdout
 
 
 def test_the_mesh_is_what_torchrun_says():

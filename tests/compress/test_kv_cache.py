@@ -204,16 +204,17 @@ def test_decoding_computes_what_a_whole_pass_does(family_folder, made) -> None:
         assert torch.equal(model(tokens[:, :place])[:, -1].argmax(-1), tokens[:, place])
 
 
-def test_an_engine_keeps_its_cache_and_says_so(family_folder, made) -> None:
+def test_an_engine_serves_from_the_scales_and_says_so(family_folder, made) -> None:
     source = family_folder("llama")
     folder = made(source, {"kind": "kv_cache"}).folder
     rounded, plain = hone.Engine(folder), hone.Engine(source)
-    assert "scales for a KV cache of 8 bits" in rounded.sizes and "keys and values stay float32" in rounded.sizes
-    assert "8 bits" not in plain.sizes
+    assert "keys and values are float8_e4m3fn with the folder's scales for each tensor" in rounded.sizes
+    assert "scales" not in plain.sizes
     params = hone.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     prompts = TOKENS[:, :12].tolist()
-    found, wanted = ([one.tokens for one in engine.generate(prompts, params)] for engine in (rounded, plain))
-    assert found == wanted
+    for engine, model in ((rounded, load(folder)), (plain, load(source))):
+        wanted = generate(model, TOKENS[:, :12], 8)[:, 12:].tolist()
+        assert [one.tokens for one in engine.generate(prompts, params)] == wanted
     given = load(folder)
     hone.Engine(given)
     assert given.layers[0].mixer.kv_rounding is not None, "a given model is not changed"

@@ -168,7 +168,7 @@ def test_a_killed_rank_ends_the_others_and_any_number_resumes(
     spec, out = spec_of(calibration_text, {"kind": "awq", "grid_size": 5}, GPTQ), tmp_path / "compress-torn"
     whole = ranked(2, spec, tiny_llama, tmp_path / "compress-whole")
     ended = ranked(2, spec, tiny_llama, out, "killed", rank)
-    assert ended[rank][0] == -9 and ended[1 - rank].startswith(f"MachineError: rank {1 - rank} lost the other ranks")
+    assert ended[rank][0] == -9 and ended[1 - rank].startswith(f"Lost: rank {1 - rank} lost the other ranks")
     partial = out.with_name("compress-torn.partial")
     assert (partial / "state" / "layer-00000.json").exists() and not out.exists()
     shard = "model-00002-of-00003.safetensors"

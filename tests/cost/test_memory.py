@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hone.cost.activations.segments import Segment, saved_values
 from hone.cost.facts import ModelFacts
-from hone.cost.memory import saved_values, score_bytes, serve_bytes, train_bytes
+from hone.cost.memory import score_bytes, serve_bytes, train_bytes
 from hone.model.context import Causal
 from hone.model.decoder import build
 from hone.model.shape import Shape
@@ -56,7 +57,12 @@ def test_more_of_anything_needs_more():
     one = train_bytes(facts, **base).value
     assert train_bytes(facts, **{**base, "batch_tokens": 65536}).value > one
     assert train_bytes(facts, **base, accumulate=True).value > one
-    assert train_bytes(facts, **{**base, "batch_tokens": 65536}, kept_layers=1, kept_inputs=32).value < one * 1.2
+    assert (
+        train_bytes(
+            facts, **{**base, "batch_tokens": 65536}, segments=[Segment(at, at + 1, True) for at in range(32)]
+        ).value
+        < one * 1.2
+    )
     assert train_bytes(facts, **base, model_loaded=True).value == pytest.approx(one - 4 * facts.num_params)
 
 

@@ -167,12 +167,14 @@ def test_the_disk_is_that_of_the_current_folder_where_it_can_be_written(small, t
 
 def test_the_start_of_an_operation_is_taken_off_only_where_it_shows():
     names = {"op": 1.0, ("forward", 1, 64, 64): 100.0, ("copy", 8): 8.0, "read": 10.0, "softmax": 10.0}
-    names |= {"attention": 10.0, "attention, trained": 10.0, "small file": 1.0, "large file": 1.0, "to host": 1.0}
+    names |= {"attention": 10.0, "attention, trained": 10.0, "small file": 1.0, "large file": 1.0}
+    names |= {"to host": 1.0, "from host": 4.0}
     probes = {name: micro.Probe(lambda: None, amount, 0) for name, amount in names.items()}
     seconds = {name: [3.0, 2.0] for name in names} | {"op": [1.0], ("forward", 1, 64, 64): [5.0], ("copy", 8): [8.0]}
 
     def rates(cuda):
         made = micro._rates(describe(), "float32", 1, None, cuda, probes, seconds)
+        assert made.pinned_bytes_per_s == (4.0 / 2 if cuda else None)
         return made.matmuls[0].flops_per_s, made.copies[0].bytes_per_s, made.read_bytes_per_s
 
     assert rates(cuda=False) == (100 / 4, 8 / 7, 10 / 2)

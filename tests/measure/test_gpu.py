@@ -48,6 +48,7 @@ def test_a_calibration_of_a_gpu_stays_below_its_data_sheet_and_is_not_all_launch
     assert read / 3 < found.read_bytes_per_s < read
     large = max(found.copies, key=lambda copy: copy.num_bytes)
     assert read / 3 < large.bytes_per_s < read
+    assert found.host_bytes_per_s > 1e9 and 5e9 < found.pinned_bytes_per_s < 500e9
     for rate in found.matmuls:
         if rate.m <= 16 and rate.n * rate.k >= 4096 * 14336:  # streams the weight
             assert read / 3 < 2 * rate.n * rate.k / (2 * rate.m * rate.n * rate.k / rate.flops_per_s) < read

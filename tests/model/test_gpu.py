@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hone.model import decoder
 from hone.model.context import Packed
 from hone.model.decoder import build
 from hone.model.shape import Shape
@@ -42,3 +43,14 @@ def test_weights_are_the_same_on_every_device() -> None:
     one, two = build(SHAPE.config(64), device="cuda", seed=2), build(SHAPE.config(64), seed=2)
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter.cpu(), two.get_parameter(name))
+
+
+def test_a_tied_head_is_the_product_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(SHAPE.model_copy(update={"tie_embeddings": True}).config(512), device="cuda", dtype=torch.bfloat16)
+    calls, product = [], decoder.product
+    monkeypatch.setattr(decoder, "product", lambda *a: calls.append(a[0].shape) or product(*a))
+    x = torch.randn(3, 128, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits, plain = model.head(x), model.norm(x).float() @ model.embedding.float().T
+    assert model.lm_head is None and calls == [x.shape]
+    assert (logits - plain).norm() / plain.norm() < 1e-2

@@ -14,8 +14,11 @@ from hone.ops.moe.api import few_shape
 from hone.ops.norm import triton_kernels as norm
 from hone.ops.rope import triton_kernels as turn
 from hone.ops.rounding import triton_kernels as rounding
+from hone.ops.sample import triton_bitmask
 from hone.ops.sample import triton_kernels as draw
-from hone.ops.sample.api import FLOOR_SHAPE
+from hone.ops.sample import triton_tables as tables
+from hone.ops.sample.api import draw_shape, floor_shape
+from hone.ops.sample.bitmask import BLOCK as MASK_BLOCK
 from tests.ops.compiled import NUMBERS, bf16, compile_simple, fp32
 
 
@@ -24,7 +27,9 @@ def test_norm() -> None:
     shape = {"RESIDUAL": True, "WIDTH": 4096, "ROWS": rows, "BLOCK": block}
     types = bf16("x", "residual", "weight", "y", "summed", "grad_x", "upstream", "upstream_sum")
     types |= fp32("rstd", "scales", "partial") | NUMBERS
-    forward = compile_simple(norm.rms_norm_forward, types, {**shape, "KEEPS": True, "QUANTIZED": False}, warps)
+    forward = compile_simple(
+        norm.rms_norm_forward, types, {**shape, "KEEPS": True, "QUANTIZED": False, "EARLY": True}, warps
+    )
     backward = compile_simple(norm.rms_norm_backward, types, {**shape, "WEIGHT": True, "STAGES": 3}, warps)
     for record in (forward, backward):
         assert record.clean
@@ -36,7 +41,8 @@ def test_gate() -> None:
     types = bf16("gate_up", "out", "upstream", "grad")
     for kernel, loads in ((gate.swiglu_forward, 2), (gate.swiglu_backward, 3)):
         taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        record = compile_simple(kernel, taken, {"WIDTH": 14336, "BLOCK": block}, warps)
+        early = {"EARLY": True} if "EARLY" in kernel.arg_names else {}
+        record = compile_simple(kernel, taken, {"WIDTH": 14336, "BLOCK": block, **early}, warps)
         assert record.clean and record.count("LDG.E.128") == loads
         assert not record.count("I2F")  # no division before the loads
 
@@ -62,12 +68,21 @@ def test_rounding_stays_in_registers(rounds: bool, keep: bool, stay: int) -> Non
     assert record.clean and not record.count("LDL")
 
 
-def test_rope_write_with_codes() -> None:
-    types = bf16("q", "k", "v", "cos", "sin") | dict.fromkeys(("k_pages", "v_pages"), "*fp8e4nv") | NUMBERS
+@pytest.mark.parametrize(("fixed", "normed"), [(False, False), (True, True)])
+def test_rope_write_with_codes(fixed: bool, normed: bool) -> None:
+    types = (
+        bf16("q", "k", "v", "cos", "sin", "q_norm", "k_norm")
+        | {"eps": "fp32"}
+        | dict.fromkeys(("k_pages", "v_pages"), "*fp8e4nv")
+        | NUMBERS
+    )
     types |= {"pages": "*i64", "offsets": "*i64"} | fp32("k_scale", "v_scale")
     heads, half, warps = turn.rope_shape(32, 128)
     record = compile_simple(
-        turn.rope_write, types, {"SCALED": True, "HEADS": heads, "HALF": half, "VALUES": 128}, warps
+        turn.rope_write,
+        types,
+        {"SCALED": True, "FIXED": fixed, "NORMED": normed, "HEADS": heads, "HALF": half, "VALUES": 128, "EARLY": True},
+        warps,
     )
     assert record.clean
 
@@ -80,10 +95,35 @@ def test_few_tokens_streams_weights_through_shared_memory() -> None:
     assert record.count("HGMMA") and record.count("LDGSTS")
 
 
+def test_bitmask() -> None:
+    types = bf16("logits") | {"bitmask": "*i32", "rows": "*i64"}
+    assert compile_simple(triton_bitmask.mask_rows, types, {"BLOCK": MASK_BLOCK}, 4).clean
+
+
 @pytest.mark.slow
-def test_sample() -> None:
-    types = fp32("logits", "temperature", "floor", "top_p", "min_p_log")
-    types |= {"keys": "*i64", "best": "*fp64", "token": "*i32", "top_k": "*i32"}
-    assert compile_simple(draw.draw_parts, types, {"FILTERED": True, "BLOCK": 4096}, 8).clean
-    block, warps, stages = FLOOR_SHAPE
-    assert compile_simple(draw.floors, types, {"BLOCK": block, "STAGES": stages}, warps).clean
+@pytest.mark.parametrize("filtered", [False, True])
+def test_sample(filtered: bool) -> None:
+    block, warps, parts = draw_shape(128256)
+    types = fp32("temperature", "floors", "best", "peak") | bf16("logits")
+    types |= {"keys": "*i64", "positions": "*i64", "token": "*i32"}
+    options = {"FILTERED": filtered, "SEEDED": True, "S": parts, "BLOCK": block}
+    record = compile_simple(draw.draw, types, options, warps)
+    assert record.clean and record.registers * 32 * warps <= 65536
+
+
+@pytest.mark.slow
+def test_floors() -> None:
+    block, warps, _ = floor_shape(128256)
+    types = fp32("temperature", "top_p", "min_p", "floor") | bf16("logits") | {"top_k": "*i32"}
+    options = dict.fromkeys(("TOP_K", "TOP_P", "MIN_P"), True) | {"BLOCK": block, "STAGES": 1}
+    record = compile_simple(draw.floors, types, options, warps)
+    assert record.clean and record.registers * 32 * warps <= 65536
+
+
+@pytest.mark.slow
+def test_tables() -> None:
+    types = bf16("logits") | fp32("presence", "frequency", "repetition", "out", "peaks", "masses", "values_out")
+    types |= {"counts": "*i32", "rows": "*i64", "tokens_out": "*i32"}
+    for kernel, constants in ((tables.penalties, {"BLOCK": 2048}), (tables.best_in_blocks, {"TOP": 20, "BLOCK": 4096})):
+        taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        assert compile_simple(kernel, taken, constants, 8).clean

@@ -29,7 +29,7 @@ def test_a_backend_that_an_op_has_not_is_an_error(op: str) -> None:
 
 def test_a_misspelt_backend_never_runs_something_else() -> None:
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
-    with pytest.raises(SpecError, match="that of linear may be reference, cublas, triton"):
+    with pytest.raises(SpecError, match="that of linear may be reference, compiled, cublas, triton"):
         linear(x, weight, backend="torch")
     with pytest.raises(SpecError, match="that of rms_norm"):
         rms_norm(x, weight[0], 1e-5, backend="gluon")

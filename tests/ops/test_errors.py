@@ -23,6 +23,7 @@ SOURCES = sorted(Path(ops.__file__).parent.rglob("*.py"))
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, HoneError)}
 
 Q, K = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+LSE = torch.randn(1, 4, 5)
 X, W = torch.randn(3, 64), torch.randn(8, 64)
 SPARSE = compress_24(W * (torch.arange(64) % 4 < 2))
 CODES, SCALES = torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 2)
@@ -32,6 +33,8 @@ PAGES, LATENTS = torch.zeros(3, 2, 4, 8), torch.zeros(3, 4, 8)
 TABLE, LENS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([3, 4])
 PLACES, ANGLES = torch.arange(3), torch.zeros(3, 1, 4)
 BETA, KEYS = torch.rand(1, 5, 4), torch.zeros(3, dtype=torch.int64)
+COUNTS, THREE = torch.zeros(2, 64, dtype=torch.int32), torch.ones(3, 3)
+MASKS = torch.full((2, 2), -1, dtype=torch.int32)
 EXPERTS, ENDS, IDS = (
     torch.randn(2, 6, 64),
     torch.tensor([1, 3], dtype=torch.int32),
@@ -78,6 +81,12 @@ def turned(**change: Any) -> dict[str, Any]:
 
 # Public function: (a word that the error says, the wrong call).
 MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
+    "apply_token_bitmask": [
+        (r"bitmask \(2, 3\)", lambda: ops.apply_token_bitmask(X, MASKS.repeat(1, 2)[:, :3], PLACES)),
+        ("bitmask torch.int64", lambda: ops.apply_token_bitmask(X, MASKS.long(), PLACES)),
+        ("rows on cpu", lambda: ops.apply_token_bitmask(X.to("meta"), MASKS.to("meta"), PLACES)),
+        ("strides", lambda: ops.apply_token_bitmask(W.T[:3, :8], MASKS[:, :1], PLACES, backend="triton")),
+    ],
     "attend": [
         ("4 heads .* 3", lambda: ops.attend(Q, Q[:, :, :3], Q[:, :, :3])),
         ("k has torch.float64", lambda: ops.attend(Q, K.double(), K)),
@@ -88,6 +97,12 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("softcap .* 0", lambda: ops.attend(Q, K, K, softcap=0.0)),
         (r"sinks .*\[3\]", lambda: ops.attend(Q, K, K, sinks=torch.zeros(3))),
         ("return_lse=True", lambda: ops.attend(Q, K, K, return_lse=True, backend="torch")),
+    ],
+    "attend_backward": [
+        ("4 heads .* 3", lambda: ops.attend_backward(Q, Q[:, :, :3], Q[:, :, :3], Q, LSE, Q)),
+        ("scale .* -1.0", lambda: ops.attend_backward(Q, K, K, Q, LSE, Q, scale=-1.0)),
+        (r"lse .*\[1, 5, 4\], not \[1, 4, 5\]", lambda: ops.attend_backward(Q, K, K, Q, LSE.mT, Q)),
+        (r"d_out .*\[1, 5, 2, 8\]", lambda: ops.attend_backward(Q, K, K, Q, LSE, K)),
     ],
     "merge": [
         ("0 parts", lambda: ops.merge([])),
@@ -100,6 +115,10 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("int8 were given without", lambda: ops.attend_paged(**paged(k_pages=PAGES.to(torch.int8)))),
         ("window of 0", lambda: ops.attend_paged(**paged(window=0))),
         ("scales", lambda: ops.attend_paged(**paged(k_scale=torch.ones(7), v_scale=torch.ones(7)))),
+    ],
+    "attend_shared": [
+        ("shared is torch.int64", lambda: ops.attend_shared(**paged(shared=PLACES))),
+        (r"seq_lens \(1,\)", lambda: ops.attend_shared(**paged(shared=PLACES.int(), seq_lens=LENS[:1]))),
     ],
     "attend_latent": [
         ("value_dim 9", lambda: ops.attend_latent(**latent(value_dim=9))),
@@ -146,6 +165,11 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"\(8, 32\)", lambda: ops.fp8_linear(FP8[:, :32], ONES, FP8, ONES)),
         ("bias", lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, torch.ones(3))),
     ],
+    "input_codes": [
+        ("kind is 'int4'", lambda: ops.input_codes(X, "int4")),
+        (r"x \(3, 64\) .* groups of 48", lambda: ops.input_codes(X, "fp8", group_size=48)),
+        (r"scale \(8,\)", lambda: ops.input_codes(X, "fp8", scale=ONES)),
+    ],
     "sparse_linear": [
         (r"weight \(8, 64\)", lambda: ops.sparse_linear(X[:, :60], SPARSE)),
         (r"bias .* \(7,\)", lambda: ops.sparse_linear(X, SPARSE, torch.ones(7))),
@@ -179,6 +203,8 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     "rope_write": [
         ("v .* do not fit", lambda: ops.rope_write(**turned(v=torch.zeros(3, 2, 6)))),
         (r"sin \(3, 1, 3\)", lambda: ops.rope_write(**turned(sin=ANGLES[..., :3]))),
+        ("k_norm is missing", lambda: ops.rope_write(**turned(q_norm=torch.ones(8)))),
+        (r"q_norm \(6,\) .* \(3, 4, 8\)", lambda: ops.rope_write(**turned(q_norm=torch.ones(6), k_norm=torch.ones(8)))),
     ],
     "prune_compensated": [
         (r"ratio \(2, 2\)", lambda: ops.prune_compensated(X, torch.eye(2), Pruning(torch.ones(3)))),
@@ -194,6 +220,20 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("keys torch.int32", lambda: ops.sample(X, 1.0, keys=KEYS.int())),
         ("temperature is .*-1.0", lambda: ops.sample(X, -1.0, keys=KEYS)),
         ("top_p has 2 numbers for 3", lambda: ops.sample(X, 1.0, top_p=[0.5, 0.5], keys=KEYS)),
+    ],
+    "penalize": [
+        (r"logits \(3, 64\)", lambda: ops.penalize(X, COUNTS[:, :9].contiguous(), KEYS, *THREE)),
+        ("counts are torch.int64", lambda: ops.penalize(X, COUNTS.long(), KEYS, *THREE)),
+        (r"rows are torch.int64 \(2,\)", lambda: ops.penalize(X, COUNTS, KEYS[:2], *THREE)),
+        ("frequency is torch.float64", lambda: ops.penalize(X, COUNTS, KEYS, THREE[0], THREE[0].double(), THREE[0])),
+    ],
+    "count_tokens": [
+        ("tokens are torch.int32", lambda: ops.count_tokens(COUNTS, KEYS, KEYS.int())),
+        (r"counts are torch.int32 \(64,\)", lambda: ops.count_tokens(COUNTS[0], KEYS, KEYS)),
+    ],
+    "token_logprobs": [
+        ("tokens torch.int32", lambda: ops.token_logprobs(X, KEYS.int())),
+        ("top is 33", lambda: ops.token_logprobs(X, KEYS, 33)),
     ],
     "swiglu": [(r"gate_up \(3, 7\)", lambda: ops.swiglu(X[:, :7]))],
     "geglu": [(r"gate_up \(3, 7\)", lambda: ops.geglu(X[:, :7]))],
@@ -220,13 +260,16 @@ def test_a_mistake_is_named_with_a_way_out(name: str, word: str, call: Callable[
 def test_a_backend_that_an_op_has_not(name: str) -> None:
     right: dict[str, Callable[[], Any]] = {
         "attend": lambda: ops.attend(Q, K, K, backend="tritno"),
+        "attend_backward": lambda: ops.attend_backward(Q, K, K, Q, LSE, Q, backend="tritno"),
         "attend_paged": lambda: ops.attend_paged(**paged(backend="tritno")),
         "attend_latent": lambda: ops.attend_latent(**latent(backend="tritno")),
+        "attend_shared": lambda: ops.attend_shared(**paged(shared=PLACES.int(), backend="tritno")),
         "scan": lambda: ops.scan(Q, K, K, backend="tritno"),
         "linear": lambda: ops.linear(X, W, backend="tritno"),
         "quantized_linear": lambda: ops.quantized_linear(X, CODES, SCALES, backend="tritno"),
         "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),
         "sparse_linear": lambda: ops.sparse_linear(X, SPARSE, backend="tritno"),
+        "input_codes": lambda: ops.input_codes(X, "fp8", backend="tritno"),
         "rms_norm": lambda: ops.rms_norm(X, torch.ones(64), 1e-5, backend="tritno"),
         "rope": lambda: ops.rope(torch.zeros(3, 2, 8), ANGLES, ANGLES, backend="tritno"),
         "rope_write": lambda: ops.rope_write(
@@ -245,6 +288,10 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "prune_compensated": lambda: ops.prune_compensated(X, torch.eye(3), Pruning(torch.ones(3)), backend="tritno"),
         "round_compensated": lambda: ops.round_compensated(X, X, torch.eye(3), -8, 7, backend="tritno"),
         "sample": lambda: ops.sample(X, 1.0, keys=KEYS, backend="tritno"),
+        "penalize": lambda: ops.penalize(X, COUNTS, KEYS, *THREE, backend="tritno"),
+        "count_tokens": lambda: ops.count_tokens(COUNTS, KEYS, KEYS, backend="tritno"),
+        "token_logprobs": lambda: ops.token_logprobs(X, KEYS, backend="tritno"),
+        "apply_token_bitmask": lambda: ops.apply_token_bitmask(X, MASKS, PLACES, backend="tritno"),
     }
     with pytest.raises(HoneError, match="backend is 'tritno'") as caught:
         right[name]()

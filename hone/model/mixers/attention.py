@@ -166,12 +166,11 @@ class AttentionLayer(GroupedHeadsLayer):
         cos, sin = context.rotary(spec.rope, spec.head_dim, x.dtype)
         turning, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=-2)
         q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
-        if spec.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.kv_rounding is None and context.rotate_and_cache(self.layer, q, k, v, cos, sin):
+        norms = (self.q_norm, self.k_norm) if spec.qk_norm else None
+        if self.kv_rounding is None and context.rotate_and_cache(self.layer, q, k, v, cos, sin, norms):
             return self.out(context.attend(self.layer, q, None, None, **self.options).flatten(-2))
-        if spec.qk_norm:
-            q, k = rope(q, cos, sin), rope(k, cos, sin)
+        if norms is not None:
+            q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
         return self._attended(context, q, k, v)

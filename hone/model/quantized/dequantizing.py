@@ -5,7 +5,7 @@ Shapes: N output features, K input features, G groups of columns that share a sc
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hone.base.errors import ArtifactError
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import BYTE_SCALES, Scheme, Stored, dequantize, scale_values
-from hone.ops import formats
+from hone.ops import formats, fp8_linear, input_codes
+from hone.ops.dispatch import runs_kernel
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights that are dequantized at a time."""
@@ -49,6 +50,8 @@ class Dequantizing(nn.Module):
         self.register_buffer("index", index)
         self.register_buffer("bias", torch.empty(out_features) if bias else None)
         self.raw: list[dict[str, Tensor]] = []
+        self.whole_blocks = False  # every block of scales lies in one module
+        self._wide: Tensor | None = None
 
     @property
     def integers(self) -> frozenset[str]:
@@ -73,6 +76,10 @@ class Dequantizing(nn.Module):
         if self.scheme.permuted:
             self.index = _same([one.index for one in stored])
         self.raw = [one.raw[0] for one in stored if one.raw]
+        self._wide = None
+        self.whole_blocks = self.scheme.block is not None and all(
+            len(one.codes) % self.scheme.block[0] == 0 for one in stored[:-1]
+        )
         if self.bias is not None:
             self.bias = _stack([part["bias"] for part in parts])
 
@@ -110,8 +117,40 @@ class Dequantizing(nn.Module):
         return self._tile(slice(None), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype, or float32 (`dequantize`)."""
+        """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype, or float32 (`dequantize`).
+
+        On a GPU with fp8 products, weights of the fine-grained fp8 layout are multiplied as codes, as transformers does:
+        inputs are rounded to fp8 in groups of 128 (their `activation_scheme` is dynamic).
+        """
+        if self.scheme.layout == "fp8" and self._has_blocks_of_codes(x):
+            return self._code_product(x, "fp8", None)
         return self._product(x, self.bias)
+
+    def _has_blocks_of_codes(self, x: Tensor) -> bool:
+        """Whether a kernel multiplies e4m3 inputs with these weights, which have a scale for each 128 x 128."""
+        fits = self.scheme.number == "e4m3" and self.scheme.block == (128, 128) and self.whole_blocks
+        return fits and self.in_features % 128 == 0 and self._runs_codes(x)
+
+    def _runs_codes(self, x: Tensor, *, integer: bool = False) -> bool:
+        if (
+            not x.is_cuda
+            or x.dtype not in (torch.bfloat16, torch.float16)
+            or (torch.is_grad_enabled() and x.requires_grad)
+        ):
+            return False
+        facts = {"rows": 1, "out_features": self.out_features, "in_features": self.in_features, "blockwise": False}
+        return runs_kernel("fp8_linear", x.device, dtype=x.dtype, **facts, integer=integer)
+
+    def _code_product(self, x: Tensor, kind: Literal["fp8", "int8"], scale: Tensor | None) -> Tensor:
+        """The product of codes: x rounded with a scale for each row (each 128 columns where the weight has blocks), or `scale`."""
+        width = 128 if self.scheme.block is not None else None
+        rows, scales = input_codes(x.reshape(-1, self.in_features), kind, group_size=width, scale=scale)
+        if self._wide is None or self._wide.device != x.device:
+            held = self._scales(slice(None))
+            held = held[:, 0] if width is None else held[::128]
+            self._wide = held.float().contiguous()
+        out = fp8_linear(rows, scales, self._codes(slice(None)), self._wide, self.bias, dtype=x.dtype, fast=True)
+        return out.view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b."""

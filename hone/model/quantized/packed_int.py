@@ -15,17 +15,30 @@ from torch import Tensor, nn
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme, Stored
 from hone.ops import formats, quantized_linear
-from hone.ops.dispatch import runs_kernel
+from hone.ops.dispatch import Choice, choose, locate, runs_kernel
+from hone.ops.linear.api import cpu_quantized, cpu_unpacked
+from hone.ops.linear.cpu_weights import (
+    STORED,
+    CpuWeight,
+    block_weight,
+    byte_weight,
+    pack_blocks,
+    unpack_blocks,
+)
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights that are unpacked at a time: they fit a CPU's cache and occupy a GPU."""
+
+UNPACKED_VALUES = 1 << 24
+"""4-bit weights that a CPU's kernel unpacks at a time: copying pieces of the output costs more than leaving the cache."""
 
 
 class PackedInt(nn.Module):
     """y = x W^T + b with W kept as integer codes and scales, unpacked tile by tile.
 
     In memory the codes take their packed size: int8 [N, K] for 8 bits, two rows to a byte for 4 bits (row n in the low
-    nibble, row n + N/2 in the high one, so that unpacking is two contiguous shifts), the checkpoint's words otherwise.
+    nibble, row n + N/2 in the high one, so that unpacking is two contiguous shifts), the checkpoint's words otherwise. On a
+    CPU with compiled kernels 4-bit codes are stored in blocks of 128 columns (`cpu_weights.pack_blocks`).
     On a GPU with a kernel for them, codes of 4 and 8 bits and their scales are stored in the kernel's order
     (`formats.tile_codes`); a move between devices rearranges them.
     """
@@ -39,7 +52,9 @@ class PackedInt(nn.Module):
         self.out_features = out_features
         self.scheme = scheme
         self.halves = bits == 4 and out_features % 2 == 0
-        self.tiled = False
+        self.tiled = self.blocked = False
+        self._on_cpu: CpuWeight | None = None
+        self._on_cpu_of = 0  # the address of the codes that it was made of
         if bits == 8:
             codes = torch.empty(out_features, in_features, dtype=torch.int8)
         elif self.halves:
@@ -100,6 +115,17 @@ class PackedInt(nn.Module):
         if self.tiled:
             options = {"bits": self.scheme.bits, "out_features": self.out_features}
             return quantized_linear(x, self.codes, self.scales, self.bias, **options)
+        if (
+            x.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not (torch.is_grad_enabled() and x.requires_grad)
+        ):
+            # The compiled kernel rounds x to 16 bits: x in float32 is multiplied in float32 outside an engine's compiled step.
+            few = x.numel() // max(1, x.shape[-1])
+            if x.dtype != torch.float32 and self.on_cpu(x.dtype, few).backend == "compiled":
+                return cpu_quantized(x, self.cpu_weight())
+            if self.blocked and x.dtype in STORED:
+                return self._unpacked(x)
         rows = self.out_features // 2 if self.halves else self.out_features
         values = self.in_features * (2 if self.halves else 1)
         tile = max(1, TILE_VALUES.get(x.device.type, 1 << 20) // values)
@@ -114,6 +140,35 @@ class PackedInt(nn.Module):
                     out.unflatten(-1, (2, rows))[..., piece] = y.unflatten(-1, (2, -1))
                 else:
                     out[..., piece] = y
+        if self.scales.shape[1] == 1:
+            out = out.mul_(self.scales.view(-1))
+        return out if self.bias is None else out.add_(self.bias)
+
+    def on_cpu(self, dtype: torch.dtype, rows: int) -> Choice:
+        """How a CPU's compiled step multiplies `rows` rows of x of `dtype` by this weight."""
+        shape = {"group_size": self.scheme.group_size or self.in_features, "in_features": self.in_features}
+        options = {"bits": self.scheme.bits, "tiled": self.scheme.bits != 8 and not self.blocked, "plain": True}
+        return choose("quantized_linear", locate("cpu"), dtype=dtype, rows=rows, **shape, **options)
+
+    def cpu_weight(self) -> CpuWeight:
+        """The weight for a program of compiled operations (`hone.ops.cpu.program`)."""
+        if self._on_cpu is None or self._on_cpu_of != self.codes.data_ptr():
+            self._on_cpu_of = self.codes.data_ptr()
+            if self.blocked:
+                self._on_cpu = block_weight(self.codes, self.scales, self.in_features, self.bias)
+            else:
+                self._on_cpu = byte_weight(self.codes, self.scales, self.bias)
+        return self._on_cpu
+
+    def _unpacked(self, x: Tensor) -> Tensor:
+        """The product of many rows: blocks of 4-bit codes are unpacked by a compiled kernel, tile by tile."""
+        weight, tile = self.cpu_weight(), max(16, UNPACKED_VALUES // self.in_features // 16 * 16)
+        if tile >= self.out_features:
+            out = F.linear(x, cpu_unpacked(weight, slice(None), x.dtype))
+        else:
+            out = x.new_empty(*x.shape[:-1], self.out_features)
+            for start in range(0, self.out_features, tile):
+                out[..., start : start + tile] = F.linear(x, cpu_unpacked(weight, slice(start, start + tile), x.dtype))
         if self.scales.shape[1] == 1:
             out = out.mul_(self.scales.view(-1))
         return out if self.bias is None else out.add_(self.bias)
@@ -142,6 +197,8 @@ class PackedInt(nn.Module):
         """Codes int8 of rows `piece` (all rows when the halves share bytes)."""
         if self.tiled:
             return formats.untile_codes(self.codes, self.out_features, self.scheme.bits)[piece]
+        if self.blocked:
+            return unpack_blocks(self.codes, self.out_features, self.in_features)[piece]
         if self.halves:
             return torch.cat(((self.codes << 4) >> 4, self.codes >> 4))[piece]
         codes = self.codes[piece]
@@ -153,9 +210,13 @@ class PackedInt(nn.Module):
 
     def _keep(self, codes: Tensor, scales: Tensor) -> None:
         """Stores codes int8 [N, K] and scales [N, G] in the layout of their device."""
-        self.tiled = tiles_on(codes.device, self.scheme, self.in_features)
+        self.tiled, self.blocked = _stored_on(codes.device, self.scheme, self.in_features)
+        self.halves = self.scheme.bits == 4 and self.out_features % 2 == 0 and not (self.tiled or self.blocked)
+        self._on_cpu = None
         if self.tiled:
             codes, scales = formats.tile_codes(codes, self.scheme.bits), formats.tile_scales(scales)
+        elif self.blocked:
+            codes = pack_blocks(codes)
         elif self.halves:
             low, high = codes.chunk(2)
             codes = (low & 15) | (high << 4)
@@ -164,20 +225,36 @@ class PackedInt(nn.Module):
         self.codes, self.scales = codes, scales
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedInt:
-        """Implements `.to(...)`; a move to or from a GPU rearranges the codes."""
+        """Implements `.to(...)`; a move between a GPU and a CPU rearranges the codes."""
         super()._apply(fn, recurse)
-        if self.codes.device.type != "meta" and self.tiled != tiles_on(
-            self.codes.device, self.scheme, self.in_features
-        ):
-            self._keep(self._codes(slice(None)), self._scales())
+        if self.codes.device.type != "meta":
+            wanted = _stored_on(self.codes.device, self.scheme, self.in_features)
+            if (self.tiled, self.blocked) != wanted:
+                self._keep(self._codes(slice(None)), self._scales())
+            self._on_cpu = None
         return self
+
+
+def _stored_on(device: torch.device, scheme: Scheme, in_features: int) -> tuple[bool, bool]:
+    """Whether the codes are stored (in tiles for a GPU's kernel, in blocks for a CPU's) on `device`."""
+    return tiles_on(device, scheme, in_features), blocks_on(device, scheme, in_features)
+
+
+def blocks_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
+    """Whether a compiled kernel of a CPU reads 4-bit weights of `scheme` in blocks."""
+    if device.type != "cpu" or scheme.bits != 4:
+        return False
+    facts = {"bits": 4, "group_size": scheme.group_size or in_features, "in_features": in_features}
+    return runs_kernel("quantized_linear", device, **facts, dtype=torch.float32, rows=1, tiled=False, plain=True)
 
 
 def tiles_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
     """Whether a kernel of `device` multiplies weights of `scheme` in tiles, for 16-bit x without gradient."""
     facts = {"bits": scheme.bits, "group_size": scheme.group_size or in_features, "in_features": in_features}
     tiled = scheme.bits in (4, 8) and in_features % 64 == 0
-    return runs_kernel("quantized_linear", device, **facts, dtype=torch.bfloat16, rows=1, tiled=tiled, plain=True)
+    return tiled and runs_kernel(
+        "quantized_linear", device, **facts, dtype=torch.bfloat16, rows=1, tiled=True, plain=True
+    )
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

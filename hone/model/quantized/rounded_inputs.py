@@ -5,6 +5,8 @@ Shapes: M tokens, N output features, K input features.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -15,9 +17,10 @@ from hone.model.quantized.scheme import Scheme
 
 
 class RoundedInputs(Dequantizing):
-    """y = Q(x) W^T + b with W as in `dequantizing` and inputs rounded by Q: an integer product for W8A8 int8 on a GPU, simulated otherwise. Format: compressed-tensors.
+    """y = Q(x) W^T + b with W as in `dequantizing` and inputs rounded by Q: products of codes for int8 and fp8 on a GPU, simulated otherwise. Format: compressed-tensors.
 
-    An integer product has one scale per row of W and one per token or for all inputs. Simulated means that the rounded values
+    Products of codes have one scale per row of W and one per token or for all inputs, or e4m3 blocks of 128 (tests compare
+    them with the simulated ones). Simulated means that the rounded values
     are multiplied in x's dtype: the error is that of a quantized product, the speed is not.
     """
 
@@ -54,6 +57,9 @@ class RoundedInputs(Dequantizing):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype."""
         given = {suffix: getattr(self, suffix) for suffix in self.given}
+        kind = self._codes_kind(x)
+        if kind is not None:
+            return self._code_product(x, kind, given.get("input_scale"))
         if self._integers(x):
             return self._integer_product(x, given)
         values, scales = activations.round_inputs(x, self.rounding, given)
@@ -61,6 +67,20 @@ class RoundedInputs(Dequantizing):
             return self._product(values, self.bias)
         out = (self._product(values, None) * scales).to(x.dtype)
         return out if self.bias is None else out.add_(self.bias)
+
+    def _codes_kind(self, x: Tensor) -> Literal["fp8", "int8"] | None:
+        """The numbers of both sides where a GPU's kernel multiplies them as codes (`hone.ops.fp8_linear`): symmetric, with one
+        scale per row of W and one per token or for all inputs, or e4m3 in blocks of 128; None elsewhere."""
+        scheme, rounding = self.scheme, self.rounding
+        pair = (scheme.number, rounding.number, scheme.bits, rounding.bits)
+        if pair not in (("e4m3", "e4m3", 8, 8), ("int", "int", 8, 8)) or not (scheme.symmetric and rounding.symmetric):
+            return None
+        integer = scheme.number == "int"
+        if rounding.per == "group":
+            plain = rounding.group_size == 128 and rounding.scales == "float" and not integer
+            return "fp8" if plain and self._has_blocks_of_codes(x) else None
+        fits = self.scales.shape[1] == 1 and scheme.block is None and scheme.scales == "float"
+        return ("int8" if integer else "fp8") if fits and self._runs_codes(x, integer=integer) else None
 
     def _integers(self, x: Tensor) -> bool:
         """Whether weights and inputs are 8-bit integers that `torch._int_mm` multiplies fast, on a GPU, within its limits of

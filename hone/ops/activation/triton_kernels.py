@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.ops.early import early_launch, launch_options, previous_kernel_done, start_next_kernel
+
 
 @triton.jit
 def _part(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -21,9 +23,11 @@ def _part(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_forward(gate_up, out, gate_up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_forward(gate_up, out, gate_up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """out [T, F] = silu(gate) * up of gate_up [T, 2F], BLOCK columns of a row a program; WIDTH is F."""
     row, at, inside = _part(WIDTH, BLOCK)
+    previous_kernel_done(EARLY)
+    start_next_kernel(EARLY)
     gate = tl.load(gate_up + row * gate_up_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_stride + WIDTH + at, mask=inside, other=0.0)
     # The reference rounds silu(gate) before it multiplies.
@@ -58,7 +62,8 @@ def launch_gate(gate_up: Tensor, out: Tensor) -> None:
     block, warps = gate_shape(width)
     if out.numel():
         grid = (triton.cdiv(width, block) * len(rows),)
-        swiglu_forward[grid](rows, out, rows.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
+        early = launch_options(early_launch(gate_up.device))
+        swiglu_forward[grid](rows, out, rows.stride(0), WIDTH=width, BLOCK=block, num_warps=warps, **early)
 
 
 def launch_gate_backward(gate_up: Tensor, upstream: Tensor, grad: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops.attention import reference
+from hone.ops.attention.checks import check, scale_of
 from hone.ops.attention.masks import CAUSAL, Mask, Tiles
 from hone.ops.dispatch import backend_of
 
@@ -58,14 +59,8 @@ def attend(
     `sinks` [H] adds to each head's softmax (and lse) one score without a value, arXiv:2309.17453. `deterministic` makes
     gradients bit-equal from run to run. Raises SpecError for shapes, dtypes and options that do not fit together.
     """
-    _check(q, k, v, mask, sinks)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not scale > 0:
-        raise SpecError(
-            f"scale is positive, not {scale}", fix="leave scale out for head_dim ** -0.5, or give one above 0"
-        )
-    if softcap is not None and not softcap > 0:
-        raise SpecError(f"softcap is positive, not {softcap}", fix="leave softcap out for no cap, or give one above 0")
+    check(q, k, v, mask, sinks)
+    scale = scale_of(q, scale, softcap)
     extras = return_lse or sinks is not None or softcap is not None
     dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
     facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
@@ -91,6 +86,52 @@ def attend(
         out = (out * drop.transpose(1, 2)[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (out, lse) if return_lse else out
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    mask: Mask = CAUSAL,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `attend` over these keys, which may be a part of those of the softmax: the sums over all parts are exact.
+
+    `out` [B, Sq, H, Dv] in q's dtype and `lse` float32 [B, H, Sq] are those of all keys together (`merge`), as is the
+    gradient `d_out`; the rest as in `attend`. No part sees another: the way of ring attention, arXiv:2310.01889.
+    """
+    check(q, k, v, mask, None)
+    scale = scale_of(q, scale, softcap)
+    wide = (*q.shape[:3], v.shape[3])
+    for name, made, shape in (
+        ("out", out, wide),
+        ("d_out", d_out, wide),
+        ("lse", lse, (q.shape[0], q.shape[2], q.shape[1])),
+    ):
+        if made.shape != shape:
+            raise SpecError(
+                f"{name} is of shape {list(made.shape)}, not {list(shape)}",
+                fix="give out and lse of attend(..., return_lse=True), merged over all parts, and the gradient of out",
+            )
+    dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
+    facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
+    chosen = _choose(*facts, False, backend)
+    if chosen in ("torch", "reference"):
+        return reference.backward(q, k, v, out, lse, d_out, mask, scale=scale, softcap=softcap)
+    reverse = _choose_backward(*facts, False, backend)
+    blocks = _blocks(chosen, reverse, q.shape[3], v.shape[3], mask.block)[2:]
+    tiles = mask.tiles(q.shape[1], k.shape[1], *blocks, q.device, transposed=True)
+    kind = "causal" if tiles.causal else "full" if tiles.full else "lists"
+    return _attend_backward_op(
+        q, k, v, out.contiguous(), lse.contiguous(), d_out, None, tiles.q_data, tiles.k_data, tiles.lists, blocks,
+        tiles.rule, list(tiles.params), kind, scale, softcap, reverse,
+    )  # fmt: skip
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -122,65 +163,6 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         (share * out.to(share.dtype) for share, out in zip(shares, outs)), start=torch.zeros_like(shares[0, :1])
     )
     return joined.to(outs[0].dtype), (highest + total.log()).masked_fill(blind, float("-inf"))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> None:
-    for name, made in (("q", q), ("k", k), ("v", v)):
-        if made.dim() != 4:
-            raise SpecError(
-                f"{name} is [batch, sequence, heads, head_dim], not of shape {list(made.shape)}",
-                fix=f"give {name} four axes: unsqueeze(0) adds the batch, unflatten(-1, (heads, head_dim)) the heads",
-            )
-        if made.dtype != q.dtype or not made.is_floating_point():
-            raise SpecError(
-                f"q, k and v share one floating dtype: q has {q.dtype}, {name} has {made.dtype}",
-                fix="convert all three to one of bfloat16, float16, float32 with .to(dtype)",
-            )
-        if made.device != q.device:
-            raise SpecError(
-                f"q, k and v share one device: q is on {q.device}, {name} on {made.device}",
-                fix=f"move it there: {name}.to(q.device)",
-            )
-        if made.shape[2] == 0 or made.shape[3] == 0:
-            raise SpecError(
-                f"{name} {list(made.shape)} has no heads, or heads of width 0",
-                fix=f"give {name} at least one head of at least one number",
-            )
-    if k.shape[:3] != v.shape[:3]:
-        raise SpecError(
-            f"k {list(k.shape)} and v {list(v.shape)} differ in more than the head width",
-            fix="give k [B, Sk, KV, Dh] and v [B, Sk, KV, Dv]: a value for every key",
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise SpecError(
-            f"q {list(q.shape)} and k {list(k.shape)} differ in batch or head width",
-            fix="give q [B, Sq, H, Dh] and k [B, Sk, KV, Dh] of one B and one Dh",
-        )
-    if q.shape[2] % k.shape[2]:
-        raise SpecError(
-            f"q's {q.shape[2]} heads are no multiple of k's {k.shape[2]}",
-            fix="give k and v a number of heads that divides q's: consecutive query heads share a key head",
-        )
-    if sinks is not None and sinks.shape != (q.shape[2],):
-        raise SpecError(
-            f"sinks is one number a query head, [{q.shape[2]}], not of shape {list(sinks.shape)}",
-            fix=f"give a vector of {q.shape[2]} numbers, or None",
-        )
-    mask.check_sizes(q.shape[1], k.shape[1])
-    for name, made in (("q_data", mask.q_data), ("k_data", mask.k_data), ("table", mask.table)):
-        if made is None:
-            continue
-        if made.shape[0] not in (1, q.shape[0]) or made.shape[1] not in (1, q.shape[2]):
-            raise SpecError(
-                f"the mask's {name} is for {made.shape[0]} sequences and {made.shape[1]} heads (1: for all), "
-                f"q has {q.shape[0]} and {q.shape[2]}",
-                fix="make the mask for as many sequences and heads as q has, or for 1, which serves all",
-            )
-        if made.device != q.device:
-            raise SpecError(
-                f"the mask's {name} is on {made.device}, q on {q.device}",
-                fix=f"build the mask from tensors on {q.device}",
-            )
 
 
 # Branches, so that torch.compile guards on the lengths and passes constants to the backend.

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hone.ops.attention.gluon_loads import Buffers, barriers, produce, published
+from hone.ops.attention.gluon_loads import Buffers, barriers, clear_tail, produce, published
 from hone.ops.attention.gluon_ranges import keys_of
 from hone.ops.attention.gluon_tiles import (
     Plan,
@@ -44,10 +44,10 @@ _LOG2E = 1.4426950408889634
 _SPANS = {"causal": 16, "full": 1, "lists": 32}
 """Number of heads whose tiles run at the same time."""
 
-_PARTS = 2
+PARTS = 2
 """Computing warpgroups, 64 queries each."""
 
-_REGISTERS, _MAX_REGISTERS = 240, 168
+REGISTERS, MAX_REGISTERS = 240, 168
 """Registers per thread of a computing warpgroup, and the resulting average over all threads."""
 
 
@@ -134,8 +134,8 @@ def _step(
 
 
 @gluon.jit
-def _consume(o_desc, lse, mem, plan, PART: gl.constexpr, Q_REG: gl.constexpr, TURNS: gl.constexpr):
-    """One computing warpgroup: 64 rows of every tile of this program."""
+def consume(o_desc, lse, mem, plan, PART: gl.constexpr, Q_REG: gl.constexpr, TURNS: gl.constexpr):
+    """One computing warpgroup: 64 rows of every tile of this program, of which there may be none."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, mem.DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
@@ -144,19 +144,22 @@ def _consume(o_desc, lse, mem, plan, PART: gl.constexpr, Q_REG: gl.constexpr, TU
         pass_turn(PART, mem.PARTS)
     tile = published(mem, 0)
     numbers = query_data(plan, tile, PART, gl.SliceLayout(1, s_layout))
-    q = _queries(mem, 0, True, s_layout, PART, Q_REG)
-    mbarrier.wait(mem.k_ready.index(0), 0)
+    live = tile.count > 0
+    q = _queries(mem, 0, live, s_layout, PART, Q_REG)
+    mbarrier.wait(mem.k_ready.index(0), 0, pred=live)
     if TURNS:
         take_turn(PART, mem.PARTS)
     s_token = _scores(q, mem, 0, s_layout)
     if TURNS:
         pass_turn(PART, mem.PARTS)
     s = capped(warpgroup_mma_wait(0, deps=[s_token]), plan)
-    mbarrier.arrive(mem.k_free.index(0))
+    mbarrier.arrive(mem.k_free.index(0), pred=live)
     if tile.partial > 0:
         s = masked(s, plan, tile, tile.first, numbers, PART)
     m, weights, total = begin_rows(s, plan.scale_log2)
     p = gl.convert_layout(weights.to(mem.k.dtype), p_layout)
+    if plan.KIND == "paged":
+        clear_tail(mem, 0, tile, plan)
     slot = 1
     turn = 0
     while tile.count > 0:
@@ -190,6 +193,8 @@ def _consume(o_desc, lse, mem, plan, PART: gl.constexpr, Q_REG: gl.constexpr, TU
         mbarrier.arrive(mem.v_free.index((slot - 1) % mem.STAGES))
         p = gl.convert_layout(weights.to(mem.k.dtype), p_layout)
         finish_rows(acc, m, total, o_desc, mem.out, lse, plan, tile, PART)
+        if plan.KIND == "paged":
+            clear_tail(mem, slot, ahead, plan)
         m = next_m
         total = next_total
         tile = ahead
@@ -240,8 +245,8 @@ def flash_forward(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (o_desc, lse, mem, plan, 0, Q_REG, TURNS)),
-            (_consume, (o_desc, lse, mem, plan, 1, Q_REG, TURNS)),
+            (consume, (o_desc, lse, mem, plan, 0, Q_REG, TURNS)),
+            (consume, (o_desc, lse, mem, plan, 1, Q_REG, TURNS)),
             (produce, (q_desc, k_desc, v_desc, counter, mem, plan)),
         ],
         [4, 1],
@@ -260,7 +265,7 @@ class Config:
 
     @property
     def block_m(self) -> int:
-        return 64 * _PARTS
+        return 64 * PARTS
 
 
 def tile_config(head_dim: int) -> Config:
@@ -320,7 +325,7 @@ def launch(
         KIND=kind, RULE=tiles.gluon_rule() if listed else None, RANGE=keys_of(tiles) if listed else None,
         PARAMS=tiles.params if listed else (),
         DATA=(tiles.q_data is not None, tiles.k_data is not None), GROUP=heads // kv_heads, CAP=softcap is not None,
-        PARTS=_PARTS, STAGES=config.stages, Q_REG=config.q_in_registers, REGS=_REGISTERS, TURNS=config.turns,
-        num_warps=4, maxnreg=_MAX_REGISTERS,
+        PARTS=PARTS, STAGES=config.stages, Q_REG=config.q_in_registers, REGS=REGISTERS, TURNS=config.turns,
+        num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return out, lse

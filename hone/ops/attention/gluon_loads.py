@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from hone.ops.attention.gluon_tiles import Tile, keys_at, tile_at
 from hone.ops.compat import aggregate, tma_load, warpgroup_barrier
@@ -117,7 +117,29 @@ def published(mem, turn):
 
 
 @gluon.jit
-def _draw(counter):
+def clear_tail(mem, slot, tile, plan):
+    """Of a sequence's last values, in `slot`, zeros the rows past its end: whatever is there, their weight of 0 counts."""
+    BN: gl.constexpr = plan.BN
+    LANES: gl.constexpr = mem.DV // 8
+    line: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    limit = tile.batch - tile.first * BN
+    if (tile.count > 0) & (limit < BN):
+        b = slot % mem.STAGES
+        mbarrier.wait(mem.v_ready.index(b), (slot // mem.STAGES) & 1)
+        values = mem.v.index(b).reshape([BN, mem.DV])
+        for r in gl.static_range(BN // 16):
+            if (r + 1) * 16 > limit:
+                part = values.slice(r * 16, 16)
+                rows = r * 16 + gl.arange(0, 16, gl.SliceLayout(1, line))
+                kept = part.load(line)
+                part.store(gl.where((rows < limit)[:, None], kept, gl.zeros_like(kept)))
+        # Both warpgroups write the same, each before its own product reads it.
+        fence_async_shared()
+        warpgroup_barrier()
+
+
+@gluon.jit
+def draw(counter):
     """Atomically increments the counter; only the first lane gets the old value, and nothing waits for it here."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
@@ -131,8 +153,8 @@ def _draw(counter):
 
 
 @gluon.jit
-def _drawn(number):
-    """The result of `_draw` in all lanes."""
+def drawn(number):
+    """The result of `draw` in all lanes."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -162,8 +184,8 @@ def produce(q_desc, k_desc, v_desc, counter, mem, plan):
             place = tile.m * plan.BM + part * 64
             tma_load(q_desc, [tile.batch, place, tile.head, 0], mem.q_ready.index(i), mem.q.index(i))
         turn += 1
-        ahead = tile_at(plan, _drawn(number) + 2 * gl.num_programs(0))
-        number = _draw(counter)
+        ahead = tile_at(plan, drawn(number) + 2 * gl.num_programs(0))
+        number = draw(counter)
         n = tile.first
         for j in range(tile.count):
             _load_keys(k_desc, plan, tile, n, slot, mem.k_ready, mem.k_free, mem.k)

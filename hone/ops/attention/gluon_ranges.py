@@ -43,5 +43,6 @@ def _band_queries(k, params):  # type: ignore[no-untyped-def]
 KEYS = {
     "hone.ops.attention.masks:_band": f"{__name__}:_band_keys",
     "hone.ops.attention.masks:_since": f"{__name__}:_since_keys",
+    "hone.ops.attention.masks:_causal_from": f"{__name__}:_since_keys",
 }
 QUERIES = {"hone.ops.attention.masks:_band": f"{__name__}:_band_queries"}

@@ -17,7 +17,8 @@ LOWEST = gl.constexpr(-1e30)
 
 @aggregate
 class Plan:
-    """The problem of a launch: sizes, the order of its tiles, its mask. KIND is "causal", "full" or "lists"."""
+    """The problem of a launch: sizes, the order of its tiles, its mask. KIND is "causal", "full", "lists", or
+    "paged" (`hone.ops.paged.gluon_prefill`)."""
 
     seq_q: gl.tensor
     seq_k: gl.tensor
@@ -203,8 +204,11 @@ def masked(s, plan, tile, n, numbers, PART: gl.constexpr):
     BN: gl.constexpr = plan.BN
     wide = s.reshape([64, BN // 8, 4, 2])
     layout: gl.constexpr = wide.type.layout
-    rows = tile.m * plan.BM + PART * 64 + _axis(64, 0, layout)
-    places = rows + (plan.seq_k - plan.seq_q)
+    rows = PART * 64 + _axis(64, 0, layout)
+    if plan.KIND == "paged":
+        places = tile.at + rows // plan.GROUP
+    else:
+        places = tile.m * plan.BM + rows + (plan.seq_k - plan.seq_q)
     # Opaque, so that the compiler does not keep sums of the two parts of a column in registers through the outer loop.
     mine = (
         gl.inline_asm_elementwise(
@@ -218,7 +222,7 @@ def masked(s, plan, tile, n, numbers, PART: gl.constexpr):
         + n * BN
     )
     eights = _axis(BN // 8, 1, layout) * 8
-    if plan.KIND == "causal":
+    if plan.KIND == "causal" or plan.KIND == "paged":
         keep = eights <= places - mine
     elif plan.KIND == "full":
         keep = eights < plan.seq_k - mine
@@ -362,20 +366,29 @@ def _constraints(count):
 
 @gluon.jit
 def finish_rows(acc, m, total, o_desc, o_shared, lse, plan, tile, PART: gl.constexpr):
-    """Divides by the sums and stores out and lse of warpgroup PART's 64 rows."""
+    """Divides by the sums and stores out of warpgroup PART's 64 rows; without pages also their lse."""
     sums = gl.convert_layout(gl.sum(total, 1), m.type.layout)
     seen = sums > 0.0
     acc = rescaled(acc, gl.where(seen, 1.0 / sums, 0.0))
-    tma.store_wait(0)
-    stage = o_shared.index(PART)
-    stage.reshape([64, acc.shape[1]]).store(acc.to(o_desc.dtype))
-    fence_async_shared()
-    tma_store(o_desc, [tile.batch, tile.m * plan.BM + PART * 64, tile.head, 0], stage)
-    # After the fence, which would otherwise wait for these stores.
-    rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, m.type.layout)
-    base = (tile.batch * plan.heads + tile.head).to(gl.int64) * plan.seq_q
-    value = gl.where(seen, (m * plan.scale_log2 + gl.log2(sums)) * LN2, float("-inf"))
-    gl.store(lse + base + rows, value, mask=rows < plan.seq_q)
+    if plan.KIND == "paged":
+        # A box would reach into the next sequence's tokens.
+        rows = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        columns = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        steps = rows // plan.GROUP
+        heads = (tile.m + steps).to(gl.int64) * plan.heads + tile.head * plan.GROUP + rows % plan.GROUP
+        at = o_desc + heads[:, None] * acc.shape[1] + columns[None, :]
+        gl.store(at, acc.to(o_desc.dtype.element_ty), mask=(tile.at + steps < tile.batch)[:, None])
+    else:
+        tma.store_wait(0)
+        stage = o_shared.index(PART)
+        stage.reshape([64, acc.shape[1]]).store(acc.to(o_desc.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [tile.batch, tile.m * plan.BM + PART * 64, tile.head, 0], stage)
+        # After the fence, which would otherwise wait for these stores.
+        rows = tile.m * plan.BM + PART * 64 + gl.arange(0, 64, m.type.layout)
+        base = (tile.batch * plan.heads + tile.head).to(gl.int64) * plan.seq_q
+        value = gl.where(seen, (m * plan.scale_log2 + gl.log2(sums)) * LN2, float("-inf"))
+        gl.store(lse + base + rows, value, mask=rows < plan.seq_q)
 
 
 @gluon.jit

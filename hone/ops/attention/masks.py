@@ -286,6 +286,14 @@ def _since(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
     return (q >= k) & (k >= q_data)
 
 
+def _causal_from(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
+    return (q >= k) & (k >= q_data)
+
+
+def _from(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
+    return k >= q_data
+
+
 def _longformer(q, k, q_data, k_data, params):  # type: ignore[no-untyped-def]
     return (q - k <= params[0]) & (k - q <= params[1]) | (q_data == 1) | (k_data == 1)
 
@@ -344,6 +352,15 @@ def documents(ids: Tensor, size: int | None = None, *, causal: bool = True) -> M
     first = torch.where(changed, places, 0).cummax(-1).values
     first = first if size is None else torch.maximum(first, places - (_positive("window", size) - 1))
     return Mask(_since, q_data=first[:, None, :].int())
+
+
+def since(first: Tensor, *, causal: bool = True) -> Mask:
+    """Query i of sequence b attends to the keys from first[b, i] on: up to its own position, or (not causal) to the last one.
+
+    first: integer [B or 1, Sq], counted from the first key; any numbers of queries and keys, as for CAUSAL. For queries and
+    keys that are parts of longer sequences; `documents` makes it for whole ones.
+    """
+    return Mask(_causal_from if causal else _from, q_data=first[:, None, :].int())
 
 
 def documents_at(cu_seqlens: Tensor, seq_len: int, size: int | None = None, *, causal: bool = True) -> Mask:

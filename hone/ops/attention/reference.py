@@ -40,3 +40,40 @@ def attend(
     out = torch.einsum("bhqk,bkhd->bqhd", weights / total, v).to(q.dtype)
     lse = (highest + total.log()).masked_fill(blind, float("-inf"))
     return out, lse.squeeze(-1)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    mask: Mask = CAUSAL,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in the shapes and dtypes of q, k, v; out and lse may be those of more keys than these.
+
+    With p = exp(s - lse): dv = p^T d_out, ds = p (d_out v^T - sum(d_out out)). Dao et al. 2022, arXiv:2205.14135, appendix B.
+    """
+    exact = torch.promote_types(q.dtype, torch.float32)
+    groups = q.shape[2] // k.shape[2]
+    wide_k, wide_v = k.repeat_interleave(groups, dim=2).to(exact), v.repeat_interleave(groups, dim=2).to(exact)
+    wide_q, d_out = q.to(exact), d_out.to(exact)
+    scores = torch.einsum("bqhd,bkhd->bhqk", wide_q, wide_k).mul_(scale)  # in place: they are far larger than all else
+    slope = None
+    if softcap is not None:
+        bent = torch.tanh_(scores.div_(softcap))
+        scores, slope = softcap * bent, 1 - bent.square()
+    seen = mask.kept_dense(q.shape[1], k.shape[1], q.device)
+    weights = scores.sub_(lse.to(exact)[..., None]).exp_().masked_fill_(~seen, 0.0)
+    d_v = torch.einsum("bhqk,bqhd->bkhd", weights, d_out)
+    share = (d_out * out.to(exact)).sum(-1).transpose(1, 2)
+    d_scores = torch.einsum("bqhd,bkhd->bhqk", d_out, wide_v).sub_(share[..., None]).mul_(weights)
+    d_scores = d_scores if slope is None else d_scores.mul_(slope)
+    d_q = torch.einsum("bhqk,bkhd->bqhd", d_scores, wide_k) * scale
+    d_k = torch.einsum("bhqk,bqhd->bkhd", d_scores, wide_q) * scale
+    d_k, d_v = (made.unflatten(2, (-1, groups)).sum(3) for made in (d_k, d_v))
+    return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)

@@ -17,6 +17,7 @@ from hone.base.errors import SpecError
 from hone.ops import formats
 from hone.ops.dispatch import backend_of
 from hone.ops.linear import reference
+from hone.ops.linear.cpu_weights import CpuWeight, block_weight, byte_weight, dense_weight, pack_blocks
 from hone.ops.linear.reference import FP8_BLOCK
 from hone.ops.linear.shapes import fp8_shape, quantized_shape, skinny_shape
 
@@ -39,9 +40,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         "in_rows": weight.stride(1) == 1,
         "plain": not (wants_grad or torch.is_autocast_enabled(x.device.type)),
     }
-    if backend_of("linear", x.device, backend, **facts) == "triton":
-        return _skinny_op(x, weight, bias)
-    return F.linear(x, weight, bias)
+    chosen = backend_of("linear", x.device, backend, **facts)
+    if chosen == "compiled":
+        from hone.ops.linear.cpu_product import product
+
+        return product(x, dense_weight(weight, bias))
+    return _skinny_op(x, weight, bias) if chosen == "triton" else F.linear(x, weight, bias)
 
 
 def quantized_linear(
@@ -56,8 +60,9 @@ def quantized_linear(
 ) -> Tensor:
     """x [..., K] times a weight of integer codes and scales, plus bias [N]: [..., N] in x's dtype. No gradient to weights.
 
-    Takes plain codes int8 [N, K] with scales [N, G] (the reference), or the results of `formats.tile_codes` and
-    `tile_scales` for `bits` 4 or 8 (the kernels; `out_features` is N, because tiles are padded). The weight is code times
+    Takes plain codes int8 [N, K] with scales [N, G] (the reference, and the kernel of CPUs for `bits` 8; for 4 it packs them
+    first), or the results of `formats.tile_codes` and `tile_scales` for `bits` 4 or 8 (the kernels of GPUs; `out_features`
+    is N, because tiles are padded). The weight is code times
     scale, rounded to x's dtype as in `formats.dequantize`; with one scale per row the outputs are scaled instead.
     Differentiable in x, in plain torch. Raises SpecError naming the argument that does not fit.
     """
@@ -74,11 +79,35 @@ def quantized_linear(
         "tiled": tiled,
         "plain": not (torch.is_grad_enabled() and x.requires_grad),
     }
-    if backend_of("quantized_linear", x.device, backend, **facts) == "gluon":
+    chosen = backend_of("quantized_linear", x.device, backend, **facts)
+    if chosen == "gluon":
         return _quantized_op(x, codes, scales, bias, bits, num_rows)
+    if chosen == "compiled":
+        return cpu_quantized(x, codes_weight(codes, scales, bias, bits))
     if tiled:
         codes, scales = formats.untile_codes(codes, num_rows, bits), formats.untile_scales(scales, num_rows)
     return reference.quantized_linear(x, codes, scales, bias)
+
+
+def codes_weight(codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int) -> CpuWeight:
+    """The weight of plain codes int8 [N, K] and scales [N, G] as the CPU's kernel reads it; 4 bits are packed."""
+    if bits == 8:
+        return byte_weight(codes.contiguous(), scales, bias)
+    return block_weight(pack_blocks(codes), scales, codes.shape[1], bias)
+
+
+def cpu_quantized(x: Tensor, weight: CpuWeight) -> Tensor:
+    """`quantized_linear` of a weight that is held as the CPU's kernel reads it, where `choose` says 'compiled'."""
+    from hone.ops.linear.cpu_product import product
+
+    return product(x, weight)
+
+
+def cpu_unpacked(weight: CpuWeight, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Rows of a weight in 4-bit blocks as [n, K] in `dtype`, by a compiled kernel; valid until this thread's next call."""
+    from hone.ops.linear.cpu_product import unpacked
+
+    return unpacked(weight, rows, dtype)
 
 
 def fp8_codes(x: Tensor, kind: Literal["row", "1x128", "128x128"] = "row") -> tuple[Tensor, Tensor]:
@@ -118,23 +147,32 @@ def fp8_linear(
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """x e4m3 [M, K] times weight e4m3 [N, K] transposed, both with their scales, plus bias [N]: [M, N] in `dtype`.
 
     Row-wise: x_scales [M], weight_scales [N]. Block-wise: x_scales [M, K/128], weight_scales [ceil(N/128), K/128].
-    Sums over every 128 columns are added in float32. No gradient. Raises SpecError naming the argument that does not fit.
+    Sums over every 128 columns are added in float32; `fast` lets a library's product with many rows keep them in the
+    tensor cores' accumulators of about 14 bits, as serving engines do. Both may be int8, row-wise. No gradient. Raises SpecError naming the argument that does not fit.
     """
     blockwise = x_scales.dim() == 2
     _check_fp8(x, x_scales, weight, weight_scales, bias, blockwise)
+    integer = x.dtype == torch.int8
     facts = {"rows": len(x), "out_features": len(weight), "in_features": x.shape[1], "blockwise": blockwise}
+    facts["integer"] = integer
     chosen = backend_of("fp8_linear", x.device, backend, dtype=dtype, **facts)
     if chosen == "triton":
         return _fp8_op(x, x_scales, weight, weight_scales, bias, dtype)
+    if chosen == "torch" and integer:
+        sums = torch._int_mm(x, weight.T).to(torch.promote_types(dtype, torch.float32))
+        out = sums.mul_(x_scales[:, None]).mul_(weight_scales)
+        return (out if bias is None else out.add_(bias)).to(dtype)
     if chosen == "torch":
         return torch._scaled_mm(
-            x, weight.T, scale_a=x_scales[:, None], scale_b=weight_scales[None, :], bias=bias, out_dtype=dtype
-        )
+            x, weight.T, scale_a=x_scales[:, None], scale_b=weight_scales[None, :], bias=bias, out_dtype=dtype,
+            use_fast_accum=fast,
+        )  # fmt: skip
     return reference.fp8_linear(x, x_scales, weight, weight_scales, bias, dtype)
 
 
@@ -263,9 +301,9 @@ def _check_fp8(
             f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [M, K] and [N, K]",
             fix="flatten x to rows, and give weight output features first",
         )
-    if x.dtype != FP8 or weight.dtype != FP8:
+    if x.dtype != weight.dtype or x.dtype not in (FP8, torch.int8) or (blockwise and x.dtype != FP8):
         raise SpecError(
-            f"x is {x.dtype} and weight {weight.dtype}; both must be {FP8}",
+            f"x is {x.dtype} and weight {weight.dtype}; both must be {FP8}, or int8 with a scale for each row",
             fix="give the codes that fp8_codes makes of them",
         )
     (rows, columns), features = x.shape, len(weight)

@@ -1,4 +1,4 @@
-"""Products of fp8 codes with one scale per row or per block of 128: out^T = W x^T, sums promoted every 128 of K.
+"""Products of fp8 (or int8) codes with one scale per row or per block of 128: out^T = W x^T, sums promoted every 128 of K.
 
 Hopper's tensor cores accumulate fp8 products with about 14 bits; a separate sum for every 128 columns, added in float32,
 limits the error (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.ops.early import early_launch, previous_kernel_done, start_next_kernel
 from hone.ops.linear.shapes import Fp8Shape
-from hone.ops.linear.triton_skinny import early_launch, parts_of, previous_kernel_done, start_next_kernel, sum_parts
+from hone.ops.linear.triton_skinny import parts_of, sum_parts
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -22,9 +23,12 @@ def fp8_product(
     x, x_scales, weight, weight_scales, bias, out, M, N, K, stride_x, stride_xs, stride_weight, stride_ws, stride_out,
     stride_part,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKWISE: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out^T over one part of K; K in steps of 128. With parts of K, `out` is float32 [S, M, N]."""
+    """One tile of out^T over one part of K; K in steps of 128. With parts of K, `out` is float32 [S, M, N].
+
+    INTEGER: codes are int8, whose sums are exact.
+    """
     part = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N
     rows = first_row + tl.arange(0, BLOCK_N)
@@ -37,17 +41,20 @@ def fp8_product(
     x_columns = x + columns.to(tl.int64)[None, :] * stride_x
     mine = columns < M
     previous_kernel_done(EARLY)
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    SUMS: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    EMPTY: tl.constexpr = 0 if INTEGER else 0.0
+    total = tl.zeros([BLOCK_N, BLOCK_M], SUMS)
     for k in tl.range(first, last, 128, num_stages=STAGES):
         inside = k + ks < last
-        w = tl.load(weight_rows + (k + ks)[None, :], mask=inside[None, :], other=0.0)
-        xs = tl.load(x_columns + (k + ks)[:, None], mask=mine[None, :] & inside[:, None], other=0.0)
-        piece = tl.dot(w, xs)
+        w = tl.load(weight_rows + (k + ks)[None, :], mask=inside[None, :], other=EMPTY)
+        xs = tl.load(x_columns + (k + ks)[:, None], mask=mine[None, :] & inside[:, None], other=EMPTY)
+        piece = tl.dot(w, xs, out_dtype=SUMS)
         if BLOCKWISE:  # BLOCK_N divides 128: a tile lies in one block of rows
             scale = tl.load(weight_scales + (first_row // 128) * stride_ws + k // 128)
             piece *= (tl.load(x_scales + columns * stride_xs + k // 128, mask=mine, other=0.0) * scale)[None, :]
         total += piece
     start_next_kernel(EARLY)
+    total = total.to(tl.float32)
     if not BLOCKWISE:
         total *= tl.load(x_scales + columns, mask=mine, other=0.0)[None, :]
         total *= tl.load(weight_scales + rows, mask=rows < N, other=0.0)[:, None]
@@ -67,13 +74,13 @@ def fp8_rows_product(
     if not out.numel():
         return out
     blockwise, split = x_scales.dim() == 2, shape.parts > 1
-    early = split and early_launch()
+    early = split and early_launch(x.device)
     parts = parts_of(rows, features, shape.parts, out)
     fp8_product[(triton.cdiv(features, shape.block_n), shape.parts, triton.cdiv(rows, shape.block_m))](
         x, x_scales.contiguous(), weight, weight_scales.contiguous(), bias, parts, rows, features, columns,
         x.stride(0), x_scales.shape[-1], weight.stride(0), weight_scales.shape[-1], features, rows * features,
         BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, BLOCKWISE=blockwise, HAS_BIAS=bias is not None and not split,
-        EARLY=early, STAGES=shape.stages, num_warps=shape.warps, num_stages=shape.stages,
+        EARLY=early, STAGES=shape.stages, INTEGER=x.dtype == torch.int8, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return sum_parts(parts, bias, out) if split else out

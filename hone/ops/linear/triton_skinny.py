@@ -14,42 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.ops.compat import INTERPRETED
+from hone.ops.early import early_launch, prefetch, previous_kernel_done, start_next_kernel
 from hone.ops.linear.shapes import SkinnyShape
-
-_ON_GPU = tl.constexpr(not INTERPRETED)
-
-
-@triton.jit
-def previous_kernel_done(EARLY: tl.constexpr):
-    """Waits until the previous kernel's writes are visible and its reads are done."""
-    if EARLY and _ON_GPU:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def start_next_kernel(EARLY: tl.constexpr):
-    """Allows the next kernel's blocks to start where this one's have ended. Called too early, they spread unevenly over SMs."""
-    if EARLY and _ON_GPU:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def prefetch(pointers):
-    """Prefetches the 128 bytes around each pointer into L2. No value is read, so this may precede any wait."""
-    if _ON_GPU:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -119,17 +85,12 @@ def add_parts(
 def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Fills out [M, N] with the sum of parts float32 [S, M, N], in their order, plus bias [N]."""
     count, rows, columns = parts.shape
-    block, early = 512, early_launch()
+    block, early = 512, early_launch(out.device)
     add_parts[(rows, triton.cdiv(columns, block))](
         parts, bias, out, columns, parts.stride(0), out.stride(0), PARTS=count, BLOCK=block,
         HAS_BIAS=bias is not None, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
-
-
-def early_launch() -> bool:
-    """Whether this device can start a kernel before the previous one has ended (Hopper and later)."""
-    return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def parts_of(rows: int, columns: int, parts: int, out: Tensor) -> Tensor:
@@ -144,7 +105,7 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Skinny
     if not out.numel():
         return out
     parts = parts_of(rows, features, shape.parts, out)
-    split, early = shape.parts > 1, early_launch() and shape.early
+    split, early = shape.parts > 1, early_launch(x.device) and shape.early
     skinny[(triton.cdiv(features, shape.block_n), shape.parts)](
         x, weight, bias, parts, rows, features, columns, x.stride(0), weight.stride(0), features, rows * features,
         BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, BLOCK_K=shape.block_k, WHOLE_K=columns % shape.block_k == 0,

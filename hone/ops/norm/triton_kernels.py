@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.ops.early import early_launch, launch_options, previous_kernel_done, start_next_kernel
+
 
 @triton.jit
 def rms_norm_forward(
@@ -31,11 +33,14 @@ def rms_norm_forward(
     WIDTH: tl.constexpr,  # D
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """y = x / rms(x) * weight of ROWS rows, where x is x + residual (rounded to x's dtype) when RESIDUAL."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = _inside(rows, columns, num_rows, WIDTH, ROWS, BLOCK)
+    previous_kernel_done(EARLY)
+    start_next_kernel(EARLY)
     values = tl.load(x + _start(rows, inner, x_outer, x_inner) + columns, mask=inside, other=0.0)
     by = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)  # loaded during the sum
     if RESIDUAL:
@@ -168,6 +173,7 @@ def launch_forward(
         source, before, weight, y, summed, rows, rows, *source.stride()[:2], *before.stride()[:2], source.shape[1],
         num_rows, eps, largest, RESIDUAL=residual is not None, KEEPS=largest == 0 and rows.numel() > 0,
         QUANTIZED=largest != 0, WIDTH=width, ROWS=per, BLOCK=block, num_warps=warps,
+        **launch_options(early_launch(x.device)),
     )  # fmt: skip
 
 

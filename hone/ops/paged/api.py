@@ -24,6 +24,7 @@ __all__ = [
     "attend_latent",
     "attend_paged",
     "attend_planned",
+    "per_token",
     "plan_sequences",
     "quantize_kv",
     "runs_kernel",
@@ -52,7 +53,7 @@ def write_kv(
         if scale is not None and scale.dim() == 3:
             x, scale[pages, :, offsets] = quantize_kv(x, into.dtype)
         elif scale is not None:
-            x = _rounded(x / (scale[pages] if scale.dim() == 2 else scale)[..., None], into.dtype)
+            x = _rounded(x.float() / (scale[pages] if scale.dim() == 2 else scale)[..., None], into.dtype)
         into[pages, :, offsets] = x
 
 
@@ -94,8 +95,9 @@ def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
-    return (x if dtype.is_floating_point else x.round()).to(dtype)
+    if dtype.is_floating_point:
+        return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return x.round().clamp(-LARGEST[dtype] - 1, LARGEST[dtype]).to(dtype)
 
 
 def attend_paged(
@@ -130,10 +132,18 @@ def attend_paged(
     for shapes, dtypes and options that do not fit together; only the reference checks lengths and page numbers, because
     reading them would make the host wait for a GPU. No gradient.
     """
-    extras = Extras(sink_tokens, sinks, _per_token(k_scale, k_pages), _per_token(v_scale, v_pages))
+    extras = Extras(sink_tokens, sinks, per_token(k_scale, k_pages), per_token(v_scale, v_pages))
     _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
     _check_options(scale, window, sink_tokens)
-    if _backend(q, k_pages, v_pages, len(seq_lens), backend) == "triton":
+    plain = query_lens is None and not sink_tokens and sinks is None and k_scale is None
+    chosen = _backend(
+        q, k_pages, v_pages, len(seq_lens), backend, **({"decode": plain} if q.device.type == "cpu" else {})
+    )
+    if chosen == "compiled":
+        from hone.ops.paged.cpu_attend import attend_decode
+
+        return attend_decode(q, k_pages, v_pages, page_table, seq_lens, scale, window)
+    if chosen == "triton":
         from hone.ops.paged import triton_launch as paged_launch
 
         run = paged_launch.attend_pages_op if torch.compiler.is_compiling() else paged_launch.attend_pages
@@ -228,7 +238,7 @@ def _planned(q: Tensor, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor
     return plan_sequences(page_table.cpu().numpy(), totals, lengths, page_size, q.device)
 
 
-def _per_token(scale: Tensor | None, pages: Tensor) -> Tensor | None:
+def per_token(scale: Tensor | None, pages: Tensor) -> Tensor | None:
     """Scales of any of the three shapes as [num_pages, KV, page_size], without a copy."""
     if scale is None:
         return None

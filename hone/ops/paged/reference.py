@@ -205,8 +205,12 @@ def _gathered(pages: Tensor, group: _Group, scale: Tensor | None, dtype: torch.d
     rows = torch.index_select(flat, 0, index, out=group.memo[key]).view(len(group.table), kv_heads, -1, width)
     if scale is None:
         return rows.to(dtype)
-    scales = scale.reshape(-1, page_size).index_select(0, index).view(len(group.table), kv_heads, -1, 1)
-    return rows.to(dtype) * scales.to(dtype)
+    if scale.stride(0) == scale.stride(2) == 0:  # one for each head, whatever its page
+        scales = scale[0, :, :1, None]
+    else:
+        scales = scale.reshape(-1, page_size).index_select(0, index).view(len(group.table), kv_heads, -1, 1)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (rows.to(wide) * scales).to(dtype)
 
 
 def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, extras: Extras) -> Tensor:

@@ -103,7 +103,7 @@ def launch_decode(
         KV=kv_heads, GROUP=group, DIM=head_dim, ROPE_DIM=rope_dim, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv, PAGE_SIZE=page_size, SEQS=padded_seqs, BLOCK_M=block_m, BLOCK_N=plan.block_n, STAGES=plan.stages,
         WINDOWED=options.window is not None, MANY=many, SINKS=options.sinks is not None, SWAP=plan.swap,
-        INTEGER=integer, EARLY=early, num_warps=plan.num_warps,
+        INTEGER=integer, EARLY=early, num_warps=plan.num_warps, launch_pdl=early,
     )  # fmt: skip
     combine[(programs, group * max_tokens)](
         part, part_lse, note, lens, sinks, out, *out.stride()[:2],
@@ -189,6 +189,13 @@ def attend_pages(
     else:
         few = max(1, 16 // group)
         launch_decode(*tensors, few, options, plan)
+        plain = window is None and not sink_tokens and sinks is None and k_scale is None
+        if plain and locate(q.device).runs_gluon:
+            from hone.ops.paged import gluon_prefill as boxed
+
+            if boxed.fits(q, k_pages, v_pages):
+                boxed.launch(*tensors, few + 1, scale, num_sms)
+                return out
         launch_prefill(*tensors, few + 1, options)
     return out
 

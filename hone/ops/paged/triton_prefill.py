@@ -27,7 +27,7 @@ from hone.ops.paged.triton_blocks import (
 
 
 @triton.jit
-def _tile(query_lens, num_seqs, min_tokens, tile, SEQS: tl.constexpr, TOKENS: tl.constexpr):
+def tile_of(query_lens, num_seqs, min_tokens, tile, SEQS: tl.constexpr, TOKENS: tl.constexpr):
     """(sequence, its first token, first token of the tile in it) of tile number `tile`; sequence -1 past the end.
 
     Only sequences of at least `min_tokens` new tokens have tiles here.
@@ -98,7 +98,9 @@ def prefill(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales
             STAGES: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
     """One tile of BLOCK_M // GROUP tokens of one sequence and key/value head; grid (tiles, KV), late (long) tiles first."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    seq, token, begin = _tile(query_lens, num_seqs, min_tokens, tl.num_programs(0) - 1 - tl.program_id(0), SEQS, TOKENS)
+    seq, token, begin = tile_of(
+        query_lens, num_seqs, min_tokens, tl.num_programs(0) - 1 - tl.program_id(0), SEQS, TOKENS
+    )
     head = tl.program_id(1)
     if seq < 0:
         return

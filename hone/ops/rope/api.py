@@ -17,6 +17,7 @@ from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of
 from hone.ops.entry import entry_of
 from hone.ops.formats import LARGEST
+from hone.ops.norm.api import rms_norm
 from hone.ops.paged.api import check_write, write_kv
 from hone.ops.rope import reference, torch_calls
 
@@ -55,25 +56,39 @@ def rope_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
     backend: str | None = None,
 ) -> None:
     """Rotates q [T, H, Dh] in place, and writes rotated k [T, KV, Dh] and v [T, KV, Dv] into the pages, in one pass.
 
     cos, sin [T, 1, Dh/2]. Pages, `pages`, `offsets` and the scales of 8-bit pages are those of `hone.ops.write_kv`:
-    token t goes to slot offsets[t] of page pages[t], and no slot may occur twice. No gradient. Raises SpecError as
-    `write_kv` does.
+    token t goes to slot offsets[t] of page pages[t], and no slot may occur twice. With `q_norm` and `k_norm` [Dh] each
+    query and key head is normed before its rotation, as `hone.ops.rms_norm` does with these weights and `eps`
+    (query-key norm; arXiv:2302.05442). No gradient. Raises SpecError as `write_kv` does, and for norms that do not fit.
     """
     check_write(k, v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+    _check_norms(q, q_norm, k_norm)
     chosen = backend_of("rope_write", q.device, backend, dtype=q.dtype)
-    per_token = k_scale is None or (k_scale.dim() == 3 and v_scale is not None and v_scale.dim() == 3)
-    if chosen == "triton" and per_token:
+    if chosen == "triton":
         write = _rope_write_op if torch.compiler.is_compiling() else _rotate_write
-        write(q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+        write(q, k, v, cos, sin, k_pages, v_pages, pages, offsets, k_scale, v_scale, q_norm, k_norm, eps)
         return
     _check_angles(q, cos, sin)
+    if q_norm is not None and k_norm is not None:
+        q.copy_(rms_norm(q, q_norm, eps, backend=backend))
+        k = rms_norm(k, k_norm, eps, backend=backend)
     turn = (reference if chosen == "reference" else torch_calls).rope
     q.copy_(turn(q, cos, sin))
     write_kv(turn(k, cos, sin), v, k_pages, v_pages, pages, offsets, k_scale, v_scale)
+
+
+def _check_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if (weight is None) != (q_norm is None) or (weight is not None and weight.shape != q.shape[-1:]):
+            said = "is missing" if weight is None else f"{tuple(weight.shape)} does not fit q {tuple(q.shape)}"
+            raise SpecError(f"{name} {said}", fix=f"give both q_norm and k_norm [{q.shape[-1]}], or neither")
 
 
 # The GPU path: the Triton kernels as torch ops and, for eager calls, as plain autograd Functions.
@@ -158,6 +173,9 @@ def _rotate_write(
     offsets: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
 ) -> None:
     from hone.ops.rope.triton_kernels import launch_rope_write
 
@@ -169,7 +187,8 @@ def _rotate_write(
     pages, offsets = pages.contiguous(), offsets.contiguous()
     angles = angle_rows(q, cos.expand(len(q), 1, -1), sin.expand(len(q), 1, -1))
     largest = LARGEST.get(k_pages.dtype, 0.0)
-    launch_rope_write(q, k, v, *angles, k_pages, v_pages, pages, offsets, k_scale, v_scale, largest)
+    norms = None if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
+    launch_rope_write(q, k, v, *angles, k_pages, v_pages, pages, offsets, k_scale, v_scale, largest, norms, eps)
 
 
 _rope_in_place_op = torch.library.custom_op("hone::rope_in_place", _rotate_in_place, mutates_args=("x",))
@@ -184,5 +203,5 @@ def _rope_in_place_fake(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @_rope_write_op.register_fake
-def _rope_write_fake(*given: Tensor | None) -> None:
+def _rope_write_fake(*given: Tensor | float | None) -> None:
     return None

@@ -15,16 +15,33 @@ from hone.ops.sample.noise import gumbel, token_hashes
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor, keys: Tensor, filtered: bool
-) -> Tensor:
-    """`hone.ops.sample` with one option per entry in tensors [E]: temperature, top-k, top-p, log of min-p."""
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor | None,
+    top_ps: Tensor | None,
+    min_ps: Tensor | None,
+    keys: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`hone.ops.sample` with `peaks`: one option per entry in tensors [E], None where no entry has it."""
     logits = logits.float()
     drawing = temperatures != 0
-    scaled = logits / torch.where(drawing, temperatures, 1.0)[:, None]
-    if filtered:
-        scaled = _filtered(scaled, counts, shares, cuts)
-    tokens = torch.arange(logits.shape[1], device=logits.device)
-    return torch.where(drawing, (scaled + gumbel(keys, token_hashes(tokens))).argmax(-1), logits.argmax(-1))
+    scaled = logits * reciprocals(torch.where(drawing, temperatures, 1.0))[:, None]
+    if min_ps is not None:
+        scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + min_ps.log()[:, None], -math.inf)
+    if top_ks is not None or top_ps is not None:
+        vocab_size = logits.shape[1]
+        counts = torch.full_like(keys, vocab_size) if top_ks is None else top_ks
+        counts = torch.where(counts == 0, vocab_size, counts)
+        shares = torch.ones_like(temperatures) if top_ps is None else top_ps
+        scaled = _top_p(scaled, counts[:, None], shares[:, None])
+    noise = gumbel(keys, token_hashes(torch.arange(logits.shape[1], device=logits.device)))
+    best = logits.max(-1)
+    return torch.where(drawing, (scaled + noise).argmax(-1), best.indices), best.values
+
+
+def reciprocals(temperatures: Tensor) -> Tensor:
+    """What logits are multiplied with for temperatures float32: finite, so that no logit of 0 becomes NaN."""
+    return temperatures.reciprocal().clamp(max=torch.finfo(torch.float32).max)
 
 
 def filter_logits(
@@ -34,9 +51,9 @@ def filter_logits(
     top_ks: Sequence[int],
     top_ps: Sequence[float],
 ) -> Tensor:
-    """Logits [E, V] / temperature, -inf where min-p, top-k (0: all) or top-p drop the token. Temperatures must not be 0."""
+    """Logits [E, V] times 1 / temperature, -inf where min-p, top-k (0: all) or top-p drop the token. Temperatures must not be 0."""
     if any(one != 1 for one in temperatures):
-        logits = logits / _numbers(temperatures, logits)
+        logits = logits * reciprocals(_numbers(temperatures, logits))
     if any(one > 0 for one in min_ps):
         cuts = _numbers([math.log(one) if one > 0 else -math.inf for one in min_ps], logits)
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + cuts, -math.inf)
@@ -65,11 +82,18 @@ def _top_p(logits: Tensor, counts: Tensor, shares: Tensor) -> Tensor:
     return logits.masked_fill(logits < ordered.gather(-1, last), -math.inf)
 
 
-def _filtered(scaled: Tensor, counts: Tensor, shares: Tensor, cuts: Tensor) -> Tensor:
-    """`filter_logits` after the temperature, with options on the device."""
-    scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + cuts[:, None], -math.inf)
-    return _top_p(scaled, counts[:, None], shares[:, None])
-
-
 def _numbers(values: Sequence[float], logits: Tensor) -> Tensor:
     return torch.tensor(values, device=logits.device)[:, None]
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    """`hone.ops.apply_token_bitmask`: in place, -inf where the bit of a token is not set."""
+    places = (rows >= 0).nonzero()[:, 0]
+    bits = (torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)) & 1
+    of_byte = (bits == 0).view(torch.int64).flatten()  # eight bools in one number: a lookup for each byte of a mask
+    octets = bitmask[rows[places]].view(torch.uint8).int()
+    dropped = of_byte[octets.flatten()].view(torch.bool).view(len(places), 32 * bitmask.shape[1])[:, : logits.shape[1]]
+    if len(places) == len(logits):
+        logits.masked_fill_(dropped, -math.inf)
+    else:
+        logits[places] = logits[places].masked_fill_(dropped, -math.inf)

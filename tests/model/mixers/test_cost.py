@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.cost.memory import saved_values
+from hone.cost.activations.segments import saved_values
 from hone.model.context import Causal
 from hone.model.decoder import build
 from hone.model.shape import Shape

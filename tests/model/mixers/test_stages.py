@@ -34,7 +34,7 @@ def spec(name: str) -> Train:
     """Two steps of the stack that the contracts use."""
     mixers = [layer.mixer.model_dump(mode="json") for layer in tiny_model(name).config.layers]
     shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
-    steps = {"batch_size": 4, "seq_len": 48, "steps": 2, "eval_sequences": 2, "checkpoint": {"interval": 0}}
+    steps = {"batch_size": 4, "seq_len": 48, "steps": 2, "validation": {"sequences": 2}, "checkpoint": {"interval": 0}}
     return Train.read({"model": {**shape, "mixers": mixers, "max_seq_len": 96}, **steps})
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import attend
+from hone.ops import attend, attend_backward
 from hone.ops.attention import masks, reference
 from hone.ops.attention import triton_forward as flash
 from hone.ops.attention.masks import CAUSAL, FULL, Mask
@@ -54,6 +54,29 @@ def test_any_mask_and_shape(mask, heads, lengths, widths) -> None:
     found, wanted = both(mask, heads, lengths, widths, torch.float32)
     for ours, true in zip(found, wanted):
         torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_parts_of_the_keys_add_up() -> None:
+    """As ring attention calls the kernels: out and lse of all keys, another mask for each part of them."""
+    leaves = [torch.randn(2, 80, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+    mask = masks.documents(IDS)
+    out, lse = attend(*(leaf.double() for leaf in leaves), mask, backend="reference", return_lse=True)
+    d_out = torch.randn(2, 80, 4, 16)
+    wanted = torch.autograd.grad(out, leaves, d_out.double())
+    first = mask.q_data[:, 0]
+    q, k, v, out, lse = (made.detach().float() for made in (*leaves, out, lse))
+    found = [torch.zeros_like(part) for part in (q, k, v)]
+    for queries, keys, causal in (
+        (slice(0, 32), slice(0, 32), True),
+        (slice(32, 80), slice(0, 32), False),
+        (slice(32, 80), slice(32, 80), True),
+    ):
+        part = masks.since((first[:, queries] - keys.start).clamp(min=0), causal=causal)
+        ours = q[:, queries], k[:, keys], v[:, keys], out[:, queries], lse[..., queries], d_out[:, queries]
+        for total, at, grad in zip(found, (queries, keys, keys), attend_backward(*ours, part, backend="triton")):
+            total[:, at] += grad
+    for ours, true in zip(found, wanted):
+        torch.testing.assert_close(ours, true, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("widths", [(96, 96), (192, 128), (256, 256), (80, 24)])

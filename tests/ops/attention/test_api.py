@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops import attend, merge
+from hone.ops import attend, attend_backward, merge
 from hone.ops.attention import cudnn, masks
 from hone.ops.attention.masks import CAUSAL, FULL, Mask
 
@@ -146,6 +146,31 @@ def test_gradients_through_a_merge_are_those_of_the_whole() -> None:
     out, _ = merge([attend(*leaves, Mask(rule, (4,)), return_lse=True) for rule in (near, far)])
     for found, wanted in zip(torch.autograd.grad(out, leaves, upstream), whole):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradients_of_parts_add_up_to_those_of_the_whole(softcap: float | None) -> None:
+    leaves = [part.requires_grad_() for part in inputs()]
+    out, lse = attend(*leaves, CAUSAL, return_lse=True, softcap=softcap)
+    upstream = torch.randn_like(out)
+    whole = torch.autograd.grad(out, leaves, upstream)
+    q, k, v = (part.detach() for part in leaves)
+    rest = (out.detach(), lse.detach(), upstream)
+    d_q = torch.zeros_like(q)
+    for at in (slice(0, 3), slice(3, 4), slice(4, 11)):
+        tail = slice(at.start, None)  # the queries that attend to the first of these keys
+        ours = q[:, tail], k[:, at], v[:, at], rest[0][:, tail], rest[1][..., tail], upstream[:, tail]
+        places = torch.arange(at.start, 11)[None] - at.start
+        mask = Mask(_up_to, (), q_data=places[:, None].int())
+        part, d_k, d_v = attend_backward(*ours, mask, softcap=softcap)
+        d_q[:, tail] += part
+        torch.testing.assert_close(d_k, whole[1][:, at])
+        torch.testing.assert_close(d_v, whole[2][:, at])
+    torch.testing.assert_close(d_q, whole[0])
+
+
+def _up_to(q, k, q_data, k_data, params):
+    return k <= q_data
 
 
 @pytest.mark.slow

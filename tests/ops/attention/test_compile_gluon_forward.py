@@ -39,16 +39,16 @@ def compiled(head_dim: int, *, softcap: bool = False, dtype: str = "bf16", **mas
     constants = {
         "GROUP": 4,
         "CAP": softcap,
-        "PARTS": flash._PARTS,
+        "PARTS": flash.PARTS,
         "STAGES": config.stages,
         "Q_REG": config.q_in_registers,
-        "REGS": flash._REGISTERS,
+        "REGS": flash.REGISTERS,
         "TURNS": config.turns,
         **mask,
         "RULE": mask["RULE"] and gluon_function(mask["RULE"]),
         "RANGE": gluon_function(KEYS[mask["RULE"]]) if mask["RULE"] in KEYS else None,
     }
-    return compile_gluon(flash.flash_forward, signature, constants, maxnreg=flash._MAX_REGISTERS)
+    return compile_gluon(flash.flash_forward, signature, constants, maxnreg=flash.MAX_REGISTERS)
 
 
 @pytest.mark.slow

@@ -42,6 +42,8 @@ def every_mask(seq_len: int, batch: int, heads: int, seed: int) -> list[Mask]:
         masks.documents(ids),
         masks.documents(ids, 5),
         masks.documents(ids, causal=False),
+        masks.since(draw(seq_len + 2, batch, seq_len)),
+        masks.since(draw(seq_len + 2, 1, seq_len), causal=False),
         masks.longformer(draw(9, 1, seq_len) == 0, 6, 2),
         masks.longformer(draw(9, batch, seq_len) == 0, 6, causal=True),
         masks.bigbird(seq_len, block=16, num_heads=heads, seed=seed),

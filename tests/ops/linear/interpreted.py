@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops import fp8_linear, linear
+from hone.ops import fp8_linear, input_codes, linear
 from hone.ops.linear.api import fp8_codes
 from hone.ops.linear.reference import fp8_values
 from hone.ops.linear.shapes import Fp8Shape, SkinnyShape
@@ -64,3 +64,35 @@ def test_fp8(kind: str, rows: int, features: int, columns: int, parts: int) -> N
     out = fp8_rows_product(x, x_scales, weight, weight_scales, bias, torch.float32, shape)
     expected = fp8_values(x, x_scales, torch.float64) @ fp8_values(weight, weight_scales, torch.float64).T + bias
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "features", "columns", "parts"), [(3, 40, 256, 1), (18, 130, 384, 2)])
+def test_int8(rows: int, features: int, columns: int, parts: int) -> None:
+    """Sums beyond what float16 or 24 bits hold are exact before the scales."""
+    x, weight = (torch.randint(-128, 128, (count, columns), dtype=torch.int8) for count in (rows, features))
+    x_scales, weight_scales, bias = torch.rand(rows), torch.rand(features), torch.randn(features)
+    shape = Fp8Shape(32, 16, warps=4, stages=2, parts=parts)
+    out = fp8_rows_product(x, x_scales, weight, weight_scales, bias, torch.float32, shape)
+    exact = x.double() @ weight.double().T * x_scales.double()[:, None] * weight_scales.double() + bias
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-2)
+    whole = fp8_linear(x, x_scales, weight, weight_scales, bias, dtype=torch.float32)
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-6, atol=1e-1)
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_input_codes(group_size: int | None, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 384) * 3).to(dtype)
+    x[2] = 0
+    for given in (x, x[:, :256], torch.cat((x, x), 1)[:, 384:]):
+        ours, plain = (
+            input_codes(given, "int8", group_size=group_size, backend=one) for one in ("triton", "reference")
+        )
+        assert torch.equal(ours[1], plain[1]) and (ours[0].int() - plain[0].int()).abs().max() <= 1
+        assert (ours[0] != plain[0]).float().mean() < 0.01
+        scales = input_codes(given, "fp8", group_size=group_size, backend="triton")[1]
+        assert torch.equal(scales, input_codes(given, "fp8", group_size=group_size)[1])
+    fixed = torch.tensor([0.01])
+    ours, plain = (input_codes(x, "int8", scale=fixed, backend=one) for one in ("triton", "reference"))
+    assert ours[0].min() == -128 and ours[0].max() == 127 and torch.equal(ours[0], plain[0])
+    assert ours[1].shape == (5,) and torch.equal(ours[1], plain[1])

@@ -81,7 +81,7 @@ def test_quantized_linear_rounds_weights_as_the_checkpoint_says() -> None:
     codes, scales = codes_and_scales(16, 64, 4, 32)
     x = torch.randn(3, 64).bfloat16()
     expected = F.linear(x, formats.dequantize(codes, scales.bfloat16(), torch.bfloat16))
-    assert torch.equal(quantized_linear(x, codes, scales.bfloat16()), expected)
+    assert torch.equal(quantized_linear(x, codes, scales.bfloat16(), backend="reference"), expected)
 
 
 @pytest.mark.parametrize("kind", ["row", "1x128", "128x128"])

@@ -13,6 +13,7 @@ from hone.ops.linear.gluon_quantized import max_registers, w4_stream
 from hone.ops.linear.gluon_sparse import max_registers as sparse_registers
 from hone.ops.linear.gluon_sparse import sparse_stream
 from hone.ops.linear.shapes import QuantizedShape, fp8_shape, quantized_shape, skinny_shape, sparse_shape
+from hone.ops.linear.triton_codes import row_codes
 from hone.ops.linear.triton_fp8 import fp8_product
 from hone.ops.linear.triton_skinny import skinny
 from tests.ops.compiled import compile_gluon, compile_triton, descriptor
@@ -140,21 +141,42 @@ def test_two_of_four(rows: int) -> None:
     assert record.count("PRMT") + record.count("LOP3") <= 16 * 17 + 48, record.line()
 
 
-@pytest.mark.parametrize("blockwise", [False, True])
-def test_fp8(blockwise: bool) -> None:
+@pytest.mark.parametrize("kind", ["fp8 rows", "fp8 blocks", "int8"])
+def test_fp8(kind: str) -> None:
+    blockwise, integer = kind == "fp8 blocks", kind == "int8"
+    code = "*i8" if integer else "*fp8e4nv"
     shape = fp8_shape(16, *SIZE, blockwise=blockwise)
     record = compile_triton(
         fp8_product,
-        {"x": "*fp8e4nv", "x_scales": "*fp32", "weight": "*fp8e4nv", "weight_scales": "*fp32", "bias": "*bf16", "out": "*bf16"}
+        {"x": code, "x_scales": "*fp32", "weight": code, "weight_scales": "*fp32", "bias": "*bf16", "out": "*bf16"}
         | integers("M N K stride_x stride_xs stride_weight stride_ws stride_out stride_part"),
         {
             "BLOCK_N": shape.block_n, "BLOCK_M": shape.block_m, "BLOCKWISE": blockwise, "HAS_BIAS": False,
-            "EARLY": shape.parts > 1, "STAGES": shape.stages,
+            "EARLY": shape.parts > 1, "STAGES": shape.stages, "INTEGER": integer,
         },
         num_warps=shape.warps, num_stages=shape.stages,
         divisible=("N", "K", "stride_x", "stride_weight", "stride_out"),
     )  # fmt: skip
-    assert record.clean and record.count("QGMMA") == 4, record.line()  # 128 columns, then a fresh sum
+    assert record.clean and (integer or record.count("QGMMA") == 4), record.line()  # 128 columns, then a fresh sum
+
+
+@pytest.mark.parametrize("code", ["*i8", "*fp8e4nv"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_input_codes(code: str, fixed: bool) -> None:
+    types = {
+        "x": "*bf16",
+        "fixed": "*fp32",
+        "codes": code,
+        "scales": "*fp32",
+        "low": "fp32",
+        "high": "fp32",
+        "span": "fp32",
+    }
+    record = compile_triton(
+        row_codes, types | integers("stride_x K width"), {"FIXED": fixed, "BLOCK": 4096}, num_warps=8, num_stages=1,
+        divisible=("stride_x", "K", "width"),
+    )  # fmt: skip
+    assert record.clean
 
 
 def test_the_kernels_are_torch_ops_that_know_their_outputs() -> None:

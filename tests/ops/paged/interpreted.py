@@ -56,9 +56,10 @@ def test_decode_of_a_few_tokens_a_row():
     assert distance(run(case, decode=3), case.expected()) < 1e-6
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 9, "sink_tokens": 5}])
 @pytest.mark.parametrize("page_dtype", [torch.float8_e4m3fn, torch.int8])
-def test_pages_of_8_bits(page_dtype):
-    case = Case([40, 3, 17, 64], [3, 1, 17, 20], page_size=16, page_dtype=page_dtype)
+def test_pages_of_8_bits(page_dtype, options):
+    case = Case([40, 3, 17, 64], [3, 1, 17, 20], page_size=16, page_dtype=page_dtype, **options)
     assert distance(run(case, decode=3, prefill=4), case.expected()) < 2e-3
 
 

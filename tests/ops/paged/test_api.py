@@ -178,7 +178,7 @@ def test_fixed_scales_are_used_and_clamped_to(shape):
     k = torch.tensor([[[1.0, -300.0]]])
     pages, scale = torch.zeros(1, 1, 4, 2, dtype=torch.int8), torch.full((1,) if shape == "head" else (1, 1), 0.5)
     write_kv(k, k, pages, pages.clone(), torch.tensor([0]), torch.tensor([2]), scale, scale)
-    assert pages[0, 0, 2].tolist() == [2, -127] and pages.count_nonzero() == 2
+    assert pages[0, 0, 2].tolist() == [2, -128] and pages.count_nonzero() == 2
 
 
 @pytest.mark.parametrize("query_lens", [None, [2, 1, 3]])

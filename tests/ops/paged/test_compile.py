@@ -8,10 +8,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+from hone.ops.attention.gluon_forward import MAX_REGISTERS, PARTS, REGISTERS, tile_config
 from hone.ops.compat import INTERPRETED
+from hone.ops.paged import gluon_prefill
 from hone.ops.paged.gluon_latent import decode_latents
 from hone.ops.paged.triton_decode import decode
 from hone.ops.paged.triton_prefill import prefill
+from hone.ops.paged.triton_shared import own_rest, shared_parts, shared_tile
 from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -124,3 +127,49 @@ def test_latents_of_many_heads():
     assert record.count("HGMMA") == 2 * (36 + 4), record.line()
     # Addresses and bounds, a few of them in the loop; sums and weights stay in registers.
     assert record.spill_bytes < 600, record.line()
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_shared_pages_are_products_of_many_rows(group: int) -> None:
+    rows, block_n = shared_tile(128, group, 128)
+    shape = {
+        "GROUP": group,
+        "DIM": 128,
+        "DIM_V": 128,
+        "BLOCK_D": 128,
+        "BLOCK_DV": 128,
+        "PAGE_SIZE": 64,
+        "STAGES": 3,
+        "S": 4,
+    }
+    types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16") | {
+        "part": "*fp32",
+        "part_lse": "*fp32",
+        "scale": "fp32",
+    }
+    types |= dict.fromkeys(("table", "seq_lens", "shared"), "*i32")
+    for kernel, block_m, wide, warps in ((shared_parts, rows, block_n, 8), (own_rest, 16, 32, 4)):
+        constants = {**shape, "BLOCK_M": block_m, "BLOCK_N": wide}
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        aligned = [name for name in signature if name in STRIDES]
+        record = compile_triton(kernel, signature, constants, num_warps=warps, divisible=aligned)
+        assert record.spill_bytes == 0 and record.shared <= SHARED_LIMIT
+        assert record.count("HGMMA" if kernel is shared_parts else "HMMA") and record.count("LDGSTS")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "group", "page_size"), [(128, 4, 64), (128, 1, 256), (64, 8, 16)])
+def test_prefill_in_boxes_of_pages(dim: int, group: int, page_size: int) -> None:
+    config = tile_config(dim)
+    rows = min(page_size, config.block_n)
+    pages = descriptor("bf16", [1, 1, rows, 64])
+    counts = dict.fromkeys(("num_tiles", "kv_heads", "table_row"), "i32")
+    pointers = dict.fromkeys(("table", "records", "counter"), "*i32") | {"out": "*bf16", "scale_log2": "fp32"}
+    queries = descriptor("bf16", [1, 64 // group, group, dim])
+    types = {"q_desc": queries, "k_desc": pages, "v_desc": pages, **pointers, **counts}
+    tile = {"GROUP": group, "BN": config.block_n, "D": dim, "ROWS": rows, "PAGE": page_size, "PARTS": PARTS}
+    more = {"STAGES": config.stages, "Q_REG": config.q_in_registers, "REGS": REGISTERS, "TURNS": config.turns}
+    record = compile_gluon(gluon_prefill.paged_forward, types, {**tile, **more, "NUMBERS": 8}, maxnreg=MAX_REGISTERS)
+    assert record.clean and not record.count("HMMA"), record.line()
+    # Every step, and every way from one tile to the next, has a product under way while it waits for the one before.
+    assert record.waits().count(1) >= 2 * 2, record.line()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.ops import attend_latent, attend_paged, quantize_kv, write_kv
+from hone.ops import attend_latent, attend_paged, attend_shared, quantize_kv, write_kv
 from tests.ops.paged.paged_case import Case, distance
 
 pytestmark = pytest.mark.gpu
@@ -166,3 +166,28 @@ def test_what_is_written_is_read(page_dtype):
     ]
     weights = (torch.einsum("hgd,khd->hgk", q[0].double().view(8, 4, 128), wide[0]) * 0.1).softmax(-1)
     assert distance(out[0], torch.einsum("hgk,khd->hgd", weights, wide[1]).reshape(32, 128)) < 5e-3
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (8, 2, 128), (2, 7, 64), (1, 8, 96)])
+def test_shared_pages_are_read_once_and_count_once(kv_heads: int, group: int, dim: int) -> None:
+    """Runs of sequences that share pages, and none: as the reference, and one captured graph serves them all."""
+    count, page_size, per = 70, 64, 12
+    k_pages, v_pages = torch.randn(2, count * per, kv_heads, page_size, dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(count, kv_heads * group, dim, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(count * per, device="cuda").view(count, per).int()
+    lens = torch.randint(1, per * page_size, (count,), device="cuda", dtype=torch.int32)
+    shared = torch.zeros(3, dtype=torch.int32, device="cuda")
+    attend_shared(q, k_pages, v_pages, table, lens, shared, scale=dim**-0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend_shared(q, k_pages, v_pages, table, lens, shared, scale=dim**-0.5)
+    for begin, end, pages in ((0, 0, 0), (0, count, 9), (3, 61, 1), (69, 70, 4), (10, 43, 12)):
+        shared.copy_(torch.tensor([begin, end, pages], dtype=torch.int32))
+        table[begin:end, :pages] = table[begin, :pages].clone()
+        lens[begin:end] = lens[begin:end].clamp(min=pages * page_size)
+        graph.replay()
+        exact = attend_paged(
+            q.double(), k_pages.double(), v_pages.double(), table, lens, scale=dim**-0.5, backend="reference"
+        )
+        assert float((out.double() - exact).norm() / exact.norm()) < 5e-3

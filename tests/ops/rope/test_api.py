@@ -57,6 +57,21 @@ def test_pages_of_eight_bits_get_their_scales() -> None:
     assert not scales[0][0, :, 1:].any() and scales[0][pages, :, offsets].all()
 
 
+def test_heads_are_normed_before_they_turn() -> None:
+    q, k, v = torch.randn(6, 8, 16).split([4, 2, 2], dim=1)
+    angles, norms = torch.randn(6, 1, 8), torch.rand(2, 16) + 0.5
+    cos, sin, slots = angles.cos(), angles.sin(), torch.tensor([5, 0, 7, 2, 11, 6])
+    first, second = torch.zeros(2, 2, 3, 2, 4, 16)
+    normed = [
+        one / (one**2).mean(-1, keepdim=True).add(1e-3).sqrt() * by for one, by in zip((q, k), norms, strict=True)
+    ]
+    write_kv(reference.rope(normed[1], cos, sin), v, *second, slots // 4, slots % 4)
+    expected = reference.rope(normed[0], cos, sin)
+    rope_write(q, k, v, cos, sin, *first, slots // 4, slots % 4, q_norm=norms[0], k_norm=norms[1], eps=1e-3)
+    torch.testing.assert_close(q, expected)
+    torch.testing.assert_close(first, second)
+
+
 def test_angles_that_do_not_fit_are_an_error() -> None:
     with pytest.raises(SpecError, match="do not fit"):
         angle_rows(torch.randn(5, 3, 8), torch.randn(5, 1, 3), torch.randn(5, 1, 3))

@@ -32,11 +32,14 @@ def test_rope(dtype: torch.dtype, shape: tuple[int, ...], angles: tuple[int, ...
 
 @pytest.mark.parametrize("pages_dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (6, 6, 96), (1, 1, 64)])
-def test_rope_write(pages_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_write(pages_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, normed: bool) -> None:
     count, page_size = 301, 16
     qkv = torch.randn(count, heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     turn = torch.randn(count, 1, head_dim // 2, device="cuda")
     slots = torch.randperm(40 * page_size, device="cuda")[:count]
+    norms = (torch.rand(2, head_dim, device="cuda") + 0.5).bfloat16()
+    options = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6} if normed else {}
     found = []
     for backend in ("triton", "reference"):
         q, k, v = (given := qkv.clone()).split([heads, kv_heads, kv_heads], 1)
@@ -46,7 +49,7 @@ def test_rope_write(pages_dtype: torch.dtype, heads: int, kv_heads: int, head_di
         )
         rope_write(
             q, k, v, turn.cos().bfloat16(), turn.sin().bfloat16(), *pages, slots // page_size, slots % page_size, *scales,
-            backend=backend,
+            **options, backend=backend,
         )  # fmt: skip
         known = pages.float() if scales[0] is None else pages.float() * scales[..., None]  # type: ignore[index]
         found.append((given, *known))

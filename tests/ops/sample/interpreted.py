@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.ops import linear_cross_entropy, rms_norm, rope_write, sample
+from hone.ops import (
+    apply_token_bitmask,
+    count_tokens,
+    linear_cross_entropy,
+    penalize,
+    rms_norm,
+    rope_write,
+    sample,
+    token_logprobs,
+)
 from hone.ops.sample.noise import noise_keys
 from tests.ops.agree import agree
 
@@ -37,6 +46,21 @@ def test_sample(options: dict, dtype: torch.dtype) -> None:
             agree(lambda backend, h=heat, k=keys: [sample(logits, h, **options, keys=k, backend=backend)])
 
 
+@pytest.mark.parametrize(("vocab", "dtype"), [(1, torch.float32), (300, torch.float16), (9000, torch.float32)])
+def test_bitmask(vocab: int, dtype: torch.dtype) -> None:
+    words = -(-vocab // 32)
+    masks = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64).int()
+    logits = torch.randn(5, vocab + 3).to(dtype)[:, :vocab]  # rows apart
+
+    def run(backend: str) -> list[torch.Tensor]:
+        mine = torch.full((5, vocab + 3), 7.0, dtype=dtype)
+        mine[:, :vocab] = logits
+        apply_token_bitmask(mine[:, :vocab], masks, torch.tensor([2, -1, 0, 2, -1]), backend=backend)
+        return [mine]
+
+    agree(run)
+
+
 def test_strided_inputs_are_read_as_what_they_are() -> None:
     x, weight = torch.randn(6, 8), torch.rand(16)[::2]
     agree(lambda backend: [rms_norm(x, weight, 1e-5, backend=backend)], "torch")
@@ -58,3 +82,65 @@ def test_strided_inputs_are_read_as_what_they_are() -> None:
             torch.randn(6, 8, 2).mT, *torch.randn(2, 6, 2, 8), cos, sin, *torch.zeros(2, 6, 2, 4, 8), *places.T,
             backend="triton",
         )  # fmt: skip
+
+
+def test_seeds_give_their_keys_and_peaks_are_the_largest_logits() -> None:
+    logits = torch.randn(4, 300)
+    seeds, positions = torch.tensor([3, -5, 2**62, 0]), torch.tensor([0, 9, 1000, 4])
+    for heat in (1.0, [0.0, 1.0, 0.5, 0.0]):
+        agree(lambda backend, h=heat: [sample(logits, h, keys=noise_keys(seeds, positions), backend=backend)])
+        both = sample(logits[:2], heat if heat == 1.0 else heat[:2], keys=(seeds[:2], positions[:2]), backend="triton")
+        alone = sample(logits[:2], heat if heat == 1.0 else heat[:2], keys=noise_keys(seeds, positions)[:2])
+        assert torch.equal(both, alone)
+    logits[2, 7] = float("nan")
+    tokens, peaks = sample(logits, 1.0, keys=noise_keys(seeds, positions), peaks=True, backend="triton")
+    assert torch.equal(peaks[[0, 1, 3]], logits[[0, 1, 3]].amax(-1)) and peaks[2].isnan()
+    assert tokens[2] != 7
+
+
+def test_thresholds_of_wild_rows() -> None:
+    """Ties, huge ranges, banned tokens and rows of one kept token: the search ends and finds what a sort finds."""
+    rows = torch.stack(
+        (
+            torch.zeros(40), torch.arange(40.0), torch.full((40,), -1e30).index_fill_(0, torch.tensor([3, 5]), 2.0),
+            torch.full((40,), -float("inf")).index_fill_(0, torch.tensor([8]), -1e5), torch.randn(40) * 1e-6,
+            torch.randn(40).half().float() * 8,
+        )
+    )  # fmt: skip
+    for seed in range(3):
+        keys = noise_keys(range(seed, seed + 6), range(6))
+        for options in ({"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.5, "min_p": 0.01}, {"top_p": 0.0}):
+            agree(lambda backend, o=options, k=keys: [sample(rows, 0.9, **o, keys=k, backend=backend)])
+
+
+def test_penalties_and_counts() -> None:
+    logits = (torch.randn(5, 70) * 3).half()
+    made = {}
+    for backend in ("triton", "reference"):
+        counts = torch.zeros(3, 70, dtype=torch.int32)
+        prompt, some = torch.randint(0, 70, (2, 30), generator=torch.Generator().manual_seed(1))
+        count_tokens(counts, torch.arange(30) % 3, prompt, prompt=True, backend=backend)
+        count_tokens(counts, torch.arange(30) % 4 - 1, some, backend=backend)
+        options = torch.tensor([[0.5, 0.0, 1.0, 0.0, 2.0], [0.1, 1.0, 0.0, 0.0, 0.3], [1.2, 1.0, 0.8, 3.0, 1.0]])
+        made[backend] = penalize(logits, counts, torch.tensor([0, 2, -1, 1, 1]), *options, backend=backend), counts
+    assert torch.equal(made["triton"][1], made["reference"][1])
+    torch.testing.assert_close(made["triton"][0], made["reference"][0])
+
+
+@pytest.mark.parametrize("top", [0, 1, 7])
+def test_logprobs(top: int) -> None:
+    for width in (11, 4500):
+        logits = torch.randn(3, width) * 2
+        logits[1, :] = -float("inf")
+        logits[1, [4, 2]] = 1.0
+        if width > 4096 or top < 3:
+            tokens = torch.tensor([1, 2, width - 1])
+            found = token_logprobs(logits, tokens, top, backend="triton")
+            plain = token_logprobs(logits, tokens, top)
+            for ours, theirs in zip(found[:2], plain[:2], strict=True):
+                torch.testing.assert_close(ours, theirs)
+            assert torch.equal(found[2][[0, 2]], plain[2][[0, 2]])
+            if top:
+                assert found[2][1, :2].tolist() == [2, 4][:top]
+                first = token_logprobs(logits, found[2][:, 0].contiguous(), top, backend="triton")
+                assert torch.equal(first[0], first[1][:, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hone.base.errors import SpecError
-from hone.ops import choose, sample
+from hone.ops import apply_token_bitmask, choose, count_tokens, penalize, sample, token_logprobs
 from hone.ops.dispatch import Where
 from hone.ops.sample.noise import GUMBEL, RESIDUAL, gumbel, noise_keys, token_hashes, uniform
+from hone.ops.sample.penalties import IN_PROMPT
 from hone.ops.sample.reference import filter_logits
 
 MASK = (1 << 64) - 1
@@ -28,11 +30,11 @@ def splitmix(value: int) -> int:
 
 def noise_by_hand(seed: int, position: int, stream: int, token: int) -> float:
     key = splitmix(splitmix(splitmix(seed & MASK) ^ position) ^ stream)
-    x = splitmix(token) ^ key
-    for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        x = ((x ^ (x >> 33)) * multiplier) & MASK
-    x ^= x >> 33
-    return -math.log(-math.log(((x >> 11) + 0.5) * 2.0**-53))
+    x = token * 0x9E3779B1 % 2**32 ^ key % 2**32
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15) ^ (key >> 32)) * 0x846CA68B % 2**32
+    x ^= x >> 16
+    return -math.log(-math.log1p(-min((x + 0.5) * 2.0**-32, 1 - 2.0**-24)))
 
 
 @settings(max_examples=100)
@@ -42,7 +44,7 @@ def noise_by_hand(seed: int, position: int, stream: int, token: int) -> float:
 def test_noise_is_its_definition(seed: int, position: int, stream: int, token: int) -> None:
     keys = noise_keys([seed], [position], [stream])
     found = gumbel(keys, token_hashes(torch.tensor([token])))
-    assert found.item() == pytest.approx(noise_by_hand(seed, position, stream, token), rel=1e-12, abs=1e-12)
+    assert found.item() == pytest.approx(noise_by_hand(seed, position, stream, token), rel=1e-5, abs=1e-6)
     signed = seed - (1 << 64) if seed >> 63 > 0 else seed
     assert torch.equal(noise_keys(torch.tensor([signed]), torch.tensor([position]), stream), keys)
 
@@ -50,6 +52,15 @@ def test_noise_is_its_definition(seed: int, position: int, stream: int, token: i
 def test_noise_is_gumbel() -> None:
     noise = gumbel(noise_keys([3, 4], [0, 0]), token_hashes(torch.arange(5000)))
     assert stats.kstest(noise.flatten().tolist(), "gumbel_r").pvalue > 1e-3
+    # Neighbours in the vocabulary, positions of a seed and seeds at a position are independent.
+    table = gumbel(
+        noise_keys([s for s in range(40) for _ in range(40)], list(range(40)) * 40), token_hashes(torch.arange(60))
+    )
+    table = stats.norm.ppf(stats.gumbel_r.cdf(table.double().view(40, 40, 60).numpy()))
+    for axis in range(3):
+        assert abs((table.take(range(1, 40), axis) * table.take(range(39), axis)).mean()) < 5 / math.sqrt(39 * 40 * 40)
+    exceeding = (table > 3.5).sum()  # 22 expected
+    assert 5 < exceeding < 50
     assert stats.kstest([uniform(seed, 5, 1) for seed in range(2000)], "uniform").pvalue > 1e-3
 
 
@@ -96,8 +107,27 @@ def test_tensors_and_numbers_filter_alike(
     drawn = sample(logits.expand(64, -1), heat, top_k, top_p, min_p, keys=keys)
     assert kept[drawn].all()
     # Noise added to what is kept alone draws the same: nothing kept was dropped.
-    scores = (logits / heat + gumbel(keys, token_hashes(torch.arange(len(values))))).masked_fill(~kept, -math.inf)
+    scores = (
+        logits * torch.tensor(heat).reciprocal() + gumbel(keys, token_hashes(torch.arange(len(values))))
+    ).masked_fill(~kept, -math.inf)
     assert torch.equal(drawn, scores.argmax(-1))
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 70), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_a_bitmask_keeps_the_tokens_of_its_bits(vocab: int, num_rows: int, random: Random) -> None:
+    kept = [[random.random() < 0.5 for _ in range(vocab)] for _ in range(2)]
+    words = [
+        [sum(bit << place for place, bit in enumerate(one[32 * w : 32 * w + 32])) for w in range(-(-vocab // 32))]
+        for one in kept
+    ]
+    masks = torch.tensor(words, dtype=torch.int64).int()  # bit 31 is the sign
+    rows = [random.choice((-1, 0, 1)) for _ in range(num_rows)]
+    logits = torch.randn(num_rows, vocab)
+    found = logits.clone()
+    apply_token_bitmask(found, masks, torch.tensor(rows, dtype=torch.int64))
+    for before, after, row in zip(logits.tolist(), found.tolist(), rows):
+        assert after == [x if row < 0 or kept[row][token] else -math.inf for token, x in enumerate(before)]
 
 
 def test_wrong_arguments_and_where_it_runs() -> None:
@@ -114,7 +144,32 @@ def test_wrong_arguments_and_where_it_runs() -> None:
     ):  # fmt: skip
         with pytest.raises(SpecError, match=f"{name} (is|has)"):
             sample(torch.zeros(2, 5), **{"temperature": 1.0, "keys": keys, name: wrong})
+    tokens, peaks = sample(torch.tensor([[0.0, 2.0], [1.0, float("nan")]]), 0.0, keys=keys, peaks=True)
+    assert tokens[0] == 1 and peaks[0] == 2 and peaks[1].isnan()
     h200 = Where("cuda", (9, 0), 132, (3, 6))
     assert choose("sample", h200, dtype=torch.float32).backend == "triton"
     assert choose("sample", h200, dtype=torch.float64).backend == "reference"
     assert choose("sample", Where(), dtype=torch.float32).backend == "reference"
+
+
+def test_penalties_are_their_definition() -> None:
+    logits = torch.tensor([[1.0, -1.0, 2.0, 0.5], [1.0, -1.0, 2.0, 0.5], [1.0, -1.0, 2.0, 0.5]])
+    counts = torch.zeros(2, 4, dtype=torch.int32)
+    ones = torch.ones(4, dtype=torch.int64)
+    count_tokens(counts, ones * 0, torch.tensor([0, 1, 1, 0]), prompt=True)
+    count_tokens(counts, torch.tensor([0, 0, 1, -1]), torch.tensor([2, 2, 3, 0]))
+    assert counts[0].tolist() == [IN_PROMPT, IN_PROMPT, 2, 0] and counts[1].tolist() == [0, 0, 0, 1]
+    options = torch.tensor([[0.5, 0.25, 0.0], [0.1, 1.0, 0.0], [2.0, 1.0, 3.0]])
+    made = penalize(logits, counts, torch.tensor([0, 1, -1]), *options)
+    expected = [[0.5, -2.0, 2.0 / 2 - 0.5 - 0.2, 0.5], [1.0, -1.0, 2.0, 0.5 - 0.25 - 1.0], [1.0, -1.0, 2.0, 0.5]]
+    torch.testing.assert_close(made, torch.tensor(expected))
+
+
+def test_logprobs_of_tokens() -> None:
+    logits = torch.randn(3, 50)
+    own, values, ids = token_logprobs(logits.half(), torch.tensor([1, 2, 3]), 5)
+    exact = logits.half().double().log_softmax(-1)
+    torch.testing.assert_close(own.double(), exact[range(3), [1, 2, 3]], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values.double(), exact.topk(5).values, atol=1e-5, rtol=1e-5)
+    best = token_logprobs(logits.half(), ids[:, 0], 5)[0]
+    assert torch.equal(best, values[:, 0])

@@ -1,0 +1,1 @@
+"""Activations of a training: what segments of layers keep of them, and when."""

@@ -1,0 +1,102 @@
+"""Cost of data parallelism: what of a training's state each rank holds, and the seconds of its transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from hone.cost.cache import BYTES
+from hone.cost.facts import ModelFacts
+from hone.cost.ranks import Transfers
+
+GATHERED_LAYERS = 2
+"""Layers whose weights are whole at once where they are gathered for each pass: one computes, the next is on its way."""
+
+FLYING_LAYERS = 3
+"""Layers with a whole float32 gradient at once where only parts are kept: one is computed, two are being summed."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A training on `num_ranks` ranks, in groups of `num_shards` that each hold all state together.
+
+    `sharded` names what a rank of a group holds a part of: 'optimizer' (with float32 masters), 'gradients', 'weights'.
+    Sums are of float32 gradients. Rajbhandari et al. 2019, arXiv:1910.02054, section 5 and 7.
+    """
+
+    num_ranks: int = 1
+    num_shards: int = 1
+    sharded: Collection[str] = field(default_factory=frozenset)
+    sent: float = 1.0
+    """Bytes that travel between groups for a byte of a float32 gradient."""
+    low_rank: int = 0
+    """Columns of the factors that travel in place of a layer's matrices; 0: none."""
+    kept_bytes: float = 0.0
+    """Further bytes a weight that each rank keeps."""
+    every: int = 0
+    """Steps between two exchanges of all weights, in place of sums of gradients; 0: none."""
+
+    def of(self, name: str) -> int:
+        """The number of parts into which `name` is divided."""
+        return self.num_shards if name in self.sharded else 1
+
+    def weights_bytes(self, facts: ModelFacts, width: int) -> float:
+        """Bytes of the weights of `width` bytes each and of their float32 masters on one rank."""
+        layers, ends = _layers(facts), facts.num_params - _layers(facts)
+        whole = width * facts.num_params
+        if self.of("weights") > 1:
+            gathered = GATHERED_LAYERS * layers / max(facts.num_layers, 1)
+            # What a rank keeps of the layers in their own dtype, for the others to gather, unless it is the master.
+            kept = width * layers / self.num_shards if width < 4 else 0.0
+            whole = width * (ends + min(gathered, layers)) + kept
+        apart = width < 4 or self.of("weights") > 1
+        whole += self.kept_bytes * facts.num_params
+        return whole + (4 * facts.num_params / self.of("optimizer") if apart else 0.0)
+
+    def gradient_bytes(self, facts: ModelFacts) -> float:
+        """Bytes of float32 gradients on one rank."""
+        part = 4 * facts.num_params / self.num_shards if self.num_shards > 1 else 0.0
+        if self.of("gradients") == 1:
+            return 4 * facts.num_params + part
+        ends = facts.num_params - _layers(facts)
+        flying = FLYING_LAYERS * _layers(facts) / max(facts.num_layers, 1)
+        return part + 4 * max(ends, min(flying, _layers(facts)))
+
+    def step_s(
+        self, facts: ModelFacts, dtype: str, micro_batches: int, device: str, times: Transfers | None = None
+    ) -> float:
+        """Seconds in which a step's gradients and weights travel between ranks; `times` of a message are assumed without a table.
+
+        A bucket of each layer, and one of embedding, head and last norm: its gradient is summed in parts inside the group,
+        then between groups; its weights are gathered. With `every` all weights travel to all ranks every so many steps.
+        """
+        times = times or Transfers(device)
+        shards, groups = self.num_shards, self.num_ranks // self.num_shards
+        if self.every:
+            return times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
+        passes = micro_batches if self.of("gradients") > 1 else 1
+        frees, layers, total = self.of("weights") > 1, _layers(facts), 0.0
+        buckets = [(layers / max(facts.num_layers, 1), True)] * facts.num_layers + [(facts.num_params - layers, False)]
+        for index, (params, in_layer) in enumerate(buckets):
+            total += passes * times.seconds("reduce_scatter", shards, 4 * params)
+            if self.low_rank:
+                matrices = facts.layers[index].matmuls if in_layer else self._ends(facts)
+                numbers = [self.low_rank * sum(shape) for shape in matrices]
+                total += 2 * times.seconds(
+                    "all_reduce", groups, 4 * sum(numbers) / 2, shards
+                )  # two messages: P, then Q
+            else:
+                total += times.seconds("all_reduce", groups, self.sent * 4 * params / shards, shards)
+            gathers = 2 * micro_batches if frees and in_layer else 1
+            total += gathers * times.seconds("all_gather", shards, BYTES[dtype] * params)
+        return total
+
+    @staticmethod
+    def _ends(facts: ModelFacts) -> list[tuple[int, int]]:
+        """The shapes of embedding and head."""
+        return [(facts.vocab_size, facts.hidden_size)] * (1 if facts.tie_embeddings else 2)
+
+
+def _layers(facts: ModelFacts) -> int:
+    """Weights in the layers; the rest is embedding, head and last norm."""
+    return facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tie_embeddings else 2)

@@ -1,0 +1,55 @@
+"""Cost of tensor parallelism in training: what of a model one rank holds, and the seconds of its transfers inside layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hone.cost.cache import BYTES
+from hone.cost.facts import ModelFacts
+from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """`degree` ranks that compute each layer together; with `sequence` they share the tokens between its regions.
+
+    `facts` are those of one rank's part (`part_of`), None with one rank. Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+    """
+
+    degree: int = 1
+    sequence: bool = True
+    facts: ModelFacts | None = None
+
+    def step_s(
+        self, hidden_size: int, tokens: int, recomputed: int, micro_batches: int, dtype: str, device: str
+    ) -> float:
+        """Seconds of the transfers of a step, of `micro_batches` of `tokens` each; `recomputed` layers run forward twice.
+
+        A layer has two sums of its tokens forward and two backward, embedding and head one each in both directions. A ring
+        moves 2 (n - 1) / n of a message to sum it, or half to sum it in parts and half to gather it.
+        """
+        if self.degree == 1 or self.facts is None:
+            return 0.0
+        kind = "cuda" if device.startswith("cuda") else "cpu"
+        layers = 2 * 2 * self.facts.num_layers + 2 * recomputed
+        sums = layers + 2  # the embedding forward, the head backward
+        message = BYTES[dtype] * tokens * hidden_size
+        moved = 2 * (self.degree - 1) / self.degree * message
+        starts = 2 if self.sequence else 1
+        return micro_batches * sums * (moved / link_bytes_per_s(device, self.degree) + starts * MESSAGE_S[kind])
+
+    def saved_bytes(self, hidden_size: int, tokens: int, kept_layers: int, dtype: str) -> float:
+        """Bytes of activations that a rank saves less because it has only its tokens of them: residuals and norms' results.
+
+        Of the four of a layer (two residuals, two normed) the normed ones are saved whole, as inputs of products.
+        """
+        if self.degree == 1 or not self.sequence:
+            return 0.0
+        return (1 - 1 / self.degree) * 2 * BYTES[dtype] * tokens * hidden_size * kept_layers
+
+
+def part_of(local: ModelFacts, degree: int) -> ModelFacts:
+    """The facts of one of `degree` ranks; `local` has its layers (`ModelConfig.local`), and a whole embedding and head."""
+    rows = -(-local.vocab_size // degree)
+    less = (local.vocab_size - rows) * local.hidden_size * (1 if local.tie_embeddings else 2)
+    return replace(local, vocab_size=rows, num_params=local.num_params - less, active_params=local.active_params - less)

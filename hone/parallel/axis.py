@@ -1,0 +1,143 @@
+"""One axis of a grid of ranks: the ranks along it and their collectives over flat tensors, all started without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.base.mesh import Lost
+
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_PATIENCE = timedelta(seconds=1)
+"""How long a rank waits on a CPU before it asks whether another one has failed."""
+
+_MESSAGE = timedelta(seconds=30)
+"""How long a rank waits for one message. gloo closes the connection then, so there is no second look: ranks must have met before."""
+
+
+class Transfer:
+    """A collective under way. Raises `Lost` where another rank has ended or failed."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        collective: Callable[..., Any],
+        *tensors: Tensor,
+        then: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self._said = f"rank {axis.ranks[axis.index]} lost one of the ranks {', '.join(map(str, axis.ranks))}"
+        self._broken, self._on_gpu, self._then = axis.broken, tensors[0].is_cuda, then
+        with self._losing():
+            self._work = collective(*tensors, group=axis.group, async_op=True)
+
+    def wait(self) -> None:
+        """Returns when the result may be used: on a GPU, by what the current stream does next."""
+        with self._losing():
+            if self._on_gpu:
+                self._work.wait()
+                return
+            while True:
+                try:
+                    self._work.wait(_PATIENCE)
+                    break
+                except RuntimeError as error:
+                    if "timed out" not in str(error).lower() or self._broken():
+                        raise
+            self._then()
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise Lost.of(self._said, error) from None
+
+
+class Axis:
+    """The ranks `ranks` in order, of which this is number `index`; `group` is their process group (None: it is alone).
+
+    `broken` tells a rank that waits on a CPU whether another one has failed and will not come (`Mesh.broken`).
+
+    Every rank of the axis calls the same methods in the same order. Each returns a handle whose `wait` returns when the
+    result may be used (on a GPU: by the current stream), or None when there is nothing to wait for.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, group: Any = None, broken: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.index, self.size = self.ranks.index(rank), len(self.ranks)
+        self.group, self.broken = group, broken
+        self.patience = _MESSAGE
+        assert self.size == 1 or group is not None, "several ranks need a process group"
+
+    def all_reduce(self, x: Tensor, *, largest: bool = False) -> Transfer | None:
+        """Replaces x by the sum of every rank's x, or their `largest` elements: all get the same bits."""
+        if self.size == 1:
+            return None
+        return Transfer(self, partial(dist.all_reduce, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM), x)
+
+    def reduce_scatter(self, part: Tensor, x: Tensor) -> Transfer | None:
+        """Writes into `part` [N] slice `index` of the sum of every rank's x [size * N]; x itself may be overwritten."""
+        if self.size == 1:
+            part.copy_(x)
+            return None
+        if not x.is_cuda:  # gloo does the same, but does not stop waiting
+            mine = x[self.index * len(part) : (self.index + 1) * len(part)]
+            return Transfer(self, dist.all_reduce, x, then=lambda: part.copy_(mine))
+        return Transfer(self, _REDUCE_SCATTER, part, x)
+
+    def all_to_all(self, x: Tensor, parts: Tensor) -> Transfer | None:
+        """Slice i of `parts` [size, N] goes to rank i of the axis; slice i of x [size, N] is what rank i sent here."""
+        if self.size == 1:
+            x.copy_(parts)
+            return None
+        return Transfer(self, dist.all_to_all_single, x.view(torch.uint8), parts.view(torch.uint8))
+
+    def rotate(self, x: Tensor, part: Tensor) -> Transfer | None:
+        """Sends `part` [N] to the next rank of the ring and receives x [N] of the one before; neither may be touched meanwhile."""
+        if self.size == 1:
+            x.copy_(part)
+            return None
+        # Sends and receives alone would close gloo's connections when a rank has waited for `_PATIENCE`.
+        following, before = (self.index + 1) % self.size, (self.index - 1) % self.size
+        x, part = x.view(torch.uint8), part.view(torch.uint8)
+        taken, given = ([len(x) if rank == peer else 0 for rank in range(self.size)] for peer in (before, following))
+        send = partial(dist.all_to_all_single, output_split_sizes=taken, input_split_sizes=given)
+        return Transfer(self, send, x, part)
+
+    def all_gather(self, x: Tensor, part: Tensor) -> Transfer | None:
+        """Writes every rank's `part` [N] into x [size * N], in order; `part` may be slice `index` of x itself."""
+        if self.size == 1:
+            if part.data_ptr() != x.data_ptr():
+                x.copy_(part)
+            return None
+        # As bytes: gloo does not know every dtype.
+        return Transfer(self, _ALL_GATHER, x.view(torch.uint8), part.view(torch.uint8))
+
+    def exchange(self, to: int | None, x: Tensor | None, source: int | None, into: Tensor | None) -> None:
+        """Sends x to number `to` of the axis and receives `into` from number `source`, both at once; either may be None.
+
+        Contiguous tensors of any dtype; only the ranks concerned call it. Returns when both may be used (on a GPU: by the
+        current stream). Raises `Lost` when the other rank ends, or sends nothing for `patience`.
+        """
+        ways = ((dist.isend, to, x), (dist.irecv, source, into))
+        messages = [
+            dist.P2POp(way, tensor.view(torch.uint8), self.ranks[number], self.group)
+            for way, number, tensor in ways
+            if number is not None and tensor is not None and tensor.numel()
+        ]
+        try:
+            for work in dist.batch_isend_irecv(messages) if messages else ():
+                work.wait(self.patience)
+        except RuntimeError as error:
+            raise Lost.of(f"rank {self.ranks[self.index]} lost one of the ranks {self.ranks}", error) from None

@@ -1,0 +1,102 @@
+"""The grid of the ranks of a training: an axis for each way in which they share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hone.base.mesh import Mesh
+from hone.parallel.axis import Axis
+from hone.parallel.degrees import Degrees
+
+
+class Copies(NamedTuple):
+    """The ranks that hold a weight: those of `shard` each hold a part of its state, those of `replicate` the same part.
+
+    Its gradient is the sum over all of them.
+    """
+
+    replicate: Axis
+    shard: Axis
+
+
+class Grid:
+    """The axes of this rank in a training on `degrees` ranks; every rank makes it at the same time.
+
+    `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp` are the axes of `Degrees`. Context-parallel ranks hold the same weights, so
+    for weights they are data-parallel ranks: they share the state with the group (`shards`), or replicate it. `copies` are
+    the ranks of weights that each tensor-parallel rank has a part of (this one only where each trains `alone`), `tensor_copies` those of weights that all of them have.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        degrees: Degrees,
+        device: torch.device | str = "cpu",
+        *,
+        shards: bool = False,
+        alone: bool = False,
+    ) -> None:
+        assert degrees.num_ranks == mesh.world_size, f"{degrees} for {mesh.world_size} ranks"
+        self.mesh, self.degrees, self.device = mesh, degrees, device
+        self.place = degrees.place(mesh.rank)
+        self._made: dict[tuple[tuple[int, ...], ...], Axis] = {}
+        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (self.axis(name) for name in Degrees._fields)
+        replicate, shard = (
+            (("dp_replicate",), ("dp_shard", "cp")) if shards else (("dp_replicate", "cp"), ("dp_shard",))
+        )
+        if alone:
+            replicate, shard = (), ()
+        self._replicate = replicate
+        self.copies = Copies(self.axis(*replicate), self.axis(*shard))
+        self.tensor_copies = Copies(self.axis(*replicate, "tp"), self.axis(*shard))
+        self._shared: dict[str, tuple[Copies, Copies]] = {}
+
+    def axis(self, *names: str) -> Axis:
+        """The ranks that differ from this one along the axes `names` alone. Every rank calls it in the same order."""
+        return self._axis(self.degrees.lines(names))
+
+    def share(self, names: Iterable[str], stages: Collection[int]) -> None:
+        """Weights `names` are held by the pipeline ranks `stages` together. Every rank calls it in the same order."""
+        made = []
+        for axes in (self._replicate, (*self._replicate, "tp")):
+            lines = []
+            for line in self.degrees.lines(("pp", *axes)):
+                alone = [
+                    [rank for rank in line if self.degrees.place(rank).pp == stage] for stage in range(self.degrees.pp)
+                ]
+                together = [rank for stage in sorted(stages) for rank in alone[stage]]
+                lines += [together, *(ranks for stage, ranks in enumerate(alone) if stage not in stages)]
+            made.append(Copies(self._axis(lines), self.copies.shard))
+        for name in names:
+            self._shared[name] = (made[0], made[1])
+
+    def copies_of(self, name: str, on_all: bool) -> Copies:
+        """The ranks that hold weight `name`; `on_all`: all tensor-parallel ranks do."""
+        return self._shared.get(name, (self.copies, self.tensor_copies))[on_all]
+
+    def _axis(self, lines: Sequence[Sequence[int]]) -> Axis:
+        """This rank's line of `lines`."""
+        key = tuple(map(tuple, lines))
+        if key not in self._made:
+            line = next(one for one in lines if self.mesh.rank in one)
+            group = self.mesh.group(lines, self.device)
+            self._made[key] = Axis(line, self.mesh.rank, group, self.mesh.broken)
+        return self._made[key]
+
+    @property
+    def data_index(self) -> int:
+        """Which of the `degrees.dp` parts of a batch this rank reads."""
+        return self.dp_replicate.index * self.dp_shard.size + self.dp_shard.index
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss is a part of the whole: the other tensor-parallel ranks compute the same one."""
+        return self.tp.index == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank's tokens and targets are counted: other stages and tensor-parallel ranks read the same ones."""
+        return self.counts_loss and self.pp.index == 0

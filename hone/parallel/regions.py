@@ -1,0 +1,102 @@
+"""Pairs of collectives of tensor parallelism, each the gradient of the other: Megatron's f and g, and those of its sequence parallelism.
+
+Shoeybi et al. 2019, arXiv:1909.08053 (f, g); Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism).
+Legend: B sequences, S tokens, D width, n ranks of the axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.parallel.axis import Axis
+
+
+def copied(x: Tensor, axis: Axis) -> Tensor:
+    """f: x, which all ranks have; its gradient is the sum of every rank's."""
+    return x if axis.size == 1 else _Copied.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def summed(x: Tensor, axis: Axis) -> Tensor:
+    """g: the sum of every rank's x; its gradient is each rank's."""
+    return x if axis.size == 1 else _Summed.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def gathered(x: Tensor, axis: Axis) -> Tensor:
+    """Every rank's tokens x [B, S / n, D], in order: [B, S, D]. Its gradient is summed, and each rank gets its tokens' part."""
+    return x if axis.size == 1 else _Gathered.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def scattered(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's tokens [B, S / n, D] of the sum of every rank's x [B, S, D]. Its gradient is gathered."""
+    return x if axis.size == 1 else _Scattered.apply(x, axis)  # type: ignore[no-any-return]
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.axis), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return _sum(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _scatter(gradient, ctx.axis), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, ctx.axis), None
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    _done(axis.all_reduce(total))
+    return total
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    parts = x.new_empty(axis.size, *x.shape)
+    _done(axis.all_gather(parts.view(-1), x.contiguous().view(-1)))
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def _scatter(x: Tensor, axis: Axis) -> Tensor:
+    # The tokens of each rank are to lie together; a copy also because the sum may overwrite it.
+    parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).clone(memory_format=torch.contiguous_format)
+    own = x.new_empty(parts.shape[1:])
+    _done(axis.reduce_scatter(own.view(-1), parts.view(-1)))
+    return own
+
+
+def _done(transfer: Any) -> None:
+    if transfer is not None:
+        transfer.wait()

@@ -1,0 +1,36 @@
+"""The grid of ranks: every rank has one place, neighbours share the innermost axis, and what does not divide is said."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hone.base.errors import SpecError
+from hone.parallel.degrees import Degrees, data_ranks
+
+
+def test_every_rank_has_one_place_and_lines_along_the_axes():
+    degrees = Degrees(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2)
+    assert degrees.num_ranks == 24 and degrees.dp == 3
+    places = [degrees.place(rank) for rank in range(24)]
+    assert places == [Degrees(*one) for one in itertools.product(range(2), range(1), range(3), range(2), range(2))]
+    for number in range(6):
+        for axes in itertools.combinations(Degrees._fields, number):
+            lines = degrees.lines(axes)
+            assert sorted(itertools.chain(*lines)) == list(range(24))
+            for line in lines:
+                assert line == sorted(line)
+                for name in set(Degrees._fields) - set(axes):
+                    assert len({getattr(places[rank], name) for rank in line}) == 1
+    assert degrees.lines(["tp"])[0] == [0, 1] and degrees.lines(["pp"])[0] == [0, 12]
+    assert degrees.lines(["dp_shard", "tp"])[0] == [0, 1, 4, 5, 8, 9]
+
+
+def test_the_rest_goes_to_data_parallelism():
+    assert data_ranks(16, tensor_parallel_degree=4, pipeline_parallel_degree=2) == 2
+    with pytest.raises(SpecError, match="tensor_parallel_degree 3 does not divide 8 ranks") as caught:
+        data_ranks(8, tensor_parallel_degree=3, pipeline_parallel_degree=1)
+    assert "multiple of 3" in caught.value.fix and "parallelism.tensor_parallel_degree" in caught.value.fix
+    with pytest.raises(SpecError, match="tensor_parallel_degree 4 x pipeline_parallel_degree 3 do not divide 16 ranks"):
+        data_ranks(16, tensor_parallel_degree=4, pipeline_parallel_degree=3)

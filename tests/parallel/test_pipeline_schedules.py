@@ -1,0 +1,187 @@
+"""Pipeline schedules: each is a valid table, with the bubble and the memory that its paper states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.base.errors import SpecError
+from hone.parallel.pipeline import draw
+from hone.parallel.pipeline.check import alive_versions, staleness, validate
+from hone.parallel.pipeline.schedules import SCHEDULES
+from hone.parallel.pipeline.simulate import Costs, simulate
+from hone.parallel.pipeline.table import Op, Table
+from hone.parallel.place import stages_of
+
+ANY = ["naive", "gpipe", "1f1b", "breadth_first", "zb_h1", "zb_h2", "zb_v", "pipedream", "pipedream_vertical"]
+"""Those for any number of ranks and microbatches."""
+
+ranks = st.integers(1, 7)
+seconds = st.floats(0.2, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(ANY), p=ranks, n=st.integers(1, 20))
+def test_any_number_of_ranks_and_microbatches(name: str, p: int, n: int):
+    table = SCHEDULES[name](p, n)
+    validate(table, activations=_cap(name, p, n), versions=p if table.steps else 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=ranks, v=st.integers(1, 4), row=st.integers(0, 5), rest=st.integers(0, 17))
+def test_interleaved(p: int, v: int, row: int, rest: int):
+    validate(SCHEDULES["interleaved"](p, p + row + rest, stages_per_rank=v, contiguous=p + row))
+
+
+@settings(max_examples=30, deadline=None)
+@given(half=st.integers(1, 4), more=st.integers(0, 9))
+def test_both_ways(half: int, more: int):
+    p = 2 * half
+    validate(SCHEDULES["dualpipe"](p, 2 * p + 2 * more), activations=p + 1)
+    validate(SCHEDULES["dualpipe_v"](half, 2 * half + more), activations=2 * half + 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(p=st.integers(2, 6), n=st.integers(2, 14), f=seconds, i=seconds, w=seconds, transfer=st.floats(0, 0.5))
+def test_zero_bubble_with_measured_seconds(p: int, n: int, f: float, i: float, w: float, transfer: float):
+    costs = Costs(f, i, w, transfer)
+    for name in ("zb_h1", "zb_h2"):
+        table = SCHEDULES[name](p, n, costs=costs)
+        validate(table, activations=_cap(name, p, n))
+        assert simulate(table, costs).seconds <= simulate(SCHEDULES["1f1b"](p, n), costs).seconds + 1e-6
+
+
+def _cap(name: str, p: int, n: int) -> int:
+    caps = {"naive": 1, "gpipe": n, "breadth_first": 2 * n, "zb_h2": 2 * p - 1, "zb_v": 2 * p}
+    return caps.get(name, p)
+
+
+@pytest.mark.parametrize("p, n", [(2, 4), (4, 8), (4, 16), (8, 16), (8, 32)])
+def test_published_bubbles(p: int, n: int):
+    def bubble(name: str, costs: Costs | None = None, **options: int) -> float:
+        return simulate(SCHEDULES[name](p, n, **options), costs).bubble
+
+    costs = Costs(1.1, 1.3, 0.7)
+    for given_ in (None, costs):
+        assert bubble("naive", given_) == pytest.approx(1 - 1 / p)
+        assert bubble("gpipe", given_) == pytest.approx((p - 1) / (n + p - 1))
+        assert bubble("1f1b", given_) == pytest.approx((p - 1) / (n + p - 1))
+        for v in (2, 3, 4):
+            wanted = (p - 1) / (v * n + p - 1)
+            assert bubble("interleaved", given_, stages_per_rank=v) == pytest.approx(wanted)
+            assert bubble("breadth_first", given_, stages_per_rank=v) == pytest.approx(wanted)
+    assert bubble("zb_h1") == pytest.approx((p - 1) / (3 * n + p - 1))
+    for name in ("zb_h2", "zb_v"):
+        assert max(simulate(SCHEDULES[name](p, n)).idle) == pytest.approx(0)
+    for name, half in (("dualpipe", p // 2), ("dualpipe_v", p)):
+        for f, i, w in ((1, 1, 1), (1.2, 1, 1), (1, 1.0, 0.7)):
+            played = simulate(SCHEDULES[name](p, 4 * p), Costs(f, i, w))
+            idle = played.seconds - 4 * p * (f + i + w) * (1 if name == "dualpipe" else 2)
+            assert idle == pytest.approx((half - 1) * (f + i - w)), name
+            assert idle <= (half - 1) * (f + 2 * (i + w) - 3 * w) + 1e-9, "more than published"
+
+
+@pytest.mark.parametrize("p, n", [(2, 4), (4, 8), (8, 32)])
+def test_published_memory(p: int, n: int):
+    def peaks(name: str, **options: int) -> tuple[float, ...]:
+        return simulate(SCHEDULES[name](p, n, **options)).peaks
+
+    assert peaks("gpipe") == (n,) * p
+    assert peaks("1f1b") == tuple(p - rank for rank in range(p))
+    assert max(peaks("interleaved", stages_per_rank=3)) == 2 * (p - 1) + 2 * p + 1
+    assert max(peaks("zb_h1")) == p
+    assert max(peaks("zb_h2")) == min(n, 2 * p - 1)
+    assert set(peaks("zb_v")) == {2 * p}
+    assert max(peaks("dualpipe")) == p + 1
+    assert max(peaks("dualpipe_v")) == 2 * p + 1
+
+
+def test_versions():
+    for p in (2, 4):
+        assert alive_versions(SCHEDULES["pipedream"](p, 8)) == [p - rank for rank in range(p)]
+        assert staleness(SCHEDULES["pipedream"](p, 8)) == p - 1
+        assert max(alive_versions(SCHEDULES["pipedream_vertical"](p, 8))) <= p
+        buffered = SCHEDULES["pipedream_2bw"](p, 8 * p)
+        validate(buffered, versions=2)
+        assert max(alive_versions(buffered)) == 2
+        assert staleness(buffered) == 1
+
+
+def test_a_wrong_table_is_refused():
+    right = SCHEDULES["1f1b"](2, 3)
+    first, second = right.ranks
+
+    def refused(because: str, table: Table, **limits: int) -> None:
+        with pytest.raises(SpecError, match=because):
+            validate(table, **limits)
+
+    refused(
+        "stops: rank 0 at B of stage 0 of microbatch 0; rank 1 at B of stage 1",
+        replace(right, ranks=(first, second[1:] + second[:1])),
+    )
+    refused("I of stage 1 of microbatch 2 is there 0 times", replace(right, ranks=(first, second[:-1])))
+    refused("F of stage 0 of microbatch 0 is there 2 times", replace(right, ranks=((*first, Op("F", 0, 0)), second)))
+    refused(
+        "F of stage 1 of microbatch 0 is on rank 0 instead of 1",
+        replace(right, ranks=((*first, Op("F", 1, 0)), second)),
+    )
+    refused("belongs to no stage", replace(right, microbatches=2))
+    refused("rank 0 holds 2 activations, 1 are allowed", right, activations=1)
+    stale = SCHEDULES["pipedream"](2, 3)
+    refused("rank 0 holds 2 versions of weights, 1 are allowed", stale, versions=1)
+    early = tuple(op._replace(version=1) if op.kind == "F" else op for op in first)
+    refused("reads weights that are not made yet", replace(right, ranks=(early, second)))
+    other = tuple(op._replace(version=0) if op.kind == "B" else op for op in stale.ranks[1])
+    refused("reads other weights than its forward", replace(stale, ranks=(stale.ranks[0], other)))
+    for name, p, n in (
+        ("interleaved", 4, 3),
+        ("dualpipe", 3, 8),
+        ("dualpipe", 4, 6),
+        ("dualpipe_v", 2, 3),
+        ("pipedream_2bw", 2, 3),
+    ):
+        with pytest.raises(SpecError, match=f"{n} microbatches"):
+            SCHEDULES[name](p, n)
+
+
+def test_transfers_and_uneven_stages_take_time():
+    table = SCHEDULES["gpipe"](2, 2)
+    assert simulate(table, Costs(1, 1, 1, transfer=0.5)).seconds == 10
+    assert simulate(table, Costs((1, 2), (1, 2), (1, 2))).seconds == 1 + 2 * 6 + 2
+
+
+def test_drawing():
+    played = simulate(SCHEDULES["1f1b"](2, 2))
+    assert draw.text(played).splitlines() == ["  0 F0 F1 ······B0    ···B1    ", "  1 ···F0 B0    F1 B1    ······"]
+    picture = draw.picture(played, "1F1B")
+    assert picture.count("<rect") == 8
+    assert "<title>B of stage 1 of microbatch 1</title>" in picture
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    costs=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    stages=st.integers(1, 4),
+    ends=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_stages_are_the_best_of_all(costs: list[int], stages: int, ends: tuple[int, int]):
+    if stages > len(costs):
+        with pytest.raises(SpecError, match="pipeline stages"):
+            stages_of(costs, stages, (0, 0), set())
+        return
+
+    def worst(bounds: tuple[int, ...]) -> int:
+        each = [sum(costs[begin:end]) for begin, end in zip((0, *bounds), (*bounds, len(costs)), strict=True)]
+        each[0] += ends[0]
+        each[-1] += ends[1]
+        return max(each)
+
+    found = stages_of(costs, stages, ends, set())
+    assert [layer for part in found for layer in part] == list(range(len(costs)))
+    assert all(found)
+    best = min(worst(bounds) for bounds in combinations(range(1, len(costs)), stages - 1))
+    assert worst(tuple(part.stop for part in found[:-1])) == best
