@@ -10,6 +10,15 @@ EXTRACTORS = Table(
     },
 )
 
+IDENTIFIERS = Table(
+    "identifier",
+    {
+        "hone": "hone.data.identifiers.own:Own",
+        "cld2": "hone.data.identifiers.cld2:CLD2",
+        "fasttext": "hone.data.identifiers.fasttext:FastText",
+    },
+)
+
 FILTERS = Table(
     "filter",
     {
@@ -22,6 +31,7 @@ FILTERS = Table(
         "refinedweb": "hone.data.filters.refinedweb:RefinedWeb",
         "pii": "hone.data.filters.pii:PII",
         "toxicity": "hone.data.filters.toxicity:Toxicity",
+        "url": "hone.data.filters.url:URL",
         "expression": "hone.data.filters.expression:Custom",
     },
 )
@@ -43,18 +53,36 @@ DEDUPS = Table(
         "exact": "hone.data.dedup.exact:Exact",
         "minhash": "hone.data.dedup.minhash:MinHash",
         "simhash": "hone.data.dedup.simhash:SimHash",
+        "semantic": "hone.data.dedup.semantics.semantic:Semantic",
+    },
+)
+
+ANNOTATIONS = Table(
+    "annotation",
+    {
+        "llm_columns": "hone.data.llm.columns:LLMColumns",
+        "llm_rephrase": "hone.data.llm.rephrase:LLMRephrase",
     },
 )
 
 EDITS = Table(
     "edit",
     {
+        "c4_lines": "hone.data.edits.c4_lines:C4Lines",
+        "refinedweb_lines": "hone.data.edits.refinedweb_lines:RefinedWebLines",
+        "mask": "hone.data.edits.mask:Mask",
         "lines": "hone.data.edits.lines:Lines",
         "substrings": "hone.data.edits.substrings:Substrings",
     },
 )
 
-DECONTAMINATIONS = Table("decontamination", {"ngrams": "hone.data.contamination.ngrams:NGrams"})
+DECONTAMINATIONS = Table(
+    "decontamination",
+    {
+        "items": "hone.data.contamination.items:Items",
+        "ngrams": "hone.data.contamination.ngrams:NGrams",
+    },
+)
 
 EXECUTORS = Table(
     "executor",
@@ -62,6 +90,7 @@ EXECUTORS = Table(
         "serial": "hone.data.executors.serial:Serial",
         "processes": "hone.data.executors.processes:Processes",
         "ray": "hone.data.executors.ray:Ray",
+        "slurm": "hone.data.executors.slurm:Slurm",
     },
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,8 +12,9 @@ import numpy as np
 
 from hone.base.lazy import lazy
 from hone.data.corpus import BATCH_BYTES, schema
-from hone.data.language import NO_LANGUAGE, Identifier
-from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Options, poisoned
+from hone.data.identifiers.base import Opened as Identified
+from hone.data.language import NO_LANGUAGE
+from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
 from hone.data.readers.listing import File
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file
@@ -76,7 +77,7 @@ def annotate(
     out: Path,
     *,
     options: Options,
-    identifier: Identifier,
+    identifier: Identified,
     scorers: Sequence[Opened] = (),
     max_bytes: int | None = None,
     care: Care | None = None,
@@ -87,10 +88,10 @@ def annotate(
 
 
 def annotate_items(
-    items: Iterable[Batch | Broken],
+    items: Iterable[Batch | Broken | Noted],
     out: Path,
     *,
-    identifier: Identifier,
+    identifier: Identified,
     scorers: Sequence[Opened] = (),
     max_bytes: int | None = None,
     care: Care | None = None,
@@ -98,10 +99,12 @@ def annotate_items(
     """Writes batches of documents into the Parquet shard `out` with all columns; returns a summary.
 
     Stops before the document that would bring the text above `max_bytes`. With `care`, documents are processed one by
-    one. The summary: rows, bytes, full, broken {reason: {documents, bytes}}, samples of the broken.
+    one. The summary: rows, bytes, full, broken {reason: {documents, bytes}}, samples of the broken, skipped and repaired
+    {what: count}.
     """
     broken: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
     summary: dict[str, Any] = {"rows": 0, "bytes": 0, "full": False, "broken": broken, "samples": []}
+    noted: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     whole = schema(extra_fields(scorers))
 
     def set_aside(item: Broken) -> None:
@@ -127,6 +130,9 @@ def annotate_items(
             if isinstance(item, Broken):
                 set_aside(item)
                 continue
+            if isinstance(item, Noted):
+                noted[item.repaired][item.what] += item.count
+                continue
             first, last = 0, item.texts.num_texts
             while first < last and not summary["full"]:
                 room = None if max_bytes is None else max_bytes - summary["bytes"]
@@ -139,6 +145,7 @@ def annotate_items(
                 break
         flush()
     summary["broken"] = dict(broken)  # a plain dict, because it is sent to another process
+    summary["skipped"], summary["repaired"] = dict(noted[False]), dict(noted[True])
     return summary
 
 
@@ -199,7 +206,7 @@ def _joined(parts: Sequence[Texts]) -> Texts:
     return Texts(np.concatenate(data), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
-def _items(files: Sequence[File], options: Options, care: Care | None) -> Iterator[Batch | Broken]:
+def _items(files: Sequence[File], options: Options, care: Care | None) -> Iterator[Batch | Broken | Noted]:
     for file in files:
         if care is None:
             yield from read_batches(file, options)
@@ -212,7 +219,7 @@ def _items(files: Sequence[File], options: Options, care: Care | None) -> Iterat
             item = next(items, None)
             if item is None:
                 break
-            yield item if isinstance(item, Broken) else _alone(item)
+            yield _alone(item) if isinstance(item, Document) else item
 
 
 def _alone(document: Document) -> Batch:
@@ -222,7 +229,7 @@ def _alone(document: Document) -> Batch:
 
 def _annotated(
     waiting: _Waiting,
-    identifier: Identifier,
+    identifier: Identified,
     scorers: Sequence[Opened],
     set_aside: Callable[[Broken], None],
     care: Care | None,
@@ -265,7 +272,7 @@ def _picked(batch: Batch, numbers: Sequence[int]) -> Batch:
     return Batch(texts, *([column[number] for number in numbers] for column in batch[1:]))
 
 
-def _arrays(batch: Batch, identifier: Identifier, scorers: Sequence[Opened]) -> dict[str, Any]:
+def _arrays(batch: Batch, identifier: Identified, scorers: Sequence[Opened]) -> dict[str, Any]:
     """Column name to Arrow array of a batch, with its rows and bytes."""
     texts, count = batch.texts, batch.texts.num_texts
     is_prose = np.fromiter((kind != "code" for kind in batch.kinds), bool, count)
@@ -274,7 +281,7 @@ def _arrays(batch: Batch, identifier: Identifier, scorers: Sequence[Opened]) -> 
     if is_prose.any():
         prose = texts if is_prose.all() else _picked(batch, np.flatnonzero(is_prose).tolist()).texts
         codes[is_prose], sure[is_prose] = identifier.identify_all(prose)
-    columns: dict[str, np.ndarray] = dict(signals_of(texts))
+    columns: dict[str, np.ndarray] = dict(signals_of(texts, codes.tolist()))
     for scorer in scorers:
         columns |= scorer.columns(texts)
     said = {"id": batch.ids, "source": batch.sources, "group": batch.groups, "kind": batch.kinds, "url": batch.urls}

@@ -14,10 +14,13 @@ from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
-from hone.data.edits.cuts import Cuts, figures
+from hone.data.dedup.base import Found
+from hone.data.dedup.clusters import Clusters
+from hone.data.edits.cuts import Cuts
 from hone.data.executors.base import Pool
 from hone.data.executors.task import need_known
 from hone.data.filters.decide import causes
+from hone.data.llm.apply import apply
 from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.results import CUT_OUT, Dropped, added, filter_row, lowest, step_row
 from hone.data.settings import Settings
@@ -43,6 +46,7 @@ class Chain:
         self.dropped_by = np.zeros(len(corpus), np.uint16)
         self.causes: list[tuple[str, str]] = []
         self.pieces: list[dict[str, str]] = []
+        self.clusters: Clusters | None = None
         self.warnings: list[str] = []
 
     def filter(self, draft: Draft) -> None:
@@ -81,17 +85,63 @@ class Chain:
 
     def deduplicate(self, draft: Draft) -> None:
         """Applies every deduplication."""
+        if self.spec.dedups:
+            self.clusters = Clusters(self.kept)
         for number, technique in enumerate(self.spec.dedups):
             state = self._prepared(technique, draft, f"dedup-{number}")
-            stands = technique.representatives(self.corpus, self.kept, state)
+            found = technique.compare(self.corpus, self.kept, state)
             self.corpus.columns.forget("text_hash")
+            self.clusters.join(found)
             before = self.kept
-            self.kept = before & (stands == np.arange(len(stands), dtype=stands.dtype))
+            self.kept = found.kept(before)
             sizes = self.corpus.columns["bytes"]
-            self.steps.append(step_row(technique.kind, "dedup", sizes, before, self.kept, technique.reason))
-            self._settle(technique, "dedup", before, stands)
-            if self.kept.sum() == before.sum():
+            row = step_row(technique.kind, "dedup", sizes, before, self.kept, technique.reason)
+            before = self._drop_known(technique, found, before, row)
+            self.steps.append({**row, "figures": found.figures} if found.figures else row)
+            self._settle(technique, "dedup", before, found.stands)
+            if row["documents_in"] == row["documents_out"]:
                 self._warn(f"dedup '{technique.kind}' dropped nothing")
+
+    def _drop_known(self, technique: Any, found: Found, before: np.ndarray, row: dict[str, Any]) -> np.ndarray:
+        """Counts in `row` and records the documents that an earlier artifact has, for a reason of their own; returns `before` without them."""
+        if not found.earlier:
+            return before
+        reason = f"{technique.reason}_of_earlier"
+        known = before & found.known()
+        sizes = self.corpus.columns["bytes"]
+        whole = step_row(technique.kind, "dedup", sizes, before, before & ~known, reason)
+        rest = step_row(technique.kind, "dedup", sizes, before & ~known, self.kept, technique.reason)
+        row["reasons"] = whole["reasons"] | rest["reasons"]
+        gone = np.flatnonzero(known)
+        self.causes.append((technique.kind, reason))
+        self.dropped_by[gone] = len(self.causes)
+        for index in lowest(self.corpus.columns["id"], gone, self.spec.num_samples).tolist():
+            like = found.earlier[int(found.stands[index])]
+            self.dropped.append(Dropped(technique.kind, reason, index, index, f"earlier document {like}"))
+        return before & ~known
+
+    def annotate(self, draft: Draft) -> None:
+        """Asks language models about the documents left; `corpus` then has the answers."""
+        for number, technique in enumerate(self.spec.annotations):
+            state = draft.state / f"annotation-{number}"
+            state.mkdir(exist_ok=True)
+            sizes, before = self.corpus.columns["bytes"], self.kept
+            # Among the logs, which stay when an input has changed: what is paid is not asked again.
+            journal = draft.log / f"answers-{technique.kind}-{number}.jsonl"
+            with self.run.progress(technique.kind, int(before.sum())) as bar:
+                made = apply(technique, self.corpus, before, state, journal, bar.advance)
+            self.corpus, self.kept = made.corpus, made.kept
+            left = self.corpus.columns["bytes"]
+            row = step_row(technique.kind, "annotation", sizes, before, self.kept, technique.reason)
+            self.steps.append({**row, "bytes_out": int(left[self.kept].sum()), "figures": made.figures})
+            found = made.figures
+            cost = f", cost {found['cost']:.4g}" if found["cost"] else ""
+            self.run.say(
+                f"annotation '{technique.kind}': {found['asked']} documents, {found['failed']} without a usable answer; "
+                f"{found['answers']} answers ({found['answers_from_before']} from before), {found['tokens_in']} tokens sent, "
+                f"{found['tokens_out']} received{cost}"
+            )
+            self._settle(technique, "annotation", before)
 
     def edit(self, draft: Draft) -> None:
         """Cuts spans out of documents and drops documents of which nothing is left."""
@@ -99,7 +149,7 @@ class Chain:
             state = self._prepared(technique, draft, f"edit-{number}")
             cuts = technique.cuts(self.corpus, self.kept, state)
             nobody = np.zeros(len(self.corpus), bool)
-            self._cut(technique, "edit", nobody, cuts, figures(cuts))
+            self._cut(technique, "edit", nobody, cuts, technique.figures(self.corpus, cuts, state))
 
     def decontaminate(self, draft: Draft) -> None:
         """Removes text of evaluation sets; contamination.jsonl lists the examples that were found, and in which documents."""
@@ -130,7 +180,7 @@ class Chain:
     ) -> None:
         """Applies `cuts`; drops the documents in `dropped` and those of which nothing is left."""
         name, before = technique.kind, self.kept
-        self.pieces += self._samples(name, cuts)
+        self.pieces += self._samples(technique, cuts)
         sizes = self.corpus.columns["bytes"]
         self.corpus.cut(cuts)
         left = self.corpus.columns["bytes"]
@@ -141,8 +191,9 @@ class Chain:
         if self.kept.sum() == before.sum() and not any(len(one.document) for one in cuts):
             self._warn(f"{slot} '{name}' cut nothing" if slot == "edit" else f"{slot} '{name}' found nothing")
 
-    def _samples(self, name: str, cuts: Sequence[Cuts]) -> list[dict[str, str]]:
-        """The first span cut out of each of a few documents, those with the lowest ids."""
+    def _samples(self, technique: Any, cuts: Sequence[Cuts]) -> list[dict[str, str]]:
+        """The first span cut out of each of a few documents, those with the lowest ids; of what must not be shown, what is written
+        in its place."""
         touched = np.unique(np.concatenate([np.empty(0, np.int64), *(one.document for one in cuts)]))
         rows = []
         few = lowest(self.corpus.columns["id"], touched, self.spec.num_samples)
@@ -154,9 +205,12 @@ class Chain:
                 for place, index in enumerate(indices):
                     at = int(np.searchsorted(one.document, index))
                     begin = texts.offsets[place]
-                    piece = bytes(texts.data[begin + one.start[at] : begin + one.end[at]]).decode("utf8", "replace")
+                    piece = texts.data[begin + one.start[at] : begin + one.end[at]].tobytes()
+                    if not getattr(technique, "discloses", True):
+                        piece = one.fill[at]
+                    text = piece.decode("utf8", "replace")[:SAMPLE_CHARS]
                     source = sources[int(index)]
-                    rows.append({"step": name, "reason": CUT_OUT, "source": source, "text": piece[:SAMPLE_CHARS]})
+                    rows.append({"step": technique.kind, "reason": CUT_OUT, "source": source, "text": text})
         return rows
 
     def _settle(self, technique: Any, slot: str, before: np.ndarray, stands: np.ndarray | None = None) -> None:

@@ -21,7 +21,7 @@ compute = lazy("pyarrow.compute")
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
 
-_LONG = ("source", "url", "metadata")
+_LONG = ("source", "url", "metadata", "text")
 BATCH_BYTES = 16 << 20
 """Bytes of text that are in memory and processed at once: a row group of a shard."""
 
@@ -88,7 +88,7 @@ class Columns(Mapping[str, np.ndarray]):
         if name == "id" and self._compact:  # shard by shard: memory of one is freed before the next
             return np.concatenate([np.empty(0, "S1"), *map(_ascii, parts)])
         known = schema()
-        if name in known.names and not pa.types.is_string(kind := known.field(name).type):
+        if name in known.names and name != "text" and not pa.types.is_string(kind := known.field(name).type):
             empty = np.empty(0, kind.to_pandas_dtype())
             return np.concatenate([empty, *(part.to_numpy() for part in parts)])
         chunked = list(parts)
@@ -127,7 +127,7 @@ def _ascii(column: Any) -> np.ndarray:
 
 def _as_numpy(column: Any, name: str) -> np.ndarray:
     """An Arrow column as numpy; equal strings are one object, null is ''."""
-    if not pa.types.is_string(column.type):
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return column.to_numpy()
     if column.null_count:
         column = column.fill_null("")
@@ -191,10 +191,10 @@ class Corpus:
         return [Part(number, shard, first, cuts) for (number, shard, first, _), cuts in zip(self.spans(), self.cuts)]
 
     def cut(self, cuts: Sequence[Cuts]) -> None:
-        """Leaves `cuts` (one per shard, as byte offsets in the current texts) out of the texts from here on and reduces 'bytes'."""
+        """Leaves `cuts` (one per shard, as byte offsets in the current texts) out of the texts from here on and changes 'bytes'."""
         sizes = self.columns["bytes"].copy()
         for one in cuts:
-            np.subtract.at(sizes, one.document, one.end - one.start)
+            np.subtract.at(sizes, one.document, one.end - one.start - one.fill_bytes)
         self.columns.replace("bytes", sizes)
         self.cuts = [join(before, one) for before, one in zip(self.cuts, cuts)]
 
@@ -206,9 +206,9 @@ class Corpus:
         """UTF-8 bytes of all texts."""
         return int(self.columns["bytes"].sum())
 
-    def held(self, shard: Path) -> Columns:
-        """The columns of one shard alone, with ids as strings."""
-        return Columns([shard], list(self.columns), compact=False)
+    def held(self, shard: Path, with_text: bool = False) -> Columns:
+        """The columns of one shard alone, with ids as strings; `with_text`: its texts too."""
+        return Columns([shard], [*self.columns, *(["text"] if with_text else [])], compact=False)
 
     def labels(self, name: str) -> Labels:
         """A column of texts as codes, read a shard at a time."""

@@ -57,9 +57,10 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         chain.warnings += reading.pop("warnings")
         chain.filter(draft)
         clock.done("filter")
-        for step in (chain.deduplicate, chain.edit, chain.decontaminate):
+        for step in (chain.deduplicate, chain.annotate, chain.edit, chain.decontaminate):
             step(draft)
             clock.done(step.__name__)
+        corpus = chain.corpus
         splits = split(corpus, chain.kept, spec.validation_fraction)
         encoder = take_or_train(spec.tokenizer, corpus, splits["train"], draft)
         corpus.columns.forget("family")
@@ -159,7 +160,7 @@ def packing(folder: Path, lengths: tuple[int, ...]) -> dict[str, dict[str, dict[
 
 def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
     """The source's files. A resumed run starts again when its input has changed or may have changed."""
-    listing = list_source(spec.source)
+    listing = list_source(spec.source, spec.forced)
     note = draft.state / "input"
     now = f"{listing.digest} {listing.seen}"
     if not note.exists() or note.read_text() != now:
@@ -198,11 +199,13 @@ def _read(
     samples = [{"reason": reason, "source": name, "text": ""} for name, reason in listing.broken]
     for _, reason in listing.broken:
         totals.setdefault(reason, Counter())["documents"] += 1
+    repaired: Counter[str] = Counter()
     num_documents = num_bytes = 0
     full = False
 
     def task(number: int, max_bytes: int | None) -> Task:
-        return read_task(state, number, groups[number], options, spec.languages, spec.scorers, models, max_bytes)
+        chosen = spec.identifier, spec.languages, spec.scorers
+        return read_task(state, number, groups[number], options, *chosen, models, max_bytes)
 
     groups = tasks(listing.files, options)
     planned = [task(number, spec.max_bytes) for number in range(len(groups))]
@@ -218,6 +221,8 @@ def _read(
             num_documents += summary["rows"]
             num_bytes += summary["bytes"]
             samples += summary["samples"]
+            listing.skipped.update(summary["skipped"])
+            repaired.update(summary["repaired"])
             for reason, count in summary["broken"].items():
                 totals.setdefault(reason, Counter()).update(count)
             if summary["full"]:
@@ -236,6 +241,7 @@ def _read(
         "bytes_out": num_bytes,
         "reasons": reasons,
         "skipped": dict(sorted(listing.skipped.items())),
+        "repaired": dict(sorted(repaired.items())),
         "samples": _few(samples),
     }
     corpus = Corpus(shards)
@@ -270,26 +276,36 @@ def _tell(
 ) -> None:
     """Reports what could not be read. Raises SpecError when nothing could."""
     found = ", ".join(f"{row['documents']} {reason}" for reason, row in reasons.items())
-    if not num_documents:
-        fixes = []
-        if full:
-            found += f"{', ' if found else ''}the first is larger than max_bytes = {spec.max_bytes}"
-            fixes.append("raise max_bytes")
-        if "no_text_field" in reasons:
-            shown = next(row["text"] for row in samples if row["reason"] == "no_text_field")
-            fixes.append(f"set text_field, which is '{spec.text_field}' now; the first has {shown[:120]}")
-        if "wrong_encoding" in reasons:
-            fixes.append(f"set encoding, which is '{spec.encoding}' now")
-        raise SpecError(
-            f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}) without a document in them ({found})",
-            fix="; ".join(fixes) or "give a source with text in it",
-        )
     num_bad = sum(row["documents"] for row in reasons.values())
-    if num_bad:
-        run.say(f"set aside {num_bad} of {num_documents + num_bad} documents: {found} (see dropped.jsonl)")
+    said = (
+        [f"set aside {num_bad} of {num_documents + num_bad} documents: {found} (see dropped.jsonl)"] if num_bad else []
+    )
     if listing.skipped:
-        endings = ", ".join(f"{count} {ending}" for ending, count in listing.skipped.most_common(5))
-        run.say(f"skipped {listing.skipped.total()} files of other kinds: {endings}")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in listing.skipped.most_common())
+        said.append(f"skipped {listing.skipped.total()} files or records of other kinds: {kinds}")
+    if num_documents:
+        if said:
+            run.say("; ".join(said))
+        if "wrong_encoding" in reasons and spec.encoding != "auto":
+            run.say(
+                f"note: {reasons['wrong_encoding']['documents']} texts are not {spec.encoding}: try --encoding=auto"
+            )
+        return
+    fixes = []
+    if full:
+        said.append(f"the first is larger than max_bytes = {spec.max_bytes}")
+        fixes.append("raise max_bytes")
+    if "no_text_field" in reasons:
+        shown = next(row["text"] for row in samples if row["reason"] == "no_text_field")
+        fixes.append(f"set text_field, which is '{spec.text_field}' now; the first has {shown[:120]}")
+    if "wrong_encoding" in reasons and spec.encoding != "auto":
+        fixes.append(f"set encoding=auto, or the right encoding; it is '{spec.encoding}' now")
+    first = f"; the first is {samples[0]['source']}: {samples[0]['reason']}" if samples else ""
+    raise SpecError(
+        f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}) without a document in them "
+        f"({'; '.join(said) or 'nothing'}{first})",
+        fix="; ".join(fixes) or "give a source with text in it, or set format when files have the wrong endings",
+    )
 
 
 def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]], input_bytes: int) -> None:
@@ -304,11 +320,16 @@ def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str
     tokens = sum(row["tokens"] - row["documents"] for row in rows.values())
     num_bytes = sum(row["bytes"] for row in rows.values())
     draft.record("bytes_per_token", num_bytes / max(tokens, 1), "B/token", note="end-of-text tokens not counted")
+    asked = [row["figures"] for row in chain.steps if row["slot"] == "annotation"]
+    if asked:
+        draft.record("llm_tokens", sum(row["tokens_in"] + row["tokens_out"] for row in asked), "tokens")
+        draft.record("llm_cost", sum(row["cost"] for row in asked), "1", note="by price_in and price_out")
     spec = chain.spec
     for slot, techniques in (
         ("scorer", spec.scorers),
         ("filter", spec.filters),
         ("dedup", spec.dedups),
+        ("annotation", spec.annotations),
         ("edit", spec.edits),
         ("decontamination", spec.decontaminations),
     ):

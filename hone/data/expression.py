@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hone.base.errors import SpecError, did_you_mean
+from hone.data import predicates
 
 _COMPARE = {
     ast.Lt: operator.lt,
@@ -31,7 +32,8 @@ _ARITHMETIC = {
 def parse(text: str) -> ast.expr:
     """The syntax tree of `text`. Raises SpecError when it is not an expression or uses other syntax than allowed.
 
-    Allowed: column names, numbers, strings, comparisons (chained too), `in` a tuple, and, or, not, + - * / %.
+    Allowed: column names, numbers, strings, comparisons (chained too), `in` a tuple or `in file('list')`, the functions of
+    predicates.py, and, or, not, + - * / %.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -74,6 +76,10 @@ def _kind(node: ast.expr, text: str, kinds: Mapping[str, str]) -> str:
                     raise _senseless(text, f"'{ast.unparse(part)}' is text", "calculate with numbers only")
             return "number"
         case ast.Compare(left=left, ops=ops, comparators=rights):
+            if isinstance(rights[0], ast.Call) and isinstance(ops[0], ast.In | ast.NotIn):
+                if _kind(left, text, kinds) == "number":
+                    raise _senseless(text, f"'{ast.unparse(left)}' is a number", "look for texts in a list file")
+                return "number"
             if isinstance(ops[0], ast.In | ast.NotIn):
                 pairs = [(left, choice) for choice in rights[0].elts]  # type: ignore[attr-defined]
             else:
@@ -88,6 +94,10 @@ def _kind(node: ast.expr, text: str, kinds: Mapping[str, str]) -> str:
                         "compare numbers with numbers, text with 'text'",
                     )
             return "number"
+        case ast.Call(func=ast.Name(id=function), args=[column, *_]):
+            if _kind(column, text, kinds) == "number":
+                raise _senseless(text, f"'{ast.unparse(column)}' is a number", f"give {function} a column of text")
+            return predicates.FUNCTIONS[function]
         case ast.Name(id=name):
             return kinds.get(name, "")
         case ast.Constant(value=value):
@@ -101,7 +111,23 @@ def _senseless(text: str, why: str, fix: str) -> SpecError:
 
 def columns_of(text: str) -> set[str]:
     """Names of the columns that `text` uses."""
-    return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)}
+    tree = parse(text)
+    functions = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in functions}
+
+
+def files_of(text: str) -> list[str]:
+    """The list files that `text` names, in order."""
+    calls = [node for node in ast.walk(parse(text)) if isinstance(node, ast.Call)]
+    return [call.args[0].value for call in calls if _is_file(call)]  # type: ignore[attr-defined, misc]
+
+
+def _is_file(node: ast.expr) -> bool:
+    """Whether `node` is file('name')."""
+    match node:
+        case ast.Call(func=ast.Name(id="file"), args=[ast.Constant(value=str())], keywords=[]):
+            return True
+    return False
 
 
 def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -109,6 +135,11 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     tree = parse(text)
     for name in sorted(columns_of(text)):
         if name not in columns:
+            if name == "text":
+                raise SpecError(
+                    f"'{text}' reads texts, which are not at hand here",
+                    fix="use it in a filter of the stage; it cannot be decided again",
+                )
             hint = did_you_mean(name, columns)
             raise SpecError(
                 f"'{text}': there is no signal column '{name}'", fix=f"{hint}the columns are: {', '.join(columns)}"
@@ -138,6 +169,21 @@ def _check(node: ast.expr, text: str) -> None:
             parts = [left, right]
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[ast.Tuple() | ast.List() as right]):
             parts = [left, *right.elts]
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[right]) if _is_file(right):
+            parts = [left]
+        case ast.Call(func=ast.Name(id=name), args=[ast.Name() as column, *words], keywords=[]) if (
+            name in predicates.FUNCTIONS
+        ):
+            _check_call(name, words, text)
+            parts = [column]
+        case ast.Call():
+            functions = ", ".join(
+                f"{name}({'url' if kind == 'text' else 'url, ..'})" for name, kind in predicates.FUNCTIONS.items()
+            )
+            raise SpecError(
+                f"'{text}': '{ast.unparse(node)}' is no function of expressions",
+                fix=f"use {functions} of a column, and `in file('list')`",
+            )
         case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.Constant() | ast.Name() as right]):
             raise SpecError(
                 f"'{text}': `in` needs a list, and brackets around one value make none",
@@ -152,10 +198,37 @@ def _check(node: ast.expr, text: str) -> None:
         case _:
             raise SpecError(
                 f"'{text}' uses {type(node).__name__}, which is not allowed in an expression",
-                fix="use column names, numbers, strings, comparisons, `in (..)`, and, or, not, + - * / %",
+                fix="use column names, numbers, strings, comparisons, `in (..)`, functions such as contains(url, 'word'), and, or, not, + - * / %",
             )
     for part in parts:
         _check(part, text)
+
+
+def _check_call(name: str, words: list[ast.expr], text: str) -> None:
+    """Raises SpecError unless the arguments after the column are what function `name` takes."""
+    strings = [word for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str) and word.value]
+    takes_files = name in ("words_in", "subwords_in")
+    good = all(word in strings or (takes_files and _is_file(word)) for word in words)
+    if predicates.FUNCTIONS[name] == "text":
+        good = not words
+    elif name == "matches":
+        good = good and len(words) == 1
+    else:
+        good = good and bool(words)
+    if not good:
+        takes = {"domain": "url", "page": "url", "matches": "url, 'expression'"}.get(name, "url, 'word', 'other'")
+        raise SpecError(f"'{text}': {name} does not take these arguments", fix=f"write {name}({takes})")
+    if name == "matches":
+        predicates.check_pattern(strings[0].value, text)  # type: ignore[arg-type]
+
+
+def _words(nodes: list[ast.expr]) -> tuple[str, ...]:
+    """The strings of arguments, those of files included."""
+    return tuple(
+        word
+        for node in nodes
+        for word in (predicates.entries(node.args[0].value) if isinstance(node, ast.Call) else [node.value])  # type: ignore[attr-defined]
+    )
 
 
 def _value(node: ast.expr, columns: Mapping[str, np.ndarray]) -> Any:
@@ -174,6 +247,10 @@ def _value(node: ast.expr, columns: Mapping[str, np.ndarray]) -> Any:
             return _ARITHMETIC[type(op)](_value(left, columns), _value(right, columns))
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[right]):
             value = _value(left, columns)
+            if isinstance(right, ast.Call):
+                what = left.func.id if isinstance(left, ast.Call) else ""  # type: ignore[attr-defined]
+                found = predicates.listed(value, right.args[0].value, what)  # type: ignore[attr-defined]
+                return ~found if isinstance(op, ast.NotIn) else found
             found = np.zeros(np.shape(value), bool)
             for choice in right.elts:  # type: ignore[attr-defined]
                 found = found | (value == _value(choice, columns))
@@ -186,6 +263,8 @@ def _value(node: ast.expr, columns: Mapping[str, np.ndarray]) -> Any:
                 result = np.logical_and(result, _COMPARE[type(op)](before, after))
                 before = after
             return result
+        case ast.Call(func=ast.Name(id=name), args=[column, *words]):
+            return predicates.call(name, _value(column, columns), _words(words))
         case ast.Name(id=name):
             return columns[name]
         case ast.Constant(value=value):

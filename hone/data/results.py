@@ -12,6 +12,7 @@ import numpy as np
 from hone.base.durable import write_atomic, write_jsonl
 from hone.base.lazy import lazy
 from hone.data.corpus import Corpus, Labels, Part
+from hone.data.dedup.clusters import COLUMNS, Named
 from hone.data.edits.cuts import Cuts, apply_cuts
 from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.text.batch import Texts
@@ -27,12 +28,13 @@ _MOST_ROWS = 40
 
 
 class Dropped(NamedTuple):
-    """A sample of what step `step` dropped: document `index`; `like` is its representative, or itself."""
+    """A sample of what step `step` dropped: document `index`; `like` is its representative, or itself; `elsewhere` one outside of the input."""
 
     step: str
     reason: str
     index: int
     like: int
+    elsewhere: str = ""
 
 
 def step_row(
@@ -169,29 +171,42 @@ def scorer_rows(scorers: Sequence[dict[str, Any]], columns: Mapping[str, np.ndar
     ]
 
 
-def write_kept(part: Part, splits: Mapping[str, np.ndarray], out: Path) -> int:
+def write_kept(part: Part, splits: Mapping[str, np.ndarray], clusters: Named | None, out: Path) -> int:
     """Writes the kept documents of one shard with all columns and their split to the Parquet file `out`; returns their number.
 
-    `splits` maps each split to a bool mask of the shard's documents.
+    `splits` maps each split to a bool mask of the shard's documents; `clusters` are those of the shard's documents.
     """
     kept = np.logical_or.reduce(list(splits.values()))
     names = np.full(len(kept), "", object)
     for split, chosen in splits.items():
         names[chosen] = split
     with parquet.ParquetFile(part.shard) as source:
-        schema = source.schema_arrow.insert(2, pa.field("split", pa.string()))
+        schema = with_more(source.schema_arrow, clusters)
         with parquet.ParquetWriter(out, schema, compression="zstd") as writer:
             done = 0
             for batch in source.iter_batches(batch_size=512):
                 here = slice(done, done + len(batch))
                 table = _without_cuts(pa.Table.from_batches([batch]), part.cuts, part.first + done)
                 table = table.add_column(2, "split", pa.array(names[here], pa.string()))
+                if clusters is not None:
+                    table = clusters.added(table, table.num_columns, here)
                 writer.write_table(table.filter(pa.array(kept[here])))
                 done += len(batch)
     return int(kept.sum())
 
 
-def write_signals(part: Part, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], out: Path) -> int:
+def with_more(schema: Any, clusters: Named | None) -> Any:
+    """The Arrow schema of kept documents: that of a shard, their split, and their clusters if there are any."""
+    schema = schema.insert(2, pa.field("split", pa.string()))
+    if clusters is not None:
+        for name, kind in zip(COLUMNS, (pa.string(), pa.int32())):
+            schema = schema.append(pa.field(name, kind))
+    return schema
+
+
+def write_signals(
+    part: Part, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], clusters: Named | None, out: Path
+) -> int:
     """Writes all columns except the text of every document of one shard to the Parquet file `out`, with what dropped it; returns their number.
 
     `dropped_by` (uint16 [the shard's documents]) is 1 + the index in `causes` of the (step, reason), 0 for kept ones, whose
@@ -200,17 +215,20 @@ def write_signals(part: Part, dropped_by: np.ndarray, causes: Sequence[tuple[str
     steps, reasons = ([None, *(cause[side] for cause in causes)] for side in (0, 1))
     with parquet.ParquetFile(part.shard) as source:
         names = [name for name in source.schema_arrow.names if name != "text"]
-        schema = pa.schema(
-            [source.schema_arrow.field(name) for name in names] + [(name, pa.string()) for name in DROPPED]
-        )
+        kinds = [(name, pa.string()) for name in DROPPED]
+        kinds += zip(COLUMNS, (pa.string(), pa.int32())) if clusters is not None else []
+        schema = pa.schema([source.schema_arrow.field(name) for name in names] + kinds)
         with parquet.ParquetWriter(out, schema, compression="zstd") as writer:
             done = 0
             for group in range(source.num_row_groups):
                 table = source.read_row_group(group, columns=names)
-                codes = pa.array(dropped_by[done : done + len(table)])
+                here = slice(done, done + len(table))
+                codes = pa.array(dropped_by[here])
                 done += len(table)
                 for name, labels in zip(DROPPED, (steps, reasons)):
                     table = table.append_column(name, pa.array(labels, pa.string()).take(codes))
+                if clusters is not None:
+                    table = clusters.added(table, table.num_columns, here)
                 writer.write_table(table)
     return done
 
@@ -243,8 +261,8 @@ def write_samples(
     rows = list(others)
     for one in dropped:
         row = {"step": one.step, "reason": one.reason, "source": source[one.index], "text": texts[one.index]}
-        if one.like != one.index:
-            row["duplicate_of"] = source[one.like]
+        if one.elsewhere or one.like != one.index:
+            row["duplicate_of"] = one.elsewhere or source[one.like]
         rows.append(row)
     write_jsonl(folder / "dropped.jsonl", rows)
     write_jsonl(folder / "sample.jsonl", [{"source": source[index], "text": kept_texts[index]} for index in shown])

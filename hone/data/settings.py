@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hone.base.errors import did_you_mean
+from hone.base.spec import Quiet
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.data import DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, SCORERS
+from hone.data import ANNOTATIONS, DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, IDENTIFIERS, SCORERS
+from hone.data.exports.spec import Exports
+from hone.data.readers.formats.kinds import NAMES
 from hone.data.signals import DOCUMENT, SIGNALS
 from hone.data.tokens.packing import PackingSpec
 from hone.data.tokens.tokenizer import Tokenizer
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
     from hone.data.readers.documents import Options
 
 
-_LATER = ("split", "dropped_by", "reason")
+_LATER = ("split", "dropped_by", "reason", "cluster", "cluster_size")
 """Columns that the stage adds to its own tables at the end."""
 
 
@@ -27,9 +31,13 @@ class Settings(Stage):
     source: str | tuple[str, ...] = Field(
         "python",
         min_length=1,
-        description="'python' (the library of the running Python: docstrings, sources, texts), a file or folder of .txt .md "
-        ".rst .html, code, .jsonl .warc .arc .wet (each also .gz, .zst) or .parquet, a pattern of them ('texts/*.txt'), a URL, "
-        "hf:OWNER/NAME[:CONFIG][:SPLIT], or several of them.",
+        description="'python' (the library of the running Python: docstrings, sources, texts), a file or folder (formats: "
+        "docs/data.md), a pattern of them ('texts/*.txt'), a URL, hf:OWNER/NAME[:CONFIG][:SPLIT], or several of them.",
+    )
+    format: Literal[("auto", *NAMES)] = Field(  # type: ignore[valid-type]
+        "auto",
+        description="Format of all files and of the members of zip and tar files; 'auto': by the ending of each, without one by "
+        "its content.",
     )
     max_bytes: int | None = Field(None, gt=0, description="Most bytes of text to read, in order of file names.")
     text_field: str = Field("text", description="Field of JSON rows, column of Parquet tables with the text.")
@@ -45,6 +53,11 @@ class Settings(Stage):
     )
     max_document_chars: int = Field(
         400_000, ge=1000, description="Longer text files are cut into documents of at most so many characters."
+    )
+    identifier: Annotated[Technique, Choice(IDENTIFIERS)] = Field(
+        "hone",  # type: ignore[arg-type]
+        validate_default=True,
+        description="Identifier of the language of every text.",
     )
     languages: tuple[str, ...] = Field(
         (),
@@ -63,6 +76,10 @@ class Settings(Stage):
         validate_default=True,
         description="Deduplications in order.",
     )
+    annotations: Annotated[tuple[Annotated[Technique, Choice(ANNOTATIONS)], ...], Quiet()] = Field(
+        (),
+        description="What a language model behind an endpoint says about, or makes of, the documents left, in order.",
+    )
     edits: tuple[Annotated[Technique, Choice(EDITS)], ...] = Field(
         (), description="Edits that cut text out of documents, in order, after deduplication."
     )
@@ -72,21 +89,51 @@ class Settings(Stage):
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of documents held out, chosen by hash.")
     tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to reuse.")
     packing: PackingSpec = Field(PackingSpec(), description="How tokens are packed into sequences: stream or best_fit.")
+    export: Annotated[Exports, Quiet()] = Field(
+        Exports(), description="Other forms of the result: dropped, jsonl, hugging_face."
+    )
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
 
     @model_validator(mode="after")
+    def _languages_known(self) -> Settings:
+        """A language that the identifier never names would silently drop all text of the intended one."""
+        for wanted in (self.languages, *(one.languages for one in self.filters if hasattr(one, "languages"))):
+            self.identifier.check(wanted)  # type: ignore[attr-defined]
+        return self
+
+    @model_validator(mode="after")
     def _columns_apart(self) -> Settings:
-        """A scorer's column must not be another's, nor one that every document has."""
+        """A column of a scorer or an annotation must not be another's, nor one that every document has."""
         taken = dict.fromkeys((*DOCUMENT, *SIGNALS, *_LATER), "every document has")
-        for number, scorer in enumerate(self.scorers):
-            for column in scorer.columns:  # type: ignore[attr-defined]
+        writers = [(f"scorers.{number}", scorer, "column") for number, scorer in enumerate(self.scorers)]
+        writers += [(f"annotations.{number}", one, "fields") for number, one in enumerate(self.annotations)]
+        for place, technique, field in writers:
+            for column in technique.columns:  # type: ignore[attr-defined]
                 if column in taken:
                     raise ValueError(
-                        f"scorers.{number} ({scorer.kind}) would write column '{column}', which {taken[column]}; "
-                        f"give it another name with scorers.{number}.column"
+                        f"{place} ({technique.kind}) would write column '{column}', which {taken[column]}; "
+                        f"give it another name with {place}.{field}"
                     )
-                taken[column] = f"scorers.{number} ({scorer.kind}) writes"
+                taken[column] = f"{place} ({technique.kind}) writes"
         return self
+
+    @model_validator(mode="after")
+    def _columns_known(self) -> Settings:
+        """The column by which a deduplication chooses must be a signal, a scorer's, or a copied field."""
+        known = [*DOCUMENT, *SIGNALS, *(column for scorer in self.scorers for column in scorer.columns)]  # type: ignore[attr-defined]
+        for number, dedup in enumerate(self.dedups):
+            column = getattr(dedup, "column", "")
+            if column and column not in (*known, *self.metadata_fields):
+                raise ValueError(
+                    f"dedups.{number}.column = '{column}' is no column of documents: "
+                    f"{did_you_mean(column, known)}a field of the input must be in metadata_fields"
+                )
+        return self
+
+    @property
+    def forced(self) -> str:
+        """The format of all files, '' for that of their names and contents."""
+        return "" if self.format == "auto" else self.format
 
     @property
     def options(self) -> Options:

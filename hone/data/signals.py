@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -75,9 +76,12 @@ SIGNALS: dict[str, str] = {
     "public_ips": "int64",
     "phones": "int64",
     "cards": "int64",
+    "unspaced_words": "float64",
+    "language_stop_words": "int64",
 }
 """Type of each column. Ratios are per word or per character, fractions are of lines, words or characters; 0 where the
-document has none. Words end at Unicode white space; lengths are in characters. Columns not explained by their names:
+document has none. Words end at Unicode white space; in scripts without spaces each character or cluster of text/units.py is a
+word, with the punctuation at it. Lengths are in characters. Columns not explained by their names:
 
 text_hash: 64-bit hash of the words and the spaces and line breaks between them.
 unique_words: distinct words without case and surrounding punctuation, per word.
@@ -87,7 +91,10 @@ mtld: mean length of stretches of words until the share of distinct ones falls t
 doi:10.3758/BRM.42.2.381). flesch: reading ease (Flesch 1948, doi:10.1037/h0057532), English syllables as vowel groups.
 upper_lines: lines of which more than half is upper case. boilerplate_words: words removed by RefinedWeb's line rules.
 c4_lines: lines that C4 keeps; c4_sentences: sentences in them; c4_loose_sentences: the same without the rule that a line
-ends with punctuation, as FineWeb runs it. long_lines: lines of 200 characters or more.
+ends with punctuation, as FineWeb runs it; sentences end with a full stop, ! or ? before white space, or a mark of TERMINAL_MARKS.
+long_lines, short_lines: lines of at least 200, at most 30 characters; 100 and 14 words of scripts without spaces are as long.
+unspaced_words: words that follow another without a space, per word. stop_words: different English ones of Gopher's eight;
+language_stop_words: different ones of the document's language (text/languages.json), up to eight; the English where it has no list.
 emails, public_ips, phones, cards: matches of personal data that pass a check (RFC 5321 shape, public IPv4 range,
 E.164 or North American grouping, Luhn).
 """
@@ -133,13 +140,16 @@ def normalize(text: str) -> str:
     return "\n".join([line.rstrip(" \t") for line in text.split("\n")]).strip("\n").rstrip()
 
 
-def signals_of(texts: Texts) -> dict[str, np.ndarray]:
-    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type in SIGNALS."""
+def signals_of(texts: Texts, languages: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type in SIGNALS.
+
+    `languages` has the code of each text's language, whose stop words are counted; without it the English are.
+    """
     try:
         from hone.data.text import measure
     except ImportError as error:
         raise MissingExtra.of("measuring texts", error.name or "numba", "data") from None
-    counts, mtld = measure.counts_of(texts)
+    counts, mtld = measure.counts_of(texts, codes=languages)
     columns = measure.columns_of(counts)
     columns["bytes"] = np.diff(texts.offsets)
     columns["mtld"] = mtld
@@ -147,9 +157,9 @@ def signals_of(texts: Texts) -> dict[str, np.ndarray]:
     return {name: columns[name].astype(kind, copy=False) for name, kind in SIGNALS.items()}
 
 
-def signals(text: str) -> dict[str, float | int]:
+def signals(text: str, language: str = "") -> dict[str, float | int]:
     """The value of every column in SIGNALS for one document."""
-    return {name: column[0].item() for name, column in signals_of(Texts.of([text])).items()}
+    return {name: column[0].item() for name, column in signals_of(Texts.of([text]), [language]).items()}
 
 
 def _compressed(texts: Texts) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -11,7 +13,7 @@ from hone.base.artifact import LOG, Artifact, Draft
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, Machine
 from hone.base.run import Run
-from hone.base.table import Technique
+from hone.base.table import Technique, is_foreign
 from hone.data.readers.listing import PYTHON, SEEN, list_source
 from hone.data.settings import Settings
 
@@ -34,7 +36,7 @@ class Data(Settings):
                 )
         artifact = super().make(out, parents, run)
         try:
-            now = list_source(self.source)
+            now = list_source(self.source, self.forced)
             before = json.loads((artifact.folder / "stats.json").read_text(encoding="utf8"))["input"]["digest"]
             seen = artifact.folder / LOG / SEEN
             touched = seen.exists() and seen.read_text(encoding="utf8") != now.seen
@@ -56,21 +58,40 @@ class Data(Settings):
         return artifact
 
     def files(self) -> dict[str, Path]:
-        """Evaluation sets and seeds of scorers, whose content is part of the artifact's identity."""
-        named = [
+        """Evaluation sets, seeds of scorers, lists of filters and the records of earlier artifacts, whose content is part of the artifact's identity."""
+        lists = [(f"filters.{number}", technique.files) for number, technique in enumerate(self.filters)]  # type: ignore[attr-defined]
+        named = lists + [
             (f"{place}.{name}", getattr(technique, name, ()))
             for field, names in (("decontaminations", ("evaluations",)), ("scorers", ("high", "low", "words")))
             for number, outer in enumerate(getattr(self, field))
             for place, technique in _within(f"{field}.{number}", outer)
             for name in names
         ]
-        return {
+        records = {
+            f"dedups.{number}.{name}": path
+            for number, technique in enumerate(self.dedups)
+            for name, path in technique.files().items()  # type: ignore[attr-defined]
+        }
+        records |= self._own_code() | self.identifier.files()  # type: ignore[attr-defined]
+        return records | {
             f"{place}.{number}/{member.relative_to(path).as_posix()}": member
             for place, paths in named
             for number, path in enumerate(Path(name).expanduser() for name in paths)
             for member in (sorted(path.rglob("*")) if path.is_dir() else [path])
             if member.is_file()
         }
+
+    def _own_code(self) -> dict[str, Path]:
+        """The source files of techniques that are not hone's: results of other code are not reused."""
+        found = {}
+        for field in type(self).model_fields:
+            value = getattr(self, field)
+            for outer in value if isinstance(value, tuple) else (value,):
+                for _, one in _within(field, outer) if isinstance(outer, Technique) else ():
+                    file = inspect.getsourcefile(type(one)) if is_foreign(type(one)) else None
+                    if file is not None:
+                        found[f"code.{type(one).__module__}"] = Path(file)
+        return found
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> DataPlan:
         """Runs a sample of the source. The time is that of one worker; `DataPlan.pace` gives it for any number of workers."""
@@ -79,10 +100,17 @@ class Data(Settings):
         return plan(self)
 
     def run(self, plan: DataPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Writes the artifact's files in `draft.folder`; every step resumes from `draft.state`."""
+        """Writes the artifact's files in `draft.folder`; every step resumes from `draft.state`.
+
+        A mistake in the spec or the source leaves no partial folder: the same spec cannot be resumed, and another one begins anew.
+        """
         from hone.data.curate import curate
 
-        curate(self, plan, draft, run)
+        try:
+            curate(self, plan, draft, run)
+        except SpecError:
+            shutil.rmtree(draft.folder, ignore_errors=True)
+            raise
 
 
 def _within(place: str, technique: Technique) -> Iterator[tuple[str, Technique]]:

@@ -14,10 +14,12 @@ from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.annotate import Care, Opened, annotate
 from hone.data.corpus import Corpus, Part, digest
+from hone.data.dedup.clusters import Named
 from hone.data.executors.task import Function, Task
 from hone.data.filters import decide as deciding
 from hone.data.filters.base import Filter
-from hone.data.language import Identifier
+from hone.data.identifiers.base import LanguageIdentification
+from hone.data.identifiers.base import Opened as Identified
 from hone.data.readers.documents import Options
 from hone.data.readers.listing import File
 from hone.data.results import write_kept, write_signals
@@ -57,7 +59,8 @@ def train_scorers(spec: Settings, folder: Path, run: Run) -> tuple[Models, list[
 
 def decide(folder: Path, part: Part, filters: Sequence[Filter], num_samples: int) -> dict[str, Any]:
     """Writes what dropped each document of a shard to a file; `filters` of the summary are the rows of filters/decide.py."""
-    dropped_by, rows = deciding.decide(filters, Corpus.of(part).held(part.shard), num_samples)
+    with_text = any("text" in technique.columns for technique in filters)
+    dropped_by, rows = deciding.decide(filters, Corpus.of(part).held(part.shard, with_text), num_samples)
     np.save(folder / decided_path(part), dropped_by)
     return {"rows": len(dropped_by), "filters": rows}
 
@@ -70,6 +73,7 @@ def decided_path(part: Part) -> str:
 def decide_tasks(corpus: Corpus, filters: Sequence[Filter], num_samples: int, state: Path) -> list[Task]:
     """The tasks of filtering each shard."""
     said = [technique.model_dump(mode="json") for technique in filters]
+    said += [sha256(Path(name).expanduser()) for technique in filters for name in technique.files]
     return [
         Task(
             f"filter-{part.number:05d}",
@@ -106,6 +110,7 @@ def read(
     name: str,
     files: Sequence[File],
     options: Options,
+    identifier: LanguageIdentification,
     languages: tuple[str, ...],
     scorers: tuple[Scorer, ...],
     models: Models,
@@ -117,7 +122,7 @@ def read(
         files,
         folder / name,
         options=options,
-        identifier=_identifier(languages),
+        identifier=_identifier(identifier, languages),
         scorers=opened(scorers, models),
         max_bytes=max_bytes,
         care=care,
@@ -125,9 +130,9 @@ def read(
 
 
 @functools.lru_cache(maxsize=1)
-def _identifier(languages: tuple[str, ...]) -> Identifier:
+def _identifier(technique: LanguageIdentification, languages: tuple[str, ...]) -> Identified:
     """The identifier, cached: loading its tables takes longer than a small task."""
-    return Identifier(languages)
+    return technique.open(languages)
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,6 +146,7 @@ def read_task(
     number: int,
     files: Sequence[File],
     options: Options,
+    identifier: LanguageIdentification,
     languages: tuple[str, ...],
     scorers: tuple[Scorer, ...],
     models: Models,
@@ -151,14 +157,16 @@ def read_task(
     identity = {
         "files": [[file.name, file.size, file.part] for file in files],
         "options": repr(options),
+        "identifier": [repr(identifier), *map(sha256, identifier.files().values())],
         "languages": languages,
         "scorers": [repr(scorer) for scorer in scorers],
         "models": models.files,
         "max_bytes": max_bytes,
     }
     shard = f"{name}.parquet"
-    reads = tuple(models.folder / file for file, _ in models.files)
-    return Task(name, state, (shard, files, options, languages, scorers, models, max_bytes, None), identity, reads)
+    reads = (*(models.folder / file for file, _ in models.files), *identifier.files().values())
+    arguments = (shard, files, options, identifier, languages, scorers, models, max_bytes, None)
+    return Task(name, state, arguments, identity, reads)
 
 
 def careful(task: Task) -> Task | None:
@@ -237,35 +245,48 @@ def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path,
     return made
 
 
-def write(folder: Path, part: Part, chosen: dict[str, np.ndarray]) -> dict[str, Any]:
+def write(folder: Path, part: Part, chosen: dict[str, np.ndarray], clusters: Named | None) -> dict[str, Any]:
     """Writes the kept documents of one shard as a table; `chosen` as for `encode`."""
-    return {"rows": write_kept(part, chosen, folder / f"{part.number:05d}.parquet")}
+    return {"rows": write_kept(part, chosen, clusters, folder / f"{part.number:05d}.parquet")}
 
 
-def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], state: Path) -> list[Task]:
-    """The tasks of writing the kept documents of each shard that has any."""
+def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], clusters: Named | None, state: Path) -> list[Task]:
+    """The tasks of writing the kept documents of each shard that has any; `clusters` are those of the whole corpus."""
     made = []
     for part, size in zip(corpus.parts(), corpus.sizes):
         chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
         if any(here.any() for here in chosen.values()):
+            near = _clusters_of(clusters, part.first, size)
             identity = [part.identity(), [[split, digest(here)] for split, here in chosen.items()]]
-            made.append(Task(f"{part.number:05d}", state, (part, chosen), identity))
+            made.append(Task(f"{part.number:05d}", state, (part, chosen, near), [*identity, near and digest(*near)]))
     return made
 
 
+def _clusters_of(clusters: Named | None, first: int, size: int) -> Named | None:
+    """The clusters of the documents of a shard."""
+    return clusters and Named(*(column[first : first + size] for column in clusters))
+
+
 def write_columns(
-    folder: Path, part: Part, dropped_by: np.ndarray, causes: tuple[tuple[str, str], ...]
+    folder: Path, part: Part, dropped_by: np.ndarray, causes: tuple[tuple[str, str], ...], clusters: Named | None
 ) -> dict[str, Any]:
     """Writes the columns of all documents of one shard, and what dropped each; arguments as for `write_signals`."""
-    return {"rows": write_signals(part, dropped_by, causes, folder / f"{part.number:05d}.parquet")}
+    return {"rows": write_signals(part, dropped_by, causes, clusters, folder / f"{part.number:05d}.parquet")}
 
 
-def column_tasks(corpus: Corpus, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], state: Path) -> list[Task]:
+def column_tasks(
+    corpus: Corpus,
+    dropped_by: np.ndarray,
+    causes: Sequence[tuple[str, str]],
+    clusters: Named | None,
+    state: Path,
+) -> list[Task]:
     """The tasks of writing the columns of each shard that has documents; `dropped_by` (uint16) is that of the whole corpus."""
     made = []
     for part, size in zip(corpus.parts(), corpus.sizes):
         if size:
             here = dropped_by[part.first : part.first + size]
-            identity = [part.identity(), digest(here), causes]
-            made.append(Task(f"{part.number:05d}", state, (part, here, tuple(causes)), identity))
+            near = _clusters_of(clusters, part.first, size)
+            identity = [part.identity(), digest(here), causes, near and digest(*near)]
+            made.append(Task(f"{part.number:05d}", state, (part, here, tuple(causes), near), identity))
     return made

@@ -15,6 +15,7 @@ from hone.data.chain import Chain
 from hone.data.corpus import Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.task import Function, Task, need_known
+from hone.data.exports.write import LINES, export
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
 from hone.data.tokens.packing import PackingSpec
@@ -74,31 +75,33 @@ def tokenize(
 def write_tables(
     corpus: Corpus, splits: dict[str, np.ndarray], chain: Chain, place: Place, run: Run, pool: Pool
 ) -> None:
-    """Writes the kept documents and the columns of all documents, each as a folder of Parquet files, one per shard."""
-    _write("documents", write, lambda state: write_tasks(corpus, splits, state), place, run, pool)
-    _write(
-        "signals",
-        write_columns,
-        lambda state: column_tasks(corpus, chain.dropped_by, chain.causes, state),
-        place,
-        run,
-        pool,
+    """Writes the kept documents and the columns of all documents, each as a folder of Parquet files, one per shard; and the exports."""
+    clusters = chain.clusters and chain.clusters.named(corpus.columns["id"])
+
+    def write_folder(name: str, function: Function, plan: Callable[[Path], list[Task]]) -> None:
+        _write(name, function, plan, place, run, pool)
+
+    write_folder("documents", write, lambda state: write_tasks(corpus, splits, clusters, state))
+    write_folder(
+        "signals", write_columns, lambda state: column_tasks(corpus, chain.dropped_by, chain.causes, clusters, state)
     )
+    export(chain.spec.export, corpus, splits, chain, place.folder, write_folder)
 
 
 def _write(
     name: str, function: Function, plan: Callable[[Path], list[Task]], place: Place, run: Run, pool: Pool
 ) -> None:
-    """Writes the Parquet file of each of the tasks that `plan` makes for a state folder into folder `name` of the artifact."""
-    state, folder = place.state / name, place.folder / name
+    """Writes the file of each of the tasks that `plan` makes for a state folder into folder `name` of the artifact."""
+    state, folder = place.state / name.replace("/", "-"), place.folder / name
     state.mkdir(exist_ok=True)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     planned = plan(state)
-    left = [task for task in planned if not (folder / f"{task.name}.parquet").exists()]  # moved before a kill
+    ending = ".jsonl.zst" if name in LINES else ".parquet"
+    left = [task for task in planned if not (folder / f"{task.name}{ending}").exists()]  # moved before a kill
     with run.progress(f"write {name}", len(planned)) as bar:
         bar.advance(len(planned) - len(left))
         for task, _ in zip(left, pool.map(function, left)):
-            os.replace(state / f"{task.name}.parquet", folder / f"{task.name}.parquet")
+            os.replace(state / f"{task.name}{ending}", folder / f"{task.name}{ending}")
             bar.advance()
             place.keep_time()
     need_known(state, planned)

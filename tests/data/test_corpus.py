@@ -54,7 +54,7 @@ def test_columns_and_texts_come_back(tmp_path, monkeypatch):
 
 
 def test_a_document_that_breaks_the_signals_is_set_aside(tmp_path, monkeypatch):
-    def refuse(texts: Texts) -> dict:
+    def refuse(texts: Texts, languages: list[str]) -> dict:
         if any("poison" in text for text in texts.strings()):
             raise ValueError("cannot count this")
         return signals_of(texts)

@@ -27,7 +27,8 @@ PROSE = (
 
 def columns_of(text: str, kind: str = "prose", language: str = "en", score: float = 0.99) -> dict[str, np.ndarray]:
     texts = Texts.of([normalize(text)])
-    row = {"kind": kind, "language": language, "language_score": score, **signals(normalize(text))}
+    row = {"kind": kind, "language": language, "language_score": score}
+    row |= signals(normalize(text), language)
     row["toxic_words"] = _Opened("toxic_words", ("darn", "bad word")).columns(texts)["toxic_words"][0]
     return {name: np.array([value]) for name, value in row.items()}
 
@@ -101,6 +102,11 @@ def test_each_rule_drops_its_text(name, expected, text):
     options = {"languages": ["de"]} if name == "language" else {}
     if expected in ("duplicate_lines", "duplicate_paragraphs"):
         options = {f"max_{expected.replace('duplicate', 'dup')}": 0.2}
+    options |= {
+        "long_word": {"max_word_chars": 1000},
+        "javascript": {"max_javascript_lines": 0.1},
+        "policy": {"max_policy_lines": 0.1},
+    }.get(expected, {})
     assert reason(name, text, options) == expected
 
 
@@ -124,11 +130,70 @@ def test_uncertain_languages_are_dropped():
     assert reason("language", PROSE, score=0.5) == "language_uncertain"
 
 
-def test_code_and_unspaced_languages_are_exempt_by_the_expression():
+def test_code_is_exempt_by_the_expression():
     assert reason("gopher_quality", "x = 1", kind="code") == ""
     assert reason("gopher_quality", "x = 1", {"when": "True"}, kind="code") == "too_few_words"
-    assert reason("gopher_quality", "這是一個句子。" * 40, language="zh") == ""
     assert reason("length", "x = 1", kind="code") == "too_short"
+
+
+UNSPACED = {
+    "zh": "今天早上下了一场大雨，河水涨得很高。村里的人都跑到桥上去看，谁也没有想到桥会在中午的时候断成两截。",
+    "ja": "今朝は大雨が降って、川の水がとても高くなった。村の人たちは橋の上まで見に行ったが、昼に橋が二つに折れるとは誰も思わなかった。",
+    "th": "เช้านี้ฝนตกหนักมาก น้ำในแม่น้ำจึงขึ้นสูง ชาวบ้านพากันไปดูที่สะพาน ไม่มีใครคิดว่าสะพานจะหักเป็นสองท่อนในตอนเที่ยง",
+    "lo": "ເຊົ້ານີ້ຝົນຕົກໜັກ ນ້ຳໃນແມ່ນ້ຳຂຶ້ນສູງ ຊາວບ້ານພາກັນໄປເບິ່ງຢູ່ຂົວ ບໍ່ມີໃຜຄິດວ່າຂົວຈະຫັກເປັນສອງທ່ອນໃນຕອນທ່ຽງ",
+    "km": "ព្រឹកនេះមានភ្លៀងធ្លាក់ខ្លាំង ទឹកទន្លេឡើងខ្ពស់។ អ្នកភូមិនាំគ្នាទៅមើលនៅលើស្ពាន គ្មាននរណាគិតថាស្ពាននឹងបាក់ជាពីរនៅពេលថ្ងៃត្រង់ទេ។",
+    "my": "ဒီမနက် မိုးသည်းထန်စွာ ရွာသွန်းပြီး မြစ်ရေ အလွန်မြင့်တက်လာသည်။ ရွာသားများသည် တံတားပေါ်သို့ သွားကြည့်ကြပြီး နေ့လယ်တွင် တံတားကျိုးမည်ဟု မထင်ခဲ့ကြပါ။",
+}
+
+
+@pytest.mark.parametrize("language", list(UNSPACED))
+def test_scripts_without_spaces_are_held_to_rules(language):
+    """By the language, and without one by the script."""
+    text = UNSPACED[language]
+    for said in (language, "unknown"):
+        for name in ("gopher_repetition", "refinedweb"):
+            assert "gram" in reason(name, lines(text + "{n}", 200), language=said), "the lines differ in a number"
+        assert reason("gopher_repetition", lines(text, 200), language=said) == "duplicate_lines"
+        assert reason("fineweb", lines(text, 200), language=said) == "duplicate_line_chars"
+        assert reason("gopher_quality", text[:12], language=said) == "too_few_words"
+        assert reason("fineweb", lines(text[:8] + "{n}", 50), language=said) != ""
+        assert reason("c4", text + " lorem ipsum", language=said) == "lorem_ipsum"
+
+
+def test_limits_are_those_of_the_language():
+    english = FILTERS.read("gopher_quality")
+    fixed = FILTERS.read({"kind": "gopher_quality", "per_language": False})
+    assert [rule[:2] for rule in english.rules()][:-1] == [rule[:2] for rule in fixed.rules()][:-1]
+    assert english.rules()[0].limits["en"] == 50 and english.rules()[0].limits["th"] > 150
+    assert all(rule.limits is None for rule in fixed.rules())
+    own = FILTERS.read({"kind": "gopher_quality", "min_words": 40})
+    assert own.rules()[0].limits is None, "a limit that was chosen holds for every language"
+    assert "by language" in english.rules()[0].said and "by language" not in own.rules()[0].said
+    for name in ("gopher_quality", "gopher_repetition", "c4", "fineweb", "refinedweb"):
+        for rule in FILTERS.read(name).rules():
+            if rule.limits:
+                number = float(rule.keep.split()[2])
+                assert rule.limits["en"] == pytest.approx(number), rule
+    columns = {name: column for name, column in columns_of(PROSE).items() if name != "unspaced_words"}
+    with pytest.raises(SpecError, match="no column unspaced_words"):
+        english.decide(columns)
+
+
+def test_stop_words_are_those_of_the_language():
+    german = (
+        "Der alte Baum hinter dem Haus war seit vielen Jahren sich selbst überlassen und niemand wusste, wer ihn pflanzte. "
+        * 6
+    )
+    assert reason("gopher_quality", german, language="de") == ""
+    assert reason("gopher_quality", german, language="fr") == "too_few_stop_words"
+    assert reason("gopher_quality", german, language="en") == "too_few_stop_words"
+    assert reason("gopher_quality", german, language="unknown") == ""  # no list, no rule
+    assert signals(german, "de")["language_stop_words"] >= 2 > signals(german, "fr")["language_stop_words"]
+    assert (
+        signals(PROSE, "en")["language_stop_words"]
+        == signals(PROSE)["stop_words"]
+        == signals(PROSE)["language_stop_words"]
+    )
 
 
 def test_the_estimate_is_the_kept_share_of_a_sample():
@@ -174,7 +239,7 @@ def test_a_lexicon_finds_words_that_no_space_parts():
     )
     both = _Opened("toxic_words", ("darn", "混蛋", "ばか", "走")).columns(texts)["toxic_words"]
     assert (both > 0).tolist() == [True, False, True, True, False]  # entries of one character are not looked for
-    assert both[0] == 1 / (1 + 8 / 2) and both[2] == 1 / 4
+    assert both[0] == 1 / 8 and both[2] == 1 / 4
     spaced = _Opened("toxic_words", ("darn",)).columns(texts)["toxic_words"]
     assert np.isnan(spaced).tolist() == [True, True, False, True, True] and spaced[2] == 1 / 4
     thai = _Opened("toxic_words", ("darn", "ควาย")).columns(Texts.of(["这个混蛋走了过来。", "มันเป็นควายตัวหนึ่ง"]))[

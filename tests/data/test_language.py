@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import pickle
+import unicodedata
 from collections import defaultdict
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hone.base.errors import SpecError
 from hone.data import FILTERS
 from hone.data.langid.model import SHIPPED, Model
 from hone.data.language import UNKNOWN, Identifier, shipped_languages
+from hone.data.stage import Data
 from hone.data.text.batch import Texts
 
 SAMPLE = Path(__file__).parent / "langid" / "udhr.jsonl.xz"
@@ -46,12 +48,14 @@ def test_pieces_of_the_declaration_in_75_languages(identifier, declaration):
     assert len(right) == 75
     assert np.mean(list(right.values())) >= 0.95  # the bar is 0.93
     weak = {language for language, share in right.items() if share < 0.9}
-    assert weak <= {"bs", "hr", "ms", "nn", "xh", "zu"}, weak
+    # A rejector was trained on the declaration in Maithili, which shares words with it in Hindi.
+    assert weak <= {"bs", "hi", "hr", "ms", "nn", "xh", "zu"}, weak
 
 
 def test_languages_nobody_taught_are_unknown(identifier, declaration):
     codes, scores = identifier.identify_all(Texts.of(declaration[UNKNOWN]))
-    assert np.mean(codes == UNKNOWN) >= 0.6
+    assert np.mean(codes == UNKNOWN) >= 0.7
+    assert np.mean((codes != UNKNOWN) & (scores >= 0.65)) <= 0.14
     passing = (codes == "en") & (scores >= 0.65)
     assert np.mean(passing) <= 0.02, "they do not pass for English"
 
@@ -114,6 +118,28 @@ def test_candidates_restrict_the_answer(identifier):
     few = Identifier(("en", "de"))
     assert few.identify("The weather was fine, so they walked along the river.")[0] == "en"
     assert few.languages == ("de", "en")
+
+
+def test_neighbours_of_candidates_do_not_pass(identifier, declaration):
+    few = Identifier(("de", "nb"))
+    for neighbour in ("nl", "da", "af", "sv"):
+        texts = Texts.of(declaration[neighbour])
+        codes, scores = few.identify_all(texts)
+        everyone, same = identifier.identify_all(texts)
+        assert (codes == np.where(np.isin(everyone, few.languages), everyone, UNKNOWN)).all()
+        assert (scores[codes != UNKNOWN] == same[codes != UNKNOWN]).all()
+        assert np.mean(codes == UNKNOWN) >= 0.8, neighbour
+
+
+@pytest.mark.parametrize("language", ["vi", "cs", "fr", "ko", "ru"])
+def test_decomposed_text_is_composed(identifier, declaration, language):
+    composed = [unicodedata.normalize("NFC", text) for text in declaration[language]]
+    decomposed = [unicodedata.normalize("NFD", text) for text in composed]
+    assert decomposed != composed
+    mixed = Texts.of(["ab", *decomposed, "The weather was fine, so they walked along the river."])
+    codes, scores = identifier.identify_all(Texts(mixed.data, mixed.offsets[1:]))
+    expected = identifier.identify_all(Texts.of(composed))
+    assert (codes[:-1] == expected[0]).all() and (scores[:-1] == expected[1]).all() and codes[-1] == "en"
 
 
 def test_unknown_languages_are_named():
@@ -200,7 +226,10 @@ def test_the_filter_treats_unknown_as_told(keep_unknown, reason):
     ("given", "meant"), [("jp", "ja"), ("eng", "en"), ("zh-CN", "zh"), ("DE", "de"), ("pt_BR", "pt"), ("frr", "fr")]
 )
 def test_a_language_that_is_none_is_refused_with_the_one_that_was_meant(given, meant):
-    for refuse in (lambda: FILTERS.read({"kind": "language", "languages": ["en", given]}), lambda: Identifier([given])):
+    for refuse in (
+        lambda: Data(filters=[{"kind": "language", "languages": ["en", given]}]),
+        lambda: Identifier([given]),
+    ):
         with pytest.raises(SpecError, match=f"unknown languages {given}") as error:
             refuse()
         assert f"did you mean '{meant}' for '{given}'?" in error.value.fix

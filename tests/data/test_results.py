@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import hone.data.annotate as annotate_module
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.data import EXECUTORS, FILTERS
+from hone.data import EXECUTORS, FILTERS, IDENTIFIERS
 from hone.data.chain import Chain
 from hone.data.corpus import Corpus
 from hone.data.filters.decide import causes, decide
@@ -27,6 +27,8 @@ from hone.data.tokens.best_fit import best_fit, num_sequences
 from hone.data.work import Models, read, read_task
 from tests.data.stories import story
 from tests.data.test_corpus import rows_file
+
+IDENTIFIER = IDENTIFIERS.read("hone")
 
 FILTER_NAMES = ("length", "gopher_quality", "gopher_repetition", "fineweb")
 
@@ -44,7 +46,9 @@ def corpus(tmp_path, monkeypatch) -> Corpus:
     for number, folder in enumerate(files):
         rows_file(folder, texts[number::4])
         listed = annotate_module.tasks(_listed(folder, f"{number}.jsonl"), Options())
-        tasks.append(read_task(state, number, listed[0], Options(), (), (), Models.of(tmp_path / "no"), None))
+        tasks.append(
+            read_task(state, number, listed[0], Options(), IDENTIFIER, (), (), Models.of(tmp_path / "no"), None)
+        )
     with EXECUTORS.read({"kind": "serial"}).open() as pool:
         list(pool.map(read, tasks))
     return Corpus([state / task.arguments[0] for task in tasks])

@@ -25,7 +25,7 @@ LEXICON = ("darn", "bad word", "3 cats", "Straße", "...")
 _MADE = """
 a bb the The THE of use uses Terms terms privacy policy cookie cookies. lorem Lorem ipsum javascript JavaScript; to be
 and that have with #x 3 ... … • - ● word. word! word?" it.) (x) {y} http://a.b https://c www.d. 12 3k likes likes,
-views items in cart read more... more… sign-in Sign-In! darn bad Bad word, [3] end.[3] end.[edit] 。 你好。 Straße
+views items in cart read more... more… sign-in Sign-In! darn bad Bad word, [3] end.[3] end.[edit] 。 你好。 「你好」,ok今天天气 ไปโรงเรียน,น้ำ មាន្ត្រី។ က္ကမြန်မာ། བོད་སྐད་ཡིག་ཨ་། a་b हिन्दी। Straße
 STRASSE İSTANBUL Σας ΣΑΣ Ⅷ ² e\u0301 the, tree movie table made ape joe@x.org a..b@c.de .joe@x.co joe@x.c 10.0.0.1 8.8.8.8
 8.8.8.8.8 192.168.1.1 1.2.3.04 +14155550123 +44 20 7946 0958 (415) 555-0123 415-555-0123 4111 1111 1111 1111
 4111111111111111 3782 822463 10005 0 1984 readmore... CAPS LOCK ON 3
@@ -203,7 +203,9 @@ def test_reading_ease_and_diversity_order_texts_as_they_should():
 def test_hostile_runs_take_linear_time(unit):
     text = normalize("x" + unit * (1_000_000 // len(unit)) + "x")
     row = signals(text)
-    assert row["bytes"] == len(text.encode()) and row["words"] == len(text.split())
+    assert row["bytes"] == len(text.encode()) and row["words"] == len(text.split()) + (
+        text.count("漢") + 1 if "漢" in text else 0
+    )
     assert row["emails"] == 0 and re.match("x", text)
 
 

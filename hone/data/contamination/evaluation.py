@@ -26,14 +26,42 @@ class Example(NamedTuple):
     texts: tuple[str, ...]
 
 
-def read_evaluations(paths: tuple[str, ...], fields: tuple[str, ...]) -> list[Example]:
+_ASKS = (
+    "question",
+    "query",
+    "context",
+    "ctx",
+    "ctx_a",
+    "ctx_b",
+    "prompt",
+    "passage",
+    "problem",
+    "stem",
+    "premise",
+    "goal",
+    "input",
+    "text",
+)
+_ANSWERS = ("answer", "continuation", "target", "solution", "output", "completion", "hypothesis")
+_LABELS = frozenset(
+    {
+        "id", "ind", "idx", "index", "uid", "guid", "qid", "hash", "split", "split_type", "source", "source_id", "subject",
+        "category", "topic", "activity_label", "label", "labels", "answer_key", "answerkey", "target_idx", "gold", "level", "type",
+        "lang", "language", "license", "url", "difficulty",
+    }
+)  # fmt: skip
+"""Fields that say something about an example and are no part of its text."""
+
+
+def read_evaluations(paths: tuple[str, ...], fields: tuple[str, ...], items: bool = False) -> list[Example]:
     """All examples of the files `paths`, and of all files below those that are folders, in order of names.
 
     The texts of a row are the strings in its `fields` (all fields when none are named), also those in lists and mappings. In a
-    CSV file without a header, fields are column numbers from 0. Raises SpecError for a file that is missing, unreadable, or has
+    CSV file without a header, fields are column numbers from 0. With `items` the texts are those of an item in the order in which it is
+    asked: question, choices, answer; without `fields`, labels such as ids and letters of answers are left out. Raises SpecError for a file that is missing, unreadable, or has
     none of the fields.
     """
-    return [example for name, file in labelled(paths) for example in _examples(name, file, fields)]
+    return [example for name, file in labelled(paths) for example in _examples(name, file, fields, items)]
 
 
 def labelled(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -76,7 +104,7 @@ def _ending(file: Path) -> str:
     return next((ending for ending in _ENDINGS if name.endswith(ending)), "")
 
 
-def _examples(name: str, file: Path, fields: tuple[str, ...]) -> Iterator[Example]:
+def _examples(name: str, file: Path, fields: tuple[str, ...], items: bool) -> Iterator[Example]:
     found = False
     rows = 0
     try:
@@ -87,7 +115,11 @@ def _examples(name: str, file: Path, fields: tuple[str, ...]) -> Iterator[Exampl
                 row = [row[field] for field in fields if field in row]
             else:
                 found = True
+            if items and isinstance(row, dict) and not fields:
+                row = _asked(row)
             texts = tuple(unicodedata.normalize("NFC", text) for text in _strings(row))
+            if items:
+                texts = tuple(text for text in texts if len(text.strip()) > 1)
             yield Example(name, number, tuple(text.encode("utf8", "replace").decode() for text in texts))
     except (OSError, ValueError, EOFError, csv.Error) as error:
         raise SpecError(
@@ -99,6 +131,13 @@ def _examples(name: str, file: Path, fields: tuple[str, ...]) -> Iterator[Exampl
         raise SpecError(
             f"evaluation set {name} has none of the fields {', '.join(fields)}", fix=f"its fields are: {_names(file)}"
         )
+
+
+def _asked(row: dict[str, Any]) -> list[Any]:
+    """The values of a row in the order question, others, answer, without labels; nested mappings likewise."""
+    names = [name for name in row if str(name).lower() not in _LABELS]
+    names.sort(key=lambda name: 0 if str(name).lower() in _ASKS else 2 if str(name).lower() in _ANSWERS else 1)
+    return [_asked(row[name]) if isinstance(row[name], dict) else row[name] for name in names]
 
 
 def _names(file: Path) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.edits.characters import ALONE, MARK, SMALL, WORD, kind_of
 from hone.data.text.compiled import entry
-from hone.data.text.segment import code_point
+from hone.data.text.units import next_word, unit_table
+
+__all__ = ["grams_of", "hits_of", "table_of", "unit_table"]
 
 _BASE = np.uint64(0x9FB21C651E98DF25)
 _FINAL = np.uint64(0xD6E8FEB86659FD93)
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(32)
-_TABLED = 0x3000
 
 
 @entry
@@ -23,40 +23,15 @@ def _mixed(value: np.uint64) -> np.uint64:
 
 
 @entry
-def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
-    """Writes the hash and the position of every word of one text; returns the number of words.
-
-    A word is a run of lower-cased letters, digits and underscores, or one character of a script without spaces.
-    """
-    count = 0
-    inside = False
-    value = np.uint64(0)
-    at = 0
-    while at < len(data):
-        code, size = code_point(data, at)
-        kind = kind_of(code)
-        if kind == WORD or (kind == MARK and inside):
-            if not inside:
-                inside = True
-                start[count] = at
-                value = np.uint64(1)
-            small = np.int64(SMALL[code]) if code < _TABLED else code
-            value = (value + np.uint64(small)) * _BASE
-            value ^= value >> _SHIFT
-        else:
-            if inside:
-                hashes[count], end[count] = _mixed(value), at
-                count += 1
-                inside = False
-            if kind == ALONE:
-                start[count], end[count] = at, at + size
-                hashes[count] = _mixed((np.uint64(1) + np.uint64(code)) * _BASE)
-                count += 1
-        at += size
-    if inside:
-        hashes[count], end[count] = _mixed(value), at
+def _words_of(data: np.ndarray, hashes: np.ndarray, start: np.ndarray, end: np.ndarray, letters: np.ndarray) -> int:
+    """Writes the hash and the position of every word of one text; returns the number of words. `letters` is `unit_table()`."""
+    count, place = 0, 0
+    while True:
+        begin, stop, place, value = next_word(data, place, len(data), letters)
+        if begin == len(data):
+            return count
+        start[count], end[count], hashes[count] = begin, stop, _mixed(value)
         count += 1
-    return count
 
 
 @entry
@@ -84,7 +59,7 @@ def _longest(offsets: np.ndarray) -> int:
 
 @entry
 def grams_of(
-    data: np.ndarray, offsets: np.ndarray, length: int, shortest: int
+    data: np.ndarray, offsets: np.ndarray, length: int, shortest: int, letters: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(text, key, words) of every n-gram of `length` words of every text; a shorter text is one n-gram of all its words.
 
@@ -96,7 +71,7 @@ def grams_of(
     text, key, words = np.empty(most, np.int64), np.empty(most, np.uint64), np.empty(most, np.int64)
     total = 0
     for number in range(len(offsets) - 1):
-        count = _words_of(data[offsets[number] : offsets[number + 1]], hashes, start, end)
+        count = _words_of(data[offsets[number] : offsets[number + 1]], hashes, start, end, letters)
         size = min(length, count)
         if count < shortest:
             continue
@@ -131,7 +106,7 @@ def table_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @entry
 def hits_of(
-    data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, table: np.ndarray, bits: np.ndarray
+    data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, table: np.ndarray, bits: np.ndarray, letters: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(text, start, end, key) of every n-gram of `lengths` words that is in the table; start and end are byte offsets in the text."""
     room = _longest(offsets) + 1
@@ -143,7 +118,7 @@ def hits_of(
     found = np.empty((4, room), np.uint64)
     total = 0
     for number in range(len(offsets) - 1):
-        count = _words_of(data[offsets[number] : offsets[number + 1]], hashes, start, end)
+        count = _words_of(data[offsets[number] : offsets[number + 1]], hashes, start, end, letters)
         for row in range(len(lengths)):
             while True:
                 more = _hits_of_one(

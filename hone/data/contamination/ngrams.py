@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -20,9 +20,10 @@ from hone.data.edits.cuts import Cuts, cut_whole
 from hone.data.edits.rows import ranks, save
 from hone.data.text.batch import Texts
 
-_HIT = np.dtype([("key", np.uint64), ("document", np.int64), ("start", np.int64), ("end", np.int64)])
+HIT = np.dtype([("key", np.uint64), ("document", np.int64), ("start", np.int64), ("end", np.int64)])
 _SHOWN_CHARS = 300
 _SHOWN_DOCUMENTS = 3
+_SHOWN_SETS = 5
 
 
 class Index(NamedTuple):
@@ -41,8 +42,8 @@ class Index(NamedTuple):
 class NGrams(Decontamination):
     """Finds documents that share a word n-gram with an evaluation example. Brown et al. 2020, arXiv:2005.14165.
 
-    Words are runs of lower-cased letters and digits, or single characters of scripts without spaces; punctuation is
-    ignored, and each text of an example is searched for on its own. A text shorter than `words` is searched for as a whole if
+    Words are those of hone/data/text/units.py: runs of lower-cased letters and digits, or one character or cluster in
+    scripts without spaces. Punctuation is ignored, and each text of an example is searched for on its own. A text shorter than `words` is searched for as a whole if
     it has at least `shortest` words; examples with shorter texts only are not searched for, and counted. The report lists
     the documents that contain examples, and for each example the number of documents that contain it.
     """
@@ -81,7 +82,7 @@ class NGrams(Decontamination):
     def contaminated(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Found:
         examples, index, warnings = self._indexed()
         warnings = list(warnings)
-        hits = np.concatenate([np.empty(0, _HIT), *self._search(corpus, kept, state, index)])
+        hits = np.concatenate([np.empty(0, HIT), *self._search(corpus, kept, state, index)])
         hits = self._uncommon(hits)
         pairs = _pairs(index, hits)
         documents = np.unique(hits["document"])
@@ -102,17 +103,21 @@ class NGrams(Decontamination):
 
     def _indexed(self) -> tuple[list[Example], Index, list[str]]:
         """The examples, their n-grams and warnings; read once per process."""
+        stamp = self._stamp()
+        return _read_and_index(self.evaluations, self.fields, self.words, min(self.shortest, self.words), stamp)
+
+    def _stamp(self) -> tuple[tuple[str, int, int], ...]:
+        """(path, size, time) of every evaluation file. Raises SpecError when none is named."""
         if not self.evaluations:
             raise SpecError(
-                "decontamination 'ngrams' names no evaluation set",
+                f"decontamination '{self.kind}' names no evaluation set",
                 fix="set evaluations to files or folders of examples",
             )
-        stamp = tuple(
+        return tuple(
             (str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for path in self.evaluations
             for _, file in evaluation_files(path)
         )
-        return _read_and_index(self.evaluations, self.fields, self.words, min(self.shortest, self.words), stamp)
 
     def _search(self, corpus: Corpus, chosen: np.ndarray, state: Path, index: Index) -> list[np.ndarray]:
         """The hits of each shard of `corpus`."""
@@ -123,10 +128,12 @@ class NGrams(Decontamination):
         for number, shard, first, _ in corpus.spans():
             path = state / f"hits-{which}-{number:05d}.npy"
             if not path.exists():
-                parts = [np.empty(0, _HIT)]
+                parts = [np.empty(0, HIT)]
                 for indices, texts in corpus.batches(shard, first, chosen):
-                    text, start, end, key = _kernels().hits_of(*texts, index.lengths, table, bits)
-                    rows = np.empty(len(text), _HIT)
+                    text, start, end, key = _kernels().hits_of(
+                        *texts, index.lengths, table, bits, _kernels().unit_table()
+                    )
+                    rows = np.empty(len(text), HIT)
                     rows["document"], rows["start"], rows["end"], rows["key"] = indices[text], start, end, key
                     parts.append(rows)
                 save(path, np.concatenate(parts))
@@ -204,7 +211,7 @@ def _read_and_index(
     examples = read_evaluations(evaluations, fields)
     owner = np.repeat(np.arange(len(examples)), [len(example.texts) for example in examples])
     texts = Texts.of([text for example in examples for text in example.texts])
-    text, key, lengths = _kernels().grams_of(*texts, words, shortest)
+    text, key, lengths = _kernels().grams_of(*texts, words, shortest, _kernels().unit_table())
     owner = owner[text]
     order = np.lexsort((owner, key))
     key, owner = key[order], owner[order]
@@ -223,7 +230,21 @@ def _read_and_index(
             fix="lower shortest, or name other fields",
         )
     warnings = [f"evaluation set {name}: every text is too short to search for" for name in empty]
+    warnings += too_short(
+        [example for example, count in zip(examples, num_grams.tolist()) if not count], len(examples), shortest
+    )
     return examples, Index(keys, np.append(first, len(key)), owner, np.unique(lengths), num_grams), warnings
+
+
+def too_short(short: list[Example], num_examples: int, shortest: int) -> list[str]:
+    """One line about the examples `short` of `num_examples`, by evaluation set, the most first; none when there are none."""
+    if not short:
+        return []
+    sets = Counter(example.evaluation for example in short).most_common()
+    named = ", ".join(f"{name} {count}" for name, count in sets[:_SHOWN_SETS])
+    more = f" and {len(sets) - _SHOWN_SETS} more sets" if len(sets) > _SHOWN_SETS else ""
+    told = f"{len(short)} of {num_examples} examples have fewer than {shortest} words and are not searched for"
+    return [f"{told}: {named}{more}"]
 
 
 def _pairs(index: Index, hits: np.ndarray) -> np.ndarray:

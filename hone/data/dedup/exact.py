@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 from hone.base.lazy import lazy
 from hone.data.corpus import Corpus
 from hone.data.dedup.base import Joined
+from hone.data.dedup.earlier import Shard, counted
 
 if TYPE_CHECKING:
     from hone.data.dedup.joining import Joining
@@ -23,14 +25,17 @@ class Exact(Joined):
 
     reason: ClassVar[str] = "exact_duplicate"
 
-    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Joining:
+    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path, earlier: Sequence[Shard] = ()) -> Joining:
         from hone.data.dedup.joining import Equal, Joining
 
         pieces = [
             Piece(shard, first, end - first, int(kept[first:end].sum()), np.packbits(kept[first:end]).tobytes())
             for _, shard, first, end in corpus.spans()
         ]
-        return Joining(Hashes(tuple(pieces)), Equal(1), state, len(corpus))
+        for shard in earlier:
+            everyone = np.packbits(np.ones(shard.rows, bool)).tobytes()
+            pieces.append(Piece(shard.path, shard.first, shard.rows, shard.rows, everyone))
+        return Joining(Hashes(tuple(pieces)), Equal(1), state, counted(corpus, earlier))
 
 
 class Piece(NamedTuple):

@@ -205,20 +205,28 @@ def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class Numbers(NamedTuple):
-    """Files of `shards.sign_shards`, each with the indices of its documents and `width` rows of keys."""
+    """Files of `shards.sign_shards`, each with the indices of its documents and `width` rows of keys.
+
+    `shifts`, when given, are added to the indices of each file.
+    """
 
     files: tuple[Path, ...]
     width: int
+    shifts: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> list[int]:
         return [shards.length(file, 1 + self.width) for file in self.files]
 
     def content(self) -> list[Any]:
-        return shards.contents(self.files)
+        rows = shards.contents(self.files)
+        return [[*row, shift] for row, shift in zip(rows, self.shifts)] if self.shifts else rows
 
     def part(self, begin: int, end: int) -> Numbers:
-        return Numbers(self.files[begin:end], self.width)
+        return Numbers(self.files[begin:end], self.width, self.shifts[begin:end])
 
     def read(self, begin: int, end: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
-        return shards.gather(self.files, 1 + self.width, 1 + begin, 1 + end, kind)
+        owners, numbers = shards.gather(self.files, 1 + self.width, 1 + begin, 1 + end, kind)
+        if self.shifts:
+            owners += np.repeat(np.array(self.shifts, kind), self.sizes)
+        return owners, numbers

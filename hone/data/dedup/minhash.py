@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +12,7 @@ from pydantic import Field
 
 from hone.data.corpus import Corpus
 from hone.data.dedup.base import Joined, need_numba
+from hone.data.dedup.earlier import Shard, counted, with_keys
 from hone.data.text.batch import Texts
 
 if TYPE_CHECKING:
@@ -43,11 +45,12 @@ class MinHash(Joined):
 
         return shards.sign_shards(corpus, chosen, state, "keys", self.bands, self.keys)
 
-    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Joining:
+    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path, earlier: Sequence[Shard] = ()) -> Joining:
         from hone.data.dedup.joining import Equal, Joining, Numbers
 
-        files = tuple(state / f"keys-{number:05d}.u64" for number, *_ in corpus.spans())
-        return Joining(Numbers(files, self.bands), Equal(self.bands), state, len(corpus))
+        files = [state / f"keys-{number:05d}.u64" for number, *_ in corpus.spans()]
+        source = Numbers(*with_keys(files, earlier, state, self.bands))
+        return Joining(source, Equal(self.bands), state, counted(corpus, earlier))
 
     def keys(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
         """A key for each band of each of n texts (uint64 [bands, n]), and which texts have a word (bool [n])."""
@@ -65,8 +68,8 @@ class MinHash(Joined):
     @cached_property
     def _family(self) -> tuple[Any, ...]:
         """The table of letters; factors and shifts of the hash functions x -> a x + b mod 2^32, a odd."""
-        from hone.data.text.hashing import word_table
+        from hone.data.text.units import unit_table
 
         random = np.random.RandomState(self.seed)
         factors = random.randint(0, 1 << 31, self.bands * self.rows, np.uint32) * np.uint32(2) + np.uint32(1)
-        return word_table(), factors, random.randint(0, 1 << 32, self.bands * self.rows, np.uint32)
+        return unit_table(), factors, random.randint(0, 1 << 32, self.bands * self.rows, np.uint32)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hone.data.text.compiled import entry, kernel
-from hone.data.text.hashing import CHUNK, mix, next_shingles
+from hone.data.text.hashing import mix
+from hone.data.text.shingles import CHUNK, next_shingles
 
 
 @entry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -13,6 +13,7 @@ from pydantic import Field
 
 from hone.data.corpus import Corpus
 from hone.data.dedup.base import Joined, need_numba
+from hone.data.dedup.earlier import Shard, counted, with_keys
 from hone.data.text.batch import Texts
 
 if TYPE_CHECKING:
@@ -41,11 +42,12 @@ class SimHash(Joined):
 
         return shards.sign_shards(corpus, chosen, state, "fingerprints", 1, self.fingerprints)
 
-    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Joining:
+    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path, earlier: Sequence[Shard] = ()) -> Joining:
         from hone.data.dedup.joining import Joining, Numbers
 
-        source = Numbers(tuple(state / f"fingerprints-{number:05d}.u64" for number, *_ in corpus.spans()), 1)
-        return Joining(source, Near.of(sum(source.sizes), self.distance), state, len(corpus))
+        files = [state / f"fingerprints-{number:05d}.u64" for number, *_ in corpus.spans()]
+        source = Numbers(*with_keys(files, earlier, state, 1))
+        return Joining(source, Near.of(sum(source.sizes), self.distance), state, counted(corpus, earlier))
 
     def fingerprints(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
         """Fingerprints of n texts (uint64 [1, n]) and which texts have a word (bool [n])."""
@@ -56,9 +58,9 @@ class SimHash(Joined):
 
     @cached_property
     def _table(self) -> Any:
-        from hone.data.text.hashing import word_table
+        from hone.data.text.units import unit_table
 
-        return word_table()
+        return unit_table()
 
 
 class Near(NamedTuple):

@@ -1,66 +1,16 @@
-"""Kernels over characters: word characters, single-character words, and lower case."""
+"""Kernels over characters: where they begin and end, and whether two are in one word."""
 
 from __future__ import annotations
 
-import unicodedata
-
 import numpy as np
 
-from hone.data.text.compiled import entry
-from hone.data.text.segment import code_point
+from hone.data.text.compiled import entry, kernel
+from hone.data.text.units import POINT, is_joined, unit_of, unit_table
 
-BETWEEN, WORD, ALONE, MARK = 0, 1, 2, 3
-"""Punctuation and space; part of a word; a word of its own (scripts without spaces); combined with the character before it."""
+__all__ = ["before", "joined", "size_at", "unit_table"]
 
-_TABLED = 0x3000
-_UNSPACED = ((0x0E00, 0x0F00), (0x1000, 0x10A0), (0x1780, 0x1800))
-
-
-def _kinds() -> np.ndarray:
-    """uint8 [_TABLED]: the kind of every character below CJK, by its Unicode category."""
-    table = np.zeros(_TABLED, np.uint8)
-    for code in range(_TABLED):
-        char = chr(code)
-        unspaced = any(low <= code < high for low, high in _UNSPACED)
-        if unicodedata.category(char).startswith("M") or code == 0x200D:
-            table[code] = MARK
-        elif char.isalnum() or char == "_":
-            table[code] = ALONE if unspaced else WORD
-    return table
-
-
-def _small() -> np.ndarray:
-    """uint16 [_TABLED]: every character in lower case; characters whose lower case has several characters stay."""
-    table = np.arange(_TABLED).astype(np.uint16)
-    for code in range(_TABLED):
-        lowered = chr(code).lower()
-        if len(lowered) == 1 and ord(lowered) < _TABLED:
-            table[code] = ord(lowered)
-    return table
-
-
-_KINDS = _kinds()
-SMALL = _small()
-
-
-@entry
-def kind_of(code: int) -> int:
-    """BETWEEN, WORD, ALONE or MARK."""
-    if code < 0x3000:
-        return _KINDS[code]
-    if 0xAC00 <= code < 0xD7B0:
-        return WORD
-    if 0x3005 <= code < 0x3008 or 0x3041 <= code < 0xA4D0 or 0xF900 <= code < 0xFB00 or 0x20000 <= code < 0x323B0:
-        return BETWEEN if code == 0x30FB else ALONE
-    if 0xFE00 <= code < 0xFE10 or 0xFE20 <= code < 0xFE30 or 0x1F3FB <= code < 0x1F400:
-        return MARK
-    if 0xA4D0 <= code < 0xAC00 or 0xFB00 <= code < 0xFE00 or 0xFE70 <= code < 0xFEFF or 0x10000 <= code < 0x1F000:
-        return WORD
-    if 0xFF10 <= code < 0xFF1A or 0xFF21 <= code < 0xFF3B or 0xFF41 <= code < 0xFF5B:
-        return WORD
-    if 0xFF66 <= code < 0xFFDD:
-        return ALONE
-    return BETWEEN
+_JOINER = 0x200D
+"""Zero width joiner: what follows it is part of the same character."""
 
 
 @entry
@@ -80,8 +30,20 @@ def before(data: np.ndarray, at: int) -> int:
 
 
 @entry
-def joined(data: np.ndarray, left: int, right: int) -> bool:
-    """Whether the characters that end at `left` and begin at `right` would be in one word side by side."""
-    code, _ = code_point(data, before(data, left))
-    one, other = kind_of(code), kind_of(code_point(data, right)[0])
-    return other == MARK or code == 0x200D or (other == WORD and one in (WORD, MARK))
+def joined(data: np.ndarray, left: int, right: int, letters: np.ndarray) -> bool:
+    """Whether the characters that end at `left` and begin at `right` would be in one word side by side. `letters` is `unit_table()`.
+
+    Hangul is written with spaces, and its words are not cut, although their syllables are compared one by one.
+    """
+    one, _ = unit_of(data, before(data, left), left, letters)
+    other, _ = unit_of(data, right, len(data), letters)
+    if one & POINT == _JOINER:  # between emoji, for instance, which are no words
+        return True
+    return is_joined(_spaced(one), _spaced(other))
+
+
+@kernel
+def _spaced(value: int) -> int:
+    """`value` of `unit_table` as that of a letter of a script with spaces if it is a syllable of Hangul."""
+    point = value & POINT
+    return point if 0xAC00 <= point < 0xD7A4 else value

@@ -16,9 +16,14 @@ def without(
     cut: np.ndarray,
     start: np.ndarray,
     end: np.ndarray,
+    fills: np.ndarray,
+    written: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(data, offsets) of the texts without the spans [start, end) of documents `cut` (int64 [k], sorted)."""
-    total = offsets[-1] - offsets[0]
+    """(data, offsets) of the texts without the spans [start, end) of documents `cut` (int64 [k], sorted).
+
+    In the place of span j are the first `written[j]` (int64 [k]) bytes of `fills[j]` (uint8 [k, most]).
+    """
+    total = offsets[-1] - offsets[0] + written.sum()
     out = np.empty(total, np.uint8)
     places = np.zeros(len(offsets), np.int64)
     here = 0
@@ -33,6 +38,9 @@ def without(
             stop = min(start[j], size)
             for at in range(done, stop):
                 out[here] = data[base + at]
+                here += 1
+            for at in range(written[j]):
+                out[here] = fills[j, at]
                 here += 1
             done = min(max(end[j], done), size)
             j += 1
@@ -51,10 +59,11 @@ def at_borders(
     cut: np.ndarray,
     start: np.ndarray,
     end: np.ndarray,
+    letters: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(document, start, end) of the spans, narrowed until they begin and end between words (and so between characters).
 
-    Words are cut as a whole or kept, and the words on both sides of a cut are not joined. A span that would lose more than
+    Words are those of `letters`, `unit_table()`. They are cut as a whole or kept, and the words on both sides of a cut are not joined. A span that would lose more than
     half its bytes is left out. Spaces that a cut would leave at the end of a line or the text are cut too.
     """
     size = len(cut)
@@ -66,13 +75,13 @@ def at_borders(
             i += 1
         base, stop = offsets[i], offsets[i + 1]
         left, right = base + start[j], base + end[j]
-        while left < right and (data[left] & 0xC0 == 0x80 or (left > base and joined(data, left, left))):
+        while left < right and (data[left] & 0xC0 == 0x80 or (left > base and joined(data, left, left, letters))):
             left += 1
-        while right > left and right < stop and (data[right] & 0xC0 == 0x80 or joined(data, right, right)):
+        while right > left and right < stop and (data[right] & 0xC0 == 0x80 or joined(data, right, right, letters)):
             right = before(data, right)
-        if left > base and right < stop and left < right and joined(data, left, right):
+        if left > base and right < stop and left < right and joined(data, left, right, letters):
             left += size_at(data, left)
-            while left < right and (joined(data, left, left) or joined(data, left, right)):
+            while left < right and (joined(data, left, left, letters) or joined(data, left, right, letters)):
                 left += size_at(data, left)
         if (right - left) * 2 < end[j] - start[j] or left >= right:
             continue

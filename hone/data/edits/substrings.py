@@ -69,7 +69,7 @@ class Substrings(Edit):
         spans = list(corpus.spans())
         done = [state / f"cuts-{number:05d}.npy" for number, *_ in spans]
         if all(path.exists() for path in done):
-            return [Cuts(*np.load(path)) for path in done]
+            return [Cuts.plain(*np.load(path)) for path in done]
         self.prepare(corpus, self.takes_part(corpus, kept), state)
         parts = self._judge_runs(corpus, state, gathered_rows)
         for span in spans:
@@ -194,13 +194,15 @@ class Substrings(Edit):
             repeats = Cuts.of(document + first, start, end)
             wanted = np.zeros(last, bool)
             wanted[repeats.document] = True
-            found = [np.stack(Cuts.none())]
+            found = [np.stack(Cuts.none()[:3])]
             for indices, texts in corpus.batches(shard, first, wanted) if len(document) else ():
                 low, high = np.searchsorted(repeats.document, [indices[0], indices[-1] + 1])
-                parts = compiled("spans").at_borders(*texts, indices, *(part[low:high] for part in repeats))
-                found.append(np.stack(cut_whole(Cuts.of(*parts), indices, np.diff(texts.offsets), self.min_left_bytes)))
+                some = (part[low:high] for part in repeats[:3])
+                parts = compiled("spans").at_borders(*texts, indices, *some, compiled("characters").unit_table())
+                cuts = cut_whole(Cuts.of(*parts), indices, np.diff(texts.offsets), self.min_left_bytes)
+                found.append(np.stack(cuts[:3]))
             save(path, np.concatenate(found, 1))
-        return Cuts(*np.load(path))
+        return Cuts.plain(*np.load(path))
 
 
 def hash_windows(folder: Path, technique: Substrings, part: Part, asked: tuple[Path, ...]) -> dict[str, Any]:

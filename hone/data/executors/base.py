@@ -91,7 +91,7 @@ class RunAhead:
                             task = tasks[outcome.number]
                             other = rescue(task) if rescue else None
                             if other is None:
-                                raise _given_up(task, outcome.died)
+                                raise given_up(task, outcome.died)
                             tasks[outcome.number] = other
                         waiting.append(outcome.number)
                 result = results.pop(wanted)
@@ -123,7 +123,7 @@ class Executor(Technique):
         raise NotImplementedError
 
 
-def _given_up(task: Task, how: str) -> MachineError:
+def given_up(task: Task, how: str) -> MachineError:
     """The error of a task that failed after all retries."""
     return MachineError(
         f"task {task.name} killed its worker {RETRIES + 1} times ({how})",

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from hone.data.executors.base import Executor, Outcome, Pool, RunAhead
 from hone.data.executors.task import Function, Task
 
-_ONE_THREAD = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+ONE_THREAD = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _COMMAND = "import sys; sys.path[:] = {path!r}; from hone.data.executors.worker import work; work({given}, {answers})"
 
 
@@ -41,7 +41,7 @@ class _Worker:
         given, self._given = os.pipe()
         answers, theirs = os.pipe()
         command = _COMMAND.format(path=sys.path, given=given, answers=theirs)
-        environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
+        environment = {**os.environ, **dict.fromkeys(ONE_THREAD, "1")}
         self.process = subprocess.Popen([sys.executable, "-c", command], pass_fds=(given, theirs), env=environment)
         os.close(given)
         os.close(theirs)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hone.data.executors.task import perform
+from hone.data.executors.task import Function, Task, perform
 
 
 def work(given: int, answers: int) -> None:
@@ -27,16 +27,20 @@ def work(given: int, answers: int) -> None:
             function, task = pickle.loads(tasks.recv_bytes())
         except (EOFError, OSError):
             return
-        summary, error = None, None
-        try:
-            summary = perform(function, task)
-        except BaseException as raised:
-            error = portable(raised)
-        try:
-            answer = pickle.dumps((summary, error, peak_memory_bytes()))
-        except Exception as raised:  # an error that cannot be pickled must not look like a dead worker
-            answer = pickle.dumps((None, portable(raised), peak_memory_bytes()))
-        replies.send_bytes(answer)
+        replies.send_bytes(answered(function, task))
+
+
+def answered(function: Function, task: Task) -> bytes:
+    """The pickled (summary, error, peak memory) of a task that is done here."""
+    summary, error = None, None
+    try:
+        summary = perform(function, task)
+    except BaseException as raised:
+        error = portable(raised)
+    try:
+        return pickle.dumps((summary, error, peak_memory_bytes()))
+    except Exception as raised:  # an error that cannot be pickled must not look like a dead worker
+        return pickle.dumps((None, portable(raised), peak_memory_bytes()))
 
 
 def portable(error: BaseException) -> BaseException:

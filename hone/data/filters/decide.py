@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hone.data.expression import evaluate
-from hone.data.filters.base import Filter, Rule
+from hone.data.filters.base import Filter, Rule, language_places
 from hone.data.results import counted, lowest
 
 
@@ -26,21 +26,23 @@ def decide(
     ids = columns["id"].astype(bytes)
     kept = np.ones(len(sizes), bool)
     fails = np.zeros(len(sizes), np.uint16)
+    limited = any(rule.limits for technique in filters for rule in technique.rules())
+    places = language_places(columns) if limited else None
     for technique in filters:
-        for _, failed in _failures(technique, columns):
+        for _, failed in _failures(technique, columns, places):
             fails += failed
     rows = []
     for place, technique in enumerate(filters):
         rules = [
             {
                 "reason": rule.reason,
-                "keep": rule.keep,
+                "keep": rule.said,
                 "alone": _count(failed, sizes),
                 "marginal": _count(failed & (fails == 1), sizes),
             }
-            for rule, failed in _failures(technique, columns)
+            for rule, failed in _failures(technique, columns, places)
         ]
-        keep, reasons = technique.decide(columns)
+        keep, reasons = technique.decide(columns, places)
         before, kept = kept, kept & keep
         gone = before & ~keep
         samples = {}
@@ -75,11 +77,13 @@ def causes(filters: Sequence[Filter]) -> list[tuple[int, str]]:
     ]
 
 
-def _failures(technique: Filter, columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Rule, np.ndarray]]:
+def _failures(
+    technique: Filter, columns: Mapping[str, np.ndarray], places: np.ndarray | None
+) -> Iterator[tuple[Rule, np.ndarray]]:
     """(rule, bool [n] of the documents that do not meet it) of a filter, each rule evaluated on its own."""
     applies = evaluate(technique.when, columns)
     for rule in technique.rules():
-        yield rule, applies & ~evaluate(rule.keep, columns)
+        yield rule, applies & ~rule.holds(columns, places)
 
 
 def _count(chosen: np.ndarray, sizes: np.ndarray) -> dict[str, int]:

@@ -6,14 +6,13 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hone.data.filters.base import SPACED_PROSE, Filter, Rule
+from hone.data.filters.base import LanguageFilter, Rule
 
 
-class FineWeb(Filter):
+class FineWeb(LanguageFilter):
     """Drops pages made of short, unpunctuated or repeated lines. Penedo et al. 2024, arXiv:2406.17557."""
 
     paper: ClassVar[str] = "arXiv:2406.17557"
-    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     min_punctuated_lines: float = Field(0.12, description="Least fraction of lines that end with terminal punctuation.")
     max_short_lines: float = Field(0.67, description="Largest fraction of lines of 30 characters or fewer.")
     max_dup_line_chars: float = Field(0.01, description="Largest fraction of characters in lines seen before.")
@@ -21,8 +20,14 @@ class FineWeb(Filter):
 
     def rules(self) -> list[Rule]:
         return [
-            Rule("unpunctuated_lines", f"punctuated_lines >= {self.min_punctuated_lines}"),
+            self.moved(
+                "unpunctuated_lines",
+                "punctuated_lines",
+                ">=",
+                "min_punctuated_lines",
+                lambda limit, own: limit * own.marked,
+            ),
             Rule("short_lines", f"short_lines <= {self.max_short_lines}"),
             Rule("duplicate_line_chars", f"dup_line_chars <= {self.max_dup_line_chars}"),
-            Rule("list_like", f"newline_ratio <= {self.max_newline_ratio}"),
+            self.moved("list_like", "newline_ratio", "<=", "max_newline_ratio", lambda limit, own: limit / own.words),
         ]

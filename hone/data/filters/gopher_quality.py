@@ -6,20 +6,20 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hone.data.filters.base import SPACED_PROSE, Filter, Rule
+from hone.data.filters.base import LanguageFilter, Rule
+from hone.data.text.languages import UNSPACED, languages
 
 
-class GopherQuality(Filter):
+class GopherQuality(LanguageFilter):
     """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, appendix A.1.
 
-    Words are separated by white space. datatrove counts spaCy's tokens, so each full stop is a word without a letter and
+    Words are separated by white space; characters or clusters in scripts without spaces (hone/data/text/units.py). datatrove counts spaCy's tokens, so each full stop is a word without a letter and
     the rule on letters is stricter than the paper's: on 763 natural English texts 93.4 % of the decisions are equal, and 49
     of the 50 others are texts that only this rule of datatrove drops. The last one differs because datatrove counts
     blank lines.
     """
 
     paper: ClassVar[str] = "arXiv:2112.11446"
-    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     min_words: int = Field(50, description="Fewest words.")
     max_words: int = Field(100_000, description="Most words.")
     min_mean_word_chars: float = Field(3, description="Least mean word length.")
@@ -29,18 +29,39 @@ class GopherQuality(Filter):
     max_bullet_lines: float = Field(0.9, description="Largest fraction of lines that begin with a bullet.")
     max_ellipsis_lines: float = Field(0.3, description="Largest fraction of lines that end with an ellipsis.")
     min_alpha_words: float = Field(0.8, description="Least fraction of words with a letter.")
-    min_stop_words: int = Field(2, description="Fewest distinct words of: the be to of and that have with (English).")
+    min_stop_words: int = Field(
+        2,
+        description="Fewest distinct words of: the be to of and that have with (English), or of the most frequent of another "
+        "language. Languages without a list are not held to it.",
+    )
 
     def rules(self) -> list[Rule]:
         return [
-            Rule("too_few_words", f"words >= {self.min_words}"),
-            Rule("too_many_words", f"words <= {self.max_words}"),
-            Rule("short_words", f"mean_word_chars >= {self.min_mean_word_chars:g}"),
-            Rule("long_words", f"mean_word_chars <= {self.max_mean_word_chars:g}"),
-            Rule("too_many_hashes", f"hash_ratio <= {self.max_hash_ratio}"),
-            Rule("too_many_ellipses", f"ellipsis_ratio <= {self.max_ellipsis_ratio}"),
+            self.moved("too_few_words", "words", ">=", "min_words", lambda limit, own: round(limit * own.words)),
+            self.moved("too_many_words", "words", "<=", "max_words", lambda limit, own: round(limit * own.words)),
+            self.moved(
+                "short_words", "mean_word_chars", ">=", "min_mean_word_chars", lambda limit, own: limit * own.chars
+            ),
+            self._long_words(),
+            self.moved("too_many_hashes", "hash_ratio", "<=", "max_hash_ratio", lambda limit, own: limit / own.words),
+            self.moved(
+                "too_many_ellipses", "ellipsis_ratio", "<=", "max_ellipsis_ratio", lambda limit, own: limit / own.words
+            ),
             Rule("too_many_bullets", f"bullet_lines <= {self.max_bullet_lines}"),
             Rule("too_many_ellipsis_lines", f"ellipsis_lines <= {self.max_ellipsis_lines}"),
             Rule("too_few_alphabetic_words", f"alpha_words >= {self.min_alpha_words}"),
-            Rule("too_few_stop_words", f"stop_words >= {self.min_stop_words} or language != 'en'"),
+            self._stop_words(),
         ]
+
+    def _long_words(self) -> Rule:
+        """In a script of which no language is known words may be syllables, which are longer than characters."""
+        rule = self.moved(
+            "long_words", "mean_word_chars", "<=", "max_mean_word_chars", lambda limit, own: limit * own.chars
+        )
+        return rule._replace(limits={**rule.limits, UNSPACED: self.max_mean_word_chars}) if rule.limits else rule
+
+    def _stop_words(self) -> Rule:
+        if not self.per_language:
+            return Rule("too_few_stop_words", f"stop_words >= {self.min_stop_words} or language != 'en'")
+        limits = {code: self.min_stop_words if own.stop_words else 0 for code, own in languages().items()}
+        return Rule("too_few_stop_words", f"language_stop_words >= {self.min_stop_words}", {**limits, "": 0})

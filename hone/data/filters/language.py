@@ -8,7 +8,8 @@ from pydantic import Field, field_validator
 
 from hone.base.errors import SpecError
 from hone.data.filters.base import Filter, Rule
-from hone.data.language import UNKNOWN, need_known
+from hone.data.identifiers.base import may_be_known
+from hone.data.language import MACROLANGUAGES, UNKNOWN, need_known
 
 
 class Language(Filter):
@@ -30,7 +31,8 @@ class Language(Filter):
             raise SpecError(
                 f"language.languages names '{UNKNOWN}', which is not a language", fix="set keep_unknown: true"
             )
-        need_known(languages)
+        of_others = {code for code in languages if may_be_known(code) or code in MACROLANGUAGES.values()}
+        need_known([code for code in languages if code not in of_others])
         return languages
 
     def rules(self) -> list[Rule]:

@@ -14,7 +14,7 @@ class PII(Filter):
 
     Such a page is a directory or a leak; five matches are Dolma's limit.
     Each match is checked: the shape of e-mail addresses (RFC 5321), IANA's special IPv4 ranges, E.164 or North American
-    grouping of telephone numbers, Luhn's check digit of card numbers. Matches in kept documents are not masked.
+    grouping of telephone numbers, Luhn's check digit of card numbers. Matches in kept documents stay unless the edit `mask` replaces them.
     """
 
     paper: ClassVar[str] = "arXiv:2402.00159"

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from hone.data.filters.base import SPACED_PROSE, Filter, Rule
+from hone.data.filters.base import LanguageFilter, Rule
 from hone.data.filters.gopher_quality import GopherQuality
 from hone.data.filters.gopher_repetition import GopherRepetition
 
 
-class RefinedWeb(Filter):
+class RefinedWeb(LanguageFilter):
     """Gopher's rules, and drops pages with too much boilerplate. Penedo et al. 2023, arXiv:2306.01116.
 
     DCLM uses the same set (Li et al. 2024, arXiv:2406.11794): Gopher's quality and repetition rules and RefinedWeb's rules
@@ -21,12 +21,11 @@ class RefinedWeb(Filter):
     """
 
     paper: ClassVar[str] = "arXiv:2306.01116"
-    when: str = Field(SPACED_PROSE, description="Expression that selects the documents the rules apply to.")
     max_boilerplate_words: float = Field(0.05, ge=0, le=1, description="Largest fraction of words in boilerplate.")
 
     def rules(self) -> list[Rule]:
         return [
-            *GopherRepetition().rules(),
-            *GopherQuality().rules(),
+            *GopherRepetition(per_language=self.per_language).rules(),
+            *GopherQuality(per_language=self.per_language).rules(),
             Rule("boilerplate", f"boilerplate_words <= {self.max_boilerplate_words}"),
         ]

@@ -26,11 +26,13 @@ class Toxicity(Filter):
     def rules(self) -> list[Rule]:
         return [Rule("toxic_words", f"not toxic_words > {self.max_toxic_words}")]
 
-    def decide(self, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def decide(
+        self, columns: Mapping[str, np.ndarray], places: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """As every filter; raises SpecError when the documents have no lexicon column."""
         if "toxic_words" not in columns:
             raise SpecError(
                 "the filter toxicity needs the column toxic_words, which a lexicon adds",
                 fix="add it to the scorers: {kind: lexicon, words: [words.txt]}",
             )
-        return super().decide(columns)
+        return super().decide(columns, places)

@@ -22,7 +22,6 @@ from hone.data.corpus import BATCH_BYTES, need_parquet
 from hone.data.facts import DataFacts, SplitFacts
 from hone.data.forecasting.sample import Sample, Sort, Unit, units_of
 from hone.data.forecasting.trial import Tokens, Trial, attempt
-from hone.data.language import Identifier
 from hone.data.readers.listing import list_source
 from hone.data.settings import Settings
 from hone.data.work import Models, train_scorers
@@ -66,14 +65,14 @@ def plan(spec: Settings, models: Models | None = None, trained_s: float = 0.0) -
     """
     need_parquet()
     _check_encoding(spec.encoding)
-    return _plan(spec, list_source(spec.source).seen, models, trained_s)
+    return _plan(spec, list_source(spec.source, spec.forced).seen, models, trained_s)
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(spec: Settings, seen: str, models: Models | None, trained_s: float) -> DataPlan:
     """`plan` for the files whose `Listing.seen` is `seen`."""
     begun = time.perf_counter()
-    listing = list_source(spec.source)
+    listing = list_source(spec.source, spec.forced)
     listed_s = time.perf_counter() - begun
     left_out = [scorer for scorer in spec.scorers if scorer.kind in _TRAINED_LONG and models is None]
     unknown = {column for scorer in left_out for column in scorer.columns}
@@ -83,7 +82,7 @@ def _plan(spec: Settings, seen: str, models: Models | None, trained_s: float) ->
             "filters": tuple(one for one in spec.filters if not one.columns & unknown),
         }
     )
-    identifier = Identifier(spec.languages)
+    identifier = spec.identifier.open(spec.languages)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if models is None:
@@ -107,6 +106,8 @@ def _plan(spec: Settings, seen: str, models: Models | None, trained_s: float) ->
     if trial is None:
         return DataPlan(facts=_facts(spec, None), ways=_WAYS)
     missing = f"without filters by {' and '.join(one.kind for one in left_out)}" if left_out else ""
+    if spec.annotations:  # a plan asks nobody: it would cost money
+        missing = "; ".join(filter(None, [missing, "without what language models are asked and the waiting for them"]))
     scale = min(spec.max_bytes / trial.total(trial.sizes), 1.0) if spec.max_bytes is not None else 1.0
     pace = _pace(spec, trial, scale, listed_s + trained_s, started_s, missing)
     estimates = {
@@ -114,6 +115,7 @@ def _plan(spec: Settings, seen: str, models: Models | None, trained_s: float) ->
         MEMORY: _memory(spec, trial, scale),
         "disk_bytes": _disk(trial, scale),
         **_yields(spec, trial, scale, missing),
+        **_asked(spec, trial, scale),
     }
     names = tuple(scorer.kind for scorer in left_out)
     return DataPlan(estimates=estimates, facts=_facts(spec, trial, scale), ways=_WAYS, pace=pace, left_out=names)
@@ -134,7 +136,8 @@ def sample_bytes(spec: Settings, units: Sequence[Unit]) -> float:
     """Bytes of input in a sample, so that it takes a second or two, or a few percent of the run."""
     if any(unit.file.url for unit in units):
         return _REMOTE_BYTES
-    if any(scorer.kind in _READ_SLOWLY for scorer in spec.scorers):
+    embeds = any(getattr(technique, "model", "") for technique in spec.dedups)
+    if embeds or any(scorer.kind in _READ_SLOWLY for scorer in spec.scorers):
         return _SLOW_SCORER_BYTES
     least, most = SAMPLE_BYTES
     total = sum(unit.content for unit in units)
@@ -192,9 +195,11 @@ def _yields(spec: Settings, trial: Trial, scale: float, missing: str) -> dict[st
     error = _error(trial)
     sample = trial.sample
     unseen = trial.copies is not None and trial.copies.unseen
-    bound = bool(missing) or sample.beginnings or (not sample.whole and (bool(spec.edits) or unseen))
+    known_before = any(getattr(technique, "against", ()) for technique in spec.dedups)
+    bound = bool(missing) or known_before or sample.beginnings or (not sample.whole and (bool(spec.edits) or unseen))
     known = bound or (trial.kept > 0).sum() < _LEAST_DOCUMENTS
     said = [_said(sample), f"standard error {100 * error:.1f} %", missing]
+    said += ["without comparing earlier artifacts"] * known_before
     if not sample.whole:
         said += [
             "copies outside of the sample " + ("not foreseen" if unseen else "by those between its ranges")
@@ -225,6 +230,19 @@ def _yields(spec: Settings, trial: Trial, scale: float, missing: str) -> dict[st
             value, "tokens", f"{formula}standard error {100 * token_error:.1f} %", token_error
         )
     return made
+
+
+def _asked(spec: Settings, trial: Trial, scale: float) -> dict[str, Estimate]:
+    """Tokens and cost of what language models are asked, summed over the annotations."""
+    found: dict[str, Estimate] = {}
+    for technique in spec.annotations:
+        for name, one in technique.estimates(trial.sizes, trial.weights * trial.kept * scale).items():  # type: ignore[attr-defined]
+            before = found.get(name)
+            formula = f"{before.formula} + {one.formula}" if before else one.formula
+            found[name] = one.model_copy(
+                update={"value": one.value + (before.value if before else 0.0), "formula": formula}
+            )
+    return found
 
 
 def _error(trial: Trial) -> float:
@@ -273,18 +291,34 @@ def _memory(spec: Settings, trial: Trial, scale: float) -> Estimate:
         )
         words = tokens.words * max(kept / max(tokens.num_bytes, 1), 1.0) ** tokens.more_words
     documents = float(trial.weights.sum()) * scale
-    return data_memory(batch_bytes=min(text, BATCH_BYTES), documents=documents, words=words, shared=False)
+    estimate = data_memory(batch_bytes=min(text, BATCH_BYTES), documents=documents, words=words, shared=False)
+    held = sum(technique.memory_bytes(documents) for technique in spec.dedups)  # type: ignore[attr-defined]
+    if not held:
+        return estimate
+    return estimate.model_copy(
+        update={
+            "value": estimate.value + held,
+            "formula": f"{estimate.formula} + {held:.3g} B of embeddings, held twice",
+        }
+    )
 
 
 def _disk(trial: Trial, scale: float) -> Estimate:
     kept, documents = trial.total(trial.kept_bytes) * scale, trial.total(trial.kept) * scale
     held = trial.kept_bytes[trial.kept > 0] / trial.kept[trial.kept > 0]
+    exported = sum(trial.written.get(name, 0) for name in ("jsonl", "hugging_face"))
+    lost = trial.sizes[trial.kept == 0].sum()
     tokens: Tokens | None = trial.tokens
     rates = {
         "bytes of text": (kept, trial.written.get("documents", 0) / max(held.sum(), 1.0)),
         "documents read": (float(trial.weights.sum()) * scale, trial.written.get("signals", 0) / len(trial.sizes)),
         "files beside them": (1.0, _MARGIN_BYTES),
     }
+    if exported:
+        rates["bytes of exported text"] = (kept, exported / max(held.sum(), 1.0))
+    if dropped := trial.written.get("dropped", 0):
+        gone = max(trial.total(trial.sizes) * scale - kept, 0.0)
+        rates["bytes of dropped text"] = (gone, dropped / max(lost, 1.0))
     if tokens is not None:
         rates["tokens"] = (kept / tokens.rate + documents, 2 if tokens.vocab_size <= 1 << 16 else 4)
         rates["documents"] = (documents, 8)

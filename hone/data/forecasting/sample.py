@@ -19,6 +19,7 @@ import numpy as np
 from hone.base.errors import HoneError
 from hone.data.annotate import part_of
 from hone.data.readers.documents import Batch, Options, poisoned
+from hone.data.readers.formats.containers import unpacked_bytes
 from hone.data.readers.listing import File
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches
@@ -28,7 +29,9 @@ from hone.data.readers.streams import head, open_raw
 RANGE_BYTES = 64 << 10
 READ_BYTES = 64 << 20
 """Bytes to read of each sort of file that is read fast."""
-_READ_FAST = ("text", "jsonl", "warc", "parquet")
+_READ_FAST = ("text", "jsonl", "json", "csv", "arrow", "warc", "parquet")
+_CUT = (*_READ_FAST, "zip", "tar")
+"""Formats of which a part or the beginning can be read."""
 _PART_BYTES = 1 << 20
 _HEAD_BYTES = 512 << 10
 _USUALLY = 4.0
@@ -61,9 +64,11 @@ def units_of(files: Sequence[File]) -> list[Unit]:
 
 
 def _swells(file: File) -> float:
-    if not file.compression and file.format != "parquet":
+    if not file.compression and file.format not in ("parquet", "zip"):
         return 1.0
     try:
+        if file.format == "zip":
+            return max(unpacked_bytes(file) / max(file.size, 1), 1.0)
         if file.format == "parquet":
             return max(sum(row_group_bytes(file, Options())) / max(file.size, 1), 1.0)
         return max(len(head(file, _HEAD_BYTES)) / max(min(file.size, _HEAD_BYTES), 1), 1.0)
@@ -176,7 +181,7 @@ class Sample:
 
     def _cut(self, units: Sequence[Unit], most: float) -> list[Unit]:
         """`units`, large ones in parts when they have more than `most` bytes together; of those without parts, the beginning."""
-        if sum(unit.content for unit in units) <= most or units[0].file.format not in _READ_FAST:
+        if sum(unit.content for unit in units) <= most or units[0].file.format not in _CUT:
             return list(units)
         made = []
         for unit in units:

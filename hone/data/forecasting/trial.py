@@ -19,7 +19,7 @@ from hone.data.executors.base import Pool
 from hone.data.executors.serial import Serial
 from hone.data.forecasting.duplicates import Copies, left
 from hone.data.forecasting.sample import Sample
-from hone.data.language import Identifier
+from hone.data.identifiers.base import Opened
 from hone.data.settings import Settings
 from hone.data.work import Models, opened
 from hone.data.write import take_or_train, tokenize, write_tables
@@ -83,7 +83,7 @@ class Trial(NamedTuple):
         return float((self.weights * values).sum())
 
 
-def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Sample, folder: Path) -> Trial | None:
+def attempt(spec: Settings, identifier: Opened, models: Models, sample: Sample, folder: Path) -> Trial | None:
     """Runs all steps on `sample`; None when it has no document."""
     place, quiet = Scratch(folder), Run(quiet=True)
     seconds: dict[str, float] = {}
@@ -111,6 +111,8 @@ def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Samp
                     clusters = _clusters(spec, corpus, chain.kept, place.state)
                     copies = left(clusters[there], where[there], sample.share())
                     kept[there] = copies.weights
+                    chain.causes.append(("dedup", "duplicate"))
+                    chain.dropped_by[chain.kept & (kept == 0)] = len(chain.causes)
                     chain.kept = kept > 0
                 chain.edit(place)
                 chain.decontaminate(place)
@@ -121,11 +123,13 @@ def attempt(spec: Settings, identifier: Identifier, models: Models, sample: Samp
             tokens = _tokens(spec, corpus, chain.kept, weights * kept, place, pool, seconds)
         with _timed(seconds, "write"):
             write_tables(corpus, {"train": chain.kept}, chain, place, quiet, pool)
-    files = {path.parent.name: path for path in place.folder.rglob("*.parquet")}  # documents, signals
+    written: dict[str, int] = {}
     with _timed(seconds, "hash"):
-        for path in (shard, *files.values()):
+        sha256(shard)
+        for path in (one for one in place.folder.rglob("*") if one.suffix in (".parquet", ".zst")):
             sha256(path)
-    written = {name: path.stat().st_size for name, path in files.items()}
+            name = path.relative_to(place.folder).parts[0]  # documents, signals, or an export
+            written[name] = written.get(name, 0) + path.stat().st_size
     kept_bytes = kept * corpus.columns["bytes"]
     return Trial(sample, where, weights, sizes, kept, kept_bytes, copies, tokens, seconds, written)
 
@@ -137,7 +141,7 @@ def _clusters(spec: Settings, corpus: Corpus, kept: np.ndarray, state: Path) -> 
         living = kept & (stands == np.arange(len(corpus)))
         own = state / f"dedup-{number}"
         own.mkdir(exist_ok=True)
-        stands = technique.representatives(corpus, living, own)[stands]
+        stands = technique.alone().representatives(corpus, living, own)[stands]
     return stands
 
 

@@ -48,6 +48,7 @@ class Tables(NamedTuple):
     count: np.ndarray  # int64 [S]: languages of the script; the lane after them is the background
     fit: np.ndarray  # float64 [S, M, 2]: mean and standard deviation of the fit of a language's own texts
     allowed: np.ndarray  # bool [S, M]: candidates
+    group: np.ndarray  # int64 [S, M]: lanes with one number are one answer, whose probability is the sum of theirs
     limits: np.ndarray  # float64 [6]: temperature, its exponent, and the four bounds of `_answer`
 
 
@@ -272,20 +273,25 @@ def _answer(sums, k, script, votes, seen, tables):
     best = -1
     count = tables.count[script]
     for lane in range(count):
-        if tables.allowed[script, lane] and (best < 0 or sums[lane] > sums[best]):
+        if best < 0 or sums[lane] > sums[best]:
             best = lane
-    if best < 0:
+    # The likeliest of all languages must be a candidate: among few candidates a neighbour of theirs would look certain.
+    if best < 0 or not tables.allowed[script, best]:
         return -1, 0.0
     fit = (sums[best] - sums[count]) / (STEPS * k)
     slack = deviations * tables.fit[script, best, 1] * max(1.0, np.sqrt(standard / k))
     if fit < tables.fit[script, best, 0] - slack:
         return -1, 0.0
     heat = STEPS * temperature * k**exponent
-    whole = 0.0
+    own = whole = 0.0
     for lane in range(count):
-        if tables.allowed[script, lane]:
-            whole += np.exp((sums[lane] - sums[best]) / heat)
-    score = 1.0 / whole
+        gap = (sums[lane] - sums[best]) / heat
+        if gap > -30.0:  # less is below the last digit
+            share = np.exp(gap)
+            whole += share
+            if tables.group[script, lane] == tables.group[script, best]:
+                own += share
+    score = own / whole
     if score < least_score:
         return -1, 0.0
     return best, score

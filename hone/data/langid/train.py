@@ -1,10 +1,11 @@
 """Trains the language model on a file of sentences.
 
-    python -m hone.data.langid.train SENTENCES OUT
+    python -m hone.data.langid.train SENTENCES OUT [OTHERS]
 
 SENTENCES is a .jsonl (or .jsonl.gz) file of {"lang": code, "text": sentence}. Each language belongs to the script of
 most of its sentences. A model of four fifths of the sentences is evaluated on the fifth to calibrate the
-temperature and each language's expected fit; then the table is built from all sentences. Deterministic.
+temperature and each language's expected fit; then the table is built from all sentences. Deterministic. OTHERS is a file of the
+same form in languages that the model is not to name: groups of similar ones become its rejectors.
 
 A language's entry for a bucket is the log likelihood ratio of naive Bayes with additive smoothing to noise, as in Lui and
 Baldwin 2012 (langid.py), but over all hashed 2- to 4-grams (and 1-grams of Han) of characters instead of selected ones.
@@ -32,6 +33,9 @@ _NOISE = 0.8
 """Share of noise in the background to which a text's fit is compared."""
 HELD_OUT = 5
 _PIECE = 150
+_ROUNDS = 20
+_FEW = 6
+"""Rejectors of a script with few languages, whose rows are read lane by lane."""
 _LENGTHS = (20, 50, 100, _PIECE)
 _THINNED = 4
 
@@ -58,38 +62,81 @@ def pieces(texts: Iterable[str], length: int = _PIECE) -> list[str]:
     return [whole[at : at + length] for at in range(0, len(whole) - length + 1, length)]
 
 
-def train(sentences: Mapping[str, list[str]]) -> Model:
-    """The model of `sentences`, calibrated on a fifth of them that its first version was not trained on."""
+def train(sentences: Mapping[str, list[str]], others: Mapping[str, list[str]] | None = None) -> Model:
+    """The model of `sentences`, calibrated on a fifth of them that its first version was not trained on.
+
+    `others` are texts of languages that the model does not name; groups of them become its rejectors.
+    """
     kept, held = split(sentences)
-    return _count(sentences, _calibrate(_count(kept, None), held))
+    return _count(sentences, others or {}, _calibrate(_count(kept, others or {}, None), held))
 
 
-def _count(sentences: Mapping[str, list[str]], calibrated: Model | None) -> Model:
-    """The table of `sentences`, with the calibration of the model `calibrated`."""
+def _members(texts: Mapping[str, list[str]]) -> dict[int, dict[str, np.ndarray]]:
+    """{script: {language: counts of n-grams}}."""
     members: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
-    for name, texts in sentences.items():
-        counts = count(*frozen(Texts.of(texts)), alphabet())
+    for name, own in texts.items():
+        counts = count(*frozen(Texts.of(own)), alphabet())
         script = int(counts[1:OTHER].sum(1).argmax()) + 1
-        members[script][name] = counts[script]
+        if counts[script].any():
+            members[script][name] = counts[script]
+    return members
+
+
+def _grouped(others: np.ndarray, most: int) -> np.ndarray:
+    """Counts [buckets, groups] of at most `most` groups of similar languages, from `others` [languages, buckets].
+
+    k-means of the roots of their frequencies (Hellinger distance), begun with languages that are far apart.
+    """
+    shares = np.sqrt(others / others.sum(1, keepdims=True))
+    centers = [shares.mean(0)]
+    while len(centers) < min(most, len(shares)) + 1:
+        gaps = np.min([((shares - center) ** 2).sum(1) for center in centers], 0)
+        centers.append(shares[gaps.argmax()])
+    found = np.stack(centers[1:])
+    for _ in range(_ROUNDS):
+        nearest = (shares @ found.T * 2 - (found**2).sum(1)).argmax(1)
+        groups = [shares[nearest == group].mean(0) for group in range(len(found)) if (nearest == group).any()]
+        found = np.stack(groups)
+    nearest = (shares @ found.T * 2 - (found**2).sum(1)).argmax(1)
+    return np.stack([others[nearest == group].sum(0) for group in np.unique(nearest)], 1)
+
+
+def _count(sentences: Mapping[str, list[str]], others: Mapping[str, list[str]], calibrated: Model | None) -> Model:
+    """The table of `sentences` and the rejectors, with the calibration of the model `calibrated`."""
+    members, strangers = _members(sentences), _members(others)
     fits = {} if calibrated is None else _fits(calibrated)
     scripts = []
     for script, languages in sorted(members.items()):
-        rows = _rows(np.stack(list(languages.values()), 1).astype(np.float64))
+        own = np.stack(list(languages.values()), 1).astype(np.float64)
+        rejectors = np.empty((len(own), 0))
+        if script in strangers:
+            free = -(-(len(languages) + 1) // WIDE) * WIDE - len(languages) - 1 if len(languages) + 1 >= WIDE else _FEW
+            rejectors = _grouped(np.stack(list(strangers[script].values())).astype(np.float64), free)
+        rows = _rows(own, rejectors)
         found = [fits.get(name, (0.0, 0.0)) for name in languages]
         scripts.append(
-            Script(SCRIPTS[script], tuple(languages), tuple(m for m, _ in found), tuple(d for _, d in found), rows)
+            Script(
+                SCRIPTS[script],
+                tuple(languages),
+                tuple(m for m, _ in found),
+                tuple(d for _, d in found),
+                rows,
+                rejectors.shape[1],
+            )
         )
     if calibrated is None:
         return Model(tuple(scripts), 1.0, 0.0)
     return Model(tuple(scripts), calibrated.temperature, calibrated.exponent)
 
 
-def _rows(counts: np.ndarray) -> np.ndarray:
-    """int8 [buckets, lanes] from counts [buckets, languages]: languages, background, padding required by the kernel."""
-    num_buckets, lanes = counts.shape
+def _rows(counts: np.ndarray, rejectors: np.ndarray) -> np.ndarray:
+    """int8 [buckets, lanes] from counts [buckets, languages] and those of rejectors, then the background and padding for the kernel."""
+    num_languages = counts.shape[1]
     seen = np.count_nonzero(counts.any(1))
+    counts = np.concatenate([counts, rejectors], 1)
+    num_buckets, lanes = counts.shape
     ratios = (counts + _SMOOTHING) / (counts.sum(0) + _SMOOTHING * seen) * num_buckets
-    background = (1 - _NOISE) * ratios.mean(1, keepdims=True) + _NOISE
+    background = (1 - _NOISE) * ratios[:, :num_languages].mean(1, keepdims=True) + _NOISE
     stride = lanes + 1 if lanes + 1 < WIDE else -(-(lanes + 1) // WIDE) * WIDE
     rows = np.zeros((num_buckets, stride), np.int8)
     nats = np.log(np.concatenate([ratios, background], 1))
@@ -115,14 +162,14 @@ def _calibrate(model: Model, held: Mapping[str, list[str]]) -> Model:
     most = tables.fit.shape[1]
     for name, texts in held.items():
         script, lane = places[name]
-        number, lanes = SCRIPTS.index(script.name), len(script.languages)
+        number, lanes = SCRIPTS.index(script.name), script.lanes
         for length in _LENGTHS:
             cut = pieces(texts, length) if length == _PIECE else [text[:length] for text in texts]
             scripts, grams, sums = weigh(*frozen(Texts.of(cut)), tables)
             own = (scripts == number) & (grams > 0)
             nats = sums[own] / STEPS
             if length == _PIECE:
-                right = nats[:, :lanes].argmax(1) == lane
+                right = nats[:, : len(script.languages)].argmax(1) == lane
                 fit = ((nats[:, lane] - nats[:, lanes]) / grams[own])[right]
                 fits[name] = (round(float(fit.mean()), 4), round(float(fit.std()), 4))
             gap = np.full((len(nats), most), -np.inf)
@@ -153,13 +200,15 @@ def _likeliest(gaps: np.ndarray, grams: np.ndarray) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Trains on the file arguments[0] and writes arguments[1]."""
-    if len(arguments) != 2:
-        raise SystemExit("usage: python -m hone.data.langid.train SENTENCES OUT")
-    model = train(read(Path(arguments[0])))
+    """Trains on the file arguments[0], with rejectors from arguments[2], and writes arguments[1]."""
+    if len(arguments) not in (2, 3):
+        raise SystemExit("usage: python -m hone.data.langid.train SENTENCES OUT [OTHERS]")
+    others = read(Path(arguments[2])) if arguments[2:] else {}
+    model = train(read(Path(arguments[0])), others)
     model.save(Path(arguments[1]))
     print(
-        f"{len(model.languages)} languages, temperature {model.temperature}, exponent {model.exponent}: {arguments[1]}"
+        f"{len(model.languages)} languages, {sum(script.rejectors for script in model.scripts)} rejectors, temperature "
+        f"{model.temperature}, exponent {model.exponent}: {arguments[1]}"
     )
 
 

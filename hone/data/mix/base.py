@@ -169,7 +169,7 @@ def shares(
     rows = []
     for index, source in enumerate(sources):
         weight = float(weights[index])
-        capped = weight > 0 and weight >= caps[index] - 1e-9 and caps[index] < 1
+        capped = weight > 0 and weight >= caps[index] * (1 - 1e-6) and caps[index] < 1  # relative: caps may be 1e-9
         reason = reasons[index]
         if capped:
             reason += f"; reduced to the cap of {caps[index] * budget / source.tokens:g} epochs"

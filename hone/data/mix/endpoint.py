@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import Field
@@ -40,6 +41,25 @@ class Endpoint(Spec):
         A temporary refusal (408, 409, 429, 5xx) and a lost connection are retried, after as long as the server
         requests. Raises MissingExtra without openai, HoneError when the endpoint cannot be reached or refuses.
         """
+        with self.connected() as (client, headers):
+
+            def one(question: str) -> str:
+                how = {"model": model, "temperature": 0, "max_tokens": max_tokens, "extra_headers": headers}
+                if self.chat:
+                    messages = [{"role": "user", "content": question}]
+                    reply = self.call(lambda: client.chat.completions.create(messages=messages, **how))
+                else:
+                    reply = self.call(lambda: client.completions.create(prompt=question, **how))
+                progress(1)
+                return self.text_of(reply)
+
+            model = self.model or self._first_model(client, headers)
+            with ThreadPoolExecutor(self.parallel) as pool:
+                return list(pool.map(one, questions))
+
+    @contextmanager
+    def connected(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """(an openai client of this endpoint, the headers of every request). Raises MissingExtra, SpecError."""
         try:
             import openai
         except ImportError:
@@ -47,35 +67,17 @@ class Endpoint(Spec):
         if not self.url.startswith(("http://", "https://")):
             raise SpecError(f"endpoint.url = '{self.url}' is not a web address", fix="write http://HOST:PORT/v1")
         key = os.environ.get(self.key_from, "")
-        headers = {} if key else {"Authorization": openai.omit}
-        with openai.OpenAI(
-            base_url=self.url.rstrip("/"),
-            api_key=key or "none",
-            max_retries=self.attempts - 1,
-            timeout=self.timeout_s,
-        ) as client:
-
-            def one(question: str) -> str:
-                how = {"model": model, "temperature": 0, "max_tokens": max_tokens, "extra_headers": headers}
-                if self.chat:
-                    messages = [{"role": "user", "content": question}]
-                    reply = self._call(lambda: client.chat.completions.create(messages=messages, **how))
-                else:
-                    reply = self._call(lambda: client.completions.create(prompt=question, **how))
-                progress(1)
-                return self._text(reply)
-
-            model = self.model or self._first_model(client, headers)
-            with ThreadPoolExecutor(self.parallel) as pool:
-                return list(pool.map(one, questions))
+        options = {"max_retries": self.attempts - 1, "timeout": self.timeout_s}
+        with openai.OpenAI(base_url=self.url.rstrip("/"), api_key=key or "none", **options) as client:
+            yield client, {} if key else {"Authorization": openai.omit}
 
     def _first_model(self, client: Any, headers: dict[str, Any]) -> str:
-        models = self._call(lambda: client.models.list(extra_headers=headers))
+        models = self.call(lambda: client.models.list(extra_headers=headers))
         if not getattr(models, "data", None):
             raise HoneError(f"{self.url} lists no model", fix="name one with endpoint.model")
         return models.data[0].id
 
-    def _call(self, request: Callable[[], Any]) -> Any:
+    def call(self, request: Callable[[], Any]) -> Any:
         """The endpoint's answer to `request`. Raises HoneError with the endpoint's error."""
         import openai
 
@@ -94,7 +96,8 @@ class Endpoint(Spec):
             fix="check endpoint.url, endpoint.model and the key, or that the server runs",
         )
 
-    def _text(self, reply: Any) -> str:
+    def text_of(self, reply: Any) -> str:
+        """The text of the endpoint's answer. Raises HoneError when it has none."""
         try:
             choice = reply.choices[0]
             text = choice.message.content if self.chat else choice.text

@@ -26,7 +26,7 @@ class Lexicon(Scorer):
 
     An entry is a word or a phrase. Case and the punctuation around words are ignored; words are separated by white space. Entries
     in scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) are found anywhere in a text, from two characters
-    on, also inside longer words, and two such characters count as a word. Texts mostly in such a script have no value (NaN)
+    on, also inside longer words, and every such character or cluster is a word (hone/data/text/units.py). Texts mostly in such a script have no value (NaN)
     when no entry is in that script: they were not measured. The package has no list. Costs a second pass over the text.
     """
 
@@ -86,7 +86,7 @@ class _Opened(NamedTuple):
                 values[number] = np.nan
             elif pattern is not None and alone:
                 hits = values[number] * words[number] + len(pattern.findall(text.lower()))
-                values[number] = hits / (words[number] + alone / 2)
+                values[number] = hits / words[number]
         return {self.column: values}
 
 

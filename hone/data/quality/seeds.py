@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.quality.base import Scorer, area_under_curve
-from hone.data.readers.documents import Document, Options
+from hone.data.readers.documents import Broken, Document, Options
 from hone.data.readers.listing import Listing, list_source
 from hone.data.readers.read import read_file
 
@@ -123,9 +123,9 @@ def read_examples(
         found = {}
         for file in listing.files:
             for item in read_file(file, Options(text_field=text_field)):
-                if not isinstance(item, Document):
+                if isinstance(item, Broken):
                     broken[item.reason] += 1
-                elif item.text.strip():
+                elif isinstance(item, Document) and item.text.strip():
                     found[hashlib.blake2b(item.text.encode(), digest_size=16).digest()] = item.text
         both = found.keys() & known.keys()
         if both:

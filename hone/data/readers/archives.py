@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from hone.base.errors import HoneError, MissingExtra
-from hone.data.readers.documents import Fault, Options, Piece, Unreadable, poisoned
+from hone.data.readers.documents import Fault, Noted, Options, Piece, Unreadable, poisoned
 from hone.data.readers.encodings import decode_plain
 from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.fast import Fast
@@ -20,16 +20,18 @@ from hone.data.readers.streams import decompressor, head, open_raw, open_stream,
 MAX_RECORD_BYTES = 32 << 20
 """Larger web records are not pages."""
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
+_NO_PAGES = ("dns:", "whois:", "metadata:")
+_TYPE = re.compile(r"[\w.+-]{1,40}/[\w.+-]{1,80}")
 _MEMBER = b"\x1f\x8b\x08"
 _RECORD = re.compile(rb"(?<=\n)WARC/1\.\d\r?\n")
 _STEP = 1 << 20
 _LONGEST_HEADER = 1 << 16
 
 
-def read_archive(file: File, options: Options) -> Iterator[Piece | Fault]:
+def read_archive(file: File, options: Options) -> Iterator[Piece | Fault | Noted]:
     """The text of each page in a WARC or ARC file and of each record of a WET file; a Fault for what cannot be read.
 
-    Requests, metadata, other content types and responses with a status other than 200 are skipped.
+    Requests, metadata, other content types and responses with a status other than 200 are noted as what they are.
     Raises MissingExtra without fastwarc (WARC) or the extractor's package.
     """
     extractor = options.extractor or Fast()
@@ -56,7 +58,9 @@ def _starts(file: File) -> bytes:
         raise
 
 
-def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quirks: bool) -> Iterator[Piece | Fault]:
+def _warc(
+    stream: IO[bytes], extractor: Extractor, compression: str | None, quirks: bool
+) -> Iterator[Piece | Fault | Noted]:
     """Records of a WARC stream. With `compression` '' or '.gz' of a seekable stream, reading continues at the next record after damage.
 
     `quirks`: accepts malformed headers like those of WARC 0.18, which also hides damage.
@@ -71,7 +75,7 @@ def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quir
     found = False
     while True:
         last = start
-        held: list[Piece | Fault] = []  # of the previous record, which may be the last and incomplete
+        held: list[Piece | Fault | Noted] = []  # of the previous record, which may be the last and incomplete
         try:
             if start:
                 stream.seek(start)
@@ -80,7 +84,9 @@ def _warc(stream: IO[bytes], extractor: Extractor, compression: str | None, quir
                 yield from ([damage] if damage else []) + held
                 damage, held, found = None, [], True
                 last = max(last, record.stream_pos)
-                if record.record_type & wanted:
+                if not record.record_type & wanted:
+                    held = [Noted(f"WARC {_word(record.headers.get('WARC-Type', ''))}")]
+                else:
                     held = list(_record(record, extractor, is_text=record.record_type == WarcRecordType.conversion))
             cut = any(isinstance(item, Fault) and item.reason == "truncated" for item in held)
             if found and (cut or (compression is not None and _breaks_off(stream, last, compression))):
@@ -161,18 +167,21 @@ def _next_record(stream: IO[bytes], start: int, compression: str) -> int | None:
     return None
 
 
-def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[Piece | Fault]:
+def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[Piece | Fault | Noted]:
     """The text of one WARC record, if it holds any."""
     if not is_text and record.is_http:
         status = record.http_headers.status_code if record.http_headers else None
         if status != 200:
+            yield Noted(f"HTTP {status}" if status else "HTTP without a status")
             return
+    url = record.headers.get("WARC-Target-URI", "").strip("<>")
+    if url.startswith(_NO_PAGES):  # answers of name servers, the crawler's own notes
+        yield Noted(f"{url.partition(':')[0]}: record")
+        return
     kind = "text/plain" if is_text else (record.http_content_type or record.headers.get("Content-Type", ""))
     kind = (kind or "").split(";")[0].strip().lower()
     if kind not in (*_HTML_TYPES, "text/plain"):
-        return
-    url = record.headers.get("WARC-Target-URI", "").strip("<>")
-    if url.startswith("metadata:"):  # the crawler's own notes
+        yield _of_kind(kind)
         return
     served = None if is_text else record.http_charset
     expected = record.content_length
@@ -188,6 +197,16 @@ def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[Pie
             yield Fault("bad_record", f"{url}\n{error}", len(raw))
             return
     yield _text(raw, kind, served, url, extractor)
+
+
+def _word(name: str) -> str:
+    """The type of a record, if it is a word."""
+    return name.lower() if re.fullmatch(r"[A-Za-z]{1,30}", name) else "record of unknown type"
+
+
+def _of_kind(kind: str) -> Noted:
+    """A record of another content type."""
+    return Noted(kind if _TYPE.fullmatch(kind) else "unknown content type")
 
 
 def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extractor) -> Piece | Fault:
@@ -208,7 +227,7 @@ def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extrac
         return Fault("bad_record" if known else f"failed_{type(error).__name__}", f"{url}\n{error}", len(raw))
 
 
-def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault]:
+def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault | Noted]:
     """Pages of an ARC file, version 1 or 2: repeatedly a line 'URL address date type length', then so many bytes."""
     while line := stream.readline(_LONGEST_HEADER):
         if not line.strip():
@@ -227,6 +246,9 @@ def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault]
             return
         if url.startswith("filedesc:"):
             continue
+        if url.startswith(_NO_PAGES):
+            yield Noted(f"{url.partition(':')[0]}: record")
+            continue
         if size > MAX_RECORD_BYTES:
             yield Fault("record_too_large", url, size)
             continue
@@ -236,7 +258,11 @@ def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault]
             yield Fault("bad_record", url, size)
             continue
         kind, _, rest = headers.get("content-type", "").partition(";")
-        if status == 200 and kind.strip().lower() in (*_HTML_TYPES, "text/plain"):
+        if status != 200:
+            yield Noted(f"HTTP {status}")
+        elif kind.strip().lower() not in (*_HTML_TYPES, "text/plain"):
+            yield _of_kind(kind.strip().lower())
+        else:
             charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", rest, re.IGNORECASE)
             yield _text(body, kind.strip().lower(), charset.group(1) if charset else None, url, extractor)
 

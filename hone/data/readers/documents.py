@@ -15,6 +15,8 @@ from hone.data.text.batch import Texts
 SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01
 """A text with a larger share of U+FFFD, which replaces bytes that could not be decoded, was read in the wrong encoding."""
+MAX_NULS = 0.001
+"""A text with a larger share of NUL characters, and with more than one, is binary; fewer are removed."""
 MAX_LEFT = 0.01
 """Mojibake is repaired where possible; a text with more suspect places per character after that is set aside."""
 _TAILS = "".join(
@@ -50,6 +52,20 @@ class Broken(NamedTuple):
     source: str
     text: str
     num_bytes: int
+
+
+class Noted(NamedTuple):
+    """Something in the input that is counted and is no document: a record or member of another kind (`what`), or a repair.
+
+    `repaired`: `count` documents were changed in this way and kept.
+    """
+
+    what: str
+    count: int = 1
+    repaired: bool = False
+
+
+NUL_REMOVED = Noted("NUL characters removed", repaired=True)
 
 
 class Batch(NamedTuple):
@@ -131,7 +147,9 @@ def poisoned(error: BaseException) -> bool:
 def settle(text: str) -> tuple[str, str]:
     """(the reason why `text` is not a document, or ''; the text as stored)."""
     if "\0" in text:
-        return "binary", text
+        if text.count("\0") > max(1.0, MAX_NULS * len(text)):
+            return "binary", text
+        text = text.replace("\0", "")
     if not text.isascii():
         try:
             text.encode("utf8")

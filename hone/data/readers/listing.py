@@ -8,37 +8,22 @@ import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 from hone.base.durable import input_file
 from hone.base.errors import SpecError
 from hone.base.spec import fingerprint
-from hone.data.readers.code import LANGUAGES, LICENCE_FILES, is_vendored, licence_of
+from hone.data.readers.code import LICENCE_FILES, is_vendored, licence_of
+from hone.data.readers.formats.kinds import READABLE, ending_of, kind_of
 from hone.data.readers.remote import find, fixed, is_remote
 
 PYTHON = "python"
 SEEN = "input.seen"
 """File in the log of a data artifact, not part of its content: `Listing.seen` of its source."""
-FORMATS: dict[str, str] = {
-    ".txt": "text",
-    ".md": "text",
-    ".rst": "text",
-    ".html": "html",
-    ".htm": "html",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".warc": "warc",
-    ".wet": "warc",
-    ".arc": "warc",
-    **dict.fromkeys(LANGUAGES, "code"),
-}
-"""Reader of each file suffix; each may be followed by one of COMPRESSIONS, except parquet."""
-COMPRESSIONS = (".gz", ".zst")
-
 # Parts of a Python installation that are not library text: third-party packages, tests, byte tables, build settings.
 _NO_LIBRARY = frozenset([
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "lib-dynload", "encodings",
@@ -54,8 +39,10 @@ class File:
     """One input file. `name` is its path inside the source ('/' between parts), the only path that goes into artifacts.
 
     `url` is the address of a remote file, `licence` that of the nearest licence file above a source file. `part` is the
-    range of the file to read (bytes of jsonl, row groups of Parquet), and `size` its bytes; None: all of it. `version`
-    is its modification time, or a remote store's version of it.
+    range of the file to read (bytes of jsonl, row groups of Parquet, members of a zip), and `size` its bytes; None: all of
+    it. `version` is its modification time, or a remote store's version of it. `held` opens a member of a container, in the
+    process that reads it; `forced` is the format of a container's members, '' for that of their names; `depth`
+    is the number of containers around it.
     """
 
     path: Path
@@ -67,19 +54,23 @@ class File:
     licence: str = ""
     part: tuple[int, int] | None = None
     version: str = ""
+    held: Callable[[], IO[bytes]] | None = field(default=None, repr=False, compare=False)
+    forced: str = ""
+    depth: int = 0
 
 
 @dataclass
 class Listing:
     """The result of listing: `files` to read, `skipped` suffixes with counts, `broken` (name, reason) of files that cannot be opened.
 
-    `licences` maps the name of each licence file to its licence.
+    `licences` maps the name of each licence file to its licence; `forced` is the format that the user gave for all files.
     """
 
     files: list[File] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     broken: list[tuple[str, str]] = field(default_factory=list)
     licences: dict[str, str] = field(default_factory=dict)
+    forced: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -96,23 +87,24 @@ class Listing:
         return fingerprint([[file.name, file.size, file.version] for file in self.files])
 
 
-def list_source(source: str | Sequence[str]) -> Listing:
+def list_source(source: str | Sequence[str], format: str = "") -> Listing:
     """The files of `source`: 'python', a path or URL (with `*`, `?`, `[` too), 'hf:owner/name[:config][:split]', or several of them.
 
     With several sources, each file's name begins with its source's; of two sources of one name the second is NAME-2, unless a third
     has that name. Raises SpecError when a source does not exist or has no readable
-    file, MissingExtra and MachineError for remote ones.
+    file, MissingExtra and MachineError for remote ones. `format`, one of NAMES, is that of all files but hidden ones, and of
+    the members of zip and tar files; '' takes each file's from its ending, and else from its content.
     """
     if isinstance(source, str):
-        return _list_one(source)
+        return _list_one(source, format)
     if not source:
         raise SpecError("source is empty", fix="give a file, a folder or 'python'")
     if len(source) == 1:
-        return _list_one(source[0])
+        return _list_one(source[0], format)
     listing = Listing()
     for one, label in zip(source, _labels(source)):
         prefix = f"{label}/"
-        part = _list_one(one)
+        part = _list_one(one, format)
         listing.files += [replace(file, name=prefix + file.name) for file in part.files]
         listing.broken += [(prefix + name, reason) for name, reason in part.broken]
         listing.skipped.update(part.skipped)
@@ -142,12 +134,12 @@ def _label(source: str) -> str:
     return _printable(Path(source).expanduser().resolve().name) or "root"
 
 
-def _list_one(source: str) -> Listing:
+def _list_one(source: str, format: str = "") -> Listing:
     if source == PYTHON:
         listing = _python_library()
         where = f"the library of this Python ({sysconfig.get_paths()['stdlib']})"
     elif is_remote(source):
-        listing = _remote(source)
+        listing = _remote(source, format)
         where = source
     else:
         root = Path(source).expanduser()
@@ -156,7 +148,12 @@ def _list_one(source: str) -> Listing:
             raise SpecError(f"source {source}: there is no such file or folder", fix="check the path, or use 'python'")
         if paths == [root] and not root.is_dir():
             input_file(root, "source")
-        listing = _set_apart(_walk(root) if paths == [root] else _walk_all(paths, Path(fixed(str(root)) or ".")))
+        listing = Listing(forced=format)
+        if paths == [root]:
+            _walk(root, into=listing)
+        else:
+            _walk_all(paths, Path(fixed(str(root)) or "."), listing)
+        listing = _set_apart(listing)
         where = str(source)
     listing.files.sort(key=lambda file: file.name)
     listing.broken.sort()
@@ -165,7 +162,7 @@ def _list_one(source: str) -> Listing:
         refused = ", ".join(f"{name}: {reason}" for name, reason in listing.broken[:3])
         raise SpecError(
             f"{where} has no file that hone can read (skipped: {endings or 'nothing'}; refused: {refused or 'nothing'})",
-            fix="give files ending in .txt .md .rst .html .jsonl .warc .wet .arc (also .gz, .zst), .parquet, or source code",
+            fix=f"give files ending in {READABLE} or source code, or set format to that of all files",
         )
     return listing
 
@@ -179,26 +176,24 @@ def _matching(pattern: str) -> list[Path]:
     return list(found)
 
 
-def _walk_all(paths: Sequence[Path], base: Path) -> Listing:
-    """The files at or below each of `paths`, named relative to `base`."""
-    listing = Listing()
+def _walk_all(paths: Sequence[Path], base: Path, listing: Listing) -> None:
+    """Adds the files at or below each of `paths`, named relative to `base`."""
     for path in paths:
         _walk(path, into=listing, prefix=path.relative_to(base).as_posix())
-    return listing
 
 
-def _remote(source: str) -> Listing:
+def _remote(source: str, format: str) -> Listing:
     """Files of a URL or data set of the hub."""
-    listing = Listing()
+    listing = Listing(forced=format)
     for url, name, size, version in find(source):
         if name.startswith(".") or "/." in name:
             listing.skipped[_HIDDEN] += 1
             continue
-        endings = list(_endings(name))
-        if endings:
-            listing.files.append(File(Path(name), name, size, *endings[0], url=url, version=version))
+        kind = kind_of(name, format)
+        if kind:
+            listing.files.append(File(Path(name), name, size, *kind, url=url, version=version, forced=format))
         else:
-            listing.skipped[Path(name).suffix.lower() or "(no ending)"] += 1
+            listing.skipped[ending_of(name)] += 1
     return listing
 
 
@@ -293,7 +288,7 @@ def _add(listing: Listing, path: Path, name: str) -> None:
     except OSError as error:
         listing.broken.append((name, _reason(error)))
         return
-    endings = list(_endings(name))
+    kind = kind_of(name, listing.forced)
     if (
         LICENCE_FILES.match(name.rsplit("/", 1)[-1])
         and stat.S_ISREG(status.st_mode)
@@ -303,22 +298,11 @@ def _add(listing: Listing, path: Path, name: str) -> None:
             listing.licences[name] = licence_of(path.read_text(encoding="utf8", errors="replace"))
     if not stat.S_ISREG(status.st_mode):
         listing.skipped["(no regular file)"] += 1
-    elif not endings:
-        listing.skipped[path.suffix.lower() or "(no ending)"] += 1
+    elif not kind:
+        listing.skipped[ending_of(name)] += 1
     else:
-        listing.files.append(File(path, name, status.st_size, *endings[0], version=str(status.st_mtime_ns)))
-
-
-def _endings(name: str) -> Iterator[tuple[str, str]]:
-    """(format, compression) that the suffixes of a file name may mean."""
-    lowered = name.lower()
-    for compression in ("", *COMPRESSIONS):
-        bare = lowered.removesuffix(compression)
-        if compression and bare == lowered:
-            continue
-        for ending, format_ in FORMATS.items():
-            if bare.endswith(ending) and not (compression and format_ == "parquet"):
-                yield format_, compression
+        version = str(status.st_mtime_ns)
+        listing.files.append(File(path, name, status.st_size, *kind, version=version, forced=listing.forced))
 
 
 def _printable(name: str) -> str:

@@ -15,11 +15,13 @@ from hone.data.readers.archives import read_archive
 from hone.data.readers.code import fault_of, language_of
 from hone.data.readers.docstrings import prose_of
 from hone.data.readers.documents import (
+    NUL_REMOVED,
     SAMPLE_CHARS,
     Batch,
     Broken,
     Document,
     Fault,
+    Noted,
     Options,
     Piece,
     Unreadable,
@@ -33,20 +35,30 @@ from hone.data.readers.documents import (
 from hone.data.readers.encodings import decode_text
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
+from hone.data.readers.formats.arrow import read_arrow
+from hone.data.readers.formats.containers import read_container
+from hone.data.readers.formats.csv_rows import read_csv
+from hone.data.readers.formats.epub import read_epub
+from hone.data.readers.formats.json_values import read_json
+from hone.data.readers.formats.kinds import CONTAINERS, UNKNOWN
+from hone.data.readers.formats.mail import read_eml, read_mbox
+from hone.data.readers.formats.notebook import read_notebook
+from hone.data.readers.formats.office import read_docx, read_odt
+from hone.data.readers.formats.pdf import read_pdf
+from hone.data.readers.formats.sniff import sniffed
+from hone.data.readers.formats.tex import read_tex
+from hone.data.readers.formats.xml import read_xml
 from hone.data.readers.listing import File
 from hone.data.readers.remote import is_lost
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
-from hone.data.readers.streams import open_stream
+from hone.data.readers.streams import read_whole
 from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # imported from here by others
 from hone.data.readers.texts import read_text
 from hone.data.text.batch import Texts
 
-MAX_FILE_BYTES = 64 << 20
-"""Pages and source files are read whole; larger ones are set aside."""
 
-
-def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
-    """Every document of `file`, and a Broken for everything in it that is not one.
+def read_file(file: File, options: Options) -> Iterator[Document | Broken | Noted]:
+    """Every document of `file`, a Broken for everything in it that should be one and is not, a Noted for what is counted only.
 
     Raises only MissingExtra when a required package is not installed and MachineError when a remote file cannot be
     reached.
@@ -58,7 +70,7 @@ def read_file(file: File, options: Options) -> Iterator[Document | Broken]:
             yield item
 
 
-def read_batches(file: File, options: Options) -> Iterator[Batch | Broken]:
+def read_batches(file: File, options: Options) -> Iterator[Batch | Broken | Noted]:
     """The same documents in the same order as read_file, about BLOCK_BYTES of text at a time.
 
     The rows of jsonl and Parquet files are not converted to Python strings unless they are irregular.
@@ -83,7 +95,7 @@ def _gathered(documents: list[Document]) -> Batch:
     return Batch(Texts.of(texts), ids, sources, groups, kinds, families, urls, metadata)
 
 
-def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
+def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken | Noted]:
     """The content of `file`: rows as batches, everything else document by document. An error that ends it early loses the unread bytes."""
     found = False
     num_bytes = 0
@@ -110,8 +122,10 @@ def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
         yield item
 
 
-def _size(item: Document | Batch | Broken) -> int:
+def _size(item: Document | Batch | Broken | Noted) -> int:
     """Bytes of the texts in it."""
+    if isinstance(item, Noted):
+        return 0
     if isinstance(item, Broken):
         return item.num_bytes
     if isinstance(item, Batch):
@@ -119,13 +133,17 @@ def _size(item: Document | Batch | Broken) -> int:
     return len(item.text) if item.text.isascii() else len(item.text.encode())
 
 
-def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broken]:
+def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broken | Noted]:
     """Documents with their ids. A text that is set aside counts too, so that the others keep their numbers."""
     number = 0
     for item in _READERS[file.format](file, options):
         if isinstance(item, Fault):
             yield item.broken(file.name)
             number += item.numbered
+        elif isinstance(item, Noted):
+            yield item
+        elif isinstance(item, File):
+            yield from _items(item, options)
         elif isinstance(item, Rows):
             yield from _batch(item, file)
         else:
@@ -136,11 +154,13 @@ def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broke
             else:
                 ident = identify(file.name, number)
                 group, family = group_of(file, item.kind), family_of(file, ident)
+                if "\0" in item.text:
+                    yield NUL_REMOVED
                 yield Document(ident, text, file.name, group, item.kind, family, item.url, item.metadata)
             number += 1
 
 
-def _batch(rows: Rows, file: File) -> Iterator[Batch | Broken]:
+def _batch(rows: Rows, file: File) -> Iterator[Batch | Broken | Noted]:
     """Rows of `file`, numbered by their positions, as documents in columns; then those that are not documents."""
     from hone.data.readers.sound import settle_batch  # its kernels are compiled on use
 
@@ -151,7 +171,7 @@ def _batch(rows: Rows, file: File) -> Iterator[Batch | Broken]:
         same = ([value] * len(ids) for value in (file.name, group_of(file, "prose"), "prose"))
         yield Batch(texts, ids, *same, [int(ident, 16) for ident in ids], urls, metadata)
     for fault in faults:
-        yield fault.broken(file.name)
+        yield fault if isinstance(fault, Noted) else fault.broken(file.name)
 
 
 def _picked(column: list[str] | None, kept: Any) -> list[str]:
@@ -181,7 +201,7 @@ def _reason(error: BaseException) -> str:
 def _read_code(file: File, options: Options) -> Iterator[Piece | Fault]:
     """A source file, with its language and licence as metadata. Generated files are set aside."""
     language = language_of(file.name)
-    raw = _whole(file)
+    raw = read_whole(file)
     source = _python_text(raw) if language == "python" else decode_text(raw, options.encoding)
     fault = fault_of(file.name, source)
     if fault:
@@ -193,7 +213,7 @@ def _read_code(file: File, options: Options) -> Iterator[Piece | Fault]:
 
 def _read_python(file: File, options: Options) -> Iterator[Piece]:
     """A module of the Python library: its prose, then its source."""
-    source = _python_text(_whole(file))
+    source = _python_text(read_whole(file))
     for text in prose_of(source, file.name):
         yield Piece(text)
     if not file.name.endswith("pydoc_data/topics.py"):
@@ -210,23 +230,35 @@ def _python_text(raw: bytes) -> str:
 
 
 def _read_html(file: File, options: Options) -> Iterator[Piece]:
-    yield Piece(page_text(_whole(file), options.extractor or Fast()))
+    yield Piece(page_text(read_whole(file), options.extractor or Fast()))
 
 
-def _whole(file: File) -> bytes:
-    with open_stream(file) as stream:
-        raw = stream.read(MAX_FILE_BYTES + 1)
-    if len(raw) > MAX_FILE_BYTES:
-        raise Unreadable("too_large", "")
-    return raw
+def _read_unknown(file: File, options: Options) -> Iterator[File | Noted]:
+    """A file without an ending, in the format of its content."""
+    known = sniffed(file)
+    yield known or Noted("(no ending)")
 
 
-_READERS: dict[str, Callable[[File, Options], Iterator[Piece | Rows | Fault]]] = {
+_READERS: dict[str, Callable[[File, Options], Iterator[Piece | Rows | File | Fault | Noted]]] = {
     "text": read_text,
     "code": _read_code,
     "python": _read_python,
     "html": _read_html,
     "jsonl": read_jsonl,
+    "json": read_json,
+    "csv": read_csv,
     "parquet": read_parquet,
+    "arrow": read_arrow,
     "warc": read_archive,
+    "pdf": read_pdf,
+    "docx": read_docx,
+    "odt": read_odt,
+    "epub": read_epub,
+    "xml": read_xml,
+    "ipynb": read_notebook,
+    "tex": read_tex,
+    "eml": read_eml,
+    "mbox": read_mbox,
+    **dict.fromkeys(CONTAINERS, lambda file, options: read_container(file)),
+    UNKNOWN: _read_unknown,
 }

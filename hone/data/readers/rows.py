@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options, Unreadable
 from hone.data.readers.encodings import marked
+from hone.data.readers.formats.chat import FIELDS, chat_in, rendered
 from hone.data.readers.listing import File
 from hone.data.readers.remote import is_lost
 from hone.data.readers.streams import MAX_EXPANSION, Salvage, open_raw, open_stream
@@ -27,6 +28,12 @@ BLOCK_BYTES = 16 << 20
 _MOST_ROWS = 1 << 16
 _ENDLESS = 1 << 62
 _FREE_TABLE_BYTES = 1 << 30
+
+
+class Source(Protocol):
+    """A stream to read from; `read` returns fewer bytes only at its end, b'' there."""
+
+    def read(self, size: int) -> bytes: ...
 
 
 class Rows(NamedTuple):
@@ -43,19 +50,24 @@ class Rows(NamedTuple):
 
 def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
     """The rows of a file of JSON objects, one per line; a Fault for each without text."""
-    _need_arrow("reading jsonl")
-    plain = not options.metadata_fields and "." not in options.text_field + options.url_field
+    need_arrow("reading jsonl")
     with open_stream(file) as stream:
         place, last = _start(stream, file.part)
-        for block in _blocks(Salvage(stream), place, last):
-            if isinstance(block, Fault):
-                yield block
-                continue
-            rows = _by_arrow(*block, options) if plain else None
-            if rows is None:
-                yield from _by_line(*block, options)
-            else:
-                yield rows
+        yield from read_blocks(Salvage(stream), options, place, last)
+
+
+def read_blocks(stream: Source, options: Options, place: int = 0, last: int = _ENDLESS) -> Iterator[Rows | Fault]:
+    """The rows of the lines of `stream` that begin before offset `last`; the first begins at `place`."""
+    plain = not options.metadata_fields and "." not in options.text_field + options.url_field
+    for block in _blocks(stream, place, last):
+        if isinstance(block, Fault):
+            yield block
+            continue
+        rows = _by_arrow(*block, options) if plain else None
+        if rows is None:
+            yield from _by_line(*block, options)
+        else:
+            yield rows
 
 
 def _start(stream: IO[bytes], part: tuple[int, int] | None) -> tuple[int, int]:
@@ -84,7 +96,7 @@ def _start(stream: IO[bytes], part: tuple[int, int] | None) -> tuple[int, int]:
     return 0, last
 
 
-def _blocks(stream: Salvage, place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
+def _blocks(stream: Source, place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
     """(offset, whole lines), about BLOCK_BYTES at a time, of the lines that begin before `last`; the first at `place`.
 
     A Fault for a line above MAX_ROW_BYTES, which is skipped.
@@ -189,6 +201,8 @@ def _by_line(place: int, block: bytes, options: Options) -> Iterator[Rows | Faul
             continue
         text = pick(row, options.text_field)
         if not isinstance(text, str):
+            text = chat_in(row, options.text_field)
+        if text is None:
             yield Fault("no_text_field", shown, len(line))
             continue
         try:
@@ -237,11 +251,11 @@ def row_group_bytes(file: File, options: Options) -> list[int]:
 @contextmanager
 def _opened(file: File) -> Iterator[Any]:
     """The table of a Parquet file. Raises Unreadable for an invalid one."""
-    _need_arrow("reading Parquet")
+    need_arrow("reading Parquet")
     from pyarrow import parquet
 
     try:
-        with open_raw(file) as raw, parquet.ParquetFile(raw if file.url else file.path) as table:
+        with open_raw(file) as raw, parquet.ParquetFile(raw if file.url or file.held else file.path) as table:
             yield table
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, PermissionError) or is_lost(error):
@@ -251,11 +265,7 @@ def _opened(file: File) -> Iterator[Any]:
 
 def _sizes(table: Any, file: File, options: Options) -> list[int]:
     """Bytes of each row group. Raises Unreadable for a table without texts, or one that expands too much."""
-    kind = _type_of(table.schema_arrow, options.text_field)
-    if kind is None or not _is_text(kind):
-        names = ", ".join(table.schema_arrow.names)
-        said = f"columns: {names}" if kind is None else f"column {options.text_field} holds {kind}"
-        raise Unreadable("no_text_field", said)
+    text_column(table.schema_arrow, options.text_field)
     sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.metadata.num_row_groups)]
     # Of a part, the whole table was checked when it was cut.
     if file.part is None and sum(sizes) > max(_FREE_TABLE_BYTES, MAX_EXPANSION * file.size):
@@ -263,34 +273,70 @@ def _sizes(table: Any, file: File, options: Options) -> list[int]:
     return sizes
 
 
+def text_column(schema: Any, text_field: str) -> str:
+    """The column with the texts: `text_field`, or where a table has no column 'text' one of conversations.
+
+    Raises Unreadable when there is none.
+    """
+    chats = FIELDS if text_field == "text" else ()
+    for name in (text_field, *chats):
+        kind = _type_of(schema, name)
+        if kind is not None and (_is_text(kind) or _is_chat(kind)):
+            return name
+    kind = _type_of(schema, text_field)
+    names = ", ".join(schema.names)
+    said = f"columns: {names}" if kind is None else f"column {text_field} holds {kind}"
+    raise Unreadable("no_text_field", said)
+
+
 def _table_rows(table: Any, file: File, options: Options) -> Iterator[Rows | Fault]:
     schema = table.schema_arrow
     sizes = _sizes(table, file, options)
-    wanted = [name for name in (options.url_field, *options.metadata_fields) if name and _type_of(schema, name)]
+    wanted = [text_column(schema, options.text_field), *wanted_columns(schema, options)]
     first, last = file.part or (0, len(sizes))
     counts = [table.metadata.row_group(number).num_rows for number in range(last)]
     place = sum(counts[:first])
     batch_size = int(min(max(BLOCK_BYTES * sum(counts[first:]) // max(sum(sizes[first:last]), 1), 16), _MOST_ROWS))
-    columns = list(dict.fromkeys([options.text_field, *wanted]))
     groups = list(range(first, last))
+    columns = list(dict.fromkeys(wanted))
     for batch in table.iter_batches(batch_size=batch_size, row_groups=groups, columns=columns, use_threads=False):
-        texts = _large(_column(batch, options.text_field))
-        there = texts.is_valid()
-        for _ in range(texts.null_count):
-            yield Fault("no_text_field")
-        texts = texts.filter(there) if texts.null_count else texts
-        valid = there.to_numpy(zero_copy_only=False).nonzero()[0]
-        urls = None
-        if options.url_field in wanted and _is_text(_type_of(schema, options.url_field)):
-            column = _large(_column(batch, options.url_field))
-            urls = [url or "" for url in _strings(column.filter(there))]
-        metadata = None
-        if options.metadata_fields:
-            held = {name: _column(batch, name).to_pylist() for name in options.metadata_fields if name in wanted}
-            metadata = [described({name: held[name][row] for name in held}) for row in valid]
-        if len(texts):
-            yield Rows(Texts.from_arrow(texts), urls, metadata, valid + place)
-        place += len(there)
+        yield from batch_rows(batch, schema, place, options)
+        place += batch.num_rows
+
+
+def wanted_columns(schema: Any, options: Options) -> list[str]:
+    """The columns of `schema` that `options` asks for besides the text."""
+    return [name for name in (options.url_field, *options.metadata_fields) if name and _type_of(schema, name)]
+
+
+def batch_rows(batch: Any, schema: Any, place: int, options: Options) -> Iterator[Rows | Fault]:
+    """The rows of a record batch of a table with `schema`, at `place` and after it; a Fault for each without text."""
+    wanted = wanted_columns(schema, options)
+    texts = _column(batch, text_column(schema, options.text_field))
+    if _is_chat(texts.type):
+        texts = pa.array([rendered(value) for value in texts.to_pylist()], pa.large_string())
+    texts = _large(texts)
+    there = texts.is_valid()
+    for _ in range(texts.null_count):
+        yield Fault("no_text_field")
+    texts = texts.filter(there) if texts.null_count else texts
+    valid = there.to_numpy(zero_copy_only=False).nonzero()[0]
+    urls = None
+    if options.url_field in wanted and _is_text(_type_of(schema, options.url_field)):
+        column = _large(_column(batch, options.url_field))
+        urls = [url or "" for url in _strings(column.filter(there))]
+    metadata = None
+    if options.metadata_fields:
+        held = {name: _column(batch, name).to_pylist() for name in options.metadata_fields if name in wanted}
+        metadata = [described({name: held[name][row] for name in held}) for row in valid]
+    if len(texts):
+        yield Rows(Texts.from_arrow(texts), urls, metadata, valid + place)
+
+
+def _is_chat(kind: Any) -> bool:
+    """Whether values of this Arrow type are lists of objects."""
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return lists and pa.types.is_struct(kind.value_type)
 
 
 def _type_of(schema: Any, field: str) -> Any:
@@ -344,7 +390,7 @@ def _large(array: Any) -> Any:
     return array
 
 
-def _need_arrow(what: str) -> None:
+def need_arrow(what: str) -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError:

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from hone.data.readers.documents import Fault, settle
+from hone.data.readers.documents import NUL_REMOVED, Fault, Noted, settle
 from hone.data.text.batch import Texts
 from hone.data.text.compiled import entry, inlined
 
@@ -15,15 +15,15 @@ FINE, UNTIDY, ODD = 0, 1, 2
 CHANGES, FIRST, SECOND, TAIL, SPACE = 1, 2, 4, 8, 16
 
 
-def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
-    """(the documents among `texts` as stored, their indices int64 [k], a Fault for each of the others).
+def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault | Noted]]:
+    """(the documents among `texts` as stored, their indices int64 [k], a Fault for each of the others and a Noted for each repair).
 
     Equal to documents.settle of each text; the texts are not copied when none of them changes.
     """
     states = look(texts.data, texts.offsets, _plain(), *_tables())
     if not states.any():
         return texts, np.arange(texts.num_texts), []
-    faults: list[Fault] = []
+    faults: list[Fault | Noted] = []
     settled: list[bytes] = []
     same = not (states == UNTIDY).any()
     for index in np.flatnonzero(states == ODD):
@@ -34,10 +34,12 @@ def settle_batch(texts: Texts) -> tuple[Texts, np.ndarray, list[Fault]]:
             reason, text = "wrong_encoding", raw[:1000].decode("utf8", "replace")
         if reason:
             faults.append(Fault(reason, "" if reason == "empty" else text, len(raw)))
+        elif b"\0" in raw:
+            faults.append(NUL_REMOVED)
         settled.append(b"" if reason else text.encode())
         same &= settled[-1] == raw
     if same:  # none of them changes
-        return texts, np.arange(texts.num_texts), []
+        return texts, np.arange(texts.num_texts), faults
     starts = np.cumsum([0, *map(len, settled)]).astype(np.int64)
     new = np.frombuffer(b"".join(settled), np.uint8)
     data, offsets = tidy(texts.data, texts.offsets, states, new, starts)

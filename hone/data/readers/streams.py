@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import zlib
+from collections.abc import Callable
 from typing import IO, Any
 
 from hone.base.errors import MissingExtra
@@ -14,12 +17,18 @@ from hone.data.readers.remote import open_remote
 
 MAX_EXPANSION = 250
 """Text shrinks to a tenth, logs to a fiftieth; what expands more is a decompression bomb."""
+MAX_FILE_BYTES = 64 << 20
+"""Pages, source files, notebooks and messages are read whole; larger ones are set aside."""
+_XZ_BYTES = 1 << 30
+"""Memory of an xz stream's dictionary; the highest preset (`xz -9`) needs 65 MB."""
 FREE_BYTES = 256 << 20
 """Bytes that a stream may decompress to before its expansion is checked."""
 
 
 def open_raw(file: File) -> IO[bytes]:
     """The file's bytes as stored, seekable."""
+    if file.held is not None:
+        return file.held()
     return open_remote(file.url) if file.url else open(file.path, "rb")
 
 
@@ -31,8 +40,16 @@ def open_stream(file: File) -> io.BufferedReader:
     raw = open_raw(file)
     if not file.compression:
         return raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[arg-type]
-    content = gzip.GzipFile(fileobj=raw) if file.compression == ".gz" else _Zstd(raw)
-    return io.BufferedReader(_Bounded(content, raw), 1 << 20)
+    return io.BufferedReader(_Bounded(_DECOMPRESSORS[file.compression](raw), raw), 1 << 20)
+
+
+def read_whole(file: File, most: int = MAX_FILE_BYTES) -> bytes:
+    """All of the file's bytes, decompressed. Raises Unreadable for more than `most`."""
+    with open_stream(file) as stream:
+        raw = stream.read(most + 1)
+    if len(raw) > most:
+        raise Unreadable("too_large", f"more than {most >> 20} MB")
+    return raw
 
 
 def head(file: File, num_bytes: int) -> bytes:
@@ -44,12 +61,11 @@ def head(file: File, num_bytes: int) -> bytes:
     content = b""
     most = max(MAX_EXPANSION * num_bytes, 1 << 20)
     while rest and len(content) < most:  # one gzip member or zstd frame after the other
-        if file.compression == ".gz":
-            part = zlib.decompressobj(31)
-            content += part.decompress(rest, most - len(content))
-        else:
-            part = decompressor().decompressobj()
-            content += part.decompress(rest)
+        part = _new(file.compression)
+        try:
+            content += part.decompress(rest, *([] if file.compression == ".zst" else [most - len(content)]))
+        except (OSError, lzma.LZMAError) as error:
+            raise zlib.error(str(error)) from None
         rest = part.unused_data if part.eof else b""
     return content
 
@@ -66,6 +82,17 @@ def zstandard() -> Any:
 def decompressor() -> Any:
     """A decompressor of zstd frames with windows of any length (`--long=31`)."""
     return zstandard().ZstdDecompressor(max_window_size=1 << 31)
+
+
+def _new(compression: str) -> Any:
+    """A decompressor of one gzip member, zstd frame, bzip2 or xz stream."""
+    if compression == ".gz":
+        return zlib.decompressobj(31)
+    if compression == ".bz2":
+        return bz2.BZ2Decompressor()
+    if compression == ".xz":
+        return lzma.LZMADecompressor(memlimit=_XZ_BYTES)
+    return decompressor().decompressobj()
 
 
 class Salvage:
@@ -126,6 +153,47 @@ class _Bounded(io.RawIOBase):
         return count
 
 
+class _Blocks:
+    """Reads concatenated bzip2 or xz streams; detects a missing end."""
+
+    _FEED = 1 << 16
+
+    def __init__(self, raw: IO[bytes], new: Callable[[], Any]) -> None:
+        self._raw, self._new = raw, new
+        self._part = new()
+        self._begun = False
+
+    def close(self) -> None:
+        self._part = None
+
+    def readinto1(self, buffer: Any) -> int:
+        """Fills `buffer` with the available bytes, at least one before the end. Raises EOFError, zlib.error."""
+        rest = b""
+        while True:
+            if self._part.eof:
+                rest = self._part.unused_data
+                self._part, self._begun = self._new(), False
+            if not self._begun:
+                rest = rest.lstrip(b"\0")  # the padding between xz streams
+            if not rest and self._part.needs_input:
+                rest = self._raw.read(self._FEED)
+                if not rest:
+                    if self._begun:
+                        raise EOFError("the compressed stream is truncated")
+                    return 0
+                if not self._begun and not (rest := rest.lstrip(b"\0")):
+                    continue
+            self._begun = True
+            try:
+                ready = self._part.decompress(rest, len(buffer))
+            except (OSError, lzma.LZMAError) as error:
+                raise zlib.error(str(error)) from None
+            rest = b""
+            if ready:
+                buffer[: len(ready)] = ready
+                return len(ready)
+
+
 class _Zstd:
     """Reads concatenated zstd frames; unlike the library's own reader it detects a missing end."""
 
@@ -158,3 +226,11 @@ class _Zstd:
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
+
+
+_DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".zst": _Zstd,
+    ".bz2": lambda raw: _Blocks(raw, lambda: _new(".bz2")),
+    ".xz": lambda raw: _Blocks(raw, lambda: _new(".xz")),
+}

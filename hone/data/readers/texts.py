@@ -36,6 +36,17 @@ def read_text(file: File, options: Options) -> Iterator[Piece | Fault]:
             raise
 
 
+def pieces(text: str, most: int) -> Iterator[Piece]:
+    """`text` as documents of at most `most` characters, cut as by `read_text`; none for blank text."""
+    begin = 0
+    while len(text) - begin > most:
+        end, following = _cut(text, begin, most)
+        yield Piece(text[begin:end])
+        begin = following
+    if text[begin:].strip():
+        yield Piece(text[begin:])
+
+
 def _chunks(first: bytes, stream: Salvage) -> Iterator[bytes]:
     yield first
     while chunk := stream.read(_CHUNK_BYTES):

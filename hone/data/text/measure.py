@@ -13,22 +13,27 @@ from hone.data.text import words as w
 from hone.data.text.batch import Texts
 from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import mix
+from hone.data.text.languages import languages
 from hone.data.text.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
 from hone.data.text.scan import LINES, NUM_TOTALS, PARAGRAPHS, WORDS, Scratch, empty_scratch, scan
-from hone.data.text.segment import find, fold
+from hone.data.text.segment import find, fold, place_of
+from hone.data.text.units import unit_table
 from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words, empty_words
 
 (
     DUP_LINES, DUP_LINE_CHARS, DUP_PARAGRAPHS, DUP_PARAGRAPH_CHARS, NGRAMS, DIFFERENT, EMAILS, ADDRESSES, PHONES, CARDS,
-    TOXIC,
-) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 19))  # fmt: skip
+    TOXIC, OWN_STOPS,
+) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 20))  # fmt: skip
 """Indices in a document's row, after its totals; NGRAMS is the first of nine."""
-NUM_COLUMNS = TOXIC + 1
+NUM_COLUMNS = OWN_STOPS + 1
 _ROOM_WORDS = 1 << 15
 """Capacity for distinct words, which stay in the table between documents; less for a batch of few bytes. When it is three
 quarters full the table is emptied: it should fit a core's share of the cache."""
 _LEAST_DIGITS = 4
 _TOXIC_FIRST = tables.flag("toxic_first")
+_STOP = tables.flag("stop_any")
+MOST_STOP_WORDS = 8
+"""Stop words are counted up to this number."""
 _LATEST = (1 << 31) - 1
 
 
@@ -56,6 +61,27 @@ def toxic_words(words: Words, ids: np.ndarray, num_words: int, phrases: np.ndarr
 
 
 @kernel
+def stop_words(
+    words: Words, ids: np.ndarray, num_words: int, alphabet: Alphabet, language: int, seen: np.ndarray
+) -> int:
+    """How many different stop words of the language with this number a document has, at most len(seen); `seen` is scratch."""
+    count = 0
+    for place in range(num_words):
+        if words.records[ids[place], FLAGS] & np.uint64(_STOP) == np.uint64(0):
+            continue
+        number = place_of(words.others[ids[place], BARE_HASH], alphabet.stops)
+        known = alphabet.stops_of[number, language] == 0
+        for index in range(count):
+            known |= seen[index] == number
+        if not known:
+            seen[count] = number
+            count += 1
+            if count == len(seen):
+                break
+    return count
+
+
+@kernel
 def repeats(scratch: Scratch, table: Table, row: np.ndarray, filled: int, last: np.ndarray, clock: int) -> float:
     """Writes the counts of repeats to `row`; `filled` entries of `scratch.forms` are used. Returns MTLD."""
     row[DUP_LINES], row[DUP_LINE_CHARS] = duplicates(scratch.line_hashes, scratch.line_chars, row[LINES], table)
@@ -70,9 +96,10 @@ def repeats(scratch: Scratch, table: Table, row: np.ndarray, filled: int, last: 
 
 @entry
 def measure(
-    data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet, toxic: np.ndarray, phrases: np.ndarray, longest: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(counts int64 [n, NUM_COLUMNS], MTLD float64 [n]) of n documents."""
+    data: np.ndarray, offsets: np.ndarray, languages: np.ndarray, alphabet: Alphabet, toxic: np.ndarray,
+    phrases: np.ndarray, longest: int,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(counts int64 [n, NUM_COLUMNS], MTLD float64 [n]) of n documents in `languages` (int64 [n], -1 for others)."""
     num_texts = len(offsets) - 1
     largest = s.ZERO
     for index in range(num_texts):
@@ -81,7 +108,7 @@ def measure(
     room = min(capacity_for(np.int64(offsets[num_texts] - offsets[0]) // 32), _ROOM_WORDS)
     words = empty_words(room, largest)
     last, clock = np.zeros(room, np.int32), s.ONE
-    firsts, ends = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    firsts, ends, seen = np.zeros(4, np.int64), np.zeros(4, np.int64), np.zeros(MOST_STOP_WORDS, np.int64)
     counts, mtld = np.zeros((num_texts, NUM_COLUMNS), np.int64), np.zeros(num_texts)
     for index in range(num_texts):
         start, end, row = offsets[index], offsets[index + 1], counts[index]
@@ -96,6 +123,9 @@ def measure(
             filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
         if longest > 0:
             row[TOXIC] = toxic_words(words, scratch.ids, row[WORDS], phrases, longest)
+        row[OWN_STOPS] = -1
+        if languages[index] >= 0:
+            row[OWN_STOPS] = stop_words(words, scratch.ids, row[WORDS], alphabet, languages[index], seen)
         if clock > _LATEST - filled:
             last[:], clock = 0, s.ONE
         mtld[index] = repeats(scratch, table, row, filled, last, clock)
@@ -126,9 +156,27 @@ def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> 
 
 
 @functools.cache
+def _letters() -> Alphabet:
+    """The tables without stop words."""
+    nothing = np.zeros(0, np.uint64), np.zeros((0, 0), np.uint8), np.zeros(w.STOP_BITS, np.uint64)
+    tabled = tables.spaces(), w.ascii_sums(), tables.classes(), tables.lower_case(), *tables.patterns(), unit_table()
+    return Alphabet(*tabled, *nothing)
+
+
+@functools.cache
 def alphabet() -> Alphabet:
-    """The tables of hone.data.text.tables as the kernels take them."""
-    return Alphabet(tables.spaces(), w.ascii_sums(), tables.classes(), tables.lower_case(), *tables.patterns())
+    """The tables of hone.data.text.tables, and the stop words of hone.data.text.languages, as the kernels take them."""
+    lists = [language.stop_words for language in languages().values()]
+    words = sorted({word for row in lists for word in row})
+    texts = Texts.of(words)
+    hashes, _, _ = phrase_hashes(_frozen(texts.data), texts.offsets, _letters())
+    order = np.argsort(hashes)
+    of = np.array([[words[number] in row for row in lists] for number in order], np.uint8)
+    bits = np.zeros(w.STOP_BITS, np.uint64)
+    np.bitwise_or.at(
+        bits, (hashes >> np.uint64(6)).astype(np.int64) % w.STOP_BITS, np.uint64(1) << hashes % np.uint64(64)
+    )
+    return _letters()._replace(stops=hashes[order], stops_of=of, stop_bits=bits)
 
 
 @functools.lru_cache(maxsize=4)
@@ -154,11 +202,16 @@ def _frozen(data: np.ndarray) -> np.ndarray:
     return view
 
 
-def counts_of(texts: Texts, lexicon: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """(counts int64 [num_texts, NUM_COLUMNS], MTLD float64 [num_texts]) of `texts`."""
+def counts_of(
+    texts: Texts, lexicon: Sequence[str] = (), codes: Sequence[str] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(counts int64 [num_texts, NUM_COLUMNS], MTLD float64 [num_texts]) of `texts`, whose languages have the `codes`."""
     toxic, phrases, longest = phrase_table(tuple(lexicon))
     offsets = np.array(texts.offsets, np.int64)  # a writable copy, as for every call of the kernel
-    return measure(_frozen(texts.data), offsets, alphabet(), toxic, phrases, longest)
+    numbers = {code: number for number, code in enumerate(languages())}
+    codes = [""] * texts.num_texts if codes is None else codes
+    own = np.array([numbers.get(code, -1) for code in codes], np.int64)
+    return measure(_frozen(texts.data), offsets, own, alphabet(), toxic, phrases, longest)
 
 
 def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -181,6 +234,7 @@ def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
         ),
         "dup_paragraphs": get[DUP_PARAGRAPHS] / np.maximum(get[s.PARAGRAPHS], 1),
     }
+    columns["language_stop_words"] = np.where(get[OWN_STOPS] >= 0, get[OWN_STOPS], columns["stop_words"])
     plain = {
         "words": s.WORDS, "lines": s.LINES, "sentences": w.SENTENCES, "max_word_chars": s.MAX_WORD,
         "max_line_chars": s.MAX_LINE, "lorem_ipsum": s.LOREM_IPSUM, "braces": w.BRACES, "urls": w.URLS,
@@ -190,7 +244,7 @@ def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
     of_words = {
         "mean_word_chars": w.CHARS, "hash_ratio": w.HASHES, "ellipsis_ratio": w.ELLIPSES, "alpha_words": w.LETTERED,
         "newline_ratio": s.NEWLINES, "unique_words": DIFFERENT, "number_words": w.NUMBERS,
-        "boilerplate_words": s.BOILERPLATE_WORDS, "toxic_words": TOXIC,
+        "boilerplate_words": s.BOILERPLATE_WORDS, "toxic_words": TOXIC, "unspaced_words": s.UNSPACED,
     }  # fmt: skip
     of_lines = {
         "bullet_lines": s.BULLET_LINES, "ellipsis_lines": s.ELLIPSIS_LINES, "punctuated_lines": s.PUNCTUATED_LINES,

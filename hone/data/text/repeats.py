@@ -123,6 +123,12 @@ def _perhaps_repeated(ids: np.ndarray, num_words: int, table: Table) -> int:
     return left
 
 
+@inlined
+def _chars_from(places: np.ndarray, first: int, end: int) -> int:
+    """Characters of words first..end, with the spaces between them; `places` as in scan.Scratch."""
+    return (places[end] >> 1) - (places[first] >> 1) - 1 + (places[end] & 1) if end > first else 0
+
+
 @kernel
 def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, out: np.ndarray) -> None:
     """Characters of repeated n-grams into `out` (int64 [9]): for n = 2, 3, 4 those of the most frequent n-gram, all its
@@ -161,11 +167,11 @@ def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, ou
             counts[slot] += 1
             if n > 4:
                 if place > end:
-                    repeated += places[end] - places[first] - (end > first)
+                    repeated += _chars_from(places, first, end)
                     first = place
                 end = place + n
         if n > 4:
-            out[n - 2] = repeated + places[end] - places[first] - (end > first)
+            out[n - 2] = repeated + _chars_from(places, first, end)
         left, best, best_chars = 0, 1, 0
         for index in range(num_chosen):
             place = chosen[index]
@@ -179,7 +185,7 @@ def ngrams(ids: np.ndarray, places: np.ndarray, num_words: int, table: Table, ou
             chosen[left] = place
             left += 1
             if n < 5 and times >= best:
-                chars = places[place + n] - places[place] - 1
+                chars = _chars_from(places, place, place + n)
                 best_chars = max(chars, best_chars) if times == best else chars
                 best = times
         if n < 5:

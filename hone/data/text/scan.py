@@ -11,6 +11,7 @@ from hone.data.text.compiled import allocating, inlined, kernel
 from hone.data.text.hashing import mix
 from hone.data.text.segment import BLOCK, code_point, fetch_ahead, find_words, fold, word_key
 from hone.data.text.tables import flag
+from hone.data.text.units import next_unspaced, part_words
 from hone.data.text.words import (
     CAPITALS,
     CHARS,
@@ -31,16 +32,16 @@ from hone.data.text.words import (
 (
     WORDS, GAPS, LINES, NEWLINES, MAX_WORD, MAX_LINE, BULLET_LINES, ELLIPSIS_LINES, PUNCTUATED_LINES, SHORT_LINES,
     JAVASCRIPT_LINES, POLICY_LINES, LOREM_IPSUM, STOPS, UPPER_LINES, BOILERPLATE_WORDS, C4_LINES, C4_SENTENCES,
-    C4_LOOSE_SENTENCES, LONG_LINES, PARAGRAPHS, TEXT_HASH,
-) = range(NUM_COUNTS, NUM_COUNTS + 22)  # fmt: skip
-"""Indices in the totals of a document, after the sums of its words' counts."""
+    C4_LOOSE_SENTENCES, LONG_LINES, PARAGRAPHS, UNSPACED, TEXT_HASH,
+) = range(NUM_COUNTS, NUM_COUNTS + 23)  # fmt: skip
+"""Indices in the totals of a document, after the sums of its words' counts. UNSPACED words follow another without a space."""
 NUM_TOTALS = TEXT_HASH + 1
 (
     _LINE_WORDS, _LINE_CHARS, _LINE_CAPITALS, _LINE_SENTENCES, _LINE_GAPS, _FIRST, _LAST, _ANY, _BEFORE, _SECOND_LAST,
-    _LONG, _POLICY, _CART, _PART_CHARS, _PART_FILLED,
-) = range(15)  # fmt: skip
+    _LONG, _POLICY, _CART, _LINE_UNSPACED, _PART_CHARS, _PART_FILLED,
+) = range(16)  # fmt: skip
 """Indices in the state of a line: its counts, flags of its first, last and any word, of the second to last, whether a single
-plain space precedes the last, what was found; then two of the paragraph, which lines do not reset."""
+plain space precedes the last, what was found, words without a space before; then two of the paragraph, which lines do not reset."""
 NUM_STATE = _PART_FILLED + 1
 _WHOLE, _PART, _HASHED = range(3)
 """Indices in the hashes of the text, its paragraph and its line so far."""
@@ -53,9 +54,11 @@ _PRIVACY, _POLICY_WORD, _COOKIE = (flag(x) for x in ("privacy", "policy", "cooki
 _THING, _QUANTITY, _SIGN_IN, _READ, _MORE = (flag(x) for x in ("thing", "quantity", "sign_in", "read", "more"))
 _ITEMS, _IN, _CART_WORD, _WIDE = (flag(x) for x in ("items", "in", "cart", "wide"))
 _PHRASE = _IPSUM | _USE_FIRST | _COOKIES | _POLICY_WORD
-_FILLED = flag("filled")
+_FILLED, _ENDS = flag("filled"), flag("ends")
 _RARE = _PHRASE | _CART_WORD | _WIDE
 MAX_WORD_CHARS, SHORT_LINE_CHARS, LONG_LINE_CHARS, MAX_EDITED_WORDS = 1000, 30, 200, 10
+SHORT_LINE_UNSPACED, LONG_LINE_UNSPACED = 15, 100
+"""The same lengths in words of scripts without spaces, of which one says about as much as two letters."""
 _HIGH = np.uint64(0x100)
 _LANES = np.uint64(0x00FF00FF00FF00FF)
 ZERO, ONE = np.int64(0), np.int64(1)
@@ -65,8 +68,8 @@ _CHUNK_WORDS = 256
 
 
 class Scratch(NamedTuple):
-    """Buffers for one document: words (`ids`, `places`: characters before each with one space between words,
-    `forms`: numbers of bare forms, where a word has one), lines, paragraphs; and state between steps."""
+    """Buffers for one document: words (`ids`; `places`: characters before each, with one space where there is white space, times 2,
+    plus 1 without white space before it; `forms`: numbers of bare forms, where a word has one), lines, paragraphs; and state between steps."""
 
     ids: np.ndarray
     forms: np.ndarray
@@ -79,6 +82,7 @@ class Scratch(NamedTuple):
     line: np.ndarray
     hashes: np.ndarray
     edges: np.ndarray
+    runs: np.ndarray
     keys: np.ndarray
     tail: np.ndarray
     state: np.ndarray
@@ -99,6 +103,7 @@ def empty_scratch(num_bytes: int) -> Scratch:
         np.empty(num_bytes + 1, np.int32),
         np.zeros(NUM_STATE, np.int64),
         np.zeros(3, np.uint64),
+        np.zeros(2 * _CHUNK_WORDS + 1, np.int64),
         np.zeros(2 * _CHUNK_WORDS + 1, np.int64),
         np.zeros(_CHUNK_WORDS, np.uint64),
         np.zeros(BLOCK + 8, np.uint8),
@@ -145,8 +150,10 @@ def end_line(line: np.ndarray, hashed: int, trailing: bool, total: np.ndarray, s
         last = line[_LAST]
         total[LINES] += 1
         total[MAX_LINE] = max(total[MAX_LINE], chars)
-        total[SHORT_LINES] += chars <= SHORT_LINE_CHARS
-        total[LONG_LINES] += chars >= LONG_LINE_CHARS
+        unspaced = line[_LINE_UNSPACED]
+        total[SHORT_LINES] += chars <= SHORT_LINE_CHARS and unspaced < SHORT_LINE_UNSPACED
+        total[LONG_LINES] += chars >= LONG_LINE_CHARS or unspaced >= LONG_LINE_UNSPACED
+        total[UNSPACED] += unspaced
         total[BULLET_LINES] += (line[_FIRST] & _BULLET) != 0
         if not trailing:
             total[ELLIPSIS_LINES] += (last & _ELLIPSIS) != 0
@@ -271,7 +278,7 @@ def take_words(
     """
     line, edges, ids, places, hashes = scratch.line, scratch.edges, scratch.ids, scratch.places, scratch.hashes
     even_low = odd_low = even_high = odd_high = np.uint64(0)
-    place, longest = places[first], total[MAX_WORD]
+    place, longest = places[first] >> 1, total[MAX_WORD]
     # Counts that every word changes are local variables, written back only for a gap or a rare word.
     hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, ZERO, ZERO, ZERO
     since, last, before, anything, adjacent = first, line[_LAST], line[_BEFORE], line[_ANY], line[_SECOND_LAST] > 0
@@ -294,6 +301,14 @@ def take_words(
             fresh = line[_LINE_WORDS] == 0
             if fresh:
                 last, before, second_adjacent = 0, 0, False
+        elif first + index > 0:
+            place -= 1
+            begun -= 1
+            places[first + index] = 2 * place + 1
+            line[_LINE_UNSPACED] += 1
+            if last & _ENDS:  # no white space follows the full stop
+                sentences -= 1
+                total[SENTENCES] -= 1
         gap = edges[2 * index + 1]
         flags, low, high = words.records[number, FLAGS], words.records[number, LOW], words.records[number, HIGH]
         bits = np.int64(flags)
@@ -306,7 +321,7 @@ def take_words(
             chars = take_rare(number, adjacent, last, before, second_adjacent, words, line, total)
         longest = max(longest, chars)
         place += chars + 1
-        places[first + index + 1] = place
+        places[first + index + 1] = 2 * place
         scratch.forms[filled] = np.int32(flags >> np.uint64(FORM_SHIFT))
         filled += (bits & _FILLED) != 0
         capitals += np.int64(high >> np.uint64(8 * (CAPITALS - 8)) & np.uint64(255))
@@ -370,16 +385,23 @@ def scan(
     scratch.places[0] = 0
     state[0], state[1], state[2], state[3] = start, 1, 0, 0
     count, filled, gap = ZERO, ZERO, start
+    unspaced = next_unspaced(data, start, end, alphabet.units) < end
+    runs = scratch.runs if unspaced else edges
     while state[0] < end:
-        found = find_words(data, end, alphabet.spaces, edges, scratch.tail, state)
-        num_words = found >> 1
-        if not find_numbers(data, count, num_words, words, toxic, alphabet, scratch):
-            return -1
-        filled = take_words(data, gap, count, num_words, filled, words, scratch, total)
-        count += num_words
-        if num_words:
+        found = find_words(data, end, alphabet.spaces, runs, scratch.tail, state)
+        num_runs, run, place = found >> 1, ZERO, runs[0]
+        while run < num_runs:
+            num_words = num_runs
+            if unspaced:
+                num_words, run, place = part_words(data, runs, run, num_runs, place, alphabet.units, edges)
+            else:
+                run = num_runs
+            if not find_numbers(data, count, num_words, words, toxic, alphabet, scratch):
+                return -1
+            filled = take_words(data, gap, count, num_words, filled, words, scratch, total)
+            count += num_words
             gap = edges[2 * num_words - 1]
-            edges[0] = edges[2 * num_words]
+        runs[0] = runs[2 * num_runs]
     trailing = gap < end and data[end - 1] != 10
     take_gap(data, gap, end, line, total, scratch)
     end_line(line, mix(hashes[_HASHED]), trailing, total, scratch)

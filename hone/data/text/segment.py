@@ -207,3 +207,10 @@ def find(keys: np.ndarray, key: int) -> int:
     while keys[slot] != key and keys[slot] != np.uint64(0):
         slot = (slot + np.uint64(1)) & mask
     return slot
+
+
+@inlined
+def place_of(hashed: int, hashes: np.ndarray) -> int:
+    """The index of `hashed` in `hashes` (uint64, sorted), -1 if it is not there."""
+    place = min(np.searchsorted(hashes, hashed), len(hashes) - 1)
+    return place if hashes[place] == hashed else -1

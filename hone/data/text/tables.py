@@ -20,7 +20,7 @@ CLOSERS = "\"')]”’"
 TERMINAL_MARKS = ".!?‼⁇⁈⁉։؟۔।॥။።፧។៕᠃᠉。．｡！？﹒﹖﹗"
 """Sentence-ending marks of Unicode, in the most common scripts; FineWeb's line rule requires one, quotes are not enough."""
 BULLETS = "•-●*‣◦"
-FULL_STOPS = "。！？"
+FULL_STOPS = "".join(mark for mark in TERMINAL_MARKS if not mark.isascii())
 """Marks that end a sentence in any position."""
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 COUNTED_THINGS = (
@@ -34,7 +34,7 @@ FLAGS = (
     *(f"stop_{word}" for word in STOP_WORDS), "bullet", "ellipsis", "terminal", "c4_terminal", "javascript", "lorem",
     "ipsum", "terms", "of", "use_first", "privacy", "policy", "cookie", "uses", "cookies", "use_last", "thing",
     "quantity", "sign_in", "read", "more", "items", "in", "cart", "toxic_first", "letter", "filled",
-    "wide",
+    "wide", "ends", "stop_any",
 )  # fmt: skip
 """Names of the bits of a word's flags, the lowest first."""
 _PATTERNS = (

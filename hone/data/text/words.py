@@ -10,7 +10,7 @@ import numpy as np
 from hone.data.text import tables
 from hone.data.text.compiled import allocating, inlined, kernel
 from hone.data.text.hashing import PRIME, mix
-from hone.data.text.segment import code_point, zeros_below
+from hone.data.text.segment import code_point, place_of, zeros_below
 
 (
     CHARS, HASHES, ELLIPSES, LETTERED, SENTENCES, DIGITS, UPPERS, ALNUMS, PARENS, BRACES, URLS, URL_CHARS, NUMBERS,
@@ -26,8 +26,12 @@ _QUANTITY = np.array([ord(char) for char in "0123456789.,"], np.int32)
 _BULLET, _ELLIPSIS, _END, _C4_END = (tables.flag(name) for name in ("bullet", "ellipsis", "terminal", "c4_terminal"))
 _QUANTITY_FLAG, _LETTER = tables.flag("quantity"), tables.flag("letter")
 _FILLED, _TOXIC, _WIDE = tables.flag("filled"), tables.flag("toxic_first"), tables.flag("wide")
+_ENDS, _STOP = tables.flag("ends"), tables.flag("stop_any")
 _VOWELS = sum(1 << ord(char) - 97 for char in "aeiouy")
 _ONE = np.uint64(1)
+STOP_BITS = 1 << 10
+"""Words of 64 bits in the bitmap of stop words."""
+_STOP_MASK = np.uint64(STOP_BITS - 1)
 _URL_LETTERS, _WWW_LETTERS = (np.uint64(sum(1 << ord(char) % 64 for char in set(text))) for text in ("http:/", "w."))
 _DOT, _ELLIPSIS_MARK, _HASH, _OPEN, _CLOSE, _BRACE, _AT = (ord(char) for char in ".…#(){@")
 
@@ -62,8 +66,8 @@ class Words(NamedTuple):
 
 
 class Alphabet(NamedTuple):
-    """The classes of bytes and code points and the patterns to find: the tables of hone.data.text.tables,
-    and what ASCII characters add to the counts."""
+    """The classes of bytes and code points and the patterns to find: the tables of hone.data.text.tables, what ASCII characters
+    add to the counts, `unit_table()`, and the stop words of all languages (`language_tables`)."""
 
     spaces: np.ndarray
     sums: np.ndarray
@@ -75,6 +79,10 @@ class Alphabet(NamedTuple):
     bits: np.ndarray
     letters: np.ndarray
     sizes: np.ndarray
+    units: np.ndarray
+    stops: np.ndarray
+    stops_of: np.ndarray
+    stop_bits: np.ndarray
 
 
 @allocating
@@ -219,7 +227,7 @@ def end_flags(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> tuple[i
         bits |= _ELLIPSIS
     if class_of(last, classes) & tables.TERMINAL:
         bits |= _END
-    if c4_end(lower, num_chars):
+    if c4_end(lower, num_chars) or (last >= 128 and class_of(last, classes) & tables.TERMINAL):
         bits |= _C4_END
     end = num_chars
     while end > 0 and class_of(lower[end - 1], classes) & tables.CLOSER:
@@ -403,6 +411,8 @@ def add_word(
                 high |= np.uint64(row[index + 8]) << np.uint64(8 * index)
     first, bare_end = bare_span(lower, num_chars, alphabet.classes) if kinds & tables.EDGE else (0, num_chars)
     bits, ends_sentence = end_flags(lower, num_chars, alphabet.classes)
+    if ends_sentence:
+        bits |= _ENDS
     bits |= pattern_flags(lower, num_chars, first, bare_end, letters, alphabet)
     if class_of(lower[0], alphabet.classes) & tables.BULLET:
         bits |= _BULLET
@@ -418,8 +428,12 @@ def add_word(
     urls = number_of_urls(lower, num_chars, letters)
     form = number_of_form(hashed, words)
     words.others[number, BARE_HASH] = hashed
-    if len(toxic) and toxic[min(np.searchsorted(toxic, hashed), len(toxic) - 1)] == hashed:
+    if len(toxic) and place_of(hashed, toxic) >= 0:
         bits |= _TOXIC
+    # A bitmap by the lowest bits of the hash rejects nearly all words without a search.
+    perhaps = alphabet.stop_bits[np.int64(hashed >> np.uint64(6) & _STOP_MASK)] >> (hashed & np.uint64(63)) & _ONE
+    if perhaps and place_of(hashed, alphabet.stops) >= 0:
+        bits |= _STOP
     if num_chars > MOST_SMALL:
         row[SENTENCES] += ends_sentence
         row[SYLLABLES], row[URLS], row[URL_CHARS] = vowels, urls, num_chars if urls else 0

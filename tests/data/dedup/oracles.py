@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,9 +25,80 @@ def mix(value: int) -> int:
     return value ^ value >> 31
 
 
+UNSPACED = (
+    "THAI ", "LAO ", "MYANMAR ", "KHMER ", "NEW TAI LUE ", "TAI LE ", "TAI THAM ", "TAI VIET ", "BALINESE ", "JAVANESE ", "YI ",
+    "BOPOMOFO ", "HIRAGANA ", "KATAKANA", "HALFWIDTH KATAKANA", "HENTAIGANA ", "TANGUT ", "NUSHU ", "KHITAN SMALL ", "CJK UNIFIED ",
+    "CJK COMPATIBILITY IDEOGRAPH-", "IDEOGRAPHIC ITERATION", "IDEOGRAPHIC CLOSING", "IDEOGRAPHIC NUMBER", "HANGZHOU ",
+    "HANGUL SYLLABLE ", "VERTICAL KANA", "VERTICAL IDEOGRAPHIC", "MASU MARK", "OLD CHINESE ",
+)  # fmt: skip
+AFTER = ("NEW TAI LUE VOWEL", "NEW TAI LUE LETTER FINAL", "NEW TAI LUE TONE")
+STACKS = "\u1039\u17d2\u1a60\u1b44\ua9c0"
+TAILS = "ะาำๅະາຳຽ\uaab1\uaaba\uaabd\uff9e\uff9f"
+LEADS = "เแโใไເແໂໃໄ\u19b5\u19b6\u19b7\u19ba\uaab5\uaab6\uaab9\uaabb\uaabc"
+
+
+def kind(char: str) -> str:
+    """The part that a character has in words, from its Unicode name and category."""
+    category = unicodedata.category(char)
+    if category.startswith("M") or char == "\u200d":
+        return "stack" if char in STACKS else "mark"
+    if not WORD.match(char):
+        return ""
+    if char in LEADS:
+        return "lead"
+    if char in TAILS or unicodedata.name(char, "").startswith(AFTER):
+        return "tail"
+    tangut = 0x17000 <= ord(char) < 0x18D80  # without a name in Python, Khitan after it with one
+    unspaced = category != "Nd" and (tangut or unicodedata.name(char, "").startswith(UNSPACED))
+    return "alone" if unspaced else "letter"
+
+
+CLUSTERS = ("alone", "lead", "tail")
+"""Kinds with which a word of a script without spaces begins."""
+
+
+def goes_on(before: str, now: str, cluster: bool) -> bool:
+    """Whether a character of kind `now` belongs to the word whose last is of kind `before`; `cluster`: one without spaces."""
+    if now in ("mark", "stack"):
+        return True
+    if now == "letter":
+        return not cluster
+    return cluster and (now == "tail" or (now == "alone" and before in ("lead", "stack")))
+
+
 def words(text: str) -> list[str]:
-    """The words of `text`, each letter in lower case by itself."""
-    return ["".join(letter.lower()[0].replace("ς", "σ") for letter in word) for word in WORD.findall(text)]
+    """The words of `text`, each letter in lower case by itself; clusters in scripts without spaces."""
+    found: list[str] = []
+    before = ""  # the kind of the character before, in a word
+    for char in text:
+        now = kind(char) if ord(char) < 0x34000 else ""
+        small = char.lower()[0].replace("ς", "σ") if WORD.match(char) else char
+        inside = bool(before) and goes_on(before, now, kind(found[-1][0]) in CLUSTERS)
+        if not now or (now in ("mark", "stack") and not inside):
+            before = ""
+            continue
+        found[-1:] = [found[-1] + small] if inside else [*found[-1:], small]
+        before = now
+    return found
+
+
+def parts(run: str) -> list[str]:
+    """The words of a run of characters without white space, with the punctuation at them."""
+    found = [""]
+    before, filled, cluster = "", False, False
+    for char in run:
+        now = kind(char) if ord(char) < 0x34000 else ""
+        if now:
+            inside = cluster and before and goes_on(before, now, True)
+            if filled and (cluster or now in CLUSTERS) and not inside:
+                found.append("")
+                cluster = False
+            cluster |= now in CLUSTERS
+            filled = True
+        cluster |= char in "\u0f0b\u0f0c"
+        found[-1] += char
+        before = now
+    return found
 
 
 def shingle_hashes(text: str, n: int) -> list[int]:

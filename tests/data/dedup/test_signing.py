@@ -14,7 +14,8 @@ from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.signing import band_keys
 from hone.data.dedup.simhash import SimHash
 from hone.data.text.batch import Texts
-from hone.data.text.hashing import CHUNK, word_table
+from hone.data.text.hashing import word_table
+from hone.data.text.shingles import CHUNK
 from tests.data.dedup import oracles
 
 CASES = [

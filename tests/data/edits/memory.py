@@ -48,7 +48,7 @@ class Memory:
         """The texts with `cuts` left out, by plain Python."""
         left = [text.encode() for text in self.words]
         for shard in cuts:
-            for document, start, end in reversed(list(zip(*(part.tolist() for part in shard)))):
+            for document, start, end, fill in reversed(list(zip(*(part.tolist() for part in shard)))):
                 assert 0 <= start < end <= len(left[document])
-                left[document] = left[document][:start] + left[document][end:]
+                left[document] = left[document][:start] + fill + left[document][end:]
         return [text.decode() for text in left]

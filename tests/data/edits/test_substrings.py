@@ -15,6 +15,7 @@ from hone.data.edits.cuts import Cuts, figures
 from hone.data.edits.spans import at_borders
 from hone.data.edits.substrings import Substrings
 from hone.data.text.batch import Texts
+from hone.data.text.units import unit_table
 from tests.data.edits.memory import Memory
 from tests.data.edits.test_lines import english
 
@@ -170,7 +171,7 @@ def test_cuts_lie_between_words(text, data):
     start = data.draw(st.integers(0, len(raw) - 1))
     end = data.draw(st.integers(start + 1, len(raw)))
     spans = (np.array([4]), np.array([start]), np.array([end]))
-    document, starts, ends = at_borders(*Texts.of([text]), np.array([4]), *spans)
+    document, starts, ends = at_borders(*Texts.of([text]), np.array([4]), *spans, unit_table())
     assert len(document) <= 1
     for low, high in zip(starts.tolist(), ends.tolist()):
         left, gone, right = raw[:low].decode(), raw[low:high].decode(), raw[high:].decode()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hone.base.errors import ArtifactError, MachineError, SpecError
-from hone.data import EXECUTORS, annotate
+from hone.data import EXECUTORS, IDENTIFIERS, annotate
 from hone.data.annotate import Care
 from hone.data.executors import task as task_module
 from hone.data.executors.task import Task, finished, need_known, perform
@@ -21,6 +21,8 @@ from hone.data.readers.extractor import Extractor
 from hone.data.readers.listing import list_source
 from hone.data.text.batch import Texts
 from hone.data.work import Models, careful, read, read_task
+
+IDENTIFIER = IDENTIFIERS.read("hone")
 
 ALL = [{"kind": "serial"}, {"kind": "processes", "workers": 2}, {"kind": "ray", "workers": 2, "address": "local"}]
 OTHERS = ALL[1:]
@@ -138,6 +140,7 @@ def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
         0,
         list_source(str(tmp_path / "in")).files,
         Options(),
+        IDENTIFIER,
         (),
         (Deadly(),),
         Models.of(tmp_path / "models"),
@@ -162,7 +165,7 @@ def test_the_file_whose_reader_dies_is_set_aside_alone(tmp_path, executor):
     state = tmp_path / "state"
     state.mkdir()
     files, options = list_source(str(tmp_path / "in")).files, Options(extractor=DeadlyExtractor())
-    made = read_task(state, 0, files, options, (), (), Models.of(tmp_path / "models"), None)
+    made = read_task(state, 0, files, options, IDENTIFIER, (), (), Models.of(tmp_path / "models"), None)
     with opened(executor) as pool:
         (summary,) = pool.map(read, [made], careful)
     assert summary["rows"] == 2 and summary["broken"] == {"killed_the_reader": {"documents": 1, "bytes": 18}}
@@ -183,7 +186,7 @@ def test_a_reader_that_dies_inside_a_part_costs_the_rest_of_that_part(tmp_path, 
     state.mkdir()
     texts, broken = [], []
     for number, group in enumerate(groups):
-        task = read_task(state, number, group, Options(), (), (), Models.of(tmp_path / "models"), None)
+        task = read_task(state, number, group, Options(), IDENTIFIER, (), (), Models.of(tmp_path / "models"), None)
         if (
             number == 1
         ):  # as it is tried at last, when two workers have died of the third thing that the reader hands on
@@ -205,7 +208,7 @@ def test_no_worker_dies_of_an_answer(tmp_path):
     state = tmp_path / "state"
     state.mkdir()
     files = list_source(str(tmp_path / "rows.jsonl")).files
-    made = read_task(state, 0, files, Options(), (), (), Models.of(tmp_path / "models"), None)
+    made = read_task(state, 0, files, Options(), IDENTIFIER, (), (), Models.of(tmp_path / "models"), None)
     with opened({"kind": "processes", "workers": 1}) as pool:
         (before,) = pool.map(os_pid, tasks(tmp_path / "before", 1))
         (summary,) = pool.map(read, [made])

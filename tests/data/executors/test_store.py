@@ -18,7 +18,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, MachineError, MissingExtra, SpecError
 from hone.base.run import Run
 from hone.base.store import Store, unreachable
-from hone.data import EXECUTORS, annotate
+from hone.data import EXECUTORS, IDENTIFIERS, annotate
 from hone.data.dedup import joining
 from hone.data.executors import processes
 from hone.data.executors import task as task_module
@@ -32,6 +32,8 @@ from hone.data.work import Models, careful, read, read_task
 from tests.data.executors.test_deaths import Deadly, square, tasks
 from tests.data.executors.test_same_bytes import STAGE
 from tests.data.stories import story
+
+IDENTIFIER = IDENTIFIERS.read("hone")
 
 pytest.importorskip("fsspec")
 NOTICE = "This notice stands below all of them, it says nothing, and it is longer than a hundred bytes so that both edits see it."
@@ -412,7 +414,7 @@ def test_a_document_that_kills_workers_elsewhere_is_set_aside_alone(tmp_path, cl
     state = Path("poisoned")
     state.mkdir()
     files = list_source(str(tmp_path / "a.jsonl")).files
-    made = read_task(state, 0, files, Options(), (), (Deadly(),), Models.of(tmp_path / "models"), None)
+    made = read_task(state, 0, files, Options(), IDENTIFIER, (), (Deadly(),), Models.of(tmp_path / "models"), None)
     with EXECUTORS.read(executor).open() as pool:
         (summary,) = Keeping(pool, executor["store"], state).map(read, [made], careful)
     assert summary["rows"] == 18 and summary["broken"] == {"killed_the_worker": {"documents": 2, "bytes": 36}}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hone.data.langid import train
-from hone.data.langid.model import SHIPPED, Model
+from hone.data.langid.model import Model
 from hone.data.language import UNKNOWN, Identifier
 from hone.data.text.batch import Texts
 
@@ -23,8 +23,28 @@ def sentences(shared_data):
 def test_the_shipped_model_comes_out_again(shared_data, tmp_path, capsys):
     out = tmp_path / "languages.bin"
     train.main([str(shared_data / "langid" / "lingua-sentences-75x1000.jsonl.gz"), str(out)])
-    assert out.read_bytes() == SHIPPED.read_bytes()
-    assert "75 languages" in capsys.readouterr().out
+    assert "75 languages, 0 rejectors" in capsys.readouterr().out
+    made, shipped = Model.load(out), Model.load()  # the text of the rejectors is not here
+    assert (made.temperature, made.exponent) == (shipped.temperature, shipped.exponent)
+    for one, other in zip(made.scripts, shipped.scripts, strict=True):
+        assert one._replace(rows=(), rejectors=0) == other._replace(rows=(), rejectors=0)
+        lanes = len(one.languages)
+        assert np.array_equal(one.rows[:, :lanes], other.rows[:, :lanes])
+        assert np.array_equal(one.rows[:, lanes], other.rows[:, other.lanes])  # the background
+    assert {script.name for script in shipped.scripts if script.rejectors} >= {"latin", "cyrillic", "devanagari"}
+
+
+def test_rejectors_take_texts_of_their_languages(tmp_path):
+    rows = {"aa": [f"walking talking {word} singing" for word in ("the", "this", "that", "those") * 20]}
+    others = {
+        "bb": [f"laufen reden {word} sagen" for word in ("der", "dieser", "jener", "welcher") * 20],
+        "cc": [f"parler marcher {word} dire" for word in ("le", "ce", "cette", "ceux") * 20],
+    }
+    plain, strict = Identifier.of(train.train(rows)), Identifier.of(train.train(rows, others))
+    assert strict.languages == ("aa",) and train.train(rows, others).scripts[0].rejectors == 2
+    texts = ["walking talking those singing", "laufen reden jener sagen", "parler marcher ceux dire"]
+    assert [strict.identify(text)[0] for text in texts] == ["aa", UNKNOWN, UNKNOWN]
+    assert plain.identify(texts[0])[0] == "aa"
 
 
 def test_sentences_held_out_are_known(sentences):

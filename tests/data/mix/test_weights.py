@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
@@ -29,6 +29,7 @@ def weights(kind: str, sizes: list[int], budget: float, **options) -> np.ndarray
 
 @settings(max_examples=150)
 @given(SIZES, st.floats(0.01, 1), st.floats(0.2, 20), st.sampled_from(["proportional", "temperature", "unimax"]))
+@example([2, 2, 2, 2, 999_999_992, 1_000_000_000], 0.5, 1, "proportional")
 def test_weights_sum_to_one_and_keep_every_cap(sizes, part, max_epochs, kind):
     budget = part * max_epochs * sum(sizes)
     chosen = MIXTURES.read({"kind": kind, "max_epochs": max_epochs}).weigh(sources(sizes), budget)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from hone.data.readers.archives import MAX_RECORD_BYTES
-from hone.data.readers.documents import Broken, Document, Options
+from hone.data.readers.documents import Broken, Document, Noted, Options
 from hone.data.readers.listing import File
 from hone.data.readers.read import read_file
 from hone.data.readers.streams import head
@@ -19,7 +20,16 @@ from hone.data.readers.streams import head
 
 def items(path: Path) -> list[Document | Broken]:
     compression = ".zst" if path.suffix == ".zst" else ".gz" if ".gz" in path.name else ""
+    return [item for item in everything(path, compression) if not isinstance(item, Noted)]
+
+
+def everything(path: Path, compression: str = "") -> list[Document | Broken | Noted]:
     return list(read_file(File(path, path.name, path.stat().st_size, "warc", compression), Options()))
+
+
+def noted(path: Path, compression: str = "") -> dict[str, int]:
+    """What is counted and is no page."""
+    return dict(Counter(item.what for item in everything(path, compression) if isinstance(item, Noted)))
 
 
 def read(path: Path) -> tuple[list[str], list[str]]:
@@ -44,7 +54,7 @@ ARCHIVES = {
     "resiliparse-warcfile.warc.gz": (16, []),
     "whirlwind.warc.gz": (1, []),
     "whirlwind.warc.wet.gz": (1, []),
-    "whirlwind.warc.wat.gz": (0, ["empty"]),  # metadata records only
+    "whirlwind.warc.wat.gz": (0, []),  # metadata records only
 }
 
 
@@ -244,7 +254,7 @@ def test_pages_are_read_in_every_encoding(tmp_path, record, body, lines):
         (ZSTD[:9] + b"\xff" * 9 + ZSTD[18:], [HTML, "Content-Encoding: zstd"], "bad_record"),
         (gzip.compress(PAGE.encode())[:-30], [HTML, "Content-Encoding: gzip"], None),
         (gzip.compress(b"0" * (MAX_RECORD_BYTES + 99)), [HTML, "Content-Encoding: gzip"], "record_too_large"),  # a bomb
-        (PAGE.replace("Fluß", "Flu\0ß").encode(), ["Content-Type: text/plain"], "binary"),
+        (PAGE.replace("Fluß", "Flu\0\0\0ß").encode(), ["Content-Type: text/plain"], "binary"),
         (PAGE.replace("alte", "fellépÅ‘k különbözÅ‘ véletlenszerűen " * 9).encode(), [HTML], "mojibake"),
         (b"", [HTML], "empty"),
         (b"<div>" * 100_000 + b"text", [HTML], "nested_too_deeply"),
@@ -262,9 +272,26 @@ def test_pages_that_are_none(tmp_path, record, body, lines, reason):
 @pytest.mark.parametrize("record", [warc, arc])
 def test_answers_that_are_no_pages_are_passed_over(tmp_path, record):
     path = tmp_path / "a.warc"
-    for lines, status in (([HTML], "404 Not Found"), (["Content-Type: image/png"], "200 OK"), ([], "200 OK")):
+    for lines, status, what in (
+        ([HTML], "404 Not Found", "HTTP 404"),
+        (["Content-Type: image/png"], "200 OK", "image/png"),
+        ([], "200 OK", "unknown content type"),
+    ):
         path.write_bytes(record(PAGE.encode(), *lines, status=status))
-        assert read(path) == ([], ["empty"])
+        assert read(path) == ([], []) and set(noted(path)) <= {what, "HTTP without a status"} and noted(path)
+
+
+def test_records_that_are_no_pages_are_counted_as_what_they_are(shared_data, tmp_path):
+    assert noted(shared_data / "web" / "IAH-urls-wget.warc.gz", ".gz") == {
+        "WARC warcinfo": 1, "WARC request": 16, "HTTP 302": 7, "HTTP 301": 2, "image/jpeg": 1, "image/gif": 1, "image/png": 1, "text/xml": 1,
+        "metadata: record": 3,
+    }  # fmt: skip
+    assert noted(shared_data / "web" / "whirlwind.warc.wat.gz", ".gz") == {"WARC warcinfo": 1, "WARC metadata": 1}
+    path = tmp_path / "a.arc"
+    path.write_bytes(
+        b"filedesc:x 0.0.0.0 20200101000000 text/plain 4\n1 0\n\ndns:example.org 127.0.0.1 20200101000000 text/dns 4\nname\n"
+    )
+    assert noted(path) == {"dns: record": 1} and read(path) == ([], [])
 
 
 def test_broken_arc_files(tmp_path):

@@ -128,3 +128,16 @@ def test_only_pages_that_nest_too_deeply_are_refused(tag, deep, close):
         return
     with pytest.raises(Unreadable, match="nested_too_deeply"):
         page_text(nested(tag, 100_000, close), Fast())
+
+
+def test_a_page_of_which_little_is_kept_goes_to_the_careful_extractor(monkeypatch):
+    paragraphs = [
+        f"Paragraph {number} of the article is long enough to be a line of its own. {WORDS}" for number in range(6)
+    ]
+    boxed = "".join(f"<div class='credit-line'><p>{text}</p></div>" for text in paragraphs)
+    page = f"<html><body><article><p>{WORDS * 3}</p>{boxed}</article></body></html>"
+    assert paragraphs[3].strip() not in Fast(doubt=0).extract(page)
+    assert all(text.strip() in Fast().extract(page) for text in paragraphs)
+    whole = f"<html><body><article><p>{WORDS * 3}</p></article></body></html>"
+    monkeypatch.setattr(Careful, "extract", lambda self, page: pytest.fail("asked for a page that is whole"))
+    assert WORDS.strip() in Fast().extract(whole)

@@ -290,7 +290,9 @@ def test_a_remote_archive_can_be_searched_for_its_next_record(memory, shared_dat
     raw = (shared_data / "web" / "resiliparse-warcfile.warc.gz").read_bytes()
     memory.pipe("/web/a.warc.gz", raw[:60000] + b"?" * 40 + raw[60040:])
     found = items("memory://web")
-    assert [item.reason for item in found if isinstance(item, Broken)] == ["damaged_record"] and len(found) == 16
+    assert [item.reason for item in found if isinstance(item, Broken)] == ["damaged_record"] and sum(
+        isinstance(item, Document) for item in found
+    ) == 15
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.warc", "a.warc.gz", "a.html", "a.py"])

@@ -109,7 +109,7 @@ def test_html(tmp_path):
         ("a.txt", b" \n\t ", "empty"),
         ("a.txt", "café".encode("latin-1"), "wrong_encoding"),
         ("a.txt", bytes(range(256)) * 10, "wrong_encoding"),
-        ("a.txt", b"a\0b", "binary"),
+        ("a.txt", b"a\0b\0", "binary"),
         ("a.txt.gz", b"no gzip at all", "bad_compression"),
         ("a.txt.zst", b"no zstd at all", "bad_compression"),
         ("a.txt.gz", gzip.compress(TEXT.encode(), mtime=0)[:11], "truncated"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from hone.data.readers import rows
-from hone.data.readers.documents import Batch, Broken, Document, Options, settle
+from hone.data.readers.documents import Batch, Broken, Document, Fault, Noted, Options, settle
 from hone.data.readers.listing import list_source
 from hone.data.readers.read import read_batches, read_file
 from hone.data.readers.sound import ODD, _plain, _tables, look, settle_batch
@@ -53,7 +53,10 @@ def test_a_batch_is_settled_as_each_text_alone(strings):
     each = [expected(text) for text in strings]
     assert list(texts.strings()) == [text for reason, text in each if not reason]
     assert kept.tolist() == [number for number, (reason, _) in enumerate(each) if not reason]
-    assert sorted(fault.reason for fault in faults) == sorted(reason for reason, _ in each if reason)
+    broken = [fault.reason for fault in faults if isinstance(fault, Fault)]
+    assert sorted(broken) == sorted(reason for reason, _ in each if reason)
+    repaired = sum("\0" in text and not reason for text, (reason, _) in zip(strings, each))
+    assert sum(isinstance(fault, Noted) for fault in faults) == repaired
 
 
 @settings(max_examples=300)
@@ -117,7 +120,7 @@ def test_bytes_that_are_no_utf8_are_found(strings):
         except UnicodeDecodeError:
             wrong.add(number)
     assert not wrong & set(kept.tolist())
-    assert sum(fault.reason == "wrong_encoding" for fault in faults) >= len(wrong)
+    assert sum(isinstance(fault, Fault) and fault.reason == "wrong_encoding" for fault in faults) >= len(wrong)
     list(texts.strings())
 
 
@@ -221,10 +224,12 @@ def test_the_mojibake_among_real_sentences_is_found_and_nothing_else(shared_data
 def items(path: Path, **options) -> list[Document | Broken]:
     """What is in the files at `path`, after checking that batches hold the same."""
     alone = [item for file in list_source(str(path)).files for item in read_file(file, Options(**options))]
+    assert all(item.repaired for item in alone if isinstance(item, Noted))
+    alone = [item for item in alone if not isinstance(item, Noted)]
     batched: list[Document | Broken] = []
     for file in list_source(str(path)).files:
         for item in read_batches(file, Options(**options)):
-            batched += item.documents() if isinstance(item, Batch) else [item]
+            batched += item.documents() if isinstance(item, Batch) else [item] if isinstance(item, Broken) else []
     key = lambda item: (isinstance(item, Broken), *map(str, item))  # noqa: E731
     assert sorted(batched, key=key) == sorted(alone, key=key)
     return alone
@@ -342,8 +347,8 @@ def test_odd_jsonl(tmp_path):
     assert texts(path) == ["d"] and reasons(path) == ["bad_json"]
     path.write_bytes(b'{"text":\n"c"}\n{"text": "d"}')
     assert texts(path) == ["d"] and reasons(path) == ["bad_json"] * 2
-    path.write_bytes(b'{"text": "a\\u0000b"}\n{"text": "ok"}\n\n  \n')
-    assert texts(path) == ["ok"] and reasons(path) == ["binary"]
+    path.write_bytes(b'{"text": "a\\u0000b"}\n{"text": "a\\u0000b\\u0000"}\n{"text": "ok"}\n\n  \n')
+    assert texts(path) == ["ab", "ok"] and reasons(path) == ["binary"]
     path.write_bytes(b"[" * 5_000_000 + b'\n{"text": "ok"}')
     assert texts(path) == ["ok"] and reasons(path) == ["bad_json"]
     path.write_bytes(b'{"text": "x", "n": ' + b"[" * 200_000 + b"]" * 200_000 + b'}\n{"text": "ok"}')
@@ -383,7 +388,7 @@ def test_a_parquet_file_with_any_byte_changed(tmp_path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         for file in list_source(str(path)).files:
             for item in read_file(file, Options()):
-                assert isinstance(item, Document | Broken)
+                assert isinstance(item, Document | Broken | Noted)
 
 
 def test_bytes_in_parquet_that_are_no_text(tmp_path):

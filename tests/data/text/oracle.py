@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import itertools
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import zstandard
+
+from tests.data.dedup import oracles
 
 STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
 POLICY_PHRASES = (
@@ -19,7 +21,8 @@ THINGS = {
     "views", "followers",
 }  # fmt: skip
 EDGE = ".,;:!?\"'()[]{}<>*`"
-SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]”’]*+(?=\s|\Z)|[。！？]")
+TERMINAL = tuple(".!?‼⁇⁈⁉։؟۔।॥።။፧។៕᠃᠉。．｡！？﹒﹖﹗")
+SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]”’]*+(?=\s|\Z)|[‼⁇⁈⁉։؟۔।॥።။፧។៕᠃᠉。．｡！？﹒﹖﹗]")
 TERMINAL = tuple(".!?‼⁇⁈⁉։؟۔।॥။።፧។៕᠃᠉。．｡！？﹒﹖﹗")
 QUANTITY = re.compile(r"\W*[0-9][0-9.,]*[kmb]?")
 CITATION = re.compile(r"(\[[0-9]*\]|\[edit\])+\Z")
@@ -34,9 +37,24 @@ def bare(word: str) -> str:
     return lower(word).strip(EDGE)
 
 
+@functools.lru_cache(100_000)
+def parts(run: str) -> tuple[str, ...]:
+    return (run,) if run.isascii() else tuple(oracles.parts(run))
+
+
+def split(text: str) -> list[str]:
+    """The words of `text` with the punctuation at them."""
+    return [word for run in text.split() for word in parts(run)]
+
+
+def unspaced(text: str) -> list[bool]:
+    """For each word whether it follows another without a space."""
+    return [number > 0 for run in text.split() for number in range(len(parts(run)))]
+
+
 def signals(text: str, lexicon: Sequence[str] = ()) -> dict[str, float | int]:
     """Every column but text_hash."""
-    words, lowered = text.split(), lower(text)
+    words, lowered = split(text), lower(text)
     all_lines = text.split("\n")
     lines = [line for line in all_lines if line.strip()]
     paragraphs = [part for part in re.split(r"\n{2,}", text) if part.strip()]
@@ -61,8 +79,9 @@ def signals(text: str, lexicon: Sequence[str] = ()) -> dict[str, float | int]:
         "ellipsis_lines": sum(line.endswith(("...", "…")) for line in lines) / num_lines,
         "alpha_words": len(lettered) / num_words,
         "stop_words": len(STOP_WORDS & set(forms)),
+        "language_stop_words": len(STOP_WORDS & set(forms)),
         "punctuated_lines": sum(line.endswith(TERMINAL) for line in lines) / num_lines,
-        "short_lines": sum(len(line) <= 30 for line in lines) / num_lines,
+        "short_lines": sum(len(line) <= 30 and sum(unspaced(line)) < 15 for line in lines) / num_lines,
         "newline_ratio": text.count("\n") / num_words,
         "javascript_lines": sum("javascript" in lower(line) for line in lines) / num_lines,
         "policy_lines": sum(any(phrase in lower(line) for phrase in POLICY_PHRASES) for line in lines) / num_lines,
@@ -86,17 +105,18 @@ def signals(text: str, lexicon: Sequence[str] = ()) -> dict[str, float | int]:
         "c4_lines": len(kept) / num_lines,
         "c4_sentences": sum(max(len(SENTENCE_END.findall(line)), 1) for line in kept),
         "c4_loose_sentences": sum(max(len(SENTENCE_END.findall(line)), 1) for line in loose),
-        "long_lines": sum(len(line) >= 200 for line in lines),
+        "long_lines": sum(len(line) >= 200 or sum(unspaced(line)) >= 100 for line in lines),
         "toxic_words": toxic(words, lexicon) / num_words,
+        "unspaced_words": sum(unspaced(text)) / num_words,
     }  # fmt: skip
     for name, parts in (("line", lines), ("paragraph", paragraphs)):
         again = duplicates(parts)
         row[f"dup_{name}s"] = len(again) / max(len(parts), 1)
         row[f"dup_{name}_chars"] = sum(map(len, again)) / num_chars
     for n in (2, 3, 4):
-        row[f"top_{n}gram_chars"] = top_chars(words, n) / num_chars
+        row[f"top_{n}gram_chars"] = top_chars(words, n, unspaced(text)) / num_chars
     for n in range(5, 11):
-        row[f"dup_{n}gram_chars"] = repeated_chars(words, n) / num_chars
+        row[f"dup_{n}gram_chars"] = repeated_chars(words, n, unspaced(text)) / num_chars
     row["emails"] = emails(text)
     row["public_ips"], row["phones"], row["cards"] = numbers(text.encode())
     return row
@@ -112,13 +132,18 @@ def duplicates(parts: Sequence[str]) -> list[str]:
     return [part for part in parts if part in seen or seen.add(part)]
 
 
-def top_chars(words: Sequence[str], n: int) -> int:
-    grams = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
-    most = max(grams.values(), default=1)
-    return max(len(gram) * count for gram, count in grams.items() if count == most) if most > 1 else 0
+def top_chars(words: Sequence[str], n: int, joined: Sequence[bool] = ()) -> int:
+    joined = joined or [False] * len(words)
+    grams: dict[tuple[str, ...], list[int]] = {}
+    for i in range(len(words) - n + 1):
+        size = sum(map(len, words[i : i + n])) + n - 1 - sum(joined[i + 1 : i + n])
+        grams.setdefault(tuple(words[i : i + n]), []).append(size)
+    most = max(map(len, grams.values()), default=1)
+    return max(max(sizes) * most for sizes in grams.values() if len(sizes) == most) if most > 1 else 0
 
 
-def repeated_chars(words: Sequence[str], n: int) -> int:
+def repeated_chars(words: Sequence[str], n: int, joined: Sequence[bool] = ()) -> int:
+    joined = joined or [False] * len(words)
     seen: set[tuple[str, ...]] = set()
     covered = [False] * len(words)
     for i in range(len(words) - n + 1):
@@ -126,7 +151,7 @@ def repeated_chars(words: Sequence[str], n: int) -> int:
         if gram in seen:
             covered[i : i + n] = [True] * n
         seen.add(gram)
-    spaces = sum(a and b for a, b in itertools.pairwise(covered))
+    spaces = sum(a and b and not near for (a, b), near in zip(itertools.pairwise(covered), joined[1:]))
     return sum(len(word) for word, hit in zip(words, covered) if hit) + spaces
 
 
@@ -154,13 +179,13 @@ def syllables(word: str) -> int:
 
 
 def c4_keeps(line: str, punctuated: bool) -> bool:
-    words, lowered = line.split(), lower(line)
+    words, lowered = split(line), lower(line)
     if len(words) < 3 or max(map(len, words)) > 1000:
         return False
     if "javascript" in lowered or any(phrase in lowered for phrase in POLICY_PHRASES):
         return False
     last = CITATION.sub("", words[-1])
-    return not punctuated or (last.endswith((".", "?", "!", '"', "'")) and not last.endswith("..."))
+    return not punctuated or (last.endswith((".", "?", "!", '"', "'", *TERMINAL)) and not last.endswith("..."))
 
 
 def mostly_upper(line: str) -> bool:
@@ -169,7 +194,7 @@ def mostly_upper(line: str) -> bool:
 
 def boilerplate(line: str) -> int:
     """Words that RefinedWeb's line rules take away."""
-    words = [lower(word) for word in line.split()]
+    words = [lower(word) for word in split(line)]
     if len(words) == 1 or mostly_upper(line):
         return len(words)
     if len(words) == 2 and QUANTITY.fullmatch(words[0]) and words[1].strip(EDGE) in THINGS:

@@ -80,7 +80,7 @@ def test_the_next_byte_of_a_kind(size):
 def test_clocks_begin_anew_before_they_run_out():
     words = random.Random(1).choices("abcdefgh", k=300)
     ids = np.array([ord(word) for word in words], np.int32)
-    places = 2 * np.arange(301)
+    places = 4 * np.arange(301)
     table, out = empty_table(1000), np.zeros(9, np.int64)
     expected = [oracle.top_chars(words, n) for n in (2, 3, 4)] + [oracle.repeated_chars(words, n) for n in range(5, 11)]
     for clock in (1, 2**31 - 700, 2**31 - 301, 2**31 - 300, 2**31 - 5):

@@ -1,0 +1,1 @@
+"""Exports: the result in other forms: dropped documents in full, JSONL, a Hugging Face data set."""
