@@ -1,4 +1,4 @@
-"""Training on one device: schedules, objectives, optimizers, activation checkpointing, precision, and the loop over steps."""
+"""Training on one device or many: schedules, objectives, optimizers, activation checkpointing, precision, and the loop over steps."""
 
 from hone.base.table import Table
 
@@ -23,6 +23,8 @@ OPTIMIZERS = Table(
     {
         "adamw": "hone.train.optimizers.adamw:AdamW",
         "adamw_8bit": "hone.train.optimizers.adamw_8bit:AdamW8bit",
+        "adafactor": "hone.train.optimizers.adafactor:Adafactor",
+        "lion": "hone.train.optimizers.lion:Lion",
         "muon": "hone.train.optimizers.muon:Muon",
     },
 )
@@ -30,8 +32,57 @@ OPTIMIZERS = Table(
 ACTIVATION_CHECKPOINTINGS = Table(
     "activation_checkpointing",
     {
-        "none": "hone.train.activation_checkpointing:KeepAll",
-        "every_nth": "hone.train.activation_checkpointing:EveryNth",
-        "sqrt": "hone.train.activation_checkpointing:SquareRoot",
+        "none": "hone.train.activation_checkpointing.uniform:KeepAll",
+        "full": "hone.train.activation_checkpointing.uniform:Full",
+        "every_nth": "hone.train.activation_checkpointing.uniform:EveryNth",
+        "sqrt": "hone.train.activation_checkpointing.uniform:SquareRoot",
+        "selective": "hone.train.activation_checkpointing.selective:Selective",
+        "optimal": "hone.train.activation_checkpointing.optimal:Optimal",
+        "memory_budget": "hone.train.activation_checkpointing.budget:MemoryBudget",
+        "offload": "hone.train.activation_checkpointing.offload:Offload",
+    },
+)
+
+OFFLOADS = Table(
+    "offload",
+    {"none": "hone.train.offload.techniques:Resident", "host": "hone.train.offload.techniques:Host"},
+)
+
+DATA_PARALLEL = Table(
+    "data parallelism",
+    {
+        "ddp": "hone.train.data_parallel.ddp:DDP",
+        "zero1": "hone.train.data_parallel.zero:Zero1",
+        "zero2": "hone.train.data_parallel.zero:Zero2",
+        "zero3": "hone.train.data_parallel.zero:Zero3",
+        "bf16_gradients": "hone.train.data_parallel.compressed:Bf16Gradients",
+        "powersgd": "hone.train.data_parallel.compressed:PowerSGD",
+        "local_sgd": "hone.train.data_parallel.local_sgd:LocalSGD",
+        "diloco": "hone.train.data_parallel.local_sgd:DiLoCo",
+    },
+)
+
+CONTEXT_PARALLEL = Table(
+    "context parallelism",
+    {
+        "ring": "hone.train.context_parallel.techniques:Ring",
+        "all_gather": "hone.train.context_parallel.techniques:AllGather",
+        "ulysses": "hone.train.context_parallel.techniques:Ulysses",
+    },
+)
+
+PIPELINE_SCHEDULES = Table(
+    "pipeline schedule",
+    {
+        "naive": "hone.train.pipeline.techniques:Naive",
+        "gpipe": "hone.train.pipeline.techniques:GPipe",
+        "1f1b": "hone.train.pipeline.techniques:OneForwardOneBackward",
+        "interleaved": "hone.train.pipeline.techniques:Interleaved",
+        "breadth_first": "hone.train.pipeline.techniques:BreadthFirst",
+        "zb_h1": "hone.train.pipeline.techniques:ZbH1",
+        "zb_h2": "hone.train.pipeline.techniques:ZbH2",
+        "zb_v": "hone.train.pipeline.techniques:ZbV",
+        "dualpipe": "hone.train.pipeline.techniques:DualPipe",
+        "dualpipe_v": "hone.train.pipeline.techniques:DualPipeV",
     },
 )

@@ -1,47 +1,287 @@
-"""Checkpoints of a training: folders of safetensors and JSON, written atomically; the newest few are kept."""
+"""Checkpoints of a training: folders of safetensors and JSON, written atomically, also by a thread; the newest few are kept."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial as partial_function
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.base.durable import sync
+from hone.base.errors import ArtifactError, MachineError
+from hone.base.mesh import Mesh
+from hone.parallel.cut import Cut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PREFIX = "step-"
+_PREFIX, _TENSORS, _PIECES, _CUTS = "step-", "tensors", "pieces", "cuts"
+
+_POLL_S = 0.05
+"""Seconds between looks for the other ranks' parts; one look reads the names of one folder."""
+
+
+class Stored:
+    """The tensors of a checkpoint, whichever ranks wrote them: whole, or in parts of the elements of their weight."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._parts: dict[str, list[tuple[int, int, Any, str]]] = {}
+        self._cuts: dict[str, dict[Cut, list[tuple[int, int, Any, str]]]] = {}
+        """The same of tensors of which each tensor-parallel rank has a part, by that part."""
+        for path in sorted(folder.glob(f"{_TENSORS}*.safetensors")):
+            file = safe_open(path, framework="pt")
+            metadata = file.metadata() or {}
+            pieces = json.loads(metadata.get(_PIECES, "{}"))
+            cuts = {name: Cut.read(values) for name, values in json.loads(metadata.get(_CUTS, "{}")).items()}
+            for key in file.keys():  # noqa: SIM118
+                # In older checkpoints the embedding was no module, and its weight was named "embedding".
+                old = key.removesuffix(".embedding")
+                start, stop = pieces.get(key, (0, math.prod(file.get_slice(key).get_shape())))
+                label = key if old == key else f"{old}.embed_tokens.weight"
+                cut = cuts.get(key.partition(".")[2])
+                parts = self._parts if cut is None else self._cuts.setdefault(label, {})
+                parts.setdefault(label if cut is None else cut, []).append((start, stop, file, key))  # type: ignore[attr-defined]
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of all tensors."""
+        return [*self._parts, *self._cuts]
+
+    def whole(self, label: str) -> Tensor:
+        """A tensor that is no part of others, in its shape."""
+        ((_, _, file, key),) = self._parts[label]
+        found: Tensor = file.get_tensor(key)
+        return found
+
+    def part(self, label: str, start: int, count: int, cut: Cut | None = None) -> Tensor:
+        """Elements `start` to `start + count` of a tensor or of its part `cut`, flat [count].
+
+        Only what has some of them is read, unless the tensor was written in other parts: then it is put together first.
+        """
+        there = self._cuts.get(label, {})
+        if cut is None and not there:
+            return self._range(label, self._parts[label], start, count)
+        if cut in there:
+            return self._range(label, there[cut], start, count)
+        if there:
+            whole = self._joined(label)
+        else:
+            assert cut is not None, "a whole tensor was read above"
+            whole = self._range(label, self._parts[label], 0, math.prod(cut.shape)).view(cut.shape)
+        whole = whole if cut is None else cut.take(whole)
+        return whole.reshape(-1)[start : start + count]
+
+    def _joined(self, label: str) -> Tensor:
+        """A tensor from the parts of all tensor-parallel ranks."""
+        import torch
+
+        made, seen = None, 0
+        for cut, parts in self._cuts[label].items():
+            held = self._range(label, parts, 0, math.prod(cut.local_shape)).view(cut.local_shape)
+            made = torch.empty(cut.shape, dtype=held.dtype) if made is None else made
+            cut.put(held, made)
+            seen += held.numel()
+        assert made is not None, f"no part of {label}"
+        self._whole_or_error(label, seen, made.numel())
+        return made
+
+    def _range(self, label: str, parts: list[tuple[int, int, Any, str]], start: int, count: int) -> Tensor:
+        """Elements `start` to `start + count` of what `parts` are pieces of."""
+        import torch
+
+        found = []
+        for first, last, file, key in sorted(parts, key=lambda part: part[:2]):
+            begin, end = max(first, start), min(last, start + count)
+            if begin < end:
+                found.append(file.get_tensor(key).view(-1)[begin - first : end - first])
+        read = torch.cat(found) if found else torch.empty(0)
+        self._whole_or_error(label, len(read), count)
+        return read
+
+    @staticmethod
+    def _whole_or_error(label: str, found: int, wanted: int) -> None:
+        if found != wanted:
+            raise ArtifactError(
+                f"a checkpoint has {found} of {wanted} elements of {label}",
+                fix="delete it: the training resumes from the one before",
+            )
+
+
+class Snapshot:
+    """Copies of tensors in the host's memory, pinned where they come from a GPU; the memory is kept for the next copy."""
+
+    def __init__(self) -> None:
+        self._room: dict[str, Tensor] = {}
+
+    def of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of every tensor, complete when this returns. The copies before are overwritten."""
+        import torch
+
+        self._room = {name: one for name, one in self._room.items() if name in tensors}
+        devices = set()
+        for name, tensor in tensors.items():
+            room = self._room.get(name)
+            if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+                room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._room[name] = room
+            room.copy_(tensor.detach(), non_blocking=True)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return dict(self._room)
+
+
+class Writing:
+    """One rank's part of a checkpoint while a thread writes it.
+
+    `write` writes the part and makes it durable. Then the thread says so in `folder`, with an empty file; rank 0's thread
+    waits for these files of all ranks and calls `publish`. So a checkpoint counts as soon as it is durable, without a
+    meeting of the ranks in the middle of a step.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, num_ranks: int, write: Callable[[], None], publish: Callable[[], None]
+    ) -> None:
+        self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
+        self._write, self._publish = write, publish
+        self._written = threading.Event()
+        self._all_written = threading.Event()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="hone-checkpoint", daemon=True)
+        self._thread.start()
+
+    def written(self) -> None:
+        """Waits until this rank's part is durable. Raises MachineError when it could not be written."""
+        self._written.wait()
+        self._raise()
+
+    def published(self) -> None:
+        """Waits until the checkpoint counts; the caller knows that every rank's part is durable. Raises as `written`."""
+        self._all_written.set()
+        self._thread.join()
+        self._raise()
+
+    def close(self) -> None:
+        """Ends the thread: what it writes is finished, the other ranks' parts are not waited for."""
+        self._stop.set()
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise MachineError(
+                f"the checkpoint {self._folder.name.removesuffix('.partial')} could not be written in the background on "
+                f"rank {self._rank}: {type(self._error).__name__}: {self._error}",
+                fix="see that the disk has room and is there, then start again: it resumes at the last whole checkpoint; "
+                "checkpoint.async_mode: disabled writes inside the step",
+            ) from self._error
+
+    def _work(self) -> None:
+        try:
+            self._write()
+            self._mark(self._rank).touch()
+            self._written.set()
+            if self._rank == 0 and self._all_there():
+                for rank in range(self._num_ranks):
+                    self._mark(rank).unlink(missing_ok=True)
+                self._publish()
+        except BaseException as error:  # raised again where the training meets it: `written` or `published`
+            self._error = error
+        finally:
+            self._written.set()
+
+    def _mark(self, rank: int) -> Path:
+        """The file that says that the part of `rank` is durable."""
+        return self._folder / f"written-{rank:05d}"
+
+    def _all_there(self) -> bool:
+        """Waits for every rank's part; whether they are all there, which they are not when `close` came first."""
+        while True:
+            stopped = self._stop.is_set()
+            if self._all_written.is_set() or all(self._mark(rank).exists() for rank in range(self._num_ranks)):
+                return True
+            if stopped:
+                return False
+            self._all_written.wait(_POLL_S)
 
 
 class Checkpoints:
-    """Checkpoints in `folder`, each `step-00000100/` with tensors.safetensors and numbers.json.
+    """Checkpoints in `folder`, each `step-00000100/` with numbers.json and one file of tensors for each rank that holds some.
 
-    A checkpoint is written under another name, synced, and renamed: after a kill it is whole or missing.
+    A checkpoint is written under another name, synced, and renamed: after a kill it is whole or missing. All ranks of
+    `mesh` call `save`, in a folder that all of them see; any number of ranks reads it. `background`: `save` returns when the
+    tensors are copied to the host's memory, and a thread writes them (`Writing`).
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, mesh: Mesh | None = None, *, background: bool = False) -> None:
         self.folder = Path(folder)
         self.keep = keep
+        self.mesh = mesh or Mesh()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.largest_bytes = self._bytes()
+        self.largest_bytes = self._bytes() if self.mesh.leads else 0
         """The largest number of bytes that whole checkpoints had on disk at once."""
+        self._snapshot = Snapshot() if background else None
+        self._writing: Writing | None = None
 
-    def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Writes the state after `step`; deletes all but the newest `keep` checkpoints."""
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        numbers: dict[str, Any],
+        pieces: Mapping[str, tuple[int, int]] | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        """Writes the state after `step`; deletes all but the newest `keep` checkpoints.
+
+        `tensors` are what this rank writes; of those in `pieces` a part, from which element to which. `cuts` are the parts of
+        weights that a tensor-parallel rank has; pieces are of these. Raises what `finish` raises.
+        """
         from hone.model.shards import save_tensors
 
+        self.finish()
         target = self.folder / f"{_PREFIX}{step:08d}"
         partial = target.with_name(target.name + ".partial")
-        for stale in (partial, target):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir()
-        save_tensors(partial / "tensors.safetensors", {name: tensor.contiguous() for name, tensor in tensors.items()})
-        (partial / "numbers.json").write_text(json.dumps(numbers), encoding="utf8")
-        for path in partial.iterdir():
-            sync(path)
+
+        def begin() -> None:
+            for stale in (partial, target):
+                shutil.rmtree(stale, ignore_errors=True)
+            partial.mkdir()
+            (partial / "numbers.json").write_text(json.dumps(numbers), encoding="utf8")
+
+        self.mesh.from_leader(begin)
+        count, rank = self.mesh.world_size, self.mesh.rank
+        file = partial / (
+            f"{_TENSORS}.safetensors" if count == 1 else f"{_TENSORS}-{rank:05d}-of-{count:05d}.safetensors"
+        )
+        metadata = {_PIECES: json.dumps(pieces)} if pieces else {}
+        metadata |= {_CUTS: json.dumps(cuts)} if cuts else {}
+        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        held = held if self._snapshot is None else self._snapshot.of(held)
+
+        def write() -> None:
+            if held:
+                save_tensors(file, held, metadata or None)
+                sync(file)
+
+        publish = partial_function(self._publish, partial, target)
+        if self._snapshot is not None:
+            self._writing = Writing(partial, rank, count, write, publish)
+            return
+        write()
+        self.mesh.gather(None)  # every rank's file is durable
+        self.mesh.from_leader(publish)
+
+    def _publish(self, partial: Path, target: Path) -> None:
+        """Gives the durable checkpoint `partial` its name, and deletes the oldest."""
+        sync(partial / "numbers.json")
         sync(partial)
         os.rename(partial, target)
         sync(self.folder)
@@ -49,19 +289,38 @@ class Checkpoints:
         for _, old in self._whole()[: -self.keep]:
             shutil.rmtree(old)
 
-    def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """(tensors, numbers) of the newest whole checkpoint; None when there is none."""
-        from safetensors.torch import load_file
+    def finish(self) -> None:
+        """Waits until the checkpoint that is being written counts. All ranks call it.
 
-        whole = self._whole()
+        Raises MachineError on all of them when one could not write its part; the last whole checkpoint is still there.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            with self.mesh.transfers():
+                writing.written()
+            self.mesh.gather(None)  # every rank's file is durable
+        except BaseException:
+            writing.close()
+            raise
+        with self.mesh.transfers():
+            writing.published()
+        self.mesh.gather(None)
+
+    def close(self) -> None:
+        """After an error, without the other ranks: ends the write under way, which counts if all parts are there."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.close()
+
+    def newest(self) -> tuple[Stored, dict[str, Any]] | None:
+        """(tensors, numbers) of the newest whole checkpoint; None when there is none."""
+        whole = self.mesh.from_leader(self._whole)
         if not whole:
             return None
         _, folder = whole[-1]
-        tensors = load_file(folder / "tensors.safetensors")
-        # In older checkpoints the embedding was no module, and its weight was named "embedding".
-        named = {f"{name}.embed_tokens.weight" if (name := key.removesuffix(".embedding")) != key else key: tensor
-                 for key, tensor in tensors.items()}  # fmt: skip
-        return named, json.loads((folder / "numbers.json").read_text("utf8"))
+        return Stored(folder), json.loads((folder / "numbers.json").read_text("utf8"))
 
     def _bytes(self) -> int:
         return sum(file.stat().st_size for _, folder in self._whole() for file in folder.iterdir())

@@ -11,21 +11,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hone.base.errors import HoneError
+from hone.base.mesh import Mesh
 from hone.data.load import IGNORE, Batch, Feed, PackedTokens
 from hone.data.mix.sources import Joined
-from hone.model.context import Causal, Context, Packed
+from hone.model.context import Context
 from hone.model.decoder import Decoder
+from hone.parallel.grid import Grid
 from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll, Segment
-from hone.train.checkpoint import Checkpoints
+from hone.train.checkpoint import Checkpoints, Stored
+from hone.train.context_parallel.context import ContextRanks
+from hone.train.data_parallel.sums import Sum
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
+from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
+from hone.train.passes import Counts, Sums, cut, run_layers, share, to_device
+from hone.train.pipeline.passes import Pipeline
 from hone.train.precision import LossScaler, Precision, compute_dtype
 from hone.train.schedules.base import Schedule
 from hone.train.update import Update
@@ -62,24 +69,33 @@ class Step:
         return {**row, "skipped": True} if self.skipped else row
 
 
-class Sums(NamedTuple):
-    """Sums over a step's forward and backward passes, over micro-batches and ranks; means are computed from sums only."""
+class Ranks(NamedTuple):
+    """The ranks of a training: their meetings, their axes (None: one rank) and what a data-parallel rank holds a part of."""
 
-    loss: Tensor
-    """The objective, summed over its valid targets."""
-    extra: Tensor | None
-    """The layers' own losses, summed over tokens; None without any."""
-    squared_norm: Tensor
-    """Squared norm of the gradient."""
+    mesh: Mesh = Mesh()
+    grid: Grid | None = None
+    sharded: frozenset[str] = frozenset()
+    context: ContextRanks | None = None
+    """The ranks that share this one's sequences; None: it has whole ones."""
+    summing: Sum | None = None
+    """How copies add up a gradient; None: by the backend's all-reduce."""
+    pipeline: Pipeline | None = None
+    """The ranks of which each has some stages of the layers; None: it has all."""
 
+    @property
+    def data(self) -> tuple[int, int]:
+        """(index, number) of the part of each batch that this rank reads."""
+        return (0, 1) if self.grid is None else (self.grid.data_index, self.grid.degrees.dp)
 
-class Counts(NamedTuple):
-    """The divisors of a step's sums."""
+    @property
+    def counts_loss(self) -> bool:
+        """As `Grid.counts_loss`."""
+        return self.grid is None or self.grid.counts_loss
 
-    targets: float
-    """Valid targets of the objective; at least 1."""
-    tokens: float
-    """Tokens of the batch."""
+    @property
+    def counts_tokens(self) -> bool:
+        """As `Grid.counts_tokens`."""
+        return self.grid is None or self.grid.counts_tokens
 
 
 class Trainer:
@@ -88,6 +104,7 @@ class Trainer:
     The model is given in float32 and trained in place; afterwards its parameters have the dtype of `precision` (see
     precision.py). `gradient_accumulation_steps` divides a step's batch into that many micro-batches: less memory, the same result but
     for rounding. `compile` runs every layer through torch.compile. `zeros` are weights that stay zero (see `Weights`).
+    With `ranks` every rank of a training has a Trainer, and its `step` gets the rank's part of the batch (`Ranks.data`).
     """
 
     def __init__(
@@ -98,39 +115,58 @@ class Trainer:
         schedule: Schedule,
         optimizer: Optimizer | None = None,
         objective: Objective | None = None,
-        activation_checkpointing: ActivationCheckpointing | None = None,
+        activation_checkpointing: ActivationCheckpointing | tuple[Segment, ...] | None = None,
         precision: Precision = "fp32",
         max_grad_norm: float = 1.0,
         gradient_accumulation_steps: int = 1,
         teacher: Decoder | None = None,
         compile: bool = False,
         zeros: Mapping[str, Tensor] | None = None,
+        ranks: Ranks | None = None,
+        offload: Offload | None = None,
     ) -> None:
+        (offload or Resident()).check((ranks or Ranks()).mesh.world_size)
         self.model = model.train()
+        self.ranks = ranks or Ranks()
         self.steps = steps
         self.schedule = schedule
         self.optimizer = optimizer or AdamW()
         self.objective = objective or NextToken()
-        self.segments = (activation_checkpointing or KeepAll()).segments(len(model.layers))
+        how = activation_checkpointing or KeepAll()
+        self.segments = how.segments(len(model.layers)) if isinstance(how, ActivationCheckpointing) else how
         self.max_grad_norm = max_grad_norm
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         assert teacher is not None or not self.objective.from_teacher, "this objective needs a teacher"
         self.update = Update(
-            model, self.optimizer, compute_dtype(precision), accumulate=gradient_accumulation_steps > 1, zeros=zeros
+            model,
+            self.optimizer,
+            compute_dtype(precision),
+            accumulate=gradient_accumulation_steps > 1,
+            zeros=zeros,
+            grid=self.ranks.grid,
+            sharded=self.ranks.sharded,
+            on_host=offload is not None and offload.to_host,
+            summing=self.ranks.summing,
         )
         self.scaler = LossScaler(enabled=precision == "fp16")
         self.done = 0
         self.tokens = 0
-        self.device = model.embedding.device
+        self.device = next(model.parameters()).device
         if compile:
             for layer in model.layers:
                 layer.compile(dynamic=False)
 
     def step(self, batch: Batch) -> Step:
-        """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are not finite."""
+        """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are not finite, MachineError when
+        another rank is lost."""
+        with self.ranks.mesh.transfers():
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> Step:
         lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
-        loss, extra, norm = self._means(*self.gradients(batch))
+        sums, counts = self.gradients(batch)
+        loss, extra, norm = self._means(sums, counts)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
             raise self._diverged(loss, norm, lr)
@@ -142,7 +178,7 @@ class Trainer:
             self.update.weights.drop_grads()
             self.scaler.overflowed()
         self.done += 1
-        self.tokens += batch.tokens.size
+        self.tokens += int(counts.tokens)
         return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=not finite)
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
@@ -151,51 +187,64 @@ class Trainer:
         The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
         the division into micro-batches, however many targets each has.
         """
+        if self.ranks.context is not None:
+            batch = self.ranks.context.divide(batch)
         counts = self._counts(batch)
         total, extras = torch.zeros((), device=self.device), None
-        for part in _cut(batch, self.gradient_accumulation_steps):
+        parts = cut(batch, self.gradient_accumulation_steps)
+        if self.ranks.pipeline is not None:
+            self.update.weights.before_backward(last=False)
+            shares = self.scaler.scale / counts.targets, self.scaler.scale / counts.tokens
+            found = self.ranks.pipeline.train(self.model, parts, self.segments, self._objective, shares)
+            self.update.weights.before_backward(last=True)
+            self.update.weights.after_backward()
+            return Sums(*found, self.update.weights.squared_norm()), counts
+        for place, part in enumerate(parts, 1):
             loss, extra = self._loss(part)
             objective = loss * (self.scaler.scale / counts.targets)
             if extra is not None:
                 objective = objective + extra * (self.scaler.scale / counts.tokens)
                 extras = extra.detach() if extras is None else extras + extra.detach()
+            self.update.weights.before_backward(last=place == len(parts))
             objective.backward()
+            self.update.weights.after_backward()
             total += loss.detach()
         return Sums(total, extras, self.update.weights.squared_norm()), counts
 
     def _counts(self, batch: Batch) -> Counts:
         """The counts of a whole step, known before its first backward pass."""
         own = torch.tensor([self.objective.count(batch.targets), batch.tokens.size], dtype=torch.float64)
-        targets, tokens = self._over_ranks(own).tolist()
+        targets, tokens = self._over_ranks(own * self.ranks.counts_tokens).tolist()
         return Counts(max(targets, 1.0), tokens)
 
     def _means(self, sums: Sums, counts: Counts) -> tuple[float, float | None, float]:
         """(loss a target, extra loss a token, norm of the gradient) of a step; its one wait for the device."""
-        parts = [sums.loss, sums.squared_norm, *([] if sums.extra is None else [sums.extra])]
-        whole = self._over_ranks(torch.stack([part.detach().double() for part in parts]))
+        parts = [sums.loss, *([] if sums.extra is None else [sums.extra])]
+        losses = torch.stack([part.detach().double() for part in parts]) * self.ranks.counts_loss
+        whole = self._over_ranks(torch.cat([losses[:1], sums.squared_norm.double()[None], losses[1:]]))
         loss = whole[0].float() / counts.targets
         extras = whole[2:] / counts.tokens
         mean, norm, *extra = torch.cat([loss.double()[None], whole[1:2].sqrt(), extras]).tolist()
         return mean, extra[0] if extra else None, norm / self.scaler.scale
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Float64 sums [n] of this rank added up over all ranks: the one place where a step's numbers cross them.
-
-        Training runs on one rank, which has all of them.
-        """
-        return sums
+        """Float64 sums [n] of this rank added up over all ranks: the one place where a step's numbers cross them."""
+        return self.ranks.mesh.sum(sums)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The objective summed over one micro-batch, and the layers' own losses, summed over its tokens."""
-        tokens, targets, context = to_device(batch, self.device)
+        tokens, targets, context = to_device(batch, self.device, self.ranks.context)
+        loss = self._objective(run_layers(self.model, tokens, context, self.segments), tokens, targets, context)
+        extra = context.extra_loss  # a mean over the tokens of this pass
+        return loss, None if extra is None else extra * tokens.numel()
+
+    def _objective(self, x: Tensor, tokens: Tensor, targets: Tensor, context: Context) -> Tensor:
+        """The objective summed over the micro-batch whose last hidden states are x."""
         teacher_hidden = None
         if self.teacher is not None and self.objective.from_teacher:
             with torch.no_grad():
                 teacher_hidden = self.teacher.hidden(tokens, context)
-        x = run_layers(self.model, tokens, context, self.segments)
-        loss = self.objective.total(self.model, x, targets, self.teacher, teacher_hidden)
-        extra = context.extra_loss  # a mean over the tokens of this pass
-        return loss, None if extra is None else extra * tokens.numel()
+        return self.objective.total(self.model, x, targets, self.teacher, teacher_hidden)
 
     def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
         return HoneError(
@@ -204,23 +253,37 @@ class Trainer:
             f"(it is {self.max_grad_norm:g})",
         )
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, numbers) on which the next step depends. The order of the data follows from `done`."""
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Writes all on which the next step depends. The order of the data follows from `done`. All ranks call it."""
         tensors = self.update.state()
-        tensors["rng.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        return tensors, {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
+        if self.ranks.mesh.leads:
+            tensors["rng.cpu"] = torch.get_rng_state()
+            if self.device.type == "cuda":
+                tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        else:
+            tensors.pop("updates", None)
+        if self.ranks.summing is not None:
+            own = self.ranks.summing.state().items()
+            tensors |= {f"sum-{self.ranks.mesh.rank}.{name}": tensor for name, tensor in own}
+        numbers = {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
+        checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.cuts)
 
-    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Restores the result of `state`; the next step is then the one that would have followed.
+    def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
+        """Restores what `save` wrote, with any number of ranks; the next step is then the one that would have followed.
 
-        Bit for bit on a CPU with the same number of threads; on a GPU attention's backward pass may add in another order.
+        Bit for bit on a CPU with the same number of threads and ranks; on a GPU attention's backward pass may add in
+        another order.
         """
-        self.update.restore(tensors)
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+        with self.ranks.mesh.transfers():
+            self.update.restore(stored)
+        if self.ranks.summing is not None:
+            head = f"sum-{self.ranks.mesh.rank}."
+            names = [label for label in stored.labels if label.startswith(head)]
+            own = {name.removeprefix(head): stored.whole(name).to(self.device) for name in names}
+            self.ranks.summing.restore(own)
+        torch.set_rng_state(stored.whole("rng.cpu"))
+        if self.device.type == "cuda" and "rng.cuda" in stored.labels:
+            torch.cuda.set_rng_state(stored.whole("rng.cuda"), self.device)
         self.done, self.tokens = numbers["done"], numbers["tokens"]
         self.scaler.restore(numbers["scaler"])
 
@@ -241,78 +304,77 @@ def fit(
 ) -> None:
     """Trains until `trainer.steps` are done, from its current step.
 
-    A step is a batch of `batch_size` sequences of `seq_len` tokens. With `val` the loss on its first `eval_sequences` sequences (0: all) is
-    computed every `eval_every` steps and after the last one. `watch` logs every step; `checkpoints` saves the
+    A step is a batch of `batch_size` sequences of `seq_len` tokens, of which each data-parallel rank takes an
+    equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` steps and
+    after the last one. `watch` logs every step; `checkpoints` saves the
     whole state every `checkpoint_every` steps, after `watch` has synced its logs.
     """
+    index, parts = trainer.ranks.data
     while trainer.done < trainer.steps:
-        step = trainer.step(data.batch(trainer.done, batch_size, seq_len, seed))
+        first, each = trainer.done * batch_size, batch_size // parts
+        mine = np.arange(first + index * each, first + (index + 1) * each, dtype=np.int64)
+        step = trainer.step(data.sequences(mine, seq_len, seed))
         if watch is not None:
             watch.stepped(step.row())
         last = trainer.done == trainer.steps
         if val is not None and (last or (eval_every and trainer.done % eval_every == 0)):
-            loss = validate(trainer.model, val, batch_size=batch_size, seq_len=seq_len, num_sequences=eval_sequences)
+            loss = validate(
+                trainer.model,
+                val,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                num_sequences=eval_sequences,
+                ranks=trainer.ranks,
+            )
             if watch is not None:
                 bits = loss / math.log(2) * val.num_tokens / val.num_bytes
                 watch.evaluated({"step": trainer.done, "val_loss": loss, "val_bits_per_byte": bits})
         if checkpoints is not None and checkpoint_every and trainer.done % checkpoint_every == 0 and not last:
             if watch is not None:
                 watch.sync()
-            checkpoints.save(trainer.done, *trainer.state())
+            trainer.save(checkpoints)
             if watch is not None:
                 watch.restart_clock()
+    if checkpoints is not None:
+        checkpoints.finish()
 
 
 def validate(
-    model: Decoder, data: PackedTokens | Joined, *, batch_size: int, seq_len: int, num_sequences: int = 0
+    model: Decoder,
+    data: PackedTokens | Joined,
+    *,
+    batch_size: int,
+    seq_len: int,
+    num_sequences: int = 0,
+    ranks: Ranks | None = None,
 ) -> float:
-    """Mean next-token loss (nats per valid token) on the first `num_sequences` of `data` in stored order (0: all of them)."""
+    """Mean next-token loss (nats per valid token) on the first `num_sequences` of `data` in stored order (0: all of them).
+
+    Every data-parallel rank of `ranks` computes a part of each batch, and all get the same loss.
+    """
+    ranks = ranks or Ranks()
     segments = KeepAll().segments(len(model.layers))
+    device = next(model.parameters()).device
+
+    def nats_of(x: Tensor, tokens: Tensor, targets: Tensor, context: Context) -> Tensor:
+        return NextToken().total(model, x, targets, None, None)
+
     nats, count, seen = 0.0, 0, 0
-    with torch.no_grad():
+    with torch.no_grad(), ranks.mesh.transfers():
         for batch in data.in_order(batch_size, seq_len):
             if num_sequences:
                 batch = Batch(*(array[: num_sequences - seen] for array in batch))
-            tokens, targets, context = to_device(batch, model.embedding.device)
-            x = run_layers(model, tokens, context, segments)
-            nats += NextToken().total(model, x, targets, None, None).item()
-            count += int((batch.targets != IGNORE).sum())
             seen += len(batch.tokens)
+            mine = share(batch, *ranks.data)
+            mine = mine if ranks.context is None else ranks.context.divide(mine)
+            if ranks.pipeline is not None:
+                nats += ranks.pipeline.score(model, mine, segments, nats_of)
+            else:
+                tokens, targets, context = to_device(mine, device, ranks.context)
+                nats += nats_of(run_layers(model, tokens, context, segments), tokens, targets, context).item()
+            count += int((mine.targets != IGNORE).sum())
             if num_sequences and seen >= num_sequences:
                 break
+        own = torch.tensor([nats * ranks.counts_loss, count * ranks.counts_tokens], dtype=torch.float64)
+        nats, count = ranks.mesh.sum(own).tolist()
     return nats / max(count, 1)
-
-
-def run_layers(model: Decoder, tokens: Tensor, context: Context, segments: tuple[Segment, ...]) -> Tensor:
-    """`model.hidden` with recomputed segments: tokens [B, S] -> [B, S, D] before the final norm."""
-    x = model.embed(tokens)
-    model.prepare(x, context)
-    for segment in segments:
-        layers = [model.layers[index] for index in range(segment.start, segment.stop)]
-        if segment.recompute and torch.is_grad_enabled():
-            x = checkpoint(_through, layers, x, context, use_reentrant=False, preserve_rng_state=False)
-        else:
-            x = _through(layers, x, context)
-    return x
-
-
-def _through(layers: list[Any], x: Tensor, context: Context) -> Tensor:
-    for layer in layers:
-        x = layer(x, context)
-    return x
-
-
-def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Context]:
-    """(tokens, targets, context) of a batch; sequences of a single document get the cheaper causal context."""
-    tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-    tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-    if (batch.document_ids == batch.document_ids[:, :1]).all():
-        return tokens, targets, Causal(tokens)
-    return tokens, targets, Packed(torch.from_numpy(batch.document_ids).to(device))
-
-
-def _cut(batch: Batch, parts: int) -> list[Batch]:
-    """`batch` in `parts` micro-batches of equal numbers of sequences."""
-    size, rest = divmod(len(batch.tokens), parts)
-    assert not rest, f"{len(batch.tokens)} sequences cannot be divided into {parts} equal micro-batches"
-    return [Batch(*(array[at * size : (at + 1) * size] for array in batch)) for at in range(parts)]

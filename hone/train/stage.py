@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -11,15 +12,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
-from hone.base.durable import read_jsonl, write_atomic
+from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, facts_of, need
-from hone.base.run import Run
-from hone.base.spec import Circumstance, Spec
+from hone.base.run import Progress, Run
+from hone.base.spec import Circumstance
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
+from hone.cost.activations.segments import keep_all
 from hone.cost.energy import with_energy
 from hone.cost.memory import BYTES
+from hone.cost.replicas import Divided
 from hone.data import CURRICULA, MIXTURES
 from hone.data.facts import DataFacts
 from hone.data.order.random import Random
@@ -27,16 +30,21 @@ from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
-from hone.model.folder import weights_bytes
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.activation_checkpointing.sizes import fitted, sizes_of
 from hone.train.checkpoint import Checkpoints
+from hone.train.inputs import data_of, same_tokens
+from hone.train.intervals import Checkpointing, Validation
 from hone.train.mask import check_mask, masked, sparsity, zeros_of
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
+from hone.train.parallelism import Parallelism
+from hone.train.pipeline.notes import notes
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.schedules.cosine import Cosine
+from hone.train.start import starting_models
 from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, affordable_steps, estimate, out_of_memory
 
 if TYPE_CHECKING:
@@ -50,15 +58,6 @@ if TYPE_CHECKING:
     from hone.train.watch import Watch
 
 
-class Checkpointing(Spec):
-    """How often checkpoints are written, and how many are kept while the stage runs."""
-
-    interval: int = Field(
-        100, ge=0, description="Steps between checkpoints; 0: none, so that a killed training starts over."
-    )
-    keep_latest_k: int = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
-
-
 class Train(Stage):
     """Trains a decoder on packed tokens, from random weights, another model's, or as a student of a teacher.
 
@@ -68,12 +67,16 @@ class Train(Stage):
     stage: ClassVar[str] = "train"
     roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False, "mask": False}
     several: ClassVar[frozenset[str]] = frozenset({"data"})
+    every_rank: ClassVar[bool] = True
     renamed: ClassVar[dict[str, str | None]] = {
         "accumulation": "gradient_accumulation_steps",
         "checkpoint_every": "checkpoint.interval",
         "checkpoint_keep": "checkpoint.keep_latest_k",
         "clip": "max_grad_norm",
-        "eval_rows": "eval_sequences",
+        "data_parallel": "parallelism.data_parallel",
+        "eval_every": "validation.interval",
+        "eval_rows": "validation.sequences",
+        "eval_sequences": "validation.sequences",
         "remat": "activation_checkpointing",
     }
 
@@ -124,10 +127,12 @@ class Train(Stage):
     )
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
-    eval_every: int = Field(0, ge=0, description="Steps between evaluations on the val split; 0: only at the end.")
-    eval_sequences: int = Field(64, ge=0, description="Sequences of the val split in an evaluation; 0: all.")
+    validation: Validation = Field(Validation(), description="Evaluations on the val split.")
     checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
         Checkpointing(), description="Checkpoints from which a killed training resumes."
+    )
+    parallelism: Annotated[Parallelism, Circumstance()] = Field(
+        Parallelism(), description="How several ranks share the work."
     )
     compile: Annotated[bool, Circumstance()] = Field(False, description="Run every layer through torch.compile.")
 
@@ -139,6 +144,11 @@ class Train(Stage):
             )
         if self.steps is not None and self.tokens is not None:
             raise ValueError("give steps or tokens, not both")
+        if self.compile and "weights" in (data_parallel := self.parallelism.data_parallel).sharded:
+            raise ValueError(f"compile does not work with data_parallel {data_parallel.kind}, which frees weights")
+        self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
+        intervals = {"validation": self.validation.interval, "checkpoint": self.checkpoint.interval}
+        self.parallelism.data_parallel.check(self.precision, intervals)
         return self
 
     def num_steps(self, train_tokens: int) -> int:
@@ -156,16 +166,26 @@ class Train(Stage):
 
         Raises SpecError when data, model and teacher do not match, or the schedule does not fit the steps.
         """
-        data = _data(facts)
+        data = data_of(facts)
         given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model", "mask") if role in facts}
         config = self._config(given, data[0])
         wanted = self.num_steps(sum(one.split("train").tokens for one in data))
         if "mask" in given:
             check_mask(given["mask"], config)
-        work = self._work(config, data, given, wanted, machine.device)
+        self.parallelism.sequences(self.batch_size, self.gradient_accumulation_steps, machine.num_ranks)
+        self.parallelism.check(
+            config, seq_len=self.seq_len, optimizer=self.optimizer, objective=self.objective, compile=self.compile
+        )
+        for one in (config, *([given["teacher"].config] if self.objective.from_teacher else [])):
+            self.parallelism.check_sequences(one, self.seq_len)
+        self.parallelism.offload.check(machine.num_ranks)
+        divided = self.parallelism.divided(machine.num_ranks)
+        kept = self.activation_checkpointing
+        work = fitted(self._work(config, data, given, wanted, machine.device, divided), kept, machine)
         steps = affordable_steps(work, self.time_budget_s, machine)
         if steps < wanted:
-            work = self._work(config, data, given, steps, machine.device)
+            again = self._work(config, data, given, steps, machine.device, divided)
+            work = replace(again, segments=work.segments)
         self.schedule.share(0, steps)  # raises now when the warm-up is too long
         made = CheckpointFacts(
             where=self.stage,
@@ -175,7 +195,9 @@ class Train(Stage):
             tokenizer=data[0].tokenizer,
         )
         estimates = with_energy(estimate(work, machine), machine)
-        return TrainPlan(estimates=estimates, facts=made, ways=WAYS, steps=steps, wanted_steps=wanted)
+        said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
+        found = {"notes": said, "steps": steps, "wanted_steps": wanted, "segments": work.segments}
+        return TrainPlan(estimates=estimates, facts=made, ways=WAYS, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Trains (from the newest checkpoint if there is one), writes the folder and records the figures.
@@ -184,24 +206,51 @@ class Train(Stage):
         """
         from hone.data.mix.reading import Reading, data_parents
         from hone.model.hf import save
+        from hone.train.result import record
 
-        plan = self._begun(plan, draft, parents, run)
+        mesh = run.mesh
+        plan = mesh.from_leader(lambda: self._begun(plan, draft, parents, run))
         first = next(iter(data_parents(parents).values()))
         reading = Reading(parents, self.mixture, self.curriculum)
-        reading.prepare(plan.steps * self.batch_size, self.seq_len, self.seed, draft, run)
+        prepare = partial(reading.prepare, plan.steps * self.batch_size, self.seq_len, self.seed, draft, run)
+        mesh.from_leader(prepare)
+        if not mesh.leads:
+            prepare()  # reads the mixture that rank 0 wrote
         draft.predict(reading.estimates())
         warm_up(run.device)
         with draft.measuring(Window(run.device)) as window:
             model, teacher = self._models(parents, reading.sources.train, run)
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
-            trainer = self._trainer(model, teacher, plan.steps, zeros)
-            checkpoints = Checkpoints(draft.state / "checkpoints", keep=self.checkpoint.keep_latest_k)
+            trainer = self._trainer(model, teacher, plan, zeros, run)
+            model = trainer.model  # frees the whole one where a rank has a part
+            checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             watch = self._train(draft, trainer, reading, checkpoints, run)
-            reading.evaluate(partial(self._loss, trainer.model), self.eval_sequences, draft)
-            save(model, draft.folder, tokenizer_from=first.folder)
-        self._record(draft, watch, model.config, reading.sources.num_tokens, window)
+            reading.evaluate(partial(self._loss, trainer), self.validation.sequences, draft)
+            with mesh.transfers(), trainer.update.weights.all_there():
+                model = self.parallelism.whole(trainer.model, trainer.ranks, mesh.leads)
+                if mesh.leads:
+                    save(model, draft.folder, tokenizer_from=first.folder)
+            if watch is None:
+                return
+        record(
+            draft,
+            watch,
+            model.config,
+            window,
+            objective=self.objective.kind,
+            num_tokens=reading.sources.num_tokens,
+            seq_len=self.seq_len,
+            sequences=self.validation.sequences,
+        )
+        for slot in ("objective", "schedule", "optimizer", "activation_checkpointing"):
+            technique = getattr(self, slot)
+            if technique.kind != "none":
+                draft.did({"slot": slot, **technique.model_dump(mode="json")})
         said = f"of {plan.wanted_steps}: what {self.time_budget_s:g} s allow" if plan.steps < plan.wanted_steps else ""
         draft.record("num_steps", plan.steps, "steps", note=said)
+        if mesh.world_size > 1:
+            note = f"{self.parallelism.said()}; time is of all, memory and energy are of rank 0's device"
+            draft.record("num_ranks", mesh.world_size, "processes", note=note)
         if zeros:
             draft.record(
                 "sparsity", sparsity(zeros), "fraction", note="zeros in the layers' linears, fixed by the mask"
@@ -243,7 +292,7 @@ class Train(Stage):
                 fix="start from the model it was compressed from",
             )
         for role, one in given.items():
-            _same_tokens(one, data, role)
+            same_tokens(one, data, role)
         if self.init == "teacher":
             config = student_config(given["teacher"].config, self.keep_every)
         elif "model" in given:
@@ -269,93 +318,81 @@ class Train(Stage):
         given: Mapping[str, CheckpointFacts],
         steps: int,
         device: str,
+        divided: Divided,
     ) -> Work:
         """The sizes of `steps` steps on `data`, from which estimates are computed."""
         facts, dtype = config.facts(), TORCH_NAMES[self.precision]
         val = [one.splits["val"].num_sequences(self.seq_len) for one in data if "val" in one.splits]
-        evaluated = min(sum(val), self.eval_sequences or sum(val))
-        evaluations = 1 + ((steps - 1) // self.eval_every if self.eval_every else 0)
+        evaluated = min(sum(val), self.validation.sequences or sum(val))
+        evaluations = 1 + ((steps - 1) // self.validation.interval if self.validation.interval else 0)
         if len(data) > 1:  # the sources of a mixture are also evaluated one by one
-            by_source = sum(min(rows, self.eval_sequences or rows) for rows in val)
+            by_source = sum(min(rows, self.validation.sequences or rows) for rows in val)
         else:
             by_source = 0 if self.mixture is None else evaluated
-        update, teacher = self.optimizer.cost(facts, dtype, device), given.get("teacher")
-        saved = (steps - 1) // self.checkpoint.interval if self.checkpoint.interval else 0
+        teacher = given.get("teacher")
+        costs = partial(self.optimizer.cost, dtype=dtype, device=device)
+        shared = self.parallelism.shared(config, costs, self.gradient_accumulation_steps, self.seq_len)
         return Work(
             model=facts,
             steps=steps,
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             dtype=dtype,
-            segments=self.activation_checkpointing.segments(config.num_layers),
-            update=masked(update, facts) if "mask" in given else update,
+            segments=keep_all(config.num_layers),
+            update=masked(shared.update, facts) if "mask" in given else shared.update,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             eval_sequences=evaluations * evaluated + by_source,
             teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
-            num_checkpoints=min(saved, self.checkpoint.keep_latest_k + 1),
+            num_checkpoints=self.checkpoint.kept(steps),
+            snapshot=self.checkpoint.async_mode == "async",
+            divided=divided,
+            context=self.parallelism.context_parallel,
+            context_degree=self.parallelism.context_parallel_degree,
+            tensor=shared.tensor,
+            offload=self.parallelism.offload,
+            pipeline=shared.pipeline,
         )
 
     def _models(self, parents: dict[str, Artifact], data: PackedTokens, run: Run) -> tuple[Decoder, Decoder | None]:
-        """(model in float32, teacher in the compute dtype or None) on the run's device."""
-        import torch
+        """As `starting_models`."""
+        keep_every = self.keep_every if self.init == "teacher" else None
+        config, reads = self.model.config(data.vocab_size, eos=data.eos_token_id), self.objective.from_teacher
+        return starting_models(parents, config, run.device, keep_every, reads, self.precision, self.seed)
 
-        from hone.model.decoder import build
-        from hone.model.hf import load
-        from hone.train.precision import compute_dtype
-        from hone.train.student import from_teacher
-
-        teacher = load(parents["teacher"].folder, run.device, torch.float32) if self._wants_teacher else None
-        if "model" in parents:
-            model = load(parents["model"].folder, run.device, torch.float32)
-        elif self.init == "teacher":
-            assert teacher is not None, "planned without a teacher"
-            model = from_teacher(teacher, self.keep_every)
-        else:
-            config = self.model.config(data.vocab_size, eos=data.eos_token_id)
-            model = build(config, device=run.device, seed=self.seed)
-        keep = teacher is not None and self.objective.from_teacher
-        return model, teacher.to(compute_dtype(self.precision)) if keep else None
-
-    def _trainer(self, model: Decoder, teacher: Decoder | None, steps: int, zeros: dict[str, Tensor]) -> Trainer:
-        from hone.train.loop import Trainer
-
-        return Trainer(
-            model,
-            steps=steps,
+    def _trainer(
+        self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run
+    ) -> Trainer:
+        ranks = self.parallelism.ranks(run.mesh, run.device)
+        return self.parallelism.data_parallel.trainer()(
+            self.parallelism.decoder(model, ranks, self.seq_len),
+            steps=plan.steps,
             schedule=self.schedule,
             optimizer=self.optimizer,
             objective=self.objective,
-            activation_checkpointing=self.activation_checkpointing,
+            activation_checkpointing=plan.segments,
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             teacher=teacher,
             compile=self.compile,
             zeros=zeros,
+            ranks=ranks,
+            offload=self.parallelism.offload,
         )
 
-    def _train(self, draft: Draft, trainer: Trainer, reading: Reading, checkpoints: Checkpoints, run: Run) -> Watch:
-        """Runs the loop from the newest checkpoint's step."""
+    def _train(
+        self, draft: Draft, trainer: Trainer, reading: Reading, checkpoints: Checkpoints, run: Run
+    ) -> Watch | None:
+        """Runs the loop from the newest checkpoint's step. Rank 0 alone watches it."""
         from hone.train.loop import fit
-        from hone.train.watch import Watch
 
         found = checkpoints.newest()
         if found is not None:
             trainer.restore(*found)
             run.say(f"resuming at step {trainer.done} of {trainer.steps}")
-        calibration = machine_of(run).calibration
         with run.progress("train: step", trainer.steps) as progress:
             progress.skip(trainer.done)
-            watch = Watch(
-                draft.folder,
-                draft.log,
-                device=run.device,
-                resume_at=trainer.done,
-                forward_flops_per_token=trainer.model.config.flops_per_token(self.seq_len),
-                peak_flops_per_s=calibration and calibration.peak_flops_per_s(TORCH_NAMES[self.precision]),
-                progress=progress,
-                kept=draft.keep_time,
-            )
+            watch = self._watch(draft, trainer, progress, run) if run.mesh.leads else None
             try:
                 fit(
                     trainer,
@@ -364,8 +401,8 @@ class Train(Stage):
                     seq_len=self.seq_len,
                     seed=self.seed,
                     val=reading.sources.val if reading.sources.val.num_sequences(self.seq_len) else None,
-                    eval_every=self.eval_every,
-                    eval_sequences=self.eval_sequences,
+                    eval_every=self.validation.interval,
+                    eval_sequences=self.validation.sequences,
                     watch=watch,
                     checkpoints=checkpoints,
                     checkpoint_every=self.checkpoint.interval,
@@ -376,70 +413,31 @@ class Train(Stage):
                     raise
                 raise said from None
             finally:
-                watch.close()
+                checkpoints.close()
+                if watch is not None:
+                    watch.close()
         return watch
 
-    def _loss(self, model: Decoder, part: PackedTokens) -> float:
+    def _watch(self, draft: Draft, trainer: Trainer, progress: Progress, run: Run) -> Watch:
+        """The logs of the training; the peak of MFU is that of all ranks' devices."""
+        from hone.train.watch import Watch
+
+        calibration = machine_of(run).calibration
+        peak = calibration and calibration.peak_flops_per_s(TORCH_NAMES[self.precision])
+        return Watch(
+            draft.folder,
+            draft.log,
+            device=run.device,
+            resume_at=trainer.done,
+            forward_flops_per_token=self.parallelism.config(trainer.model).flops_per_token(self.seq_len),
+            peak_flops_per_s=peak and peak * run.mesh.world_size,
+            progress=progress,
+            kept=draft.keep_time,
+        )
+
+    def _loss(self, trainer: Trainer, part: PackedTokens) -> float:
         """Mean loss on the first sequences of `part`."""
         from hone.train.loop import validate
 
-        return validate(
-            model, part, batch_size=self.batch_size, seq_len=self.seq_len, num_sequences=self.eval_sequences
-        )
-
-    def _record(self, draft: Draft, watch: Watch, config: ModelConfig, num_tokens: int, window: Window) -> None:
-        """Records the figures and the techniques of the model."""
-        rows = read_jsonl(draft.folder / "steps.jsonl")
-        losses = [row["loss"] for row in rows if "loss" in row]
-        tail = losses[-10:]
-        objective = "" if self.objective.kind == "next_token" else f", objective {self.objective.kind}"
-        draft.record("num_params", config.num_params, "parameters")
-        draft.record("model_bytes", weights_bytes(draft.folder), "B")
-        tokens = [row["tokens"] for row in rows if "tokens" in row][-1]
-        draft.record("train_tokens", tokens, "tokens", note=f"{tokens / max(num_tokens, 1):.2f} epochs")
-        note = f"mean of the last {len(tail)} steps{objective}"
-        draft.record("final_loss", sum(tail) / len(tail), "nats/token", n=len(tail), note=note)
-        last = next((row for row in reversed(rows) if "val_loss" in row), None)
-        where = f"first {self.eval_sequences} sequences of val" if self.eval_sequences else "all of val"
-        where += f", {self.seq_len} tokens each, documents apart"
-        draft.record("val_loss", last and last["val_loss"], "nats/token", note=where if last else "val is empty")
-        note = f"{where}; tokens per byte of the whole split" if last else "val is empty"
-        draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
-        rate = watch.tokens_per_s()
-        mfu = watch.mfu(rate) if rate else None
-        note = "6 a weight, head included, plus causal-halved attention; peak as calibrated"
-        draft.record("tokens_per_s", rate, "tokens/s", n=max(len(watch.rates), 1), note="evaluation left out")
-        draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
-        joules = window.energy_j and window.energy_j / max(sum(tokens for tokens, _ in watch.rates), 1)
-        draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
-        for slot, technique in (
-            ("objective", self.objective),
-            ("schedule", self.schedule),
-            ("optimizer", self.optimizer),
-            ("activation_checkpointing", self.activation_checkpointing),
-        ):
-            if technique.kind != "none":
-                draft.did({"slot": slot, **technique.model_dump(mode="json")})
-
-
-def _data(facts: Mapping[str, Facts]) -> list[DataFacts]:
-    """The facts of the data, the first source's first. Raises SpecError when their tokenizers differ."""
-    data = [need(facts, role, DataFacts) for role in facts if role.partition(".")[0] == "data"]
-    for other in data[1:]:
-        if any(getattr(other, mark) != getattr(data[0], mark) for mark in ("vocab_size", "eos_token_id", "tokenizer")):
-            raise SpecError(
-                f"{data[0].where} and {other.where} have different tokenizers",
-                fix=f"tokenize the second with tokenizer: {{path: {data[0].where}}}",
-            )
-    return data
-
-
-def _same_tokens(parent: CheckpointFacts, data: DataFacts, role: str) -> None:
-    """Raises SpecError unless the parent model has the data's tokenizer and an embedding for each of its tokens."""
-    if parent.config.vocab_size < data.vocab_size:
-        said = f"{parent.where} knows {parent.config.vocab_size} tokens, the data use {data.vocab_size}"
-    elif None not in (parent.tokenizer, data.tokenizer) and parent.tokenizer != data.tokenizer:
-        said = f"the tokenizers of {parent.where} and {data.where} tokenize differently"
-    else:
-        return
-    raise SpecError(said, fix=f"tokenize the data with the {role}'s tokenizer, or use another {role}")
+        sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "num_sequences": self.validation.sequences}
+        return validate(trainer.model, part, **sizes, ranks=trainer.ranks)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from hone.cost.memory import BUCKET
 from hone.model.decoder import Decoder
+from hone.parallel.cut import Cut
+from hone.parallel.grid import Grid
+from hone.train.checkpoint import Stored
+from hone.train.data_parallel.sums import Sum
+from hone.train.data_parallel.weights import DividedWeights
+from hone.train.offload.host import HostWeights
 from hone.train.optimizers.base import Entry, Group, Optimizer
 from hone.train.weights import Weights, describe_parameters
 
@@ -16,7 +22,9 @@ from hone.train.weights import Weights, describe_parameters
 class Update:
     """One optimizer over all trained weights of `model`, which compute in `dtype`; see `Weights` for `accumulate` and `zeros`.
 
-    Half-precision gradients are converted to float32 one bucket at a time, to save memory.
+    With `grid` it updates this rank's part of them, as a data-parallel technique divides them (`DividedWeights`); then
+    `states` has the part's states. Half-precision gradients are converted to float32 one bucket at a time, to save memory.
+    `on_host`: masters and states are in the host's memory (`HostWeights`).
     """
 
     def __init__(
@@ -27,12 +35,41 @@ class Update:
         *,
         accumulate: bool,
         zeros: Mapping[str, Tensor] | None = None,
+        grid: Grid | None = None,
+        sharded: Collection[str] = (),
+        on_host: bool = False,
+        summing: Sum | None = None,
     ) -> None:
         self.parameters = describe_parameters(model)
-        self.weights = Weights(model, dtype, accumulate=accumulate, zeros=zeros)
         self.groups = optimizer.groups(self.parameters)
+        self._rules = {name: group.rule for group in self.groups for name in group.names}
         grouped = [name for group in self.groups for name in group.names]
         assert sorted(grouped) == sorted(self.parameters), "every parameter must belong to exactly one group"
+        self.cuts: dict[str, Cut] = getattr(model, "cuts", {})
+        """The parts of the model's weights that a tensor-parallel rank has; those that are not named it has whole."""
+        self._part_of = getattr(model, "part_of", None)
+        self.weights: Weights
+        zeros = {
+            name: self.cuts[name].take(mask) if name in self.cuts else mask
+            for name, mask in (zeros or {}).items()
+            if name in self.parameters  # others are of another stage
+        }
+        if grid is None:
+            kept = HostWeights if on_host else Weights
+            self.weights = kept(model, dtype, accumulate=accumulate, zeros=zeros)
+        else:
+            whole = {name for name, rule in self._rules.items() if rule.reads_whole}
+            copied = set(self.parameters) - set(self.cuts) if grid.tp.size > 1 else ()
+            self.weights = DividedWeights(
+                model,
+                dtype,
+                grid=grid,
+                sharded=sharded,
+                whole=whole,
+                copied=copied,
+                zeros=zeros,
+                summing=summing,
+            )
         self.states: dict[str, dict[str, Tensor]] = {}
         """Optimizer state by parameter; empty before the first step."""
         self.count = 0
@@ -42,50 +79,83 @@ class Update:
     def apply(self, lr: float, factor: float) -> None:
         """One step with learning rate `lr` on the gradients times `factor`; drops the gradients."""
         self.count += 1
-        for group in self.groups:
-            for names in self._buckets(group):
-                grads = self.weights.take_grads(names, factor)
-                entries = [self._entry(name, grad, group) for name, grad in zip(names, grads, strict=True)]
-                group.rule.step(entries, count=self.count, lr=lr * group.lr_factor, weight_decay=group.weight_decay)
-                self.weights.publish(names)
+        buckets = [(group, names) for group in self.groups for names in self._buckets(group)]
+        self.weights.begin([names for _, names in buckets])
+        for group, names in buckets:
+            grads = self.weights.take_grads(names, factor)
+            entries = [self._entry(name, grad, group) for name, grad in zip(names, grads, strict=True)]
+            numbers = {"count": self.count, "lr": lr * group.lr_factor, "weight_decay": group.weight_decay}
+            self.weights.step(group.rule, entries, names, **numbers)
+            self.weights.publish(names)
+        self.weights.published()
 
     def _entry(self, name: str, grad: Tensor, group: Group) -> Entry:
         master = self.weights.masters[name]
         if name not in self.states:
             self.states[name] = group.rule.start(master)
-        return Entry(master, grad, self.states[name], self.parameters[name])
+        part = self._part_of(name) if self._rules[name].reads_whole and name in self.cuts else None
+        return Entry(master, grad, self.states[name], self.parameters[name], part)
 
     def _buckets(self, group: Group) -> Iterator[list[str]]:
         """Names of the group in buckets of about BUCKET numbers; one bucket when no gradient must be converted."""
         names: list[str] = []
         numbers = 0
         for name in group.names:
+            if name not in self.weights.masters:  # other ranks hold all of it
+                continue
             size = self.weights.masters[name].numel()
             if names and self.weights.split and numbers + size > BUCKET:
                 yield names
                 names, numbers = [], 0
             names.append(name)
             numbers += size
-        yield names
+        if names:
+            yield names
 
     def state(self) -> dict[str, Tensor]:
-        """'weight.NAME' the float32 weights, 'KEY.NAME' the optimizer state, 'updates' the steps applied."""
-        tensors = {f"weight.{name}": master.detach() for name, master in self.weights.masters.items()}
+        """'weight.NAME' the float32 weights, 'KEY.NAME' the optimizer state, 'updates' the steps applied.
+
+        Of weights that several ranks have, the first one's only.
+        """
+        masters = {name: master for name, master in self.weights.masters.items() if self.weights.holds(name)}
+        tensors = {f"weight.{name}": master.detach() for name, master in masters.items()}
         for name, state in self.states.items():
+            if name not in masters:
+                continue
             tensors |= {f"{key}.{name}": tensor for key, tensor in state.items()}
         tensors["updates"] = torch.tensor(float(self.count))
         return tensors
 
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """The tensors of `state` that are a part of their weight's: the elements of it, start to stop."""
+        found = {}
+        for name, (start, stop) in self.weights.pieces.items():
+            found[f"weight.{name}"] = (start, stop)
+            for key, held in self.states.get(name, {}).items():
+                each = self._rules[name].elements_per_entry.get(key, 1)
+                part = (0, held.numel()) if self._rules[name].reads_whole else (start // each, -(-stop // each))
+                found[f"{key}.{name}"] = part
+        return found
+
     @torch.no_grad()
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restores the result of `state`."""
-        self.count, self.states = int(tensors["updates"].item()), {}
-        for label, tensor in tensors.items():
+    def restore(self, stored: Stored) -> None:
+        """Restores the result of `state`, of a training divided in any way."""
+        self.count, self.states = int(stored.whole("updates").item()), {}
+        keys: dict[str, list[str]] = {}
+        for label in stored.labels:
             key, _, name = label.partition(".")
-            if name in self.parameters:
-                master = self.weights.masters[name]
-                if key == "weight":
-                    master.copy_(tensor)
-                else:
-                    self.states.setdefault(name, {})[key] = tensor.to(master.device)
-        self.weights.publish(list(self.parameters))
+            if name in self.weights.masters:
+                keys.setdefault(name, []).append(key)
+        for name, found in keys.items():
+            master, rule = self.weights.masters[name], self._rules[name]
+            start, _ = self.weights.pieces.get(name, (0, 0))
+            targets = {"weight": master}
+            if len(found) > 1:
+                targets |= rule.start(master)
+                self.states[name] = {key: targets[key] for key in found if key != "weight"}
+            for key in found:
+                each = rule.elements_per_entry.get(key, 1)
+                part = stored.part(f"{key}.{name}", start // each, targets[key].numel(), self.cuts.get(name))
+                targets[key].view(-1).copy_(part)
+        self.weights.publish(list(self.weights.masters))
+        self.weights.published()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.model.decoder import Decoder
-from hone.train.optimizers.base import Parameter
+from hone.train.optimizers.base import Entry, Parameter, Rule
 
 
 class Weights:
@@ -31,10 +32,12 @@ class Weights:
         self.split = dtype != torch.float32
         """Whether parameters and masters are different tensors."""
         self.masters: dict[str, Tensor] = {}
+        self.pieces: dict[str, tuple[int, int]] = {}
+        """The elements of a weight, start to stop, that its master holds, where it does not hold all."""
         self.zeros = dict(zeros or {})
         for name, mask in self.zeros.items():
             self.parameters[name].data.masked_fill_(mask, 0)
-            self.parameters[name].register_hook(partial(_filled, mask))
+            self.parameters[name].register_hook(partial(filled, mask))
         for name, parameter in self.parameters.items():
             assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
             self.masters[name] = parameter.detach() if self.split else parameter
@@ -43,6 +46,12 @@ class Weights:
                 if accumulate:
                     parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
 
+    def before_backward(self, last: bool) -> None:
+        """To be called before every backward pass; `last`: it is the last one of the step."""
+
+    def after_backward(self) -> None:
+        """To be called after every backward pass."""
+
     def grad(self, name: str) -> Tensor:
         """The summed gradient of `name`, stored with its master or with the parameter."""
         found = self.masters[name].grad
@@ -50,11 +59,15 @@ class Weights:
         assert found is not None, f"{name} got no gradient"
         return found
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank, of all that hold the same part of `name`, is the one that writes it into checkpoints."""
+        return True
+
     def squared_norm(self) -> Tensor:
         """Squared norm of all gradients together: a float64 scalar, because it is summed over ranks."""
         grads = [self.grad(name) for name in self.parameters]
         norms = torch._foreach_norm(grads, 2, torch.promote_types(grads[0].dtype, torch.float32))
-        return torch.linalg.vector_norm(torch.stack(norms)).double().square()
+        return torch.stack(norms).double().square().sum()  # in which order, float32 does not see
 
     def take_grads(self, names: Sequence[str], factor: float) -> list[Tensor]:
         """The gradients of `names` times `factor`, float32; clears them on the weights."""
@@ -64,6 +77,13 @@ class Weights:
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
         return grads
+
+    def begin(self, buckets: Sequence[Sequence[str]]) -> None:
+        """To be called before an update, with the buckets in the order of their steps."""
+
+    def step(self, rule: Rule, entries: Sequence[Entry], names: Sequence[str], **numbers: Any) -> None:
+        """The step of `rule` on a bucket; `numbers` as `Rule.step` has them."""
+        rule.step(entries, **numbers)
 
     def drop_grads(self, names: Sequence[str] | None = None) -> None:
         """Clears the gradients of `names` (None: all)."""
@@ -80,13 +100,22 @@ class Weights:
             for name in names:
                 self.parameters[name].copy_(self.masters[name])
 
+    def published(self) -> None:
+        """To be called after an update, when the masters of all weights are published."""
+
+    @contextmanager
+    def all_there(self) -> Iterator[None]:
+        """All weights are in memory inside."""
+        yield
+
 
 def describe_parameters(model: Decoder) -> dict[str, Parameter]:
     """The optimizer's description of each trained parameter of `model`."""
+    config = getattr(model, "whole_config", model.config)
     pieces = {
         f"layers.{index}.{path}.weight": tuple(piece.out_features for piece in linear.pieces)
-        for index in range(model.config.num_layers)
-        for path, linear in model.config.linears(index).items()
+        for index in range(config.num_layers)
+        for path, linear in config.linears(index).items()
     }
     kinds: dict[str, Any] = dict.fromkeys(pieces, "matrix")
     kinds |= {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
@@ -97,9 +126,9 @@ def describe_parameters(model: Decoder) -> dict[str, Parameter]:
     }
 
 
-def _filled(mask: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient with zeros where `mask` is True; it may not be changed in place."""
-    return gradient.masked_fill(mask, 0)
+def filled(mask: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The gradient with zeros where `mask` is True; it may not be changed in place. None: a pipeline computes it later."""
+    return None if gradient is None else gradient.masked_fill(mask, 0)
 
 
 def _add_to(master: Tensor) -> Any:

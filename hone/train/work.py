@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY, Plan, Shortage
+from hone.cost.activations.segments import copied_bytes, layer_bytes, recomputed_layers, replayed_layers
 from hone.cost.facts import ModelFacts
 from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
+from hone.cost.offload import link_rate
+from hone.cost.ranks import Transfers
+from hone.cost.replicas import Divided
 from hone.cost.steps import forward_seconds, train_step_seconds
-from hone.cost.update import UpdateCost
+from hone.cost.tensor import Tensor
+from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
+from hone.parallel.pipeline.simulate import Played
 from hone.train.activation_checkpointing import Segment, live_layers
+from hone.train.context_parallel.base import ContextParallel, Sizes
+from hone.train.offload.techniques import HOST_BYTES_PER_S, MOST_BYTES_PER_S, Offload, Resident
+from hone.train.pipeline.cost import Pipelined
 
 CHECKPOINTS = "checkpoint_bytes"
 """The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
@@ -21,7 +31,7 @@ CHECKPOINTS = "checkpoint_bytes"
 WAYS = {
     MEMORY: (
         "raise gradient_accumulation_steps",
-        "set activation_checkpointing: every_nth",
+        "set activation_checkpointing: memory_budget",
         "use a smaller model or seq_len, or optimizer: adamw_8bit",
     )
 }
@@ -53,6 +63,25 @@ class Work:
     """Whether sequences hold several documents, which requires attention masks."""
     num_checkpoints: int = 0
     """Checkpoints on disk at once."""
+    snapshot: bool = False
+    """Whether checkpoints are copied to the host's memory and written from there."""
+    divided: Divided = field(default_factory=Divided)
+    """Its ranks, and what each holds of the training's state."""
+    context_degree: int = 1
+    """Ranks that share each sequence, as `context` says."""
+    context: ContextParallel | None = None
+    offload: Offload = field(default_factory=Resident)
+    tensor: Tensor = field(default_factory=Tensor)
+    """The ranks that compute each layer together; then `update` is of one rank's part."""
+    pipeline: Pipelined | None = None
+    """The ranks that compute some of the layers each; then `update` is of the rank with the most weights."""
+
+    @property
+    def part(self) -> ModelFacts:
+        """What of the model one rank computes: with pipeline stages the one with the most weights."""
+        if self.pipeline is not None:
+            return self.pipeline.parts[self.pipeline.largest]
+        return self.tensor.facts or self.model
 
     @property
     def step_tokens(self) -> int:
@@ -60,13 +89,26 @@ class Work:
 
     @property
     def micro_batch_tokens(self) -> int:
-        return self.step_tokens // self.gradient_accumulation_steps
+        """Tokens of one pass of one rank."""
+        return self.step_tokens // self.gradient_accumulation_steps // self.divided.num_ranks
+
+    @property
+    def context_sizes(self) -> Sizes:
+        """The sizes of a pass, for the costs of sharing sequences."""
+        return Sizes.of(self.part, self.micro_batch_tokens, self.seq_len, self.context_degree, BYTES[self.dtype])
+
+    @property
+    def recomputed(self) -> list[int]:
+        """The layers that run forward once more, each as often as it does."""
+        return recomputed_layers(self.segments)
 
 
 class TrainPlan(Plan):
     """A plan with the number of steps; checkpoints need disk beside the finished folder."""
 
     steps: int
+    segments: Any = ()
+    """The layers' activation checkpointing, as it was chosen."""
     wanted_steps: int
     """Steps without a time budget."""
 
@@ -121,12 +163,13 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
         ),
     }
     if work.num_checkpoints:
-        one = 4 * num_params + work.update.state_bytes
+        state = work.update.state_bytes * num_params / work.part.num_params
+        one = 4 * num_params + state
         found[CHECKPOINTS] = Estimate(
             value=work.num_checkpoints * one,
             unit="B",
             formula=f"{work.num_checkpoints} x (float32 weights {human_bytes(4 * num_params)} + optimizer "
-            f"{human_bytes(work.update.state_bytes)})",
+            f"{human_bytes(state)})",
             tolerance=0.05,
         )
     return found
@@ -142,16 +185,35 @@ def affordable_steps(work: Work, time_budget_s: float | None, machine: Machine) 
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
-    step = train_step_seconds(
-        work.model,
-        machine,
-        batch_tokens=work.micro_batch_tokens,
-        seq_len=work.seq_len,
-        dtype=work.dtype,
-        micro_batches=work.gradient_accumulation_steps,
-        recomputed={layer for part in work.segments if part.recompute for layer in range(part.start, part.stop)},
-        update=work.update,
-    )
+    inside = inside_s(work, machine)
+    if work.pipeline is not None:
+        step, inside = work.pipeline.step(played(work, work.pipeline, machine), machine, work.dtype), 0.0
+    else:
+        step = train_step_seconds(
+            work.part,
+            machine,
+            batch_tokens=work.micro_batch_tokens,
+            seq_len=work.seq_len,
+            dtype=work.dtype,
+            micro_batches=work.gradient_accumulation_steps,
+            recomputed=work.recomputed,
+            replayed=replayed_layers(work.segments),
+            update=work.update,
+        )
+    copied = _copies_s(work, step.value, machine)
+    if copied:
+        formula = f"{step.formula} + waits for copies of activations {copied:.3g} s (link rates may be assumed)"
+        step = step.model_copy(update={"value": step.value + copied, "formula": formula})
+    elsewhere = work.offload.update_s(work.part, work.update, work.dtype, machine)
+    if elsewhere is not None:
+        here = update_seconds(work.update, work.part, machine, work.dtype).value
+        formula = f"{step.formula}, on the host {elsewhere:.3g} s instead (its memory's rate is assumed)"
+        step = step.model_copy(update={"value": step.value - here + elsewhere, "formula": formula})
+    if inside:
+        formula = f"({step.formula}) + transfers inside layers {inside:.3g} s (link rates are not calibrated)"
+        step = step.model_copy(update={"value": step.value + inside, "formula": formula})
+    if work.divided.num_ranks > 1:
+        step = with_transfers(step, work, machine)
     if work.teacher is None:
         return step
     extra = _forward_s(work.teacher, work, machine)
@@ -160,32 +222,115 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
     )
 
 
+def _copies_s(work: Work, step_s: float, machine: Machine) -> float:
+    """Seconds that a step waits for activations on their way to the host and back.
+
+    On a GPU copies run beside the forward pass, a third of the step, and back beside the backward pass. On a CPU nothing
+    runs beside them, and each reads and writes.
+    """
+    width, hidden, tokens = BYTES[work.dtype], work.part.hidden_size, work.micro_batch_tokens
+    layers = [layer_bytes(one, hidden, tokens, width, 0) for one in work.part.layers]
+    moved = work.gradient_accumulation_steps * copied_bytes(work.segments, layers)
+    if machine.device.startswith("cuda"):
+        each = moved / link_rate(machine)[0]
+        return max(each - step_s / 3, 0.0) + max(each - 2 * step_s / 3, 0.0)
+    return 4 * moved / min(HOST_BYTES_PER_S * machine.num_threads, MOST_BYTES_PER_S)
+
+
+def inside_s(work: Work, machine: Machine) -> float:
+    """Seconds of the transfers inside the layers of a step, of a pipeline's those of one micro-batch through all stages."""
+    passes = work.gradient_accumulation_steps if work.pipeline is None else 1
+    tokens, width = work.micro_batch_tokens, work.model.hidden_size
+    return work.tensor.step_s(width, tokens, len(work.recomputed), passes, work.dtype, machine.device)
+
+
+def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:
+    """The passes of a step's micro-batches in simulated time."""
+    return pipeline.played(
+        machine,
+        tokens=work.micro_batch_tokens,
+        seq_len=work.seq_len,
+        dtype=work.dtype,
+        recomputed=work.recomputed,
+        inside=inside_s(work, machine),
+    )
+
+
+def with_transfers(step: Estimate, work: Work, machine: Machine) -> Estimate:
+    """`step` with the transfers between ranks: on a GPU beside the work, except for what they take longer and for those
+    of context parallelism that a layer waits for."""
+    device = machine.device
+    times = Transfers(device, machine.calibration.collectives if machine.calibration else (), work.tensor.degree)
+    moved = work.divided.step_s(work.part, work.dtype, work.gradient_accumulation_steps, device, times)
+    exposed, told = 0.0, ""
+    if work.context_degree > 1 and work.context is not None:
+        passes, repeated = work.gradient_accumulation_steps, len(work.recomputed)
+        shared = work.context.step_s(work.context_sizes, passes, repeated, device)
+        times.assumed.add(work.context.kind)
+        told = f", of which {work.context.kind} {shared:.3g} s"
+        moved, exposed = moved + shared, 0.0 if work.context.overlaps else shared
+    value, how = step.value + moved, "+"
+    if device.startswith("cuda"):
+        value, how = max(step.value, moved - exposed) + exposed, "beside"
+    formula = f"({step.formula}) {how} transfers {moved:.3g} s{told} ({times.said})"
+    return step.model_copy(update={"value": value, "formula": formula})
+
+
 def growth_bytes(work: Work, device: str) -> Estimate:
-    """Bytes that the training adds at its peak to the memory in use before."""
+    """Bytes that the training adds at its peak to the memory in use before, on the pipeline rank that needs most."""
+    if work.pipeline is not None:
+        return max((growth_bytes(one, device) for one in by_rank(work, work.pipeline)), key=lambda found: found.value)
     from hone.ops.loss.api import kernel_chunk_tokens
     from hone.ops.loss.reference import default_chunk_tokens
 
     tokens, on_gpu = work.micro_batch_tokens, device.startswith("cuda")
+    attends_in_parts = work.context is not None and work.context.zigzag  # and stores no mask
     growth = train_bytes(
-        work.model,
+        work.part,
         batch_tokens=tokens,
         seq_len=work.seq_len,
         dtype=work.dtype,
         update=work.update,
-        accumulate=work.gradient_accumulation_steps > 1,
-        packed=work.packed,
-        kept_layers=live_layers(work.segments),
-        kept_inputs=sum(part.recompute for part in work.segments),
-        loss_chunk=kernel_chunk_tokens(tokens) if on_gpu else default_chunk_tokens("cpu", work.model.vocab_size),
+        accumulate=work.gradient_accumulation_steps > 1 or work.tensor.degree > 1,  # summed in float32
+        packed=work.packed and (work.context_degree == 1 or not attends_in_parts),
+        segments=work.segments,
+        loss_chunk=kernel_chunk_tokens(tokens) if on_gpu else default_chunk_tokens("cpu", max(work.part.vocab_size, 1)),
         kernels=on_gpu,
         device=device,
+        divided=work.divided,
     )
+    if work.context_degree > 1 and work.context is not None:
+        kept = work.context.kept_bytes(work.context_sizes, device)
+        said = f"{growth.formula} + {work.context.kind} {human_bytes(kept)}"
+        growth = growth.model_copy(update={"value": growth.value + kept, "formula": said})
+    moved = work.offload.moved_bytes(work.part, work.update, work.dtype, device)
+    if moved:
+        formula = f"{growth.formula} - moved to the host {human_bytes(moved)}"
+        growth = growth.model_copy(update={"value": growth.value - moved, "formula": formula})
+    less = work.tensor.saved_bytes(work.model.hidden_size, tokens, live_layers(work.segments), work.dtype)
+    if less:
+        formula = f"{growth.formula} - tokens of other tensor-parallel ranks {human_bytes(less)}"
+        growth = growth.model_copy(update={"value": growth.value - less, "formula": formula})
+    if work.snapshot and work.num_checkpoints and not on_gpu:
+        copied = (4 * work.part.num_params + work.update.state_bytes) / work.divided.of("optimizer")
+        formula = f"{growth.formula} + copy for checkpoints {human_bytes(copied)}"
+        growth = growth.model_copy(update={"value": growth.value + copied, "formula": formula})
     if work.teacher is None:
         return growth
     extra = BYTES[work.dtype] * (work.teacher.num_params + tokens * work.teacher.hidden_size)
     return growth.model_copy(
         update={"value": growth.value + extra, "formula": f"{growth.formula} + teacher {human_bytes(extra)}"}
     )
+
+
+def by_rank(work: Work, pipeline: Pipelined) -> list[Work]:
+    """The work of each pipeline rank, as that of a model of its layers with all that it holds at once."""
+    found = []
+    for rank, (part, update) in enumerate(zip(pipeline.parts, pipeline.updates, strict=True)):
+        tensor = replace(work.tensor, facts=part if work.tensor.degree > 1 else None)
+        segments = pipeline.live(rank, work.segments)
+        found.append(replace(work, model=part, update=update, tensor=tensor, segments=segments, pipeline=None))
+    return found
 
 
 def out_of_memory(error: BaseException, device: str, step: int) -> FitError | None:
@@ -211,5 +356,6 @@ def _evaluation_s(work: Work, machine: Machine) -> float:
 
 
 def _forward_s(model: ModelFacts, work: Work, machine: Machine) -> float:
-    """Seconds of a forward pass of `model` over a step's sequences."""
-    return forward_seconds(model, machine, tokens=work.step_tokens, seq_len=work.seq_len, dtype=work.dtype).value
+    """Seconds of a forward pass of `model` over a rank's share of a step's sequences."""
+    tokens = work.step_tokens // work.divided.num_ranks
+    return forward_seconds(model, machine, tokens=tokens, seq_len=work.seq_len, dtype=work.dtype).value

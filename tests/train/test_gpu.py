@@ -68,7 +68,7 @@ def test_an_optimizer_resumes_to_the_bit(data_folder, tmp_path, name):
     optimizer = OPTIMIZERS.read({"kind": name, **({"min_elements": 512} if name == "adamw_8bit" else {})})
     first = make(data, "cuda", precision="bf16", optimizer=optimizer)
     first.step(data.batch(0, 4, 32, 0))
-    kept.save(1, *first.state())
+    first.save(kept)
     second = make(data, "cuda", precision="bf16", optimizer=optimizer)
     second.restore(*kept.newest())
     grads = {name: torch.full_like(part, 0.01) for name, part in first.model.named_parameters()}
@@ -85,7 +85,7 @@ def test_a_checkpoint_restores_everything(data_folder, tmp_path):
     kept = Checkpoints(tmp_path)
     first = make(data, "cuda", precision="bf16")
     first.step(data.batch(0, 4, 32, 0))
-    kept.save(1, *first.state())
+    first.save(kept)
     second = make(data, "cuda", precision="bf16")
     second.restore(*kept.newest())
     for name, tensor in first.update.state().items():

@@ -19,6 +19,7 @@ from hone.model.decoder import build
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import load
 from hone.train import OPTIMIZERS
+from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Trainer, to_device
 from hone.train.mask import masked, sparsity, zeros_of
 from hone.train.schedules.cosine import Cosine
@@ -110,7 +111,7 @@ def test_a_stage_trains_an_early_model_under_the_mask_of_another(line, tmp_path)
     assert growth[0] >= growth[1]
 
 
-def test_a_restored_training_goes_on_under_the_mask(data_folder):
+def test_a_restored_training_goes_on_under_the_mask(data_folder, tmp_path):
     data = PackedTokens(data_folder)
     zeros = random_zeros(build(SHAPE.config(data.vocab_size)))
     whole, begun, resumed = (trainer_of(data, zeros, optimizer=OPTIMIZERS.read("muon")) for _ in range(3))
@@ -118,7 +119,8 @@ def test_a_restored_training_goes_on_under_the_mask(data_folder):
         whole.step(data.batch(step, 4, 32, 0))
     for step in range(2):
         begun.step(data.batch(step, 4, 32, 0))
-    resumed.restore(*begun.state())
+    begun.save(Checkpoints(tmp_path))
+    resumed.restore(*Checkpoints(tmp_path).newest())
     for step in range(2, 4):
         resumed.step(data.batch(step, 4, 32, 0))
     for one, other in zip(whole.model.parameters(), resumed.model.parameters()):

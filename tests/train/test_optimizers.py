@@ -21,7 +21,7 @@ from hone.train.optimizers.base import Entry, Parameter, Rule
 from hone.train.optimizers.muon import Muon, MuonRule, orthogonalize
 from hone.train.schedules.cosine import Cosine
 from hone.train.weights import describe_parameters
-from tests.train.conftest import SHAPE
+from tests.train.conftest import SHAPE, write_data
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -58,7 +58,8 @@ def make(
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_it_learns(name, data_folder):
     data, val = PackedTokens(data_folder), PackedTokens(data_folder, "val")
-    trainer = make(data, small(name, lr=1e-2), steps=30)
+    # Adafactor's rate is a share of a weight's size, the others' an absolute step.
+    trainer = make(data, small(name, lr=1e-1 if name == "adafactor" else 1e-2), steps=30)
     before = validate(trainer.model, val, batch_size=8, seq_len=64)
     fit(trainer, data, batch_size=8, seq_len=64)
     assert validate(trainer.model, val, batch_size=8, seq_len=64) < 0.6 * before
@@ -74,7 +75,7 @@ def test_a_resumed_training_is_the_same_to_the_bit(name, precision, data_folder,
     first, kept = make(data, small(name), precision=precision), Checkpoints(tmp_path)
     for step in range(2):
         first.step(data.batch(step, 4, 32, 0))
-    kept.save(2, *first.state())
+    first.save(kept)
     second = make(data, small(name), precision=precision)
     second.restore(*kept.newest())
     assert [second.step(data.batch(step, 4, 32, 0)).loss for step in range(2, 5)] == losses[2:]
@@ -283,16 +284,19 @@ def test_a_gradient_that_ceases_moves_nothing_far():
 
 
 @pytest.mark.slow
-def test_8_bits_end_where_32_do(data_folder):
-    data, val = PackedTokens(data_folder), PackedTokens(data_folder, "val")
+def test_8_bits_end_where_32_do(tmp_path):
+    """Over four seeds, on text that is read once: where a model fits its text by heart, the order of additions alone, which
+    differs between processors, moves where it ends by several percent. Here one seed's ratio varies by 1.6 % (nine seeds)."""
+    folder = write_data(tmp_path / "data-long", num_documents=2000)
+    data, val = PackedTokens(folder), PackedTokens(folder, "val")
     found: dict[type, list[float]] = {AdamW: [], AdamW8bit: []}
-    for seed in (1, 3):  # to the end of learning: while the loss still falls fast, roundings decide where it is
+    for seed in range(1, 5):
         for optimizer in (AdamW(lr=1e-2), AdamW8bit(lr=1e-2, min_elements=0, quantize_embedding=True)):
-            trainer = make(data, optimizer, steps=150, seed=seed)
+            trainer = make(data, optimizer, steps=200, seed=seed)
             fit(trainer, data, batch_size=8, seq_len=64)
             found[type(optimizer)].append(validate(trainer.model, val, batch_size=8, seq_len=64))
     assert mean(found[AdamW8bit]) < 1.03 * mean(found[AdamW]), found
-    assert max(found[AdamW]) < 0.5
+    assert max(found[AdamW]) < 0.2
 
 
 def test_small_weights_and_the_embedding_stay_in_32_bits(data_folder):

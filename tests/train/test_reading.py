@@ -26,7 +26,7 @@ SPEC = {
     "batch_size": 4,
     "seq_len": 32,
     "steps": 10,
-    "eval_sequences": 8,
+    "validation": {"sequences": 8},
     "checkpoint": {"interval": 3},
     "optimizer": {"lr": 3e-3},
 }

@@ -26,8 +26,7 @@ SPEC = {
     "batch_size": 4,
     "seq_len": 32,
     "steps": 12,
-    "eval_every": 5,
-    "eval_sequences": 8,
+    "validation": {"interval": 5, "sequences": 8},
     "checkpoint": {"interval": 3},
     "optimizer": {"lr": 3e-3},
 }
@@ -188,7 +187,7 @@ def test_a_half_depth_student(trained, data_folder, tmp_path):
         ({"optimiser": {}}, "did you mean 'optimizer'"),
         ({"accumulation": 2}, "it is called 'gradient_accumulation_steps' now"),
         ({"clip": 1.0}, "it is called 'max_grad_norm' now"),
-        ({"eval_rows": 8}, "it is called 'eval_sequences' now"),
+        ({"eval_rows": 8}, "it is called 'validation.sequences' now"),
         ({"remat": "sqrt"}, "it is called 'activation_checkpointing' now"),
         ({"precision": "fp8"}, "precision"),
     ],

@@ -22,4 +22,10 @@ class NextToken(Objective):
         from hone.ops import linear_cross_entropy
 
         softcap = model.config.logits_softcap
+        divided = getattr(model, "vocabulary", None)  # (axis, first row) of a tensor-parallel decoder
+        if divided is not None:
+            from hone.parallel.vocabulary import vocabulary_cross_entropy
+
+            h = model.head_input(x).flatten(0, -2)
+            return vocabulary_cross_entropy(h, model.head_weight, targets.flatten(), *divided, softcap=softcap)
         return linear_cross_entropy(model.head_input(x), model.head_weight, targets, reduction="sum", softcap=softcap)

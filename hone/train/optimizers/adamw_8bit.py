@@ -88,6 +88,7 @@ class AdamW8bitRule(Rule):
     beta1: float
     beta2: float
     eps: float
+    elements_per_entry: ClassVar[Mapping[str, int]] = {"exp_avg_scales": BLOCK, "exp_avg_sq_scales": BLOCK}
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """Codes of zeros, uint8 [numbers], and a scale per block, float32 [blocks], for each moment."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -22,12 +22,22 @@ class Parameter:
 
     `kind`: a 'matrix' of a layer's linear (output rows first), the 'embedding' (also the head, when tied), the
     'head', or 'other' (norms, biases, a mixer's own parameters). `pieces` are the row counts of the matrices that are fused
-    into one, such as queries, keys and values.
+    into one, such as queries, keys and values: of the whole matrix, also where `shape` is a tensor-parallel rank's part.
     """
 
     kind: Literal["matrix", "embedding", "head", "other"]
     shape: tuple[int, ...]
     pieces: tuple[int, ...] = ()
+
+
+class Part(Protocol):
+    """A part of a matrix on each of some ranks, which all call `join` in the same order."""
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole matrix, from what every rank gives for its part."""
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`."""
 
 
 @dataclass
@@ -38,13 +48,21 @@ class Entry:
     grad: Tensor
     state: dict[str, Tensor]
     parameter: Parameter
+    part: Part | None = None
+    """What makes a whole matrix of the parts of tensor-parallel ranks; None: the weight is whole."""
 
 
 class Rule:
     """The update of weights from their gradients. It has numbers only: the state of a weight is an argument.
 
-    The step of a weight does not depend on other weights, so a group may be updated in parts, in any order.
+    The step of a weight does not depend on other weights, so a group may be updated in parts, in any order. Unless the rule
+    `reads_whole` weights, the step of an element depends on its block of 256 alone: a weight may be a flat part of one.
     """
+
+    reads_whole: ClassVar[bool] = False
+    """Whether a step needs the whole weight in its shape."""
+    elements_per_entry: ClassVar[Mapping[str, int]] = {}
+    """Of how many elements of the weight a state's entry is; states that are not named here have one per element."""
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight before its first step: names to tensors on the weight's device."""

@@ -86,6 +86,7 @@ class MuonRule(Rule):
     nesterov: bool
     ns_steps: int
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
+    reads_whole: ClassVar[bool] = True
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """The momentum, as zeros."""
@@ -97,9 +98,14 @@ class MuonRule(Rule):
             average = entry.state["momentum"].lerp_(entry.grad, 1 - self.momentum)
             direction = entry.grad.lerp(average, self.momentum) if self.nesterov else average
             entry.weight.mul_(1 - lr * weight_decay)
+            direction = direction if entry.part is None else entry.part.join(direction)
             rows = list(entry.parameter.pieces) or [direction.shape[-2]]
-            for weight, part in zip(entry.weight.split(rows, -2), direction.split(rows, -2), strict=True):
-                weight.sub_(orthogonalize(part, self.ns_steps).to(weight.dtype), alpha=lr * self.scale(part.shape))
+            if entry.part is None:
+                for weight, part in zip(entry.weight.split(rows, -2), direction.split(rows, -2), strict=True):
+                    weight.sub_(orthogonalize(part, self.ns_steps).to(weight.dtype), alpha=lr * self.scale(part.shape))
+                continue
+            step = [orthogonalize(part, self.ns_steps) * self.scale(part.shape) for part in direction.split(rows, -2)]
+            entry.weight.sub_(entry.part.take(torch.cat(step, -2)).to(entry.weight.dtype), alpha=lr)
 
     def scale(self, shape: Sequence[int]) -> float:
         """The factor of an orthogonal step of this shape [..., rows, columns]."""

@@ -1,0 +1,55 @@
+"""The sizes of a training from which activation checkpointing is chosen, and the training with what was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from hone.cost.activations.segments import Segment, keep_all, layer_bytes
+from hone.cost.facts import LayerFacts
+from hone.cost.memory import BYTES
+from hone.measure.machine import Machine
+from hone.train.activation_checkpointing.base import ActivationCheckpointing, Segments, Sizes
+from hone.train.work import Work, growth_bytes, step_seconds
+
+
+def sizes_of(work: Work, machine: Machine) -> Sizes:
+    """The sizes of `work` on `machine`, by the estimates that its plan shows."""
+    facts, on_gpu = work.part, machine.device.startswith("cuda")
+    width, tokens, num = BYTES[work.dtype], work.micro_batch_tokens, work.model.num_layers
+    mask = work.seq_len if work.packed and not (on_gpu and width < 4) else 0
+    layers = [facts.layers[index % facts.num_layers] for index in range(num)]
+
+    @cache
+    def growth(segments: Segments) -> float:
+        return growth_bytes(replace(work, segments=segments), machine.device).value
+
+    @cache
+    def seconds(segments: Segments) -> float:
+        return step_seconds(replace(work, segments=segments), machine).value
+
+    whole, known = keep_all(num), {}
+
+    def more(index: int, layer: LayerFacts, **how: str) -> float:
+        """Seconds more of a step when layer `index` is recomputed, of one micro-batch."""
+        key = (layer, *how.values())
+        if key not in known:
+            one = Segment(index, index + 1, True, **how)  # type: ignore[arg-type]
+            changed = (*whole[:index], one, *whole[index + 1 :])
+            known[key] = max(seconds(changed) - seconds(whole), 0.0) / work.gradient_accumulation_steps
+        return known[key]
+
+    return Sizes(
+        layers=tuple(layer_bytes(one, facts.hidden_size, tokens, width, mask) for one in layers),
+        forward_s=tuple(more(index, one) for index, one in enumerate(layers)),
+        replay_s=tuple(more(index, one, saves="products") for index, one in enumerate(layers)),
+        growth=growth,
+        seconds=seconds,
+        free_bytes=machine.free_memory_bytes,
+        elsewhere=on_gpu,
+    )
+
+
+def fitted(work: Work, policy: ActivationCheckpointing, machine: Machine) -> Work:
+    """`work` with the segments that `policy` chooses for it. Raises SpecError or FitError as the policy does."""
+    return replace(work, segments=policy.segments(work.model.num_layers, sizes_of(work, machine)))

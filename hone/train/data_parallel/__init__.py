@@ -1,0 +1,1 @@
+"""Data parallelism: every rank computes a part of each batch; what of the training's state each rank holds."""

@@ -1,0 +1,159 @@
+"""A bucket: some weights of a layer in one flat tensor, the part of them that this rank holds, and their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hone.parallel.axis import Transfer
+from hone.parallel.grid import Copies
+from hone.train.data_parallel.flat import Flat
+from hone.train.data_parallel.sums import Handle, Sum
+
+
+class Bucket:
+    """`parameters` become views of one flat tensor in `dtype`; `master` is this rank's slice of it in float32.
+
+    `shares_gradients`: the gradient of every backward pass is summed over the group at once, and only this rank's slice is
+    kept. Otherwise the whole float32 gradient of a step is, and summed after its last pass. `frees`: the weights are in
+    memory between `gather` and `free` only. `summing` adds up what the groups have.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        flat: Flat,
+        copies: Copies,
+        dtype: torch.dtype,
+        *,
+        shares_gradients: bool,
+        frees: bool,
+        summing: Sum,
+    ) -> None:
+        self._summing = summing
+        self.parameters, self.flat, self.copies = dict(parameters), flat, copies
+        self.shares_gradients, self.frees = shares_gradients, frees
+        self.pieces = flat.pieces(copies.shard.index)
+        device = next(iter(parameters.values())).device
+        self.weights = torch.zeros(flat.size, dtype=dtype, device=device)
+        apart = frees or dtype != torch.float32
+        self.master = (
+            torch.zeros(flat.slice_size, device=device) if apart else flat.slice_of(self.weights, copies.shard.index)
+        )
+        for piece in self.pieces if apart else ():
+            values = self.parameters[piece.name].detach().view(-1)[piece.start : piece.stop]
+            self.master[piece.at : piece.at + len(values)].copy_(values)
+        for name, parameter in self.parameters.items():
+            view = flat.view(self.weights, name)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self._own = self.master
+        """What the other ranks gather from this one."""
+        if dtype != torch.float32:
+            self._own = flat.slice_of(self.weights, copies.shard.index)
+            self._own = self._own.clone() if frees else self._own
+        self.there = True
+        """Whether the whole weights are in memory, or on their way."""
+        self._gathering: Transfer | None = None
+        self.missing: set[str] = set()
+        """Weights whose gradient the backward pass under way has not computed yet."""
+        self._gradient: Tensor | None = None
+        self._summed: set[str] = set()
+        """Weights that have a value in `_gradient`."""
+        self._flying: tuple[Transfer | None, Tensor] | None = None
+        self._adding: Handle | None = None
+        self.part: Tensor | None = None
+        """This rank's slice of the gradient, float32 [slice_size], summed over all ranks after `finish`."""
+
+    # The gradient
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds the gradient of one weight in one backward pass."""
+        if self._gradient is None:
+            self._gradient = torch.zeros(self.flat.size, device=gradient.device)
+        view = self.flat.view(self._gradient, name)
+        if name in self._summed:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self._summed.add(name)
+        self.missing.discard(name)
+
+    def launch(self, last: bool) -> None:
+        """Starts the sum over the group, after the last pass or with `shares_gradients` after each."""
+        if not (last or self.shares_gradients):
+            return
+        device = self.weights.device
+        whole = torch.zeros(self.flat.size, device=device) if self._gradient is None else self._gradient
+        if self.copies.shard.size == 1:
+            self._flying = (None, whole)
+        else:
+            part = torch.empty(self.flat.slice_size, device=device)
+            self._flying = (self.copies.shard.reduce_scatter(part, whole), part)
+
+    def settle(self, last: bool) -> None:
+        """Takes the result of `launch`; after the last pass starts the sum over the groups."""
+        if self._flying is None:
+            return
+        work, part = self._flying
+        if work is not None:
+            work.wait()
+        self._flying = None
+        self.part = part if self.part is None else self.part.add_(part)
+        self._gradient = None
+        self._summed.clear()
+        if last:
+            name = next(iter(self.parameters))
+            self._adding = self._summing.start(self.copies.replicate, self.flat, self.part, name)
+
+    def finish(self) -> None:
+        """Waits for the sum over the groups."""
+        if self._adding is not None:
+            self._adding.wait()
+            self._adding = None
+
+    def drop(self) -> None:
+        """Forgets the gradient."""
+        self._gradient = self.part = self._flying = self._adding = None
+        self._summed.clear()
+
+    def squared_norm(self) -> Tensor:
+        """Squared norm of this rank's share of the gradient, float64: the shares of all ranks are the whole gradient."""
+        assert self.part is not None, f"{next(iter(self.parameters))} got no gradient"
+        others = self.copies.replicate  # they have the same slice: each takes a part of it
+        if others.size == 1:  # weight by weight, as one process does
+            mine = [self.part[one.at : one.at + one.stop - one.start] for one in self.pieces] or [self.part]
+            return torch.stack(torch._foreach_norm(mine)).double().square().sum()
+        mine = self.part.tensor_split(others.size)[others.index]
+        return torch.linalg.vector_norm(mine).double().square()
+
+    # The weights
+
+    def publish(self) -> None:
+        """Rounds the master to what other ranks gather, and starts gathering it unless the weights are freed."""
+        if self._own.data_ptr() != self.master.data_ptr():
+            self._own.copy_(self.master)
+        self._gathering = None if self.frees else self.copies.shard.all_gather(self.weights, self._own)
+
+    def gather(self) -> None:
+        """Starts to bring the whole weights into memory."""
+        if not self.there:
+            storage = self.weights.untyped_storage()
+            storage.resize_(self.flat.size * self.weights.element_size())
+            self._gathering = self.copies.shard.all_gather(self.weights, self._own)
+            self.there = True
+
+    def ready(self) -> None:
+        """Waits for the whole weights."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def free(self) -> None:
+        """Frees the whole weights."""
+        if self.frees and self.there:
+            self.ready()
+            self.weights.untyped_storage().resize_(0)
+            self.there = False

@@ -1,0 +1,237 @@
+"""The trained weights of a data-parallel training: each rank holds parts of them, of their gradients and masters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.model.decoder import Decoder
+from hone.parallel.grid import Copies, Grid
+from hone.train.data_parallel.bucket import Bucket
+from hone.train.data_parallel.flat import Flat
+from hone.train.data_parallel.sums import Sum
+from hone.train.weights import Weights, filled
+
+_AT_ONCE = 2
+"""Buckets whose sums may be under way while the backward pass goes on: more need memory, and one may not hide its message."""
+
+
+class DividedWeights(Weights):
+    """`Weights` of a rank in `grid`: a bucket of flat tensors for every layer, and one for embedding, last norm and head.
+
+    `sharded` as in `DataParallel.sharded`. Weights in `whole` are held by one rank of each group, never in parts. Those in
+    `copied` are held by all tensor-parallel ranks, over which their gradient is summed too.
+    `masters` and gradients are this rank's: flat pieces [stop - start] of a weight, or the whole weight in its shape.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        *,
+        grid: Grid,
+        sharded: Collection[str],
+        whole: Collection[str],
+        copied: Collection[str] = (),
+        zeros: Mapping[str, Tensor] | None = None,
+        summing: Sum | None = None,
+    ) -> None:
+        self.parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
+        self.split = dtype != torch.float32
+        self.grid = grid
+        self.zeros = {}
+        self.masters: dict[str, Tensor] = {}
+        self.pieces: dict[str, tuple[int, int]] = {}
+        """The elements of each weight, start to stop, that `masters` holds."""
+        self._frees = "weights" in sharded and grid.copies.shard.size > 1
+        for name, mask in (zeros or {}).items():
+            self.parameters[name].data.masked_fill_(mask, 0)
+            self.parameters[name].register_hook(partial(filled, mask))
+        layers: list[dict[str, nn.Parameter]] = [{} for _ in model.layers]
+        ends: dict[str, nn.Parameter] = {}
+        for name, parameter in self.parameters.items():
+            assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
+            head, _, rest = name.partition(".")
+            (layers[int(rest.partition(".")[0])] if head == "layers" else ends)[name] = parameter
+        make = partial(self._make, dtype=dtype, shares_gradients="gradients" in sharded, whole=whole, copied=copied)
+        make = partial(make, summing=summing or Sum())
+        self._ends = make(ends, frees=False)
+        self._layers = [make(layer, frees=self._frees) for layer in layers]
+        self._buckets = [*self._ends, *(bucket for layer in self._layers for bucket in layer)]
+        self._home = {name: bucket for bucket in self._buckets for name in bucket.parameters}
+        for name, mask in (zeros or {}).items():
+            if name in self.pieces:
+                start, stop = self.pieces[name]
+                self.zeros[name] = mask.view(-1)[start:stop].view(self.masters[name].shape)
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+        for index, layer in enumerate(model.layers):
+            layer.register_forward_pre_hook(partial(self._before, index))
+            if self._frees:
+                layer.register_forward_hook(partial(self._after, index))
+        for bucket in self._buckets:
+            bucket.free()
+        self._last = self._backward = False
+        self._waiting: deque[Bucket] = deque()
+        self._flying: deque[Bucket] = deque()
+
+    def _make(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        whole: Collection[str],
+        copied: Collection[str],
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> list[Bucket]:
+        """The buckets of one layer: weights that may be cut and weights that may not, of one rank and of all tensor-parallel ones."""
+        groups: dict[tuple[bool, bool, Copies], dict[str, nn.Parameter]] = {}
+        for name, part in parameters.items():
+            key = (name in whole, name in copied, self.grid.copies_of(name, name in copied))
+            groups.setdefault(key, {})[name] = part
+        made = []
+        # One order on all ranks, whichever weights each has.
+        for uncut, on_all, copies in sorted(groups, key=lambda one: (*one[:2], one[2].replicate.size)):
+            chosen = groups[uncut, on_all, copies]
+            shapes = {name: tuple(part.shape) for name, part in chosen.items()}
+            flat = Flat(shapes, copies.shard.size, whole=uncut)
+            bucket = Bucket(chosen, flat, copies, dtype, **options)
+            made.append(bucket)
+            for piece in bucket.pieces:
+                master = bucket.master[piece.at : piece.at + piece.stop - piece.start]
+                entire = len(master) == chosen[piece.name].numel()
+                self.masters[piece.name] = master.view(flat.shapes[piece.name]) if entire else master
+                self.pieces[piece.name] = (piece.start, piece.stop)
+        return made
+
+    # Passes
+
+    def _before(self, index: int, *_: Any) -> None:
+        """Before layer `index` computes: its weights are there, and the next one's on their way."""
+        self._bring(index, index - 1 if self._backward else index + 1)
+
+    def _after(self, index: int, _: nn.Module, __: Any, output: Tensor) -> None:
+        """After layer `index` has computed: frees its weights until the backward pass comes back to it."""
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(lambda _: self._bring(index, index - 1))
+        if not self._backward:  # a layer that is recomputed is about to need them again
+            self._free(index)
+
+    @torch.no_grad()
+    def _bring(self, index: int, following: int) -> None:
+        for bucket in self._layers[index]:
+            bucket.gather()
+        if self._frees and 0 <= following < len(self._layers):
+            for bucket in self._layers[following]:
+                bucket.gather()
+        for bucket in self._layers[index]:
+            bucket.ready()
+
+    @torch.no_grad()
+    def _free(self, index: int) -> None:
+        for bucket in self._layers[index]:
+            bucket.free()
+
+    def before_backward(self, last: bool) -> None:
+        """Before a backward pass; `last`: it is the last one of the step."""
+        self._last, self._backward = last, True
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parameters)
+        # All ranks start the sums in this order: the last layer's gradient comes first.
+        self._waiting = deque(reversed(self._buckets))
+
+    @torch.no_grad()
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        """Takes a weight's gradient; starts the sums of the buckets that are complete, in order."""
+        bucket = self._home[name]
+        if parameter.grad is None:  # a pipeline computes it later
+            return
+        bucket.add(name, parameter.grad)
+        parameter.grad = None
+        if not bucket.missing:
+            bucket.free()
+        while self._waiting and not self._waiting[0].missing:
+            self._launch(self._waiting.popleft())
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch(self._last)
+        self._flying.append(bucket)
+        while len(self._flying) > _AT_ONCE or (self._flying and self.grid.copies.shard.size == 1):
+            self._flying.popleft().settle(self._last)
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """After a backward pass; after the step's last one, the gradients are those of all ranks."""
+        while self._waiting:  # those in which a weight took no part
+            self._launch(self._waiting.popleft())
+        while self._flying:
+            self._flying.popleft().settle(self._last)
+        self._backward = False
+        for bucket in self._buckets:
+            bucket.free()
+            if self._last:
+                bucket.finish()
+
+    # Gradients
+
+    def grad(self, name: str) -> Tensor:
+        """This rank's piece of the summed gradient of `name`, float32, in the shape of its master."""
+        bucket = self._home[name]
+        assert bucket.part is not None, f"{name} got no gradient"
+        at = next(piece.at for piece in bucket.pieces if piece.name == name)
+        return bucket.part[at : at + self.masters[name].numel()].view(self.masters[name].shape)
+
+    def holds(self, name: str) -> bool:
+        """As `Weights.holds`: the first of the ranks that have the same part."""
+        return self._home[name].copies.replicate.index == 0
+
+    def squared_norm(self) -> Tensor:
+        """Squared norm of this rank's share of the gradients, float64 scalar: the sum over all ranks is the whole."""
+        return torch.stack([bucket.squared_norm() for bucket in self._buckets]).sum()
+
+    def take_grads(self, names: Sequence[str], factor: float) -> list[Tensor]:
+        """The pieces of the gradients of `names` times `factor`, float32; valid until `published`."""
+        grads = [self.grad(name) for name in names]
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        return grads
+
+    def drop_grads(self, names: Sequence[str] | None = None) -> None:
+        """Clears the gradients of all weights."""
+        assert names is None, "gradients are dropped together"
+        for bucket in self._buckets:
+            bucket.drop()
+
+    # Weights
+
+    @torch.no_grad()
+    def publish(self, names: Sequence[str]) -> None:
+        """Zeros where weights stay zero; `published` brings the masters to the other ranks."""
+        for name in names:
+            if name in self.zeros:
+                self.masters[name].masked_fill_(self.zeros[name], 0)
+
+    @torch.no_grad()
+    def published(self) -> None:
+        """After an update: brings every rank's masters to the others, in the weights' dtype; clears the gradients."""
+        for bucket in self._buckets:
+            bucket.drop()
+            bucket.publish()
+        for bucket in self._buckets:
+            bucket.ready()
+
+    @contextmanager
+    def all_there(self) -> Iterator[None]:
+        """All weights are in memory inside."""
+        with torch.no_grad():
+            for index in range(len(self._layers)):
+                self._bring(index, index + 1)
+        yield
+        for index in range(len(self._layers)):
+            self._free(index)

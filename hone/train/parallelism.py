@@ -1,0 +1,242 @@
+"""How the ranks of a training share its work: the degree of each axis of their grid. Names are torchtitan's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import Field, model_validator
+
+from hone.base.errors import SpecError
+from hone.base.spec import Spec
+from hone.base.table import Choice, Technique
+from hone.cost.facts import ModelFacts
+from hone.cost.replicas import Divided
+from hone.cost.tensor import Tensor, part_of
+from hone.cost.update import UpdateCost
+from hone.parallel.degrees import Degrees, data_ranks
+from hone.train import CONTEXT_PARALLEL, DATA_PARALLEL, OFFLOADS, PIPELINE_SCHEDULES
+from hone.train.context_parallel.techniques import Ring
+from hone.train.data_parallel.ddp import DDP
+from hone.train.offload.techniques import Resident
+from hone.train.pipeline.cost import Pipelined
+from hone.train.pipeline.techniques import OneForwardOneBackward
+
+if TYPE_CHECKING:
+    import torch
+
+    from hone.base.mesh import Mesh
+    from hone.model.config import ModelConfig
+    from hone.model.decoder import Decoder
+    from hone.parallel.grid import Grid
+    from hone.train.loop import Ranks
+    from hone.train.objectives.base import Objective
+
+
+class Shared(NamedTuple):
+    """What the ranks of one layer, and those of the pipeline, hold; `update` is the step of a rank's part."""
+
+    tensor: Tensor
+    pipeline: Pipelined | None
+    update: UpdateCost
+
+
+class Parallelism(Spec):
+    """The axes of the grid of ranks. Ranks that the other axes leave go to data parallelism."""
+
+    data_parallel: Annotated[Technique, Choice(DATA_PARALLEL)] = Field(
+        DDP(kind="ddp"), description="What of the training's state each of several ranks holds."
+    )
+    tensor_parallel_degree: int = Field(
+        1,
+        ge=1,
+        description="Ranks that each compute a part of every layer, neighbours, which must have the fastest links.",
+    )
+    enable_sequence_parallel: bool = Field(
+        True, description="Tensor-parallel ranks share the tokens of norms and residuals too."
+    )
+
+    context_parallel_degree: int = Field(1, ge=1, description="Ranks that share each sequence.")
+    context_parallel: Annotated[Technique, Choice(CONTEXT_PARALLEL)] = Field(
+        Ring(kind="ring"), description="How they attend to whole sequences."
+    )
+
+    pipeline_parallel_degree: int = Field(1, ge=1, description="Ranks that each compute some of the layers.")
+    pipeline_parallel_schedule: Annotated[Technique, Choice(PIPELINE_SCHEDULES)] = Field(
+        OneForwardOneBackward(kind="1f1b"),
+        description="Order of the passes of a step's gradient_accumulation_steps micro-batches.",
+    )
+
+    offload: Annotated[Technique, Choice(OFFLOADS)] = Field(
+        Resident(kind="none"), description="Where optimizer state and float32 master weights are; host: one rank only."
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Parallelism:
+        if not self.exact and max(self.taken.values()) > 1:
+            raise ValueError(f"data_parallel {self.data_parallel.kind} works with data-parallel ranks only")
+        if self.pipeline_parallel_degree > 1 and self.data_parallel.sharded - {"optimizer"}:
+            raise ValueError(
+                f"data_parallel {self.data_parallel.kind} works without pipeline stages, whose many passes would each move "
+                "weights or gradients: take zero1 or ddp"
+            )
+        return self
+
+    @property
+    def exact(self) -> bool:
+        """Whether losses and weights are those of one process: otherwise the ranks are part of a training's identity."""
+        return self.data_parallel.exact
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """The degrees of all axes but data parallelism, by their field."""
+        return {
+            "pipeline_parallel_degree": self.pipeline_parallel_degree,
+            "context_parallel_degree": self.context_parallel_degree,
+            "tensor_parallel_degree": self.tensor_parallel_degree,
+        }
+
+    def degrees(self, num_ranks: int) -> Degrees:
+        """The ranks along each axis. Raises SpecError when `num_ranks` cannot be divided."""
+        divided = self.data_parallel.divided(data_ranks(num_ranks, **self.taken))
+        return Degrees(
+            pp=self.pipeline_parallel_degree,
+            dp_replicate=divided.num_ranks // divided.num_shards,
+            dp_shard=divided.num_shards,
+            cp=self.context_parallel_degree,
+            tp=self.tensor_parallel_degree,
+        )
+
+    def divided(self, num_ranks: int) -> Divided:
+        """The division of a training over `num_ranks` ranks, for estimates. Raises SpecError as `degrees` does."""
+        divided, cp = self.data_parallel.divided(self.degrees(num_ranks).dp), self.context_parallel_degree
+        shards = divided.num_shards * (cp if self.data_parallel.sharded else 1)  # as the grid's copies
+        return replace(divided, num_ranks=divided.num_ranks * cp, num_shards=shards)
+
+    def shared(
+        self, config: ModelConfig, cost: Callable[[ModelFacts], UpdateCost], micro_batches: int, seq_len: int
+    ) -> Shared:
+        """What a rank holds of a model of `config`, for estimates; `cost` says what an optimizer's step of a part costs."""
+        facts = config.facts()
+        degree, update = self.tensor_parallel_degree, cost(facts)
+        part = part_of(config.local(degree).facts(), degree) if degree > 1 else None
+        if part is not None:  # a rank's part of weights and state, but products of whole matrices
+            update = replace(cost(part), matmuls=update.matmuls, num_repeats=update.num_repeats)
+        tensor = Tensor(degree, self.enable_sequence_parallel, part)
+        if self.pipeline_parallel_degree == 1:
+            return Shared(tensor, None, update)
+        table = self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches)
+        pipeline = Pipelined.of(table, self.stages(config, seq_len), part or facts, cost)
+        return Shared(tensor, pipeline, pipeline.updates[pipeline.largest])
+
+    def sequences(self, batch_size: int, micro_batches: int, num_ranks: int) -> int:
+        """Sequences of one pass of one rank. Raises SpecError when the batch cannot be divided, or the schedule needs another
+        number of micro-batches."""
+        if self.pipeline_parallel_degree > 1:
+            self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches)
+        dp = self.degrees(num_ranks).dp
+        parts = dp * micro_batches
+        if batch_size % parts:
+            raise SpecError(
+                f"batch_size {batch_size} is not divisible into {dp} ranks x {micro_batches} micro-batches",
+                fix=f"set batch_size to a multiple of {parts}, or start another number of ranks",
+            )
+        return batch_size // parts
+
+    def check(
+        self, config: ModelConfig, *, seq_len: int, optimizer: Technique, objective: Objective, compile: bool
+    ) -> None:
+        """Raises SpecError where the training of a model of `config` cannot be divided as these degrees say."""
+        self.stages(config, seq_len)
+        degree = self.tensor_parallel_degree
+        if degree == 1:
+            return
+        from hone.train.tensor_parallel.decoder import check_tensor_parallel
+
+        check_tensor_parallel(config, degree)
+        why = None
+        parts = degree * self.context_parallel_degree
+        if self.enable_sequence_parallel and seq_len % parts:
+            by = f"context_parallel_degree {self.context_parallel_degree} x " if parts > degree else ""
+            raise SpecError(
+                f"seq_len {seq_len} is not divisible by {by}tensor_parallel_degree {degree}",
+                fix="change seq_len, or set parallelism.enable_sequence_parallel: false",
+            )
+        if optimizer.kind not in ("adamw", "muon"):
+            why = f"optimizer {optimizer.kind} has no form for parts of matrices (adamw and muon have)"
+        elif objective.from_teacher:
+            why = f"objective {objective.kind} needs logits of the whole vocabulary"
+        elif compile:
+            why = "compile does not work with its transfers inside layers"
+        if why:
+            raise SpecError(f"tensor_parallel_degree {degree}: {why}", fix="set parallelism.tensor_parallel_degree: 1")
+
+    def stages(self, config: ModelConfig, seq_len: int) -> list[range]:
+        """The layers of each pipeline stage. Raises SpecError when the layers cannot be divided into them."""
+        from hone.train.pipeline.stages import divide
+
+        if self.pipeline_parallel_degree == 1:
+            return [range(config.num_layers)]
+        held = self.pipeline_parallel_schedule.held(self.pipeline_parallel_degree)
+        return divide(config, 1 + max(max(one) for one in held), seq_len)
+
+    def decoder(self, model: Decoder, ranks: Ranks, seq_len: int) -> Decoder:
+        """This rank's part of `model`, with no axis that divides it the model itself; sequences have `seq_len` tokens."""
+        grid, config = ranks.grid, model.config
+        if grid is not None and grid.tp.size > 1:
+            from hone.train.tensor_parallel.decoder import TensorParallelDecoder
+
+            model = TensorParallelDecoder(model, grid.tp, sequence=self.enable_sequence_parallel)
+        if ranks.pipeline is not None:
+            ranks.pipeline.take(model, config, seq_len)
+        return model
+
+    @staticmethod
+    def whole(model: Decoder, ranks: Ranks, keep: bool) -> Decoder:
+        """The model with the weights of all ranks, for those with `keep`; every rank calls it, with all weights in memory."""
+        if ranks.pipeline is not None and ranks.pipeline.stages is not None:
+            model = ranks.pipeline.stages.gather(model)
+        gather = getattr(model, "gather", None)
+        return (gather(keep) if gather else None) or model
+
+    @staticmethod
+    def config(model: Decoder) -> ModelConfig:
+        """The config of the whole model."""
+        return getattr(model, "whole_config", model.config)
+
+    def grid(self, mesh: Mesh, device: torch.device | str) -> Grid:
+        """The axes of the ranks of `mesh`; every rank calls it. Raises SpecError as `degrees` does."""
+        from hone.parallel.grid import Grid
+
+        shards, alone = bool(self.data_parallel.sharded), self.data_parallel.alone
+        return Grid(mesh, self.degrees(mesh.world_size), device, shards=shards, alone=alone)
+
+    def ranks(self, mesh: Mesh, device: torch.device | str) -> Ranks:
+        """The ranks of `mesh` as a trainer needs them; every rank calls it. Raises SpecError as `degrees` does."""
+        from hone.train.context_parallel.context import ContextRanks
+        from hone.train.loop import Ranks
+
+        if mesh.world_size == 1:
+            return Ranks(mesh)
+        grid = self.grid(mesh, device)
+        pipeline, schedule = None, self.pipeline_parallel_schedule
+        shared = ContextRanks(self.context_parallel, grid.cp) if grid.cp.size > 1 else None
+        if grid.pp.size > 1:
+            from hone.train.pipeline.passes import Pipeline
+
+            pipeline = Pipeline(schedule, mesh, grid, shared, self.enable_sequence_parallel)
+        return Ranks(mesh, grid, self.data_parallel.sharded, shared, self.data_parallel.summing(), pipeline)
+
+    def check_sequences(self, config: ModelConfig, seq_len: int) -> None:
+        """Raises SpecError when the ranks cannot share the model's layers or sequences of `seq_len` tokens."""
+        if self.context_parallel_degree > 1:
+            local = config.local(self.tensor_parallel_degree)  # its heads
+            self.context_parallel.check(local, seq_len, self.context_parallel_degree)
+
+    def said(self) -> str:
+        """What of it is in use, for the note of a figure."""
+        degree = self.context_parallel_degree
+        shared = f", {degree} ranks share each sequence ({self.context_parallel.kind})" if degree > 1 else ""
+        stages = f", {self.pipeline_parallel_degree} pipeline ranks ({self.pipeline_parallel_schedule.kind})"
+        return f"{self.data_parallel.kind}{shared}{stages if self.pipeline_parallel_degree > 1 else ''}"

@@ -1,0 +1,81 @@
+"""The passes of a micro-batch: its place on a device, the layers with recomputed segments, and its division."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.data.load import IGNORE, Batch
+from hone.model.context import Causal, Context, Packed
+from hone.model.decoder import Decoder
+from hone.train.activation_checkpointing import Segment
+from hone.train.activation_checkpointing.run import run_layers_in
+from hone.train.context_parallel.context import ContextRanks
+
+
+class Sums(NamedTuple):
+    """Sums over a step's forward and backward passes, over micro-batches and ranks; means are computed from sums only."""
+
+    loss: Tensor
+    """The objective, summed over its valid targets."""
+    extra: Tensor | None
+    """The layers' own losses, summed over tokens; None without any."""
+    squared_norm: Tensor
+    """Squared norm of the gradient."""
+
+
+class Counts(NamedTuple):
+    """The divisors of a step's sums."""
+
+    targets: float
+    """Valid targets of the objective; at least 1."""
+    tokens: float
+    """Tokens of the batch."""
+
+
+def share(batch: Batch, index: int, parts: int) -> Batch:
+    """The sequences of a batch that part `index` has: all have some, because layers may be gathered together."""
+    if parts == 1:
+        return batch
+    mine = Batch(*(array[index::parts] for array in batch))
+    if len(mine.tokens):
+        return mine
+    return Batch(batch.tokens[:1], np.full_like(batch.targets[:1], IGNORE), batch.document_ids[:1])
+
+
+def run_layers(model: Decoder, tokens: Tensor, context: Context, segments: Sequence[Segment]) -> Tensor:
+    """`model.hidden` with recomputed segments: tokens [B, S] -> [B, S, D] before the final norm."""
+    return run_segments(model, model.embed(tokens), context, segments)
+
+
+def run_segments(model: Decoder, x: Tensor, context: Context, segments: Sequence[Segment]) -> Tensor:
+    """x [B, S, D] through the layers of `segments`, of which those to recompute keep their input alone."""
+    model.prepare(x, context)
+    return run_layers_in(model.layers, x, context, segments)
+
+
+def to_device(
+    batch: Batch, device: torch.device, context: ContextRanks | None = None
+) -> tuple[Tensor, Tensor, Context]:
+    """(tokens, targets, context) of a batch; sequences of a single document get the cheaper causal context.
+
+    With the ranks that share the sequences the batch is a divided one.
+    """
+    tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+    tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    if context is not None:
+        return tokens, targets, context.context(batch, device)
+    if (batch.document_ids == batch.document_ids[:, :1]).all():
+        return tokens, targets, Causal(tokens)
+    return tokens, targets, Packed(torch.from_numpy(batch.document_ids).to(device))
+
+
+def cut(batch: Batch, parts: int) -> list[Batch]:
+    """`batch` in `parts` micro-batches of equal numbers of sequences."""
+    size, rest = divmod(len(batch.tokens), parts)
+    assert not rest, f"{len(batch.tokens)} sequences cannot be divided into {parts} equal micro-batches"
+    return [Batch(*(array[at * size : (at + 1) * size] for array in batch)) for at in range(parts)]

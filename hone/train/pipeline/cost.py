@@ -1,0 +1,133 @@
+"""Cost of pipeline parallelism: what of a model each rank holds, the seconds of a step, the activations in memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hone.base.figure import Estimate
+from hone.cost.cache import BYTES
+from hone.cost.facts import ModelFacts
+from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
+from hone.cost.steps import forward_seconds, pass_seconds
+from hone.cost.update import UpdateCost, update_seconds
+from hone.measure.machine import Machine
+from hone.parallel.pipeline.simulate import Costs, Played, simulate
+from hone.parallel.pipeline.table import Table, receiver
+from hone.train.activation_checkpointing import Segment
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A training whose ranks run `table`: stage s has `layers[s]`.
+
+    `parts[r]` are the facts of rank r's part, with a vocabulary only where the head is; `updates[r]` is its update.
+    """
+
+    table: Table
+    layers: tuple[range, ...]
+    parts: tuple[ModelFacts, ...]
+    updates: tuple[UpdateCost, ...]
+    stages: tuple[ModelFacts, ...]
+
+    @classmethod
+    def of(
+        cls, table: Table, layers: Sequence[range], facts: ModelFacts, update: Callable[[ModelFacts], UpdateCost]
+    ) -> Pipelined:
+        """The division of a model of `facts`; `update` says what an optimizer's step of a part costs."""
+        held = [table.held(rank) for rank in range(len(table.ranks))]
+        parts = tuple(_part(facts, [layers[stage] for stage in own]) for own in held)
+        stages = tuple(_part(facts, [one]) for one in layers)
+        return cls(table, tuple(layers), parts, tuple(update(one) for one in parts), stages)
+
+    @property
+    def largest(self) -> int:
+        """The rank with the most weights."""
+        return max(range(len(self.parts)), key=lambda rank: self.parts[rank].num_params)
+
+    def played(
+        self,
+        machine: Machine,
+        *,
+        tokens: int,
+        seq_len: int,
+        dtype: str,
+        recomputed: Sequence[int],
+        inside: float = 0.0,
+    ) -> Played:
+        """The passes of a step in simulated time, with `inside` seconds of transfers inside the layers of a pass."""
+        forward, rest = [], []
+        for layers, stage in zip(self.layers, self.stages, strict=True):
+            again = [index - layers.start for index in recomputed if index in layers]
+            both = pass_seconds(stage, machine, batch_tokens=tokens, seq_len=seq_len, dtype=dtype, recomputed=again)
+            first = forward_seconds(stage, machine, tokens=tokens, seq_len=seq_len, dtype=dtype).value
+            share = inside * len(layers) / max(sum(map(len, self.layers)), 1)
+            first = min(first, both.value / 2)
+            forward.append(first + share / 2)
+            rest.append((both.value - first + share / 2) / 2)
+        return simulate(self.table, Costs(forward, rest, rest, self._sent_s(machine, tokens, dtype)))
+
+    def moved_s(self, machine: Machine, tokens: int, dtype: str) -> float:
+        """Seconds in which the rank with most of them receives activations and gradients of a step."""
+        received = [0] * len(self.parts)
+        for rank, ops in enumerate(self.table.ranks):
+            for op in ops:
+                to = receiver(self.table, op)
+                if to is not None and (other := self.table.place(to.stage, to.microbatch)) != rank:
+                    received[other] += 1
+        return max(received) * self._sent_s(machine, tokens, dtype)
+
+    def _sent_s(self, machine: Machine, tokens: int, dtype: str) -> float:
+        """Seconds of one activation between two stages."""
+        kind = "cuda" if machine.device.startswith("cuda") else "cpu"
+        message = BYTES[dtype] * tokens * self.parts[0].hidden_size
+        return MESSAGE_S[kind] + message / link_bytes_per_s(machine.device, machine.num_ranks)
+
+    def step(self, played: Played, machine: Machine, dtype: str) -> Estimate:
+        """Seconds of a step: until the last pass ends, and the largest update."""
+        last = max(
+            update_seconds(one, part, machine, dtype).value for one, part in zip(self.updates, self.parts, strict=True)
+        )
+        calibration = machine.calibration
+        said = f"{self.table.name}: {self.table.microbatches} micro-batches over {len(self.parts)} ranks "
+        return Estimate(
+            value=played.seconds + last,
+            unit="s",
+            formula=f"{said}{played.seconds:.3g} s simulated, of which {played.bubble:.1%} bubble (link rates are not "
+            f"calibrated) + update {last:.3g} s",
+            bound=calibration is None or dtype not in calibration.dtypes,
+        )
+
+    def live(self, rank: int, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        """What `rank` holds at its peak, as segments: one for each layer of each micro-batch in memory."""
+        own: list[list[Segment]] = []
+        for layers in self.layers:
+            cut = [
+                one._replace(start=max(one.start, layers.start), stop=min(one.stop, layers.stop)) for one in segments
+            ]
+            own.append([one for one in cut if one.start < one.stop])
+        kept = [float(sum(one.stop - one.start for one in part if not one.recompute)) for part in own]
+        dropped = [float(sum(one.recompute for one in part)) for part in own]
+        longest = max((one.stop - one.start for part in own for one in part if one.recompute), default=0)
+        many, inputs = (round(simulate(self.table, sizes=sizes).peaks[rank]) for sizes in (kept, dropped))
+        found = [Segment(0, 1, False)] * many + [Segment(0, 1, True)] * max(inputs - 1, 0)
+        return (*found, *([Segment(0, longest, True)] if inputs else []))
+
+
+def _part(facts: ModelFacts, ranges: Sequence[range]) -> ModelFacts:
+    """The facts of the layers in `ranges`, with embedding and head where these are the first and the last layers."""
+    picked = tuple(facts.layers[index] for one in ranges for index in one)
+    first, last = any(one.start == 0 for one in ranges), any(one.stop == facts.num_layers for one in ranges)
+    table = facts.vocab_size * facts.hidden_size
+    ends = table if facts.tie_embeddings and (first or last) else table * (first + last)
+    inner = facts.num_params - table * (1 if facts.tie_embeddings else 2)
+    weights = sum(one.matmul_params for one in facts.layers)
+    share = sum(one.matmul_params for one in picked) / max(weights, 1)
+    num_params = round(inner * share) + ends
+    return replace(
+        facts,
+        num_params=num_params,
+        active_params=num_params,
+        vocab_size=facts.vocab_size if last else 0,
+        layers=picked,
+    )

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism of a training: each rank computes a part of every layer."""

@@ -1,0 +1,228 @@
+"""The decoder of one tensor-parallel rank in training: its heads, columns and rows of the vocabulary, cut from whole weights.
+
+The modules are those of the whole model, built from the rank's own config; hooks around mixers, feed-forwards and head join the
+ranks (Megatron's f and g). Shoeybi et al. 2019, arXiv:1909.08053; with `sequence`, Korthikanti et al. 2022, arXiv:2205.05198:
+between these regions a rank has a part of each sequence's tokens, and its norms and residuals are of that part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.base.errors import SpecError
+from hone.model.config import ModelConfig
+from hone.model.decoder import Decoder
+from hone.model.linear import make_dense
+from hone.model.linear_spec import LinearSpec, NormSpec
+from hone.model.parallel.local import check_split
+from hone.parallel.axis import Axis
+from hone.parallel.cut import Cut
+from hone.parallel.regions import copied, gathered, scattered, summed
+
+
+class TensorParallelDecoder(Decoder):
+    """Rank `axis.index` of a decoder whose weights `whole` has (float32); they are copied, and trained in parts.
+
+    `cuts` are the parts by parameter; parameters without one are held by all ranks, with the gradient that sums to the whole
+    over them. Losses read `vocabulary` (the axis and the first row) and call `head_input`, which has all tokens of a sequence.
+    """
+
+    def __init__(self, whole: Decoder, axis: Axis, *, sequence: bool = True) -> None:
+        check_tensor_parallel(whole.config, axis.size)
+        with torch.device("meta"):
+            super().__init__(whole.config.local(axis.size), _maker(axis))
+        self.whole_config, self.axis, self.sequence = whole.config, axis, sequence
+        self.cuts = cuts_of(whole.config, axis.index, axis.size)
+        self._parts: dict[str, Part] = {}
+        given = dict(whole.named_parameters())
+        for name, _ in list(self.named_parameters()):
+            value = given[name].detach()
+            value = self.cuts[name].take(value) if name in self.cuts else value.clone()
+            owner, _, last = name.rpartition(".")
+            setattr(self.get_submodule(owner), last, nn.Parameter(value, given[name].requires_grad))
+        (first, _), *_ = self.cuts["embed_tokens.weight"].ranges
+        self.vocabulary = (axis, first)
+        self.embed_tokens.first = first
+        enter, leave = self._enter, self._leave
+        self.embed_tokens.register_forward_hook(lambda _, __, x: leave(x))
+        for layer in self.layers:
+            for block in (layer.mixer, layer.feed_forward):
+                block.register_forward_pre_hook(lambda _, given: (enter(given[0]), *given[1:]))
+                block.register_forward_hook(lambda _, __, x: leave(x))
+        if not sequence:
+            self._share_outer_gradients()
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Into a region in which each rank computes a part of every token."""
+        return (gathered if self.sequence else copied)(x, self.axis)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        """Out of it: x is the rank's part of a sum."""
+        return (scattered if self.sequence else summed)(x, self.axis)
+
+    def _share_outer_gradients(self) -> None:
+        """Outside the regions every rank computes the whole gradient: each keeps a share of it, which sum to the whole."""
+        share = 1 / self.axis.size
+        for name, parameter in self.named_parameters():
+            if name not in self.cuts and ".mixer." not in name and ".feed_forward." not in name:
+                parameter.register_hook(lambda gradient: gradient * share)
+
+    def head_input(self, x: Tensor) -> Tensor:
+        """As `Decoder.head_input`, of all tokens: x [B, S or S / n, D] -> [B, S, D]."""
+        return self._enter(super().head_input(x))
+
+    def head(self, x: Tensor) -> Tensor:
+        """There are no logits of the whole vocabulary on one rank."""
+        raise AssertionError("a tensor-parallel decoder has no logits: compute a loss from head_input")
+
+    def part_of(self, name: str) -> Part:
+        """For optimizers that need the whole of weight `name`."""
+        if name not in self._parts:
+            every = [cuts_of(self.whole_config, rank, self.axis.size) for rank in range(self.axis.size)]
+            for one in set.intersection(*(set(cuts) for cuts in every)):
+                self._parts[one] = Part(tuple(cuts[one] for cuts in every), self.axis)
+        return self._parts[name]
+
+    @torch.no_grad()
+    def gather(self, keep: bool) -> Decoder | None:
+        """The whole decoder with the weights of all ranks, on the CPU; None unless `keep`. Every rank of the axis calls it."""
+        with torch.device("meta"):
+            whole = Decoder(self.whole_config)
+        own = dict(self.named_parameters())
+        for name, empty in list(whole.named_parameters()):
+            value, cut = own.get(name), self.cuts.get(name)
+            if cut is not None or value is None:  # other ranks have the rest, or all of it: a bias of rank 0
+                found = torch.zeros(empty.shape, dtype=self.embedding.dtype, device=self.embedding.device)
+                if cut is not None and value is not None:
+                    cut.put(value, found)
+                transfer = self.axis.all_reduce(found)
+                if transfer is not None:
+                    transfer.wait()
+                value = found
+            if keep:
+                owner, _, last = name.rpartition(".")
+                setattr(whole.get_submodule(owner), last, nn.Parameter(value.detach().cpu(), requires_grad=False))
+        return whole if keep else None
+
+
+class Part(NamedTuple):
+    """The parts of a matrix that the ranks of `axis` hold, of one size: see `hone.train.optimizers.base.Part`."""
+
+    cuts: tuple[Cut, ...]
+    axis: Axis
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole matrix."""
+        every = part.new_empty(self.axis.size, *part.shape)
+        transfer = self.axis.all_gather(every.view(-1), part.contiguous().view(-1))
+        if transfer is not None:
+            transfer.wait()
+        whole = part.new_empty(self.cuts[0].shape)
+        for cut, one in zip(self.cuts, every, strict=True):
+            cut.put(one, whole)
+        return whole
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part."""
+        return self.cuts[self.axis.index].take(whole)
+
+
+class _Embedding(nn.Module):
+    """Rows `first` ... of the embedding; the tokens elsewhere are zero, as the sum over the ranks needs."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.first = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, S] -> [B, S, D]."""
+        place = tokens - self.first
+        own = (place >= 0) & (place < len(self.weight))
+        return F.embedding(torch.where(own, place, 0), self.weight).masked_fill(~own.unsqueeze(-1), 0)
+
+
+def check_tensor_parallel(config: ModelConfig, degree: int) -> None:
+    """Raises SpecError when the model cannot be trained by `degree` tensor-parallel ranks, naming what stands in the way."""
+    if degree == 1:
+        return
+    try:
+        check_split(config, degree)
+    except SpecError as error:
+        fix = "set parallelism.tensor_parallel_degree to a number that divides all of them, or to 1"
+        raise SpecError(error.what, fix=fix) from None
+    for index in range(config.num_layers):
+        for path, linear in config.linears(index).items():
+            where = f"layers.{index}.{path}"
+            if linear.experts is not None:
+                raise SpecError(
+                    f"{where} has experts, which tensor-parallel training does not divide",
+                    fix="set parallelism.tensor_parallel_degree to 1",
+                )
+            own = linear.local(0, degree)
+            for piece, local in zip(linear.pieces, own.pieces, strict=True):
+                if linear.shard == "column" and local.out_features * degree != piece.out_features:
+                    raise SpecError(
+                        f"{where}.{piece.name} has {piece.heads or 1} heads, fewer than {degree} tensor-parallel ranks",
+                        fix=f"set parallelism.tensor_parallel_degree to {piece.heads or 1} or a divisor of it",
+                    )
+    if (degree - 1) * -(-config.vocab_size // degree) >= config.vocab_size:
+        raise SpecError(
+            f"{config.vocab_size} tokens cannot be divided among {degree} tensor-parallel ranks",
+            fix="lower parallelism.tensor_parallel_degree",
+        )
+
+
+def cuts_of(config: ModelConfig, rank: int, num_ranks: int) -> dict[str, Cut]:
+    """The parts of the model's parameters that `rank` of `num_ranks` holds; those that are not named here are whole."""
+    found: dict[str, Cut] = {}
+    if num_ranks == 1:
+        return found
+    for name in config.ends():
+        shape = (config.vocab_size, config.hidden_size)
+        found[f"{name}.weight"] = Cut(shape, 0, (_vocabulary_rows(config.vocab_size, rank, num_ranks),))
+    for index in range(config.num_layers):
+        for path, linear in config.linears(index).items():
+            name, shape = f"layers.{index}.{path}", (linear.out_features, linear.in_features)
+            if linear.shard == "row":
+                columns = linear.columns(rank, num_ranks)
+                found[f"{name}.weight"] = Cut(shape, 1, ((columns.start, columns.stop),))
+                if linear.bias and rank == 0:  # added once
+                    found[f"{name}.bias"] = Cut(shape[:1], 0, ((0, shape[0]),))
+            elif linear.shard == "column":
+                own, begin, ranges = linear.rows(rank, num_ranks), 0, []
+                for piece in linear.pieces:
+                    ranges.append((begin + own[piece.name].start, begin + own[piece.name].stop))
+                    begin += piece.out_features
+                found[f"{name}.weight"] = Cut(shape, 0, tuple(ranges))
+                if linear.bias:
+                    found[f"{name}.bias"] = Cut(shape[:1], 0, tuple(ranges))
+        for path, parameter in config.parameters(index).items():
+            if not isinstance(parameter, NormSpec) and parameter.heads is not None:
+                own_rows = parameter.local(rank, num_ranks)
+                cut = Cut(tuple(parameter.shape), 0, ((own_rows.start, own_rows.stop),))
+                found[f"layers.{index}.{path}"] = cut
+    return found
+
+
+def _vocabulary_rows(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    rows = -(-vocab_size // num_ranks)
+    return min(vocab_size, rows * rank), min(vocab_size, rows * (rank + 1))
+
+
+def _maker(axis: Axis) -> Callable[[str, LinearSpec], Any]:
+    def made(name: str, spec: LinearSpec) -> nn.Module:
+        if spec.shard == "vocab" and axis.size > 1:
+            start, stop = _vocabulary_rows(spec.out_features, axis.index, axis.size)
+            if spec.reads == "tokens":
+                return _Embedding(stop - start, spec.in_features)
+            return make_dense(name, replace(spec, pieces=(replace(spec.pieces[0], out_features=stop - start),)))
+        return make_dense(name, replace(spec, bias=spec.bias and (spec.shard != "row" or axis.index == 0)))
+
+    return made

@@ -1,0 +1,142 @@
+"""What each of several ranks does in the tests of data-parallel training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hone.base.artifact import Artifact
+from hone.base.errors import HoneError
+from hone.base.mesh import Mesh
+from hone.base.run import Run
+from hone.data.load import PackedTokens
+from hone.model.decoder import build
+from hone.train import ACTIVATION_CHECKPOINTINGS, OPTIMIZERS
+from hone.train.checkpoint import Checkpoints
+from hone.train.loop import Ranks, Trainer, validate
+from hone.train.parallelism import Parallelism
+from hone.train.schedules.cosine import Cosine
+from hone.train.stage import Train
+from tests.train.conftest import SHAPE
+
+BATCH, SEQ, STEPS = 8, 32, 3
+OPTIONS = {"adamw": {}, "muon": {}, "adafactor": {}, "lion": {}, "adamw_8bit": {"min_elements": 1024}}
+
+
+def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
+    """A trainer of this rank; `setting` is what of it differs from the default."""
+    names = ("data_parallel", "context_parallel", "context_parallel_degree")
+    chosen = {name: setting[name] for name in names if name in setting}
+    shared = Parallelism.read({**chosen, **setting.get("parallelism", {})})
+    ranks = shared.ranks(mesh, "cpu")
+    name = setting.get("optimizer", "adamw")
+    shape = SHAPE.model_copy(update=setting.get("model", {}))
+    model = build(shape.config(data.vocab_size, eos=data.eos_token_id), seed=1)
+    if setting.get("tied"):
+        model = build(model.config.model_copy(update={"tie_embeddings": True}), seed=1)
+    zeros = None
+    if setting.get("masked"):
+        drawn = torch.Generator().manual_seed(0)
+        zeros = {
+            name: torch.rand(part.shape, generator=drawn) < 0.5
+            for name, part in model.named_parameters()
+            if name.endswith("down.weight")
+        }
+    return shared.data_parallel.trainer()(
+        shared.decoder(model, ranks, SEQ),
+        steps=STEPS,
+        schedule=Cosine(warmup=1),
+        optimizer=OPTIMIZERS.read({"kind": name, "lr": 1e-3, **OPTIONS[name], **setting.get("options", {})}),
+        precision=setting.get("precision", "fp32"),
+        gradient_accumulation_steps=setting.get("gradient_accumulation_steps", 1),
+        activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(setting.get("activation_checkpointing", "none")),
+        zeros=zeros,
+        ranks=ranks,
+    )
+
+
+def batch(data: PackedTokens, ranks: Ranks, step: int, *, uneven: bool = False) -> Any:
+    """This rank's sequences of a step's batch; `uneven`: only the first one of the whole batch has all its targets."""
+    index, parts = ranks.data
+    each = BATCH // parts
+    mine = np.arange(step * BATCH + index * each, step * BATCH + (index + 1) * each)
+    found = data.sequences(mine, SEQ, 0)
+    if uneven:
+        targets = found.targets.copy()
+        targets[mine % BATCH != 0, 3:] = -100
+        found = found._replace(targets=targets)
+    return found
+
+
+def trained(folder: str, out: str, settings: list[dict[str, Any]]) -> list[list]:
+    """Trains with each of `settings`: the losses and norms of its steps. Every rank writes the weights it ends with."""
+    torch.set_num_threads(1)
+    mesh, data, found = Mesh.from_environment(), PackedTokens(folder), []
+    for number, setting in enumerate(settings):
+        with mesh.together():
+            one = trainer(data, mesh, setting)
+            checkpoints = Checkpoints(Path(setting["read"])) if "read" in setting else None
+            if checkpoints is not None:
+                one.restore(*checkpoints.newest())
+            steps = []
+            while one.done < setting.get("until", STEPS):
+                step = one.step(batch(data, one.ranks, one.done, uneven=setting.get("uneven", False)))
+                steps.append([step.loss, step.grad_norm, step.tokens])
+            if setting.get("validate"):
+                val = PackedTokens(folder, "val")
+                steps.append([validate(one.model, val, batch_size=3, seq_len=SEQ, num_sequences=7, ranks=one.ranks)])
+            if "write" in setting:
+                one.save(Checkpoints(Path(setting["write"]), mesh=mesh))
+            with mesh.transfers(), one.update.weights.all_there():
+                whole = Parallelism.whole(one.model, one.ranks, True)
+                weights = {name: part.detach().clone() for name, part in whole.named_parameters()}
+            torch.save(weights, Path(out) / f"{number}-{mesh.world_size}-{mesh.rank}.pt")
+            found.append(steps)
+    return found
+
+
+def made(spec: dict[str, Any], data: str, out: str, kill_at: int = 0, **others: str) -> str:
+    """The content of the artifact that all ranks make of `data` and `others`; rank 1 is killed when it begins step `kill_at`."""
+    torch.set_num_threads(1)
+    run = Run(quiet=True)
+    if kill_at and run.mesh.rank == 1:
+        step = Trainer.step
+
+        def dying(self: Trainer, batch: Any) -> Any:
+            if self.done == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self, batch)
+
+        Trainer.step = dying  # type: ignore[method-assign]
+    try:
+        parents = {role: Artifact.read(folder) for role, folder in {"data": data, **others}.items()}
+        return Train.read(spec).make(out, parents, run).content
+    except HoneError as error:
+        return str(error)
+
+
+def failing(folder: str, setting: dict[str, Any] | None = None, where: str = "backward") -> str:
+    """What this rank raises when rank 1 alone fails in the middle of a backward pass, or in the `update`."""
+    torch.set_num_threads(1)
+    mesh, data = Mesh.from_environment(), PackedTokens(folder)
+    try:
+        with mesh.together():
+            one = trainer(data, mesh, setting or {"data_parallel": "zero2"})
+            one.step(batch(data, one.ranks, 0))
+            if mesh.rank == 1 and where == "update":
+                one.update.apply = _broken  # type: ignore[method-assign]
+            elif mesh.rank == 1:
+                one.model.layers[3].register_full_backward_pre_hook(_broken)
+            one.step(batch(data, one.ranks, 1))
+    except (HoneError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return "nothing"
+
+
+def _broken(*_: Any) -> None:
+    raise ZeroDivisionError("a bug")

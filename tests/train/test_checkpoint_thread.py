@@ -1,0 +1,152 @@
+"""Checkpoints written by a thread: the same ones, whole or missing after a kill, and a clear error when the disk fails."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.base.artifact import Artifact
+from hone.base.errors import HoneError, MachineError
+from hone.base.mesh import Mesh
+from hone.base.plan import facts_of
+from hone.base.run import Run
+from hone.measure.machine import describe
+from hone.model.hf import load
+from hone.train.checkpoint import Checkpoints
+from hone.train.stage import Train
+from tests.ranked import together
+from tests.train.conftest import SHAPE, content_after_kills
+from tests.train.ranks import made
+
+SPEC = {
+    "model": SHAPE.model_dump(),
+    "batch_size": 4,
+    "seq_len": 32,
+    "steps": 9,
+    "validation": {"sequences": 7},
+    "checkpoint": {"interval": 2, "async_mode": "async"},
+    "optimizer": {"lr": 1e-3},
+}
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Gate:
+    """Stands for `save_tensors` with a disk that waits until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import hone.model.shards
+
+        self._write, self.open, self.began = hone.model.shards.save_tensors, threading.Event(), threading.Event()
+        monkeypatch.setattr(hone.model.shards, "save_tensors", self)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.began.set()
+        assert self.open.wait(30)
+        self._write(*arguments)
+
+
+def test_a_checkpoint_has_the_state_of_its_step_and_counts_when_it_is_durable(monkeypatch, tmp_path):
+    gate, weights = Gate(monkeypatch), {"weight.a": torch.arange(8.0)}
+    checkpoints = Checkpoints(tmp_path, keep=1, background=True)
+    checkpoints.save(3, weights, {"done": 3})
+    assert gate.began.wait(30)
+    weights["weight.a"].fill_(-1.0)  # the training goes on
+    assert checkpoints.newest() is None and steps_in(tmp_path) == ["step-00000003.partial"]
+    gate.open.set()
+    deadline = time.monotonic() + 30
+    while steps_in(tmp_path) != ["step-00000003"]:  # without a further call
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert [path.name for path in (tmp_path / "step-00000003").iterdir() if "written" in path.name] == []
+    stored, numbers = checkpoints.newest()
+    assert torch.equal(stored.whole("weight.a"), torch.arange(8.0)) and numbers == {"done": 3}
+    checkpoints.save(4, weights, {"done": 4})
+    checkpoints.save(5, {"weight.a": torch.zeros(8)}, {"done": 5})  # waits for the one before
+    stored, numbers = Checkpoints(tmp_path).newest()
+    assert torch.equal(stored.whole("weight.a"), {4: weights["weight.a"], 5: torch.zeros(8)}[numbers["done"]])
+    checkpoints.close()
+    assert steps_in(tmp_path) == ["step-00000005"]
+
+
+def test_a_writer_that_fails_ends_the_training_and_leaves_the_last_whole_checkpoint(monkeypatch, tmp_path):
+    import hone.model.shards
+
+    checkpoints = Checkpoints(tmp_path, background=True)
+    checkpoints.save(1, {"weight.a": torch.ones(3)}, {"done": 1})
+    checkpoints.finish()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hone.model.shards, "save_tensors", full)
+    checkpoints.save(2, {"weight.a": torch.ones(3)}, {"done": 2})
+    with pytest.raises(
+        MachineError, match=r"step-00000002 could not be written .* rank 0: OSError.* No space"
+    ) as caught:
+        checkpoints.save(3, {"weight.a": torch.ones(3)}, {"done": 3})
+    assert "checkpoint.async_mode" in caught.value.fix
+    assert checkpoints.newest()[1] == {"done": 1}
+    checkpoints.finish()  # the error was raised, nothing waits
+
+
+@pytest.mark.slow
+def test_a_training_killed_at_any_time_ends_as_one_that_was_not(data_folder, tmp_path):
+    parents = {"data": Artifact.read(data_folder)}
+    whole = Train.read({**SPEC, "checkpoint": {"interval": 2}}).make(tmp_path / "whole", parents, Run(quiet=True))
+    assert content_after_kills(SPEC, data_folder, tmp_path / "killed", [5]) == whole.content
+
+
+def failing_on_one(folder: str) -> str:
+    """The error of this rank when rank 1 cannot write its part."""
+    import hone.model.shards
+
+    mesh = Mesh.from_environment()
+    checkpoints = Checkpoints(Path(folder), mesh=mesh, background=True)
+    try:
+        with mesh.together():
+            for step in (1, 2):
+                if (step, mesh.rank) == (2, 1):
+                    hone.model.shards.save_tensors = None  # type: ignore[assignment]
+                checkpoints.save(step, {f"weight.{mesh.rank}": torch.full((4,), float(step))}, {"done": step})
+            checkpoints.finish()
+    except HoneError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_publish_together_and_end_together(data_folder, tmp_path):
+    errors = [one.result for one in together(2, failing_on_one, str(tmp_path / "kept"))]
+    assert all("step-00000002 could not be written in the background on rank 1: TypeError" in one for one in errors)
+    stored, numbers = Checkpoints(tmp_path / "kept").newest()
+    assert numbers == {"done": 1} and {*stored.labels} == {"weight.0", "weight.1"}
+
+    one = Train.read(SPEC).make(tmp_path / "one", {"data": Artifact.read(data_folder)}, Run(quiet=True))
+    spec = {**SPEC, "parallelism": {"data_parallel": "zero3"}}
+    ended = together(2, made, spec, str(data_folder), str(tmp_path / "two"), 7)
+    assert ended[1].returncode == -signal.SIGKILL and "the stage resumes" in ended[0].result
+    kept = steps_in(next(tmp_path.glob("two.partial")).joinpath("state", "checkpoints"))
+    assert "step-00000004" in kept, kept
+    again = together(2, made, spec, str(data_folder), str(tmp_path / "two"))
+    assert again[0].returncode == 0 and again[0].result == again[1].result
+    ours, theirs = load(tmp_path / "two").state_dict(), load(one.folder).state_dict()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
+
+
+def test_the_plan_counts_the_copy(data_folder):
+    facts = {"data": facts_of(Artifact.read(data_folder))}
+    estimates = [
+        Train.read({**SPEC, "checkpoint": {"interval": 2, "async_mode": mode}}).plan(facts, describe("cpu")).estimates
+        for mode in ("async", "disabled")
+    ]
+    growth = [one["memory_growth_bytes"].value for one in estimates]
+    params = estimates[0]["num_params"].value
+    assert growth[0] - growth[1] == pytest.approx(12 * params)

@@ -1,0 +1,260 @@
+"""Data parallelism on gloo: every technique trains as one process does, reads every checkpoint, and ends with one error."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.base.artifact import Artifact
+from hone.base.durable import read_jsonl
+from hone.base.errors import SpecError
+from hone.base.run import Run
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import train_bytes
+from hone.cost.replicas import Divided
+from hone.model.hf import load
+from hone.train import DATA_PARALLEL
+from hone.train.checkpoint import Checkpoints
+from hone.train.data_parallel.flat import ALIGN, Flat
+from hone.train.stage import Train
+from tests.ranked import together
+from tests.train.conftest import SHAPE
+from tests.train.ranks import failing, made, trained
+
+HSDP = {"kind": "zero3", "data_parallel_replicate_degree": 2}
+TECHNIQUES = ["ddp", "zero1", "zero2", "zero3"]
+SETTINGS: list[dict[str, Any]] = [
+    {"optimizer": "adamw"},
+    {"optimizer": "muon", "gradient_accumulation_steps": 2},
+    {"optimizer": "adamw_8bit"},
+    {"optimizer": "adafactor"},
+    {"optimizer": "lion"},
+    {"uneven": True, "gradient_accumulation_steps": 2},
+    {"masked": True, "optimizer": "muon"},
+    {"activation_checkpointing": "sqrt"},
+    {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": {"kind": "offload", "recompute": True}},
+    {"activation_checkpointing": {"kind": "every_nth", "n": 2}, "gradient_accumulation_steps": 2},
+]
+
+
+def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
+    ended = together(num_ranks, function, *arguments)
+    assert all(one.returncode == 0 for one in ended), "\n".join(one.stderr[-2000:] for one in ended)
+    return [one.result for one in ended]
+
+
+def weights_of(folder: Path, number: int, num_ranks: int) -> list[dict[str, torch.Tensor]]:
+    return [torch.load(folder / f"{number}-{num_ranks}-{rank}.pt") for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def alone(data_folder, tmp_path_factory) -> tuple[list, list[dict[str, torch.Tensor]]]:
+    """Losses and weights of one process, for every setting."""
+    folder = tmp_path_factory.mktemp("alone")
+    [losses] = on_ranks(1, trained, str(data_folder), str(folder), SETTINGS)
+    return losses, [weights_of(folder, number, 1)[0] for number in range(len(SETTINGS))]
+
+
+@pytest.mark.parametrize(
+    ("technique", "num_ranks"),
+    [
+        *(pytest.param(name, 2, id=f"{name}-2") for name in TECHNIQUES),
+        pytest.param("zero2", 4, id="zero2-4"),
+        pytest.param(HSDP, 4, id="hsdp-2x2"),
+        *(pytest.param(name, 4, id=f"{name}-4", marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero3")),
+        pytest.param(HSDP, 8, id="hsdp-2x4", marks=pytest.mark.slow),
+    ],
+)
+def test_it_trains_as_one_process_does(technique, num_ranks, alone, data_folder, tmp_path):
+    losses, weights = alone
+    settings = [{**one, "data_parallel": technique} for one in SETTINGS]
+    if num_ranks > 4:  # micro-batches of 8 sequences on 8 ranks
+        settings = [{**one, "gradient_accumulation_steps": 1} for one in settings]
+    for found in on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings):
+        for ours, theirs in zip(found, losses, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-6, atol=2e-6)
+    for number, theirs in enumerate(weights):
+        bound = 2e-6 if SETTINGS[number].get("optimizer") != "adamw_8bit" else 2e-4  # a code may fall to its neighbour
+        ranks = weights_of(tmp_path, number, num_ranks)
+        for name, whole in theirs.items():
+            assert all(torch.equal(one[name], ranks[0][name]) for one in ranks), f"ranks differ: {name}"
+            assert (ranks[0][name] - whole).abs().max() <= bound, f"{SETTINGS[number]} {name}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_all_techniques_give_the_same_bits(precision, data_folder, tmp_path):
+    """The sums are of the same float32 numbers, and two of them have one order."""
+    settings = [
+        {"data_parallel": name, "precision": precision, "gradient_accumulation_steps": parts}
+        for parts in (1, 2)
+        for name in TECHNIQUES
+    ]
+    found = on_ranks(2, trained, str(data_folder), str(tmp_path), settings)[0]
+    for parts in (0, 4):
+        first = weights_of(tmp_path, parts, 2)[0]
+        assert all(
+            tensor.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision] for tensor in first.values()
+        )
+        for number in range(parts, parts + 4):
+            for one in weights_of(tmp_path, number, 2):
+                assert all((one[name] - first[name]).abs().max() <= 2e-3 for name in first)
+    assert all(abs(one[0] - other[0]) < 1e-2 for steps in found for one, other in zip(steps, found[0], strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_every_layout_reads_the_checkpoints_of_every_other(optimizer, data_folder, tmp_path):
+    layouts = [(1, "ddp"), (2, "ddp"), (2, "zero1"), (2, "zero3"), (4, "zero2"), (4, HSDP)]
+    written = [tmp_path / f"from{number}" for number in range(len(layouts))]
+    for (num_ranks, technique), folder in zip(layouts, written, strict=True):
+        setting = {"data_parallel": technique, "optimizer": optimizer, "until": 2, "write": str(folder)}
+        on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), [setting])
+    [[*whole]] = on_ranks(1, trained, str(data_folder), str(tmp_path), [{"optimizer": optimizer}])
+    last, final = whole[0][-1], weights_of(tmp_path, 0, 1)[0]
+    for num_ranks, technique in layouts:
+        base = {"data_parallel": technique, "optimizer": optimizer}
+        settings = [{**base, "read": str(folder)} for folder in written]
+        for number, steps in enumerate(on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)[0]):
+            assert len(steps) == 1 and steps[0] == pytest.approx(last, rel=2e-5)
+            for name, one in weights_of(tmp_path, number, num_ranks)[0].items():
+                assert (one - final[name]).abs().max() <= (2e-4 if optimizer == "adamw_8bit" else 5e-6), name
+
+
+def test_a_checkpoint_of_ranks_has_each_element_once(data_folder, tmp_path):
+    setting = {"data_parallel": HSDP, "until": 1, "write": str(tmp_path / "kept")}
+    on_ranks(4, trained, str(data_folder), str(tmp_path), [setting])
+    stored, numbers = Checkpoints(tmp_path / "kept").newest()
+    weights = weights_of(tmp_path, 0, 4)[0]
+    for name, whole in weights.items():
+        assert torch.equal(stored.part(f"weight.{name}", 0, whole.numel()), whole.view(-1))
+        assert len(stored.part(f"exp_avg.{name}", 3, 5)) == 5
+    files = sorted(path.name for path in (tmp_path / "kept" / "step-00000001").iterdir())
+    assert files == ["numbers.json", "tensors-00000-of-00004.safetensors", "tensors-00001-of-00004.safetensors"]
+    assert numbers["done"] == 1 and stored.whole("updates") == 1
+    from hone.base.errors import ArtifactError
+
+    with pytest.raises(ArtifactError, match="of 9999999 elements"):
+        stored.part("weight.norm.weight", 0, 9_999_999)
+
+
+SPEC = {
+    "model": SHAPE.model_dump(),
+    "batch_size": 4,
+    "seq_len": 32,
+    "steps": 9,
+    "validation": {"interval": 4, "sequences": 7},
+    "checkpoint": {"interval": 3},
+    "optimizer": {"lr": 1e-3},
+    "parallelism": {"data_parallel": "zero3"},
+}
+
+
+def test_the_stage_on_ranks_makes_the_folder_and_a_killed_one_resumes_on_others(data_folder, tmp_path):
+    one = Train.read(SPEC).make(tmp_path / "one", {"data": Artifact.read(data_folder)}, Run(quiet=True))
+    ended = together(2, made, SPEC, str(data_folder), str(tmp_path / "two"), 5)
+    assert ended[1].returncode == -signal.SIGKILL
+    assert "rank 0 lost" in ended[0].result and "the stage resumes" in ended[0].result
+    again = on_ranks(
+        4, made, {**SPEC, "parallelism": {"data_parallel": "zero1"}}, str(data_folder), str(tmp_path / "two")
+    )
+    assert len(set(again)) == 1
+    two = Artifact.read(tmp_path / "two")
+    two.verify()
+    ours, theirs = load(two.folder).state_dict(), load(one.folder).state_dict()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
+    for mine, other in zip(read_jsonl(two.folder / "steps.jsonl"), read_jsonl(one.folder / "steps.jsonl"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4)
+    assert two.figures["num_ranks"].value == 4 and two.fingerprint == one.fingerprint
+    assert "num_ranks" not in one.figures
+
+
+def test_a_failing_rank_ends_all_with_its_error(data_folder):
+    first, second = on_ranks(2, failing, str(data_folder))
+    assert second == "ZeroDivisionError: a bug"
+    assert first == "MachineError: rank 1 failed: ZeroDivisionError: a bug"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_flat_layout_holds_every_element_once(whole):
+    shapes = {"a": (3, 5), "b": (700,), "c": (40, 40), "d": (1,), "e": (16, 64)}
+    for num_slices in (1, 2, 3, 8):
+        flat = Flat(shapes, num_slices, whole=whole)
+        values = torch.zeros(flat.size)
+        for place, name in enumerate(shapes):
+            flat.view(values, name).add_(place + 1)
+        for place, (name, shape) in enumerate(shapes.items()):
+            count = int(torch.tensor(shape).prod())
+            seen = torch.zeros(count)
+            for index in range(num_slices):
+                pieces = [one for one in flat.pieces(index) if one.name == name]
+                assert not whole or all((one.start, one.stop) == (0, count) for one in pieces)
+                for one in pieces:
+                    assert one.start % ALIGN == 0
+                    seen[one.start : one.stop] += 1
+                    held = flat.slice_of(values, index)[one.at : one.at + one.stop - one.start]
+                    assert (held == place + 1).all()
+            assert (seen == 1).all(), name
+
+
+def test_memory_falls_as_the_zero_paper_says():
+    """Rajbhandari et al. 2019, figure 1: 7.5 B weights, 64 ranks, Adam in mixed precision: 31.4, 16.6 and 1.9 GB of state.
+
+    Gradients are float32 here and float16 there: 4 instead of 2 bytes.
+    """
+    facts = ModelFacts.uniform(
+        num_layers=36, hidden_size=4096, intermediate_size=14400, num_heads=32, num_kv_heads=32, head_dim=128,
+        vocab_size=50257, max_seq_len=2048,
+    )  # fmt: skip
+    params, found = facts.num_params, {}
+    for name in TECHNIQUES:
+        divided = DATA_PARALLEL.read(name).divided(64)
+        found[name] = (
+            divided.weights_bytes(facts, 2) + divided.gradient_bytes(facts) + 8 * params / divided.of("optimizer")
+        )
+    assert found["ddp"] == pytest.approx((2 + 4 + 8 + 4) * params)
+    assert found["zero1"] == pytest.approx((2 + 4 + 4 / 64 + 12 / 64) * params)
+    assert found["zero2"] - (2 + 16 / 64) * params == pytest.approx(4 * 3 * params / 36, rel=0.1)  # in flight
+    ends = 2 * facts.vocab_size * facts.hidden_size
+    assert found["zero3"] < 2 * ends + (18 / 64) * params + (4 * 3 + 2 * 2) * params / 36
+    growth = [
+        train_bytes(facts, batch_tokens=2048, seq_len=2048, dtype="bfloat16", device="cuda", divided=one).value
+        for one in (None, *(DATA_PARALLEL.read(name).divided(64) for name in TECHNIQUES))
+    ]
+    assert growth[0] < growth[1] and growth[1:] == sorted(growth[1:], reverse=True)
+
+
+def test_the_transfers_of_a_step():
+    facts = SHAPE.config(256).facts()
+    moved = {name: DATA_PARALLEL.read(name).divided(4).step_s(facts, "bfloat16", 2, "cuda") for name in TECHNIQUES}
+    assert moved["zero1"] < moved["zero2"] < moved["zero3"]  # more sums, then more gathers
+    hsdp = DATA_PARALLEL.read(HSDP).divided(4)
+    assert hsdp == Divided(4, 2, DATA_PARALLEL["zero3"].sharded)
+
+
+def test_what_cannot_be_divided_is_said(data_folder):
+    from dataclasses import replace
+
+    from hone.base.plan import facts_of
+    from hone.measure.machine import describe
+
+    facts = {"data": facts_of(Artifact.read(data_folder))}
+    machine = describe("cpu").model_copy(update={"num_ranks": 3})
+    with pytest.raises(SpecError, match="batch_size 4 is not divisible into 3 ranks x 1 micro-batches") as caught:
+        Train.read(SPEC).plan(facts, machine)
+    assert "multiple of 3" in caught.value.fix
+    machine = machine.model_copy(update={"num_ranks": 4})
+    with pytest.raises(SpecError, match="data_parallel_replicate_degree 3 does not divide 4 ranks"):
+        spec = {**SPEC, "parallelism": {"data_parallel": {"kind": "zero1", "data_parallel_replicate_degree": 3}}}
+        Train.read(spec).plan(facts, machine)
+    with pytest.raises(SpecError, match="has no field 'data_parallel'") as caught:
+        Train.read({**SPEC, "data_parallel": "zero1"})
+    assert "parallelism.data_parallel" in caught.value.fix
+    with pytest.raises(SpecError, match="compile does not work with data_parallel zero3"):
+        Train.read({**SPEC, "compile": True})
+    plan = Train.read(SPEC).plan(facts, machine)
+    assert "transfers" in plan.estimates["time_s"].formula
+    assert replace(Divided(4, 4), num_ranks=1).of("weights") == 1

@@ -1,0 +1,138 @@
+"""Optimizer and master weights in the host's memory: the same training, checkpoints included, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.base.errors import SpecError
+from hone.data.load import PackedTokens
+from hone.measure.machine import describe
+from hone.model.decoder import build
+from hone.model.shape import Shape
+from hone.train import OFFLOADS, OPTIMIZERS
+from hone.train.checkpoint import Checkpoints
+from hone.train.loop import Trainer
+from hone.train.offload import host
+from hone.train.offload.techniques import Host, Resident
+from hone.train.schedules.cosine import Cosine
+from hone.train.stage import Train
+from tests.train.conftest import SHAPE
+
+
+def make(data, offload, *, optimizer="adamw", precision="fp32", accumulation=1, zeros=None, clip=0.5) -> Trainer:
+    torch.manual_seed(0)
+    options = {"min_elements": 512} if optimizer == "adamw_8bit" else {}
+    return Trainer(
+        build(SHAPE.config(data.vocab_size), seed=3),
+        steps=6,
+        schedule=Cosine(warmup=2),
+        optimizer=OPTIMIZERS.read({"kind": optimizer, **options}),
+        precision=precision,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=clip,
+        zeros=zeros,
+        offload=OFFLOADS.read(offload),
+    )
+
+
+def trained(trainer, data, steps=range(3)):
+    return [trainer.step(data.batch(step, 4, 32, 0)).loss for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "accumulations"),
+    [
+        ("adamw", "fp32", (1, 2)),
+        ("adamw", "bf16", (1, 2)),
+        ("adamw", "fp16", (1,)),
+        ("adamw_8bit", "bf16", (2,)),
+        ("muon", "bf16", (1,)),
+    ],
+)
+def test_the_same_training(optimizer, precision, accumulations, data_folder, monkeypatch):
+    """In chunks, so that one weight has several: losses and masters agree to 1e-6."""
+    monkeypatch.setattr(host, "CHUNK", 4096)
+    data = PackedTokens(data_folder)
+    for accumulation in accumulations:
+        options = {"optimizer": optimizer, "precision": precision, "accumulation": accumulation}
+        one, other = make(data, "none", **options), make(data, "host", **options)
+        assert trained(one, data) == pytest.approx(trained(other, data), abs=1e-6)
+        for name, master in one.update.weights.masters.items():
+            held = other.update.weights.masters[name]
+            assert held.device.type == "cpu" and held.data_ptr() != other.update.weights.parameters[name].data_ptr()
+            torch.testing.assert_close(held, master.detach(), rtol=0, atol=1e-6)
+            parameter = other.update.weights.parameters[name]
+            assert torch.equal(parameter.detach(), held.to(parameter.dtype)), f"{name} is not its rounded master"
+
+
+def test_several_buckets_in_turn(data_folder, monkeypatch):
+    """Two buffers serve many buckets."""
+    monkeypatch.setattr("hone.train.update.BUCKET", 4096)
+    data = PackedTokens(data_folder)
+    one, other = (make(data, kind, precision="bf16") for kind in ("none", "host"))
+    assert trained(one, data) == trained(other, data)
+    assert len(other.update.weights._buckets) > 4
+
+
+def test_zeros_stay(data_folder):
+    data = PackedTokens(data_folder)
+    name = "layers.1.mixer.qkv.weight"
+    shape = dict(build(SHAPE.config(data.vocab_size)).named_parameters())[name].shape
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    for optimizer in ("adamw", "muon"):
+        trainer = make(data, "host", optimizer=optimizer, precision="bf16", zeros={name: mask})
+        trained(trainer, data, range(2))
+        for held in (trainer.update.weights.masters[name], trainer.update.weights.parameters[name]):
+            assert not held[mask].any() and held[~mask].all()
+
+
+@pytest.mark.parametrize("kinds", [("none", "host"), ("host", "none"), ("host", "host")])
+def test_checkpoints_are_read_by_both(kinds, data_folder, tmp_path):
+    data, (before, after) = PackedTokens(data_folder), kinds
+    whole = trained(make(data, before, precision="bf16"), data)
+    first, kept = make(data, before, precision="bf16"), Checkpoints(tmp_path)
+    trained(first, data, range(2))
+    first.save(kept)
+    second = make(data, after, precision="bf16")
+    second.restore(*kept.newest())
+    assert trained(second, data, range(2, 3)) == pytest.approx(whole[2:], abs=1e-6)
+
+
+def test_a_step_that_overflowed_changes_nothing(data_folder):
+    data = PackedTokens(data_folder)
+    trainer = make(data, "host", precision="fp16")
+    trainer.scaler.scale = 2.0**40
+    before = {name: part.clone() for name, part in trainer.update.weights.masters.items()}
+    assert trainer.step(data.batch(0, 4, 32, 0)).skipped and trainer.scaler.scale == 2.0**39
+    assert all(torch.equal(before[name], part) for name, part in trainer.update.weights.masters.items())
+    assert not trainer.update.states
+
+
+def test_several_ranks_are_refused():
+    Resident(kind="none").check(4)
+    Host(kind="host").check(1)
+    with pytest.raises(SpecError, match="offload host trains on one rank, here are 2"):
+        Host(kind="host").check(2)
+
+
+def test_the_plan_says_what_moves():
+    """In bf16 masters and moments, 12 bytes a weight, leave the GPU; the step reads and writes 44 bytes a weight."""
+    config = Shape(
+        hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=4, intermediate_size=1024, max_seq_len=512
+    ).config(1000)
+    facts = config.facts()
+    update, technique = OPTIMIZERS.read("adamw").cost(facts, "bfloat16", "cuda:0"), Host(kind="host")
+    assert technique.moved_bytes(facts, update, "bfloat16", "cuda:0") == 12 * facts.num_params
+    assert technique.moved_bytes(facts, update, "float32", "cuda:0") == 8 * facts.num_params
+    assert technique.moved_bytes(facts, update, "float32", "cpu") < -4 * facts.num_params
+    gpu = describe("cpu").model_copy(update={"device": "cuda:0", "num_threads": 16, "calibration": None})
+    seconds = technique.update_s(facts, update, "bfloat16", gpu)
+    assert seconds == pytest.approx(facts.num_params * (28 + 16) / 96e9)
+    assert Resident(kind="none").update_s(facts, update, "bfloat16", gpu) is None
+
+
+def test_a_spec_names_it():
+    spec = Train.read({"parallelism": {"offload": "host"}})
+    assert spec.parallelism.offload == Host(kind="host")
+    assert Train().parallelism.offload == Resident(kind="none")

@@ -1,0 +1,215 @@
+"""Pipeline parallelism on gloo: every schedule trains as one process does, and reads every layout's checkpoints."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from hone.base.artifact import Artifact
+from hone.base.durable import read_jsonl
+from hone.base.errors import SpecError
+from hone.base.plan import MEMORY, facts_of
+from hone.base.run import Run
+from hone.measure.machine import describe
+from hone.model.hf import load
+from hone.train.stage import Train
+from tests.ranked import together
+from tests.train.ranks import failing, made, trained
+from tests.train.test_data_parallel import SPEC, on_ranks, weights_of
+
+DEEP = {"model": {"num_layers": 8, "tie_embeddings": False}, "gradient_accumulation_steps": 8}
+SETTINGS: list[dict[str, Any]] = [
+    {**DEEP, "validate": True},
+    {**DEEP, "precision": "bf16", "activation_checkpointing": {"kind": "every_nth", "n": 2}},
+    {**DEEP, "uneven": True, "masked": True, "optimizer": "muon"},
+    {**DEEP, "tied": True},
+    {**DEEP, "gradient_accumulation_steps": 4, "options": {"eps": 1e-6}},
+    {
+        **DEEP,
+        "gradient_accumulation_steps": 4,
+        "options": {"eps": 1e-6},
+        "tied": True,
+        "uneven": True,
+        "validate": True,
+    },
+]
+SCHEDULES = [
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "breadth_first",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "dualpipe",
+    "dualpipe_v",
+]
+
+
+def piped(degree: int, schedule: Any, **others: Any) -> dict[str, Any]:
+    """A setting's parallelism."""
+    return {
+        "parallelism": {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **others},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(data_folder, tmp_path_factory) -> tuple[list, list[dict[str, torch.Tensor]]]:
+    """Losses and weights of one process, for every setting."""
+    folder = tmp_path_factory.mktemp("alone")
+    [losses] = on_ranks(1, trained, str(data_folder), str(folder), SETTINGS)
+    return losses, [weights_of(folder, number, 1)[0] for number in range(len(SETTINGS))]
+
+
+FEW = [(name, 0) for name in SCHEDULES] + [
+    (name, number) for name in ("1f1b", "zb_v", "dualpipe") for number in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "chosen"),
+    [(2, FEW), (4, [("zb_v", 0), ("dualpipe", 3)]), pytest.param(4, FEW, marks=pytest.mark.slow)],
+)
+def test_it_trains_as_one_process_does(num_ranks, chosen, alone, data_folder, tmp_path):
+    """To the bit; the gradients of DualPipe's two copies of a stage and of a tied embedding are added in another order."""
+    settings = [{**SETTINGS[number], **piped(num_ranks, name)} for name, number in chosen]
+    bounds = [2e-6 if name == "dualpipe" or SETTINGS[number].get("tied") else 0.0 for name, number in chosen]
+    check(num_ranks, settings, bounds, [number for _, number in chosen], alone, data_folder, tmp_path)
+
+
+PRODUCTS: dict[int, list[tuple[dict[str, Any], int]]] = {
+    4: [
+        (piped(2, "1f1b", data_parallel="zero1"), 4),
+        (piped(2, "zb_v", tensor_parallel_degree=2), 4),
+        (piped(2, "dualpipe", tensor_parallel_degree=2, enable_sequence_parallel=False), 5),
+        (piped(2, "interleaved", context_parallel_degree=2), 5),
+    ],
+    8: [
+        (piped(2, "zb_v", tensor_parallel_degree=2, data_parallel="zero1"), 5),
+        (piped(2, "dualpipe", context_parallel_degree=2, tensor_parallel_degree=2), 4),
+        (piped(4, "1f1b", data_parallel="zero1"), 5),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_products_with_other_axes_train_as_one_process_does(num_ranks, alone, data_folder, tmp_path):
+    chosen = PRODUCTS[num_ranks]
+    settings = [{**SETTINGS[number], **layout} for layout, number in chosen]
+    check(num_ranks, settings, [2e-6] * len(chosen), [number for _, number in chosen], alone, data_folder, tmp_path)
+
+
+def check(num_ranks, settings, bounds, numbers, alone, data_folder, tmp_path) -> None:
+    """That each of `settings` gives the losses and weights of setting `numbers[i]` in one process, within `bounds[i]`."""
+    losses, weights = alone
+    every = on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)
+    assert all(one == every[0] for one in every), "ranks differ in losses"
+    for at, (setting, bound, number) in enumerate(zip(settings, bounds, numbers, strict=True)):
+        for ours, theirs in zip(every[0][at], losses[number], strict=True):
+            torch.testing.assert_close(
+                torch.tensor(ours),
+                torch.tensor(theirs),
+                rtol=bound,
+                atol=bound,
+                msg=lambda said, one=setting: f"{one}: {said}",
+            )
+        for one in weights_of(tmp_path, at, num_ranks):
+            for key, whole in weights[number].items():
+                assert (one[key] - whole).abs().max() <= bound, f"{setting} {key}"
+
+
+def test_every_layout_reads_the_checkpoints_of_every_other(data_folder, tmp_path):
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (2, piped(2, "dualpipe")),
+        (4, piped(2, "zb_v", data_parallel="zero1")),
+        (4, piped(2, "1f1b", tensor_parallel_degree=2)),
+        (2, {"data_parallel": "zero3"}),
+    ]
+    common = {"gradient_accumulation_steps": 4, "options": {"eps": 1e-6}}
+    written = [tmp_path / f"from{number}" for number in range(len(layouts))]
+    for (num_ranks, layout), folder in zip(layouts, written, strict=True):
+        setting = {**layout, **common, "until": 2, "write": str(folder)}
+        on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), [setting])
+    [whole] = on_ranks(1, trained, str(data_folder), str(tmp_path), [common])
+    last, final = whole[0][-1], weights_of(tmp_path, 0, 1)[0]
+    for num_ranks, layout in layouts:
+        settings = [{**layout, **common, "read": str(folder)} for folder in written]
+        for number, steps in enumerate(on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)[0]):
+            assert len(steps) == 1 and steps[0] == pytest.approx(last, rel=4e-6)
+            for name, one in weights_of(tmp_path, number, num_ranks)[0].items():
+                assert (one - final[name]).abs().max() <= 4e-6, name
+
+
+LAYOUT = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "zb_v"}
+
+
+def test_the_stage_trains_is_killed_and_resumes_on_others(data_folder, tmp_path):
+    base = {**SPEC, "batch_size": 8, "gradient_accumulation_steps": 4}
+    one = Train.read({**base, "parallelism": {}}).make(
+        tmp_path / "one", {"data": Artifact.read(data_folder)}, Run(quiet=True)
+    )
+    ended = together(2, made, {**base, "parallelism": LAYOUT}, str(data_folder), str(tmp_path / "two"), 5)
+    assert ended[1].returncode == -signal.SIGKILL
+    assert "lost" in ended[0].result and "the stage resumes" in ended[0].result
+    spec = {**base, "parallelism": {**LAYOUT, "data_parallel": "zero1"}}
+    assert len(set(on_ranks(4, made, spec, str(data_folder), str(tmp_path / "two")))) == 1
+    two = Artifact.read(tmp_path / "two")
+    ours, theirs = load(two.folder).state_dict(), load(one.folder).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
+    for mine, other in zip(read_jsonl(two.folder / "steps.jsonl"), read_jsonl(one.folder / "steps.jsonl"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4)
+    assert two.fingerprint == one.fingerprint
+    assert "2 pipeline ranks (zb_v)" in two.figures["num_ranks"].note
+
+
+@pytest.mark.parametrize("where", ["backward", "update"])
+def test_a_failing_rank_ends_all_with_its_error(where, data_folder):
+    setting = {**piped(2, "interleaved"), "gradient_accumulation_steps": 4}
+    first, second = on_ranks(2, failing, str(data_folder), setting, where)
+    assert second == "ZeroDivisionError: a bug"
+    assert first == "MachineError: rank 1 failed: ZeroDivisionError: a bug"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"parallelism": {**LAYOUT, "data_parallel": "zero2"}}, "zero2 works without pipeline stages"),
+        ({"parallelism": {"pipeline_parallel_degree": 3}}, "pipeline_parallel_degree 3 does not divide 2 ranks"),
+        ({"parallelism": {**LAYOUT, "pipeline_parallel_schedule": {"kind": "interleaved", "stages_per_rank": 4}}}, "makes no 8 pipeline"),
+        ({"parallelism": {**LAYOUT, "pipeline_parallel_schedule": "dualpipe"}, "gradient_accumulation_steps": 1}, "dualpipe: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_an_error_that_names_the_way_out(spec, said, data_folder):
+    facts, two = {"data": facts_of(Artifact.read(data_folder))}, describe("cpu").model_copy(update={"num_ranks": 2})
+    with pytest.raises(SpecError, match=said):
+        Train.read({**SPEC, "gradient_accumulation_steps": 4, **spec}).plan(facts, two)
+
+
+def test_plans_count_the_bubble_and_what_a_rank_holds(data_folder):
+    facts = {"data": facts_of(Artifact.read(data_folder))}
+    two = describe("cpu").model_copy(update={"num_ranks": 2})
+    big = {**SPEC, "batch_size": 16, "gradient_accumulation_steps": 8, "seq_len": 64}
+    big["model"] = {**big["model"], "hidden_size": 512, "intermediate_size": 2048, "num_layers": 8}
+
+    def estimates(schedule: str | None, **others: Any) -> dict[str, Any]:
+        shared = {} if schedule is None else piped(2, schedule)["parallelism"]
+        return dict(Train.read({**big, **others, "parallelism": shared}).plan(facts, two).estimates)
+
+    found = {name: estimates(name) for name in ("naive", "gpipe", "1f1b", "zb_h1")}
+    seconds = {name: one["time_s"].value for name, one in found.items()}
+    memory = {name: one[MEMORY].value for name, one in found.items()}
+    assert (
+        seconds["zb_h1"] < seconds["1f1b"] == pytest.approx(seconds["gpipe"])
+        and seconds["1f1b"] < 0.7 * seconds["naive"]
+    )
+    assert memory["naive"] < memory["1f1b"] < memory["gpipe"] < estimates(None)[MEMORY].value + memory["gpipe"]
+    assert "bubble" in found["1f1b"]["time_s"].formula
+    assert len({one["num_params"].value for one in found.values()}) == 1
+    dropped = estimates("gpipe", activation_checkpointing={"kind": "every_nth", "n": 1})
+    assert dropped[MEMORY].value < memory["gpipe"] and dropped["time_s"].value > seconds["gpipe"]
