@@ -9,3 +9,25 @@ DRAFTERS = Table(
         "prompt_lookup": "hone.serve.speculation.prompt_lookup:PromptLookup",
     },
 )
+
+EVICTIONS = Table(
+    "eviction",
+    {
+        "lru": "hone.serve.eviction.lru:LRU",
+        "lfu": "hone.serve.eviction.lfu:LFU",
+        "slru": "hone.serve.eviction.slru:SLRU",
+        "fifo": "hone.serve.eviction.fifo:FIFO",
+        "priority_duration": "hone.serve.eviction.priority_duration:PriorityDuration",
+    },
+)
+
+KV_POLICIES = Table(
+    "KV policy",
+    {
+        "full": "hone.serve.kv_policies.full:Full",
+        "window": "hone.serve.kv_policies.window:Window",
+        "streaming_llm": "hone.serve.kv_policies.streaming_llm:StreamingLLM",
+        "h2o": "hone.serve.kv_policies.h2o:H2O",
+        "snapkv": "hone.serve.kv_policies.snapkv:SnapKV",
+    },
+)

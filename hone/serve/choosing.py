@@ -10,6 +10,7 @@ import numpy as np
 
 from hone.serve.request import SamplingParams
 from hone.serve.step import Sampling
+from hone.serve.structured.constraint import Constraint
 
 _MOST = 2**31 - 1
 """Upper bound of counts: no vocabulary or sequence is longer, and clients may send any integer."""
@@ -43,13 +44,20 @@ class Entry:
     chooser: Chooser
     tokens: Sequence[int]
     num_prompt: int
+    constraint: Constraint | None = None
 
 
-def sampling_of(entries: Sequence[Entry]) -> Sampling:
-    """The arrays that a runner samples with: one entry for each, for the token after its `tokens`."""
+def sampling_of(entries: Sequence[Entry], lengths: Sequence[int] | None = None, slots: Slots | None = None) -> Sampling:
+    """The arrays that a runner samples with: one entry for each, for the token after its first `lengths` ones.
+
+    Lengths, by default those of `tokens`, count tokens that are still in flight. Penalties need a slot of the runner's
+    counts: those of `slots`, by default one for each entry, counted from its `tokens`.
+    """
     floats = np.array([entry.chooser._floats for entry in entries], dtype=np.float64).reshape(-1, len(_FLOATS))
     whole = np.array([entry.chooser._whole for entry in entries], dtype=np.int64).reshape(-1, 3)
+    each = [len(entry.tokens) for entry in entries] if lengths is None else lengths
     spans = np.zeros((len(entries), 7), dtype=np.int64)
+    slot = np.full(len(entries), -1, dtype=np.int64)
     banned: list[int] = []
     biases: list[tuple[int, float]] = []
     history: list[int] = []
@@ -58,27 +66,54 @@ def sampling_of(entries: Sequence[Entry]) -> Sampling:
         if not chooser._listed:
             continue
         begins = len(banned), len(biases), len(history)
-        if len(entry.tokens) - entry.num_prompt < chooser.params.min_tokens:
+        if each[place] - entry.num_prompt < chooser.params.min_tokens:
             banned += chooser.ends
         biases += chooser.params.logit_bias.items()
         if chooser.penalized:
-            history += entry.tokens
+            slot[place], fresh = (place, True) if slots is None else slots.of(entry)
+            history += entry.tokens if fresh else ()
         ends = len(banned), len(biases), len(history)
         pairs = [number for pair in zip(begins, ends) for number in pair]
         spans[place] = *pairs, min(begins[2] + entry.num_prompt, ends[2])
+    constrained = np.array([entry.constraint is not None for entry in entries], dtype=np.bool_)
     return Sampling(
         **{name: floats[:, column] for column, name in enumerate(_FLOATS)},
         top_k=whole[:, 0],
+        slot=slot,
         logprobs=whole[:, 1],
         seed=whole[:, 2],
-        position=np.array([len(entry.tokens) for entry in entries], dtype=np.int64),
+        position=np.array(each, dtype=np.int64),
         banned_below=np.array([e.num_prompt + e.chooser._min_tokens for e in entries], dtype=np.int64),
         spans=spans,
         banned=np.array(banned, dtype=np.int64),
         bias_tokens=np.array([token for token, _ in biases], dtype=np.int64),
         bias_values=np.array([value for _, value in biases], dtype=np.float64),
         history=np.array(history, dtype=np.int64),
+        mask_row=np.where(constrained, np.cumsum(constrained) - 1, -1),
     )
+
+
+class Slots:
+    """Which sequence has which row of a runner's table of token counts: those of one step keep theirs in the next."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Entry]] = {}  # by id of the entry, which therefore stays alive
+        self._free: list[int] = []
+
+    def begin(self, entries: Sequence[Entry]) -> None:
+        """Before the step of `entries`: frees the slots of all others."""
+        live = {id(entry) for entry in entries}
+        for key in [key for key in self._held if key not in live]:
+            self._free.append(self._held.pop(key)[0])
+
+    def of(self, entry: Entry) -> tuple[int, bool]:
+        """(the slot of `entry`, whether it is new: its tokens are still to be counted)."""
+        found = self._held.get(id(entry))
+        if found is not None:
+            return found[0], False
+        slot = self._free.pop() if self._free else len(self._held)
+        self._held[id(entry)] = slot, entry
+        return slot, True
 
 
 def _signed(seed: int) -> int:

@@ -16,8 +16,9 @@ _CONTEXT = 6
 class Detokenizer:
     """The text of a growing output. `push` returns the text that is final after a token, `flush` the rest at the end."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._bytes: codecs.IncrementalDecoder | None = None
         if type(tokenizer.core.decoder).__name__ == "ByteLevel":
             self._bytes = codecs.getincrementaldecoder("utf8")(errors="replace")
@@ -25,15 +26,17 @@ class Detokenizer:
         self._ids = list(prompt[-_CONTEXT:])
         self._from = 0  # decoding starts here: early enough for the text after `_done` to be right
         self._done = len(self._ids)
-        self._known = tokenizer.decode(self._ids) if self._ids else ""
+        self._known = tokenizer.decode(self._ids, skip_special_tokens) if self._ids else ""
 
     def push(self, token: int) -> str:
         """New text after `token`; '' while a character is unfinished."""
         if self._bytes is not None:
-            return self._bytes.decode(_piece(self._tokenizer, token))
+            return self._bytes.decode(_piece(self._tokenizer, token, self._skips))
         self._ids.append(token)
         # sentencepiece decodes a whole run of byte tokens to U+FFFD if one of them is invalid: wait for its end.
-        if token in self._tokenizer.special_ids or _BYTE_TOKEN.fullmatch(self._tokenizer.token_text(token)):
+        if (self._skips and token in self._tokenizer.special_ids) or _BYTE_TOKEN.fullmatch(
+            self._tokenizer.token_text(token)
+        ):
             return ""
         return self._advance()
 
@@ -44,20 +47,20 @@ class Detokenizer:
         return self._advance()
 
     def _advance(self) -> str:
-        text = self._tokenizer.decode(self._ids[self._from :])
+        text = self._tokenizer.decode(self._ids[self._from :], self._skips)
         new = text[len(self._known) :]
         if new:
             self._from, self._done = self._done, len(self._ids)
-            self._known = self._tokenizer.decode(self._ids[self._from :])
+            self._known = self._tokenizer.decode(self._ids[self._from :], self._skips)
         return new
 
 
-def _piece(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes a token adds to a byte-level text; none for special tokens."""
-    if token in tokenizer.special_ids:
+def _piece(tokenizer: Tokenizer, token: int, skips: bool = True) -> bytes:
+    """The bytes a token adds to a byte-level text; with `skips` none for special tokens."""
+    if skips and token in tokenizer.special_ids:
         return b""
     if token in tokenizer.added_ids:
-        return tokenizer.decode([token]).encode()
+        return tokenizer.decode([token], skips).encode()
     return tokenizer.token_bytes(token)
 
 
@@ -72,8 +75,9 @@ class TextStream:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
 import torch
 
-from hone.base.errors import FitError, SpecError
+from hone.base.errors import SpecError
 from hone.base.figure import human_bytes
 from hone.base.run import Run
 from hone.model.decoder import Decoder
 from hone.model.tokenizer import Tokenizer
 from hone.serve.choosing import Chooser, Entry
 from hone.serve.detokenize import TextStream
+from hone.serve.device.heap import frozen_heap
+from hone.serve.kv_policies.compactor import Compactor
 from hone.serve.opening import open_parts
-from hone.serve.request import BusyError, Completion, Output, Request, SamplingParams, joined
-from hone.serve.runner import SeqResult
-from hone.serve.sampler import Chosen
-from hone.serve.scheduler import Scheduler, Seq, Work
-from hone.serve.sizing import step_threads
+from hone.serve.ranks.errors import RankError
+from hone.serve.request import BusyError, Completion, Output, Request, SamplingParams, check_request, joined
+from hone.serve.runner import Launched, SeqResult
+from hone.serve.scheduler import Scheduler
+from hone.serve.sequence import Seq, Work
+from hone.serve.sizing import threads_of
 from hone.serve.spec import EngineSpec
-from hone.serve.step import StepInput
 from hone.serve.step_builder import StepBuilder
+from hone.serve.structured.admission import Constraints
+from hone.serve.structured.masks import StepMasks
 
 __all__ = ["BusyError", "Engine", "EngineSpec"]
+
+_NAP_S = 1e-3
+"""Longest sleep of a step that waits for more requests: others may be added or aborted between steps."""
 
 
 class Engine:
@@ -61,16 +69,31 @@ class Engine:
             max_num_seqs=spec.max_num_seqs,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             batching=spec.batching,
+            max_delay_s=spec.max_delay_s,
+            kept=parts.kept,
             lookahead=parts.drafter.num_tokens if parts.drafter else 0,
             lookahead_seqs=parts.drafter.max_num_seqs if parts.drafter else 0,
+            num_stages=spec.pipeline_parallel_size,
         )
+        self._compactor = Compactor(self.runner, self.scheduler) if parts.kept.compaction is not None else None
         self._builder = StepBuilder(spec.block_size)
+        self._constraints = Constraints(self.tokenizer, config.vocab_size, self.eos_ids)
+        wanted = spec.async_scheduling
+        if wanted and self.proposer is not None:
+            raise SpecError(
+                "engine.async_scheduling is on and a drafter is given: guesses follow tokens that are known",
+                fix="leave one of them out",
+            )
+        ahead = self.device.type == "cuda" and self.proposer is None if wanted is None else wanted
+        self._ahead = spec.pipeline_parallel_size - 1 if spec.pipeline_parallel_size > 1 else int(ahead)
+        """Steps that are launched before the results of one are read."""
+        self._flying: deque[tuple[list[Work], Launched]] = deque()
+        """The launched steps whose results are not read yet, oldest first."""
         self._num_params = config.num_params
         self._seqs: dict[str, Seq] = {}
         self._arrivals = count()
-        self._outputs: list[
-            Output
-        ] = []  # outputs of aborts, and of other requests during `generate`, for the next step
+        self._outputs: list[Output] = []
+        """Those of aborts, and of other requests during `generate`, for the next step."""
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._num_drafted = self._num_accepted = 0
 
@@ -92,8 +115,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True while a request is unfinished or an output undelivered."""
-        return bool(self._seqs or self._outputs)
+        """True while a request is unfinished, a step under way or an output undelivered."""
+        return bool(self._seqs or self._outputs or self._flying)
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -101,42 +124,33 @@ class Engine:
         Raises SpecError for impossible parameters or tokens, FitError for a prompt longer than `max_model_len` allows,
         BusyError when `max_waiting` requests wait already.
         """
-        params, vocab_size = request.params, self.model.config.vocab_size
         if request.id in self._seqs:
             raise SpecError(f"a request with id '{request.id}' is running", fix="give every request its own id")
-        if not request.prompt:
-            raise SpecError("the prompt has no tokens", fix="send at least one token")
-        for name, tokens in (
-            ("prompt", request.prompt),
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for token in tokens:
-                if not 0 <= token < vocab_size:
-                    raise SpecError(
-                        f"{name} holds token {token}, the vocabulary has {vocab_size}",
-                        fix=f"use token ids from 0 to {vocab_size - 1}",
-                    )
-        longest = self.max_model_len - (params.max_tokens > 0)
-        if len(request.prompt) > longest:
-            raise FitError(
-                f"the prompt has {len(request.prompt)} tokens, the maximum context length is {self.max_model_len} "
-                "tokens, output included",
-                fix=f"shorten the prompt to {longest} tokens or less",
+        check_request(
+            request, self.model.config.vocab_size, self.max_model_len, has_tokenizer=self.tokenizer is not None
+        )
+        if request.retention and not getattr(self.spec.eviction, "reads_retention", False):
+            raise SpecError(
+                "the request has a retention, which the engine's eviction does not read",
+                fix="set engine.eviction=priority_duration, or leave retention out",
             )
-        if params.stop and self.tokenizer is None:
-            raise SpecError("stop texts need a tokenizer", fix="use stop_token_ids, or give the engine a tokenizer")
-        if self.scheduler.num_waiting >= self.max_waiting:
-            raise BusyError(f"{self.scheduler.num_waiting} requests wait already", fix="try again in a moment")
-        self._seqs[request.id] = seq = self._seq(request)
-        self.scheduler.add(seq)
+        waiting = len(self._seqs) - len(self.scheduler.running)
+        if waiting >= self.max_waiting:
+            raise BusyError(f"{waiting} requests wait already", fix="try again in a moment")
+        seq = self._seq(request)
+        held = self._constraints.hold(seq)
+        self._seqs[request.id] = seq
+        if not held:
+            self.scheduler.add(seq)
 
     def _seq(self, request: Request) -> Seq:
         params = request.params
-        seq = Seq(request, next(self._arrivals), min(len(request.prompt) + params.max_tokens, self.max_model_len))
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids))
-        seq.entry = Entry(Chooser(params, ends), seq.tokens, seq.num_prompt)
-        seq.speculates = self.proposer is not None and not seq.entry.chooser.penalized
+        longest = min(len(request.prompt) + params.max_tokens, self.max_model_len)
+        seq = Seq(request, next(self._arrivals), longest, frozenset(ends))
+        constraint = self._constraints.of(params, ends)  # which bans the ends itself
+        seq.entry = Entry(Chooser(params, () if constraint else ends), seq.tokens, seq.num_prompt, constraint)
+        seq.speculates = self.proposer is not None and not seq.entry.chooser.penalized and constraint is None
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * seq.num_prompt
         if self.tokenizer is not None:
@@ -146,6 +160,7 @@ class Engine:
                 params.stop,
                 include_stop=params.include_stop,
                 min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
             )
         return seq
 
@@ -153,84 +168,142 @@ class Engine:
         """Ends a waiting or running request; the next step returns its last output (finish "abort"). Ignores unknown ids."""
         seq = self._seqs.get(request_id)
         if seq is not None:
-            self._outputs.append(self._end(seq, self._output(seq), "abort"))
+            self._constraints.forget(request_id)
+            self._outputs.append(self._end(seq, seq.output, "abort"))
 
     def step(self) -> list[Output]:
         """Runs one step; returns the new outputs, at most one per request.
 
-        They include outputs of other requests computed during `generate`: each is returned exactly once.
+        With asynchronous scheduling it launches a step and returns the outputs of the one before. They include outputs
+        of other requests computed during `generate`: each is returned exactly once.
         """
+        if self._compactor is not None:
+            for seq, error in self._compactor.run():
+                self._outputs.append(self._end(seq, seq.output, "error", error=error))
         held = bool(self._outputs)
+        self._add_compiled()
+        launched = self._launch()
+        if launched is not None:
+            self._flying.append(launched)
+        if len(self._flying) > self._ahead or launched is None:
+            self._read()
+        return self._deliver(held)
+
+    def _read(self) -> None:
+        """Applies the results of the oldest step under way, once the device has computed them."""
+        if self._flying:
+            work, launched = self._flying.popleft()
+            tokens = launched.tokens() if self.proposer is None else None
+            if tokens is None:
+                for item, result in zip(work, launched.results(), strict=True):
+                    self._finish_item(item, result)
+                return
+            for item, token in zip(work, tokens, strict=True):
+                if item.seq.goes_on(item, token):
+                    self._finish_item(item, token)
+                else:
+                    self._finish_item(item, SeqResult.of(token))
+
+    def _add_compiled(self) -> None:
+        """Schedules the sequences whose grammar is compiled by now, and ends those whose grammar is wrong."""
+        busy = self._flying or self.scheduler.running or self.scheduler.num_waiting
+        for seq, error in self._constraints.ready(idle=not busy):
+            if error is None:
+                self.scheduler.add(seq)
+            else:
+                self._outputs.append(self._end(seq, seq.output, "error", error=error))
+
+    def idle(self) -> bool:
+        """Prepares later steps while there is no work (a CUDA graph more); False when nothing is left to prepare."""
+        return self.runner.prepare()
+
+    def when_lost(self, say: Callable[[RankError], None]) -> None:
+        """For a process that only serves this engine: soon after one of its ranks is lost, `say` is called and the process ends."""
+        self.runner.when_lost(say)
+
+    def close(self) -> None:
+        """Ends the other ranks' processes, if there are any; the engine runs no step any more."""
+        self.runner.close()
+
+    def _launch(self) -> tuple[list[Work], Launched] | None:
+        """Starts the next step; None when there is nothing to compute."""
+        delay = self.scheduler.delay_s  # before the schedule, which finds work once it is over
         work, fresh = self.scheduler.schedule()
+        if not work and delay > 0:
+            time.sleep(min(delay, _NAP_S))
+            return None
         if not work:
-            assert not self._seqs, f"{len(self._seqs)} requests wait and nothing can run"
-            return self._deliver(held)
+            waiting = len(self._seqs) - self._constraints.num_held
+            assert not waiting or self._flying, f"{waiting} requests wait and nothing can run"
+            return None
         self._num_steps += 1
         if self.proposer is not None:
             self.proposer.propose(work)
-        step, work, broken = self._input(work, fresh)
-        with self._threads(len(step.batch.tokens)):
-            results = self.runner.run(step)
-        for item, result in [*zip(work, results, strict=True), *broken]:
-            output = self._finish_item(item, result)
-            if output is not None:
-                self._outputs.append(output)
-        return self._deliver(held)
+        step, work, broken = self._builder.build_possible(work, fresh)
+        masks = StepMasks(work, self._read_before) if step.sampling.masked.any() else None
+        with threads_of(self.spec, self.device, self._num_params, len(step.batch.tokens)):
+            launched = self.runner.launch(step) if masks is None else self.runner.launch(step, masks)
+        if masks is None or not masks.asked:
+            self._launched(work)
+        for item, error in broken:
+            self._finish_item(item, SeqResult(error=error))
+        # Before another sequence finds what these left in their pages.
+        for place, error in {**launched.errors, **(masks.errors if masks else {})}.items():
+            self._finish_item(work[place], SeqResult(error=error))
+        return work, launched
 
-    def _input(self, work: list[Work], fresh: list[int]) -> tuple[StepInput, list[Work], list[tuple[Work, SeqResult]]]:
-        """The step's input, the work that it contains, and the work left out because of an error in its sequence's state."""
-        try:
-            return self._builder.build(work, fresh), work, []
-        except Exception:
-            broken = [(item, error) for item in work if (error := self._mistake(item)) is not None]
-            if not broken:
-                raise
-        bad = [item for item, _ in broken]
-        good = [item for item in work if item not in bad]
-        return self._builder.build(good, fresh), good, [(item, SeqResult(error=error)) for item, error in broken]
+    def _launched(self, work: Sequence[Work]) -> None:
+        """Notes that the step of `work` is on its way."""
+        if self.proposer is None:
+            self.scheduler.launched(work)
+            for place, item in enumerate(work):
+                item.seq.place = place
 
-    def _mistake(self, item: Work) -> str | None:
-        """The error of building a step of this item alone, None without one."""
-        try:
-            StepBuilder(self.spec.block_size).build([item], ())
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+    def _read_before(self, work: Sequence[Work]) -> None:
+        """When the forward pass of `work` is on its way: applies the results of the step before, for its masks."""
+        self._launched(work)
+        while self._flying:
+            self._read()
 
     def _deliver(self, held: bool) -> list[Output]:
         """All undelivered outputs. `held`: some are older than this step, so a request may have several."""
         outputs, self._outputs = self._outputs, []
         return joined(outputs) if held else outputs
 
-    @contextmanager
-    def _threads(self, num_tokens: int) -> Iterator[None]:
-        """Sets the CPU threads of a step of `num_tokens`, and restores the process's number afterwards.
+    def _finish_item(self, item: Work, result: SeqResult | int) -> None:
+        """Applies a step's result, or one more token, to its sequence, if it has not ended since.
 
-        Threads synchronize after every operation. In small steps that costs more than the parallel work saves, and a time
-        slice per operation when another process uses the core.
+        An error here ends this sequence only.
         """
-        before = torch.get_num_threads()
-        wanted = step_threads(self.spec, self._num_params, num_tokens, before) if self.device.type == "cpu" else before
-        if wanted == before:
-            yield
-            return
-        torch.set_num_threads(wanted)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-    def _finish_item(self, item: Work, result: SeqResult) -> Output | None:
-        """Applies a step's result to its sequence; an error here ends this sequence only."""
         seq = item.seq
-        error = result.error
+        if seq.state == "done":
+            return
+        error = None if isinstance(result, int) else result.error
         if error is None:
             try:
-                return self._advance(item, result)
+                output = self._go_on(seq, result) if isinstance(result, int) else self._advance(item, result)
+                if output is not None:
+                    self._outputs.append(output)
+                return
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
         self.pool.forget(seq.pages)
-        return self._end(seq, self._output(seq), "error", error=error)
+        self._outputs.append(self._end(seq, seq.output, "error", error=error))
+
+    def _go_on(self, seq: Seq, token: int) -> Output:
+        """What `_advance` does for the most common result, in a fraction of its time."""
+        seq.num_in_flight -= 1
+        seq.tokens.append(token)
+        self._num_output_tokens += 1
+        output = seq.output
+        output.tokens.append(token)
+        if len(seq.tokens) >= seq.page_end:
+            self._publish(seq, 0)
+        if seq.stream is not None:
+            output.text = seq.stream.push(token)
+            if seq.stream.matched is not None:
+                return self._end(seq, output, "stop", seq.stream.matched)
+        return output
 
     def _advance(self, item: Work, result: SeqResult) -> Output | None:
         seq, computed = item.seq, item.start + item.count
@@ -239,22 +312,28 @@ class Engine:
             self.proposer.settle(item, num_kept)
             self._num_drafted += result.num_guessed
             self._num_accepted += num_kept
-        if seq.num_computed < seq.num_prompt:
-            self._num_prompt_tokens += max(0, min(computed, seq.num_prompt) - seq.num_computed)
+        else:
+            seq.num_in_flight -= item.samples
+        if item.start < seq.num_prompt:
+            self._num_prompt_tokens += max(0, min(computed, seq.num_prompt) - item.start)
         if seq.prompt_logprobs is not None and result.prompt_logprobs:
             first = item.start + 1
             seq.prompt_logprobs[first : first + len(result.prompt_logprobs)] = result.prompt_logprobs
+        if result.states is not None:
+            self.scheduler.pool_states(item, result.states)
         if not result.chosen:
             self._publish(seq, computed)
             return None
-        output = self._output(seq)
+        output = seq.output
         if seq.num_output == 0:
             output.prompt_logprobs = seq.prompt_logprobs
+            output.pooled = seq.pooled_bytes
         finish, reason = (None, None) if seq.request.params.max_tokens else ("length", None)
         for chosen in result.chosen:
             if finish:
                 break
-            finish, reason = self._take(seq, chosen, output)
+            finish, reason = seq.take(chosen, output)
+            self._num_output_tokens += 1
         self._publish(seq, len(seq.tokens) - 1)
         output.num_output_tokens = seq.num_output
         if finish is None:
@@ -264,35 +343,11 @@ class Engine:
         return self._end(seq, output, finish, reason)
 
     def _publish(self, seq: Seq, computed: int) -> None:
-        self.scheduler.advance(seq, computed, seq.drafted if self.proposer and self.proposer.uses_pages else None)
-
-    def _take(self, seq: Seq, chosen: Chosen, output: Output) -> tuple[str | None, str | int | None]:
-        """Appends one chosen token; returns (finish, stop reason)."""
-        if not chosen.finite:
-            raise ArithmeticError("the model's logits are not finite")
-        params, token = seq.request.params, chosen.token
-        seq.tokens.append(token)
-        output.tokens.append(token)
-        self._num_output_tokens += 1
-        if chosen.logprob is not None:
-            output.logprobs.append(chosen.logprob)
-        ended = token in self.eos_ids and not params.ignore_eos
-        stopped = token in params.stop_token_ids
-        if seq.stream is not None and (params.include_stop or not (ended or stopped)):
-            output.text += seq.stream.push(token)
-            if seq.stream.matched is not None:
-                return "stop", seq.stream.matched
-        if ended or stopped:
-            return "stop", token if stopped else None
-        return ("length", None) if len(seq.tokens) >= seq.max_tokens else (None, None)
-
-    def _output(self, seq: Seq) -> Output:
-        return Output(
-            seq.request.id,
-            num_prompt_tokens=seq.num_prompt,
-            num_output_tokens=seq.num_output,
-            num_cached_tokens=seq.num_cached,
-        )
+        """Notes what is computed; without a drafter that happened when the step was launched, but for unknown tokens."""
+        if self.proposer is None:
+            self.scheduler.advance(seq, seq.num_computed)
+        else:
+            self.scheduler.advance(seq, computed, seq.drafted if self.proposer.uses_pages else None)
 
     def _end(
         self,
@@ -312,7 +367,7 @@ class Engine:
         scheduler, pool = self.scheduler, self.pool
         return {
             "running": len(scheduler.running),
-            "waiting": scheduler.num_waiting,
+            "waiting": len(self._seqs) - len(scheduler.running),  # for their grammar, too
             "pages_total": pool.num_pages,
             "pages_used": pool.num_used,
             "pages_free": pool.num_free,
@@ -367,9 +422,11 @@ class Engine:
         total = sum(request.params.max_tokens for request in requests)
         room = min(self.max_waiting, self.scheduler.max_num_seqs)
         unfinished = len(requests)
-        with run.progress("generating", total, "tokens") as bar:
+        with frozen_heap(), run.progress("generating", total, "tokens") as bar:
             while unfinished:
-                while self.scheduler.num_waiting < room and (request := next(coming, None)) is not None:
+                while (
+                    len(self._seqs) - len(self.scheduler.running) < room and (request := next(coming, None)) is not None
+                ):
                     self.add(request)
                 for output in self.step():
                     if output.request_id not in done:

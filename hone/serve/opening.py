@@ -8,19 +8,27 @@ from typing import NamedTuple
 import torch
 
 from hone.base.errors import SpecError
-from hone.cost.cache import page_bytes
+from hone.cost.cache import cache_dtype, page_bytes
+from hone.cost.serving import Serving
 from hone.measure.machine import describe
 from hone.model import hf
 from hone.model.decoder import Decoder
+from hone.model.facts import CheckpointFacts
 from hone.model.folder import model_folder, weights_bytes
 from hone.model.sparse.sparsify import AUTO_ROWS, sparsify
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
-from hone.serve import DRAFTERS
+from hone.serve import DRAFTERS, EVICTIONS
+from hone.serve.eviction.eviction import Eviction
+from hone.serve.kv_policies.policy import Kept, check_bits, check_combination
+from hone.serve.offload.budget import Budget
+from hone.serve.offload.opening import open_streamed, said_of, weights_on_device
 from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.paging.pages import PagePool
+from hone.serve.paging.scales import cache_format, check_on, take_scales
+from hone.serve.planning import budget_on, pages_bytes, serving_of
 from hone.serve.runner import Runner
 from hone.serve.sampler import Sampler
-from hone.serve.sizing import Memory, cache_pages, check_weights, sized, work_bytes
+from hone.serve.sizing import Memory, cache_pages, check_weights, kept_of, sized, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.speculation.drafter import Drafter, DraftSetting, Guesser, Proposer
 
@@ -36,6 +44,7 @@ class Parts(NamedTuple):
     drafter: Drafter | None
     proposer: Proposer | None
     max_model_len: int
+    kept: Kept
     note: str = ""
     """What a user must know of how the model is held, beside the spec."""
 
@@ -56,35 +65,129 @@ def open_parts(
         model = model_folder(model)
         if tokenizer is None and (model / "tokenizer.json").exists():
             tokenizer = load_tokenizer(model)
+    if spec.num_ranks > 1:
+        return _open_ranked(model, spec, tokenizer, draft, device)
     given = isinstance(model, Decoder)
-    model, note = _sparsified(model, device, spec)
+    streamed: Streamed | None = None
+    if spec.gpu_memory is not None:
+        if draft is not None:
+            raise SpecError("engine.gpu_memory is given and a draft model, too", fix="leave one of them out")
+        streamed = _open_streamed(model, spec, device)
+        model, note = streamed.model, ""
+    else:
+        model, note = _sparsified(model, device, spec)
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
     longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
-    cache_dtype = None if spec.kv_cache_dtype == "auto" else getattr(torch, spec.kv_cache_dtype)
-    dtype = cache_dtype or model.embedding.dtype
-    note = "; ".join(filter(None, (note, _cache_note(model, given, _name(dtype)))))
+    weights = _name(model.embedding.dtype)
+    held = cache_format(spec.kv_cache_dtype, weights, None if given else model.quantization)
+    fixed = None if given else take_scales(model)
+    fixed = fixed if held.fixed else None
+    note = "; ".join(filter(None, (note, held.note)))
     tensors = cache_tensors(model.config)
-    one = page_bytes(tensors, size, _name(dtype))
+    check_on(held.dtype, tensors, model.embedding.dtype, device)
+    check_bits(spec.kv_policy, held.dtype)
+    one = page_bytes(tensors, size, held.dtype, fixed_scales=held.fixed)
+    draft_dtype: torch.dtype | None = None
     if draft_model is not None:
-        one += page_bytes(cache_tensors(draft_model.config), size, _name(cache_dtype or draft_model.embedding.dtype))
-    work = work_bytes(model.config.facts(), spec, _name(model.embedding.dtype), str(device))
-    num_pages = cache_pages(spec, one, Memory.now(device), longest, work=work)
-    cache = KVCache(tensors, num_pages, size, dtype=dtype, device=device, rope_len=longest)
+        drafted = cache_tensors(draft_model.config)
+        draft_name = cache_dtype(spec.kv_cache_dtype, _name(draft_model.embedding.dtype))
+        check_on(draft_name, drafted, draft_model.embedding.dtype, device)
+        draft_dtype = getattr(torch, draft_name)
+        one += page_bytes(drafted, size, draft_name)
+    work = work_bytes(model.config.facts(), spec, weights, str(device))
+    if drafter is not None:  # a draft model may be given beside the spec
+        check_combination(spec.model_copy(update={"drafter": drafter}))
+    kept = kept_of(spec, model.config)
+    assert spec.max_num_batched_tokens is not None, "sized() fills it in"
+    most = kept.most_pages(longest, spec.max_num_batched_tokens, size)  # of one sequence
+    sizes = spec
+    if streamed is not None:
+        sizes = streamed.budget.sized(spec, weights_on_device(model))
+    num_pages = cache_pages(sizes, one, Memory.now(device), most * size, work=work)
+    dtype = getattr(torch, held.dtype)
+    cache = KVCache(
+        tensors, num_pages, size, dtype=dtype, device=device, rope_len=longest, kept=kept, fixed_scales=fixed
+    )
     sampler = Sampler(model.config.vocab_size, device)
     proposer: Proposer | None = None
     guesser: Guesser | None = None
     if drafter is not None:
+        budget = spec.max_num_batched_tokens
+        setting = DraftSetting(model, draft_model, sampler, num_pages, size, budget, draft_dtype, device, longest)
+        proposer, guesser = drafter.open(setting)
+    assert spec.max_num_seqs is not None, "sized() fills it in"
+    runner = Runner(model, cache, sampler, device, guesser, max_num_seqs=spec.max_num_seqs)
+    longest = longest if most <= num_pages else min(longest, num_pages * size)
+    if streamed is not None:
+        if streamed.streams:
+            runner.graphs = None  # copies come from host memory anew in every step
+        context = max(1, min(longest, num_pages * size // spec.max_num_seqs))
+        note = "; ".join(filter(None, (note, said_of(streamed.budget, streamed.serving, spec, context))))
+    return Parts(spec, model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, longest, kept, note)
+
+
+class Streamed(NamedTuple):
+    """A model opened with `engine.gpu_memory`."""
+
+    model: Decoder
+    budget: Budget
+    serving: Serving
+    streams: bool
+
+
+def _open_streamed(model: Decoder | Path, spec: EngineSpec, device: torch.device) -> Streamed:
+    """The model with as many layers on `device` as `spec.gpu_memory` allows. Raises SpecError and FitError as `budget_of`."""
+    if isinstance(model, Decoder):
+        raise SpecError(
+            f"engine.gpu_memory is {spec.gpu_memory} and the model is given, not its folder: all of it is on a device already",
+            fix="save it (hone.save) and give the engine its folder",
+        )
+    facts, machine = CheckpointFacts.of(model), describe(str(device))
+    budget = budget_on(spec, facts, machine, pages_bytes(spec, [facts]), Memory.now(device))
+    assert budget is not None, "gpu_memory is given"
+    opened, stream = open_streamed(model, spec, budget.offload, device)
+    serving = serving_of(spec, facts, machine, budget.offload.loaded(stream.layer_bytes))
+    return Streamed(opened, budget, serving, bool(budget.offload.streamed))
+
+
+def _open_ranked(
+    model: Decoder | Path, spec: EngineSpec, tokenizer: Tokenizer | None, draft: object, device: torch.device
+) -> Parts:
+    """The parts of an engine on several processes, of which this one is rank 0. `spec` is `sized`."""
+    from hone.serve.ranks.opening import open_lead
+
+    if draft is not None:
+        raise SpecError("a draft model does not run on several ranks yet", fix="leave the draft model out")
+    drafter, _ = _open_draft(spec, None, tokenizer, device)
+    if device.type == "cpu" and spec.num_threads is None:
+        spec = spec.model_copy(update={"num_threads": max(1, torch.get_num_threads() // spec.num_ranks)})
+    rank, runner, num_pages = open_lead(model, spec, device)
+    size, longest, proposer = spec.block_size, rank.longest, None
+    if drafter is not None:
         assert spec.max_num_batched_tokens is not None, "sized() fills it in"
         budget = spec.max_num_batched_tokens
-        setting = DraftSetting(model, draft_model, sampler, num_pages, size, budget, cache_dtype, device, longest)
+        setting = DraftSetting(rank.model, None, runner.sampler, num_pages, size, budget, None, device, longest)
         proposer, guesser = drafter.open(setting)
-    pool = PagePool(num_pages, size, enable_prefix_caching=spec.enable_prefix_caching)
-    runner = Runner(model, cache, sampler, device, guesser)
-    return Parts(spec, model, tokenizer, pool, runner, drafter, proposer, min(longest, num_pages * size), note)
+        assert guesser is None, "only a draft model guesses on the device"
+    usable = min(longest, num_pages * size)
+    return Parts(
+        spec, rank.model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, usable, Kept(), rank.note
+    )
+
+
+def _pool(spec: EngineSpec, num_pages: int) -> PagePool:
+    eviction = EVICTIONS.read(spec.eviction or "lru")
+    assert isinstance(eviction, Eviction), "the table holds nothing else"
+    caching = spec.enable_prefix_caching
+    return PagePool(num_pages, spec.block_size, enable_prefix_caching=caching, eviction=eviction)
 
 
 def _sparsified(model: Decoder | Path | str, device: torch.device, spec: EngineSpec) -> tuple[Decoder, str]:
     """The model of `_opened` with the linears that `spec.sparsity` asks for, and what was done."""
+    if spec.load_format == "dummy" and not isinstance(model, Decoder):
+        from hone.model.parallel.random import RandomCheckpoint
+
+        model = RandomCheckpoint(model).build(device, None if spec.dtype == "auto" else getattr(torch, spec.dtype))
     if spec.sparsity == "none":
         return _opened(model, device, spec.dtype), ""
     if isinstance(model, Decoder):
@@ -97,22 +200,12 @@ def _sparsified(model: Decoder | Path | str, device: torch.device, spec: EngineS
     return opened, sparsify(opened, spec.sparsity, rows=rows, where=str(model)).said
 
 
-def _cache_note(model: Decoder, given: bool, dtype: str) -> str:
-    """What happened to the scales that a folder has for its KV cache."""
-    if given or not (model.quantization or {}).get("kv_cache_scheme"):
-        return ""
-    return f"the folder has scales for a KV cache of 8 bits, which the engine does not have yet: keys and values stay {dtype}"
-
-
 def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> Decoder:
     """The model ready to serve, in `dtype` ("auto": the stored one)."""
     kind = None if dtype == "auto" else getattr(torch, dtype)
     if not isinstance(model, Decoder):
         check_weights(str(model), weights_bytes(model), device)
         model = hf.load(model, device=device, dtype=kind)
-        for layer in model.layers:  # a cache of 16 bits rounds nothing
-            if hasattr(layer.mixer, "kv_rounding"):
-                layer.mixer.kv_rounding = None
     elif kind is not None and model.embedding.dtype != kind:
         raise SpecError(
             f"engine.dtype is {dtype}, the given model has {_name(model.embedding.dtype)}",
@@ -146,7 +239,10 @@ def _open_draft(
             f"the draft model {model} has another tokenizer than the model",
             fix="use a draft model with the same tokenizer",
         )
-    return drafter, _opened(model, device, spec.dtype)
+    opened = _opened(model, device, spec.dtype)
+    if not isinstance(model, Decoder):
+        take_scales(opened)  # its own cache has none of a folder's
+    return drafter, opened
 
 
 def _name(dtype: torch.dtype) -> str:

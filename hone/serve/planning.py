@@ -11,12 +11,23 @@ from hone.base.figure import Estimate
 from hone.cost.cache import LayerCache, page_bytes
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES, serve_bytes
+from hone.cost.offload import Offload
+from hone.cost.ranks import Split
 from hone.cost.serving import Batching, Serving, StepKind, Traffic, serving_seconds, touched_pages
 from hone.measure.machine import Machine
+from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
+from hone.model.feed_forwards.swiglu import SwiGLU
+from hone.model.mixers.attention import Attention
+from hone.model.parallel.local import check_split, stage_layers, vocabulary_rows
+from hone.ops.cpu.isa import cpu_isa
+from hone.ops.cpu.rules import cpu_step
 from hone.ops.dispatch import Where, choose, triton_version
+from hone.serve.kv_policies.policy import check_bits
+from hone.serve.offload.budget import Budget, budget_of
 from hone.serve.paging.cache import cache_tensors, has_softcap
-from hone.serve.sizing import Memory, cache_pages, sized, step_threads, work_bytes
+from hone.serve.paging.scales import CacheFormat, cache_format, check_format
+from hone.serve.sizing import Memory, cache_pages, kept_of, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.workload import NUM_SAMPLES, SAMPLE_TOKENS
 
@@ -34,6 +45,7 @@ def estimates(
     cannot serve, FitError for requests longer than max_model_len.
     """
     spec = sized(spec, machine)
+    models = [of_a_rank(spec, one) for one in models]
     formats = [one.dtype if spec.dtype == "auto" else spec.dtype for one in models]
     facts = models[0].config.facts()
     assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sized() fills both in"
@@ -42,16 +54,25 @@ def estimates(
         max_num_batched_tokens=spec.max_num_batched_tokens,
         block_size=spec.block_size,
         enable_prefix_caching=spec.enable_prefix_caching,
-        static=spec.batching == "static",
+        static=spec.batching != "continuous",
     )
     one = pages_bytes(spec, models)
+    budget = budget_on(spec, models[0], machine, one)
     weights = sum(model.loaded_bytes(dtype) for model, dtype in zip(models, formats))
     weights -= sparse_saving(spec, models[0], formats[0]) * HELD_24
     longest = spec.max_model_len or models[0].config.max_seq_len
     work = work_bytes(facts, spec, formats[0], machine.device)
-    pages = cache_pages(spec, one, Memory.of(machine), longest, weights=weights, work=work)
-    _must_hold(traffic, min(longest, pages * spec.block_size))
-    serving = serving_of(spec, models[0], machine)
+    memory = Memory.of(machine)
+    if not machine.device.startswith("cuda"):  # all ranks share it
+        memory = memory._replace(free=memory.free / spec.num_ranks)
+    most = kept_of(spec, models[0].config).most_pages(longest, spec.max_num_batched_tokens, spec.block_size)
+    sizes = spec
+    if budget is not None:
+        weights = budget.ends + budget.offload.device_bytes
+        sizes = budget.sized(spec, weights)
+    pages = cache_pages(sizes, one, memory, most * spec.block_size, weights=weights, work=work)
+    _must_hold(traffic, longest if most <= pages else min(longest, pages * spec.block_size))
+    serving = serving_of(spec, models[0], machine, None if budget is None else budget.offload)
     run = serving_seconds(serving, traffic, batching)
     alone = serving.step_seconds(StepKind(1, 64, (), 1, 1)).value
     samples_s = (SAMPLE_TOKENS * NUM_SAMPLES + traffic.outputs[0]) * alone
@@ -64,8 +85,40 @@ def estimates(
         "kv_cache_bytes": Estimate(
             value=float((pages + 1) * one), unit="B", formula=f"{pages} pages and the null page"
         ),
-        "memory_growth_bytes": _growth(spec, traffic, batching, facts, formats[0], weights, pages, one, machine),
+        "memory_growth_bytes": _growth(
+            traffic, batching, facts, formats[0], weights, pages, one, machine, compiled=serving.compiled
+        ),
     }
+
+
+def budget_on(
+    spec: EngineSpec, model: CheckpointFacts, machine: Machine, page: int, memory: Memory | None = None
+) -> Budget | None:
+    """How `spec.gpu_memory` is divided for `model` on `machine`; None without it. `spec` is sized. Errors as `budget_of`."""
+    if spec.gpu_memory is None:
+        return None
+    assert spec.max_num_batched_tokens is not None, "sized() fills it in"
+    longest = spec.max_model_len or model.config.max_seq_len
+    most = kept_of(spec, model.config).most_pages(longest, spec.max_num_batched_tokens, spec.block_size)
+    return budget_of(spec, model, machine, page=page, longest_pages=most, memory=memory or Memory.of(machine))
+
+
+def of_a_rank(spec: EngineSpec, model: CheckpointFacts) -> CheckpointFacts:
+    """The facts of the part that one rank holds: of the pipeline stage with most bytes, the layers; of those, its heads."""
+    if spec.num_ranks == 1:
+        return model
+    whole, size = model.config, spec.tensor_parallel_size
+    check_split(whole, size)
+    layers = max(stage_layers(whole, spec.pipeline_parallel_size), key=len)
+    config = whole.local(size)
+    config = config.model_copy(
+        update={
+            "layers": tuple(config.layers[index] for index in layers),
+            "vocab_size": vocabulary_rows(whole.vocab_size, size),
+        }
+    )
+    share = config.num_params / whole.num_params
+    return model.model_copy(update={"config": config, "weights_bytes": int(model.weights_bytes * share)})
 
 
 def pages_bytes(spec: EngineSpec, models: Sequence[CheckpointFacts]) -> int:
@@ -73,23 +126,35 @@ def pages_bytes(spec: EngineSpec, models: Sequence[CheckpointFacts]) -> int:
     total = 0
     for model in models:
         stored = model.dtype if spec.dtype == "auto" else spec.dtype
-        dtype = stored if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
-        total += page_bytes(cache_tensors(model.config), spec.block_size, dtype)
+        kept = cache_format(spec.kv_cache_dtype, stored, model.quantization if model is models[0] else None)
+        total += page_bytes(cache_tensors(model.config), spec.block_size, kept.dtype, fixed_scales=kept.fixed)
     return total
 
 
-def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine) -> Serving:
-    """How `model` runs on `machine`: its dtype, threads and kernels."""
+def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine, offload: Offload | None = None) -> Serving:
+    """How `model` runs on `machine`: its dtype, threads and kernels, and which of its layers stream."""
+    streams = offload is not None and bool(offload.streamed)
     dtype, facts = model.dtype if spec.dtype == "auto" else spec.dtype, model.config.facts()
+    tensors, kept = cache_tensors(model.config), cache_format(spec.kv_cache_dtype, dtype, model.quantization)
+    check_format(kept.dtype, tensors, dtype, where_of(machine))
+    check_bits(spec.kv_policy, kept.dtype)
     calibrated = machine.calibration.threads if machine.calibration is not None else machine.num_cores
     return Serving(
         facts,
         machine,
         dtype,
         threads=step_threads(spec, facts.num_params, spec.max_num_seqs or 1, calibrated),
-        in_place=reads_in_place_on(machine, cache_tensors(model.config), dtype, softcap=has_softcap(model.config)),
-        captured=spec.drafter is None,
+        in_place=reads_in_place_on(machine, tensors, dtype, kept.dtype, softcap=has_softcap(model.config)),
+        cache_width=_cache_width(tensors, kept),
+        captured=spec.drafter is None and not streams,
         read_bytes=_read_bytes(spec, model, dtype),
+        split=Split(spec.tensor_parallel_size, spec.pipeline_parallel_size, machine.device),
+        vocab_size=facts.vocab_size * spec.tensor_parallel_size,
+        offload=offload if streams else None,
+        compiled=not streams
+        and kept.dtype == dtype
+        and _keeps_all(spec, model)
+        and compiles_on(machine, model.config, dtype),
     )
 
 
@@ -124,7 +189,6 @@ def _must_hold(traffic: Traffic, max_model_len: int) -> None:
 
 
 def _growth(
-    spec: EngineSpec,
     traffic: Traffic,
     batching: Batching,
     facts: ModelFacts,
@@ -133,6 +197,8 @@ def _growth(
     pages: int,
     one: int,
     machine: Machine,
+    *,
+    compiled: bool,
 ) -> Estimate:
     """Weights + the pages that the run touches + the activations of one step."""
     if not machine.device.startswith("cuda"):  # untouched memory is not resident
@@ -148,6 +214,7 @@ def _growth(
         context_tokens=seqs * most,
         dtype=dtype,
         device=machine.device,
+        compiled=compiled,
     )
 
 
@@ -159,17 +226,57 @@ def read_weights(facts: ModelFacts, dtype: str, stored: float) -> float | None:
     return stored - embedding
 
 
-def reads_in_place_on(machine: Machine, tensors: Sequence[LayerCache], dtype: str, *, softcap: bool = False) -> bool:
-    """Whether `machine` is a GPU whose kernels read pages of `dtype` in place.
+def compiles_on(machine: Machine, config: ModelConfig, dtype: str) -> bool:
+    """Whether decode steps of a model run as one compiled call on `machine`, a CPU like this one (`compiled_step.why_not`)."""
+    page = {"dtype": getattr(torch, dtype), "page_dtype": getattr(torch, dtype), "rows": 1, "decode": True}
+    if machine.device != "cpu" or not cpu_isa() or config.residual_multiplier != 1.0:
+        return False
+    for layer in config.layers:
+        mixer = layer.mixer
+        if layer.norms != "pre" or type(mixer) is not Attention or type(layer.feed_forward) is not SwiGLU:
+            return False
+        if mixer.softcap is not None or mixer.rotary_dim is not None or mixer.qk_norm_over != "head":
+            return False
+        widths = {"head_dim": mixer.head_dim, "v_dim": mixer.head_dim}
+        if choose("attend_paged", Where("cpu", cpu=cpu_isa()), **widths, **page).backend != "compiled":
+            return False
+        if config.hidden_size % 32 or layer.feed_forward.intermediate_size % cpu_step(cpu_isa(), page["dtype"]):
+            return False
+    return True
+
+
+def _keeps_all(spec: EngineSpec, model: CheckpointFacts) -> bool:
+    """Whether layers attend to all that their own window lets them, whatever the KV policy."""
+    return kept_of(spec, model.config).view(None) == (None, 0)
+
+
+def _cache_width(tensors: Sequence[LayerCache], kept: CacheFormat) -> float:
+    """Bytes that a cached number takes, with its part of a scale."""
+    values = sum(one.num_values for layer in tensors for one in layer)
+    return page_bytes(tensors, 1, kept.dtype, fixed_scales=kept.fixed) / values if values else BYTES[kept.dtype]
+
+
+def where_of(machine: Machine) -> Where:
+    """The facts about `machine` that the choice of kernels depends on."""
+    if not machine.device.startswith("cuda"):
+        return Where()
+    gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
+    major, minor = map(int, gpu.capability.split("."))
+    return Where("cuda", (major, minor), gpu.num_multiprocessors, triton_version())
+
+
+def reads_in_place_on(
+    machine: Machine, tensors: Sequence[LayerCache], dtype: str, page_dtype: str | None = None, *, softcap: bool = False
+) -> bool:
+    """Whether `machine` is a GPU whose kernels read pages of `page_dtype` (None: `dtype`, that of the queries) in place.
 
     `tensors`: `cache_tensors` of the model; `softcap`: its `has_softcap`.
     """
     if not machine.device.startswith("cuda"):
         return False
-    gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
-    major, minor = map(int, gpu.capability.split("."))
-    where = Where("cuda", (major, minor), gpu.num_multiprocessors, triton_version())
-    page = {"dtype": getattr(torch, dtype), "page_dtype": getattr(torch, dtype), "rows": 1, "softcap": softcap}
+    where = where_of(machine)
+    held = getattr(torch, page_dtype or dtype)
+    page = {"dtype": getattr(torch, dtype), "page_dtype": held, "rows": 1, "softcap": softcap}
     for layer in tensors:
         widths = {one.name: one.shape[-1] for one in layer}
         if layer and set(widths) != {"k", "v"}:

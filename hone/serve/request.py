@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from hone.base.errors import HoneError, SpecError
+from hone.base.errors import FitError, HoneError, SpecError
 from hone.base.spec import Spec
+from hone.serve.structured.spec import StructuredOutputs
 
+Pooling = Literal["mean", "last"]
 Finish = Literal["stop", "length", "abort", "error"]
 
 
@@ -39,6 +41,10 @@ class SamplingParams(Spec):
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="The same, times the count of the token.")
     repetition_penalty: float = Field(1.0, gt=0, description="Divides logits of tokens in prompt or output (1 is off).")
     logit_bias: dict[int, float] = Field({}, description="Added to the logits of single tokens.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Form that the whole output must have.")
+    allowed_token_ids: tuple[int, ...] | None = Field(None, description="The only tokens that may be generated.")
+    bad_words: tuple[str, ...] = Field((), description="Texts that must not be generated.")
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
 
     @field_validator("stop")
     @classmethod
@@ -46,6 +52,11 @@ class SamplingParams(Spec):
         if "" in stop:
             raise ValueError("a stop text must not be empty")
         return stop
+
+    @property
+    def constrained(self) -> bool:
+        """True when some tokens are ruled out, by a mask that depends on the tokens before."""
+        return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def greedy(self) -> bool:
@@ -73,15 +84,38 @@ class SamplingParams(Spec):
         }
 
 
+class Retention(Spec):
+    """How long pages of a range of a request's tokens stay in the prefix cache (eviction `priority_duration`)."""
+
+    start: int = Field(0, ge=0, description="First token of the range.")
+    end: int | None = Field(None, ge=1, description="Token after its last; empty: to the end, output included.")
+    priority: int = Field(35, ge=0, le=100, description="The lowest is evicted first; 35 is that of all other pages.")
+    duration_s: float | None = Field(
+        None, gt=0, description="Seconds after the request's end for which the priority holds; empty: for ever."
+    )
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Retention:
+        if self.end is not None and self.end <= self.start:
+            raise ValueError(f"tokens {self.start} to {self.end} are an empty range")
+        return self
+
+
 @dataclass
 class Request:
-    """One prompt to continue. A lower `priority` value is served first; `salt` keeps its prefix cache apart."""
+    """One prompt to continue. A lower `priority` value is served first; `salt` keeps its prefix cache apart.
+
+    With `pooling` the output also has the prompt's hidden states after the final norm: their mean, or the last one.
+    `retention`: what of it stays longer, or less long, in the prefix cache than other pages.
+    """
 
     id: str
     prompt: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     salt: str = ""
+    pooling: Pooling | None = None
+    retention: tuple[Retention, ...] = ()
 
 
 @dataclass
@@ -93,7 +127,7 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class Output:
     """One request's result of one engine step: new tokens, new text, and whether it is finished.
 
@@ -112,6 +146,8 @@ class Output:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    pooled: bytes | None = None
+    """float32 [hidden_size] of a request with `pooling`, in its first output with a token, or its only one."""
 
     def extend(self, later: Output) -> None:
         """Appends a later output of the same request."""
@@ -121,6 +157,8 @@ class Output:
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
+        if later.pooled is not None:
+            self.pooled = later.pooled
         self.num_output_tokens, self.num_cached_tokens = later.num_output_tokens, later.num_cached_tokens
 
 
@@ -165,3 +203,31 @@ def joined(outputs: Iterable[Output]) -> list[Output]:
         else:  # a later request may have the same id
             growing.pop(output.request_id, None)
     return joined
+
+
+def check_request(request: Request, vocab_size: int, max_model_len: int, *, has_tokenizer: bool) -> None:
+    """Raises SpecError for what the model or tokenizer does not have, FitError for a prompt longer than the context."""
+    params = request.params
+    if not request.prompt:
+        raise SpecError("the prompt has no tokens", fix="send at least one token")
+    for name, tokens in (
+        ("prompt", request.prompt),
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise SpecError(
+                    f"{name} holds token {token}, the vocabulary has {vocab_size}",
+                    fix=f"use token ids from 0 to {vocab_size - 1}",
+                )
+    longest = max_model_len - (params.max_tokens > 0)
+    if len(request.prompt) > longest:
+        raise FitError(
+            f"the prompt has {len(request.prompt)} tokens, the maximum context length is {max_model_len} "
+            "tokens, output included",
+            fix=f"shorten the prompt to {longest} tokens or less",
+        )
+    if params.stop and not has_tokenizer:
+        raise SpecError("stop texts need a tokenizer", fix="use stop_token_ids, or give the engine a tokenizer")

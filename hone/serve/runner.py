@@ -1,23 +1,31 @@
-"""One engine step on the device: a forward pass over the tokens of a `StepInput`, then the choices of its sequences."""
+"""One engine step on the device: a forward pass over the tokens of a `StepInput`, then the choices of its sequences.
+
+`launch` returns as soon as the step is on its way; a later step may be launched before the choices are read, and takes
+tokens that the host does not know yet from the device (`Batch.sources`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hone.cost.serving import MOST_CAPTURED
 from hone.model.decoder import Decoder
-from hone.ops.dispatch import say_once
+from hone.serve.device.graphs import StepGraphs, padded
+from hone.serve.device.placing import Placer
 from hone.serve.paging.cache import KVCache, has_softcap
-from hone.serve.paging.paged import Paged, PagedBuffers, reads_in_place
+from hone.serve.paging.paged import BlockTable, Paged, known_tokens, reads_in_place
+from hone.serve.ranks.errors import RankError
 from hone.serve.request import TokenLogprob
-from hone.serve.sampler import Chosen, Sampler, logprobs
+from hone.serve.sampler import Chosen, Drawn, Sampler, Scores
 from hone.serve.speculation.drafter import Guess, Guesser, verify
 from hone.serve.step import Batch, StepInput
+
+Masks = Callable[[], np.ndarray]
+"""Gives int32 [M, ceil(V / 32)]: a step's masks of the tokens that may be chosen, by `Sampling.mask_row`."""
 
 _SCORED = 256
 """Prompt positions whose logits exist at once while a prompt is scored."""
@@ -34,11 +42,105 @@ class SeqResult:
     chosen: list[Chosen] = field(default_factory=list)
     num_guessed: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    states: np.ndarray | None = None  # float32 [D], of a request with pooling
     error: str | None = None
+
+    @classmethod
+    def of(cls, token: int | None) -> SeqResult:
+        """The result that `Launched.tokens` tells in short."""
+        return cls([] if token is None else [Chosen(token, token >= 0)])
+
+
+@dataclass
+class _Part:
+    """A run of a step's sequences on its way: their results, but for the choices that are still on the device."""
+
+    num_seqs: int
+    results: list[SeqResult] | None = None  # one each where some are known already
+    drawn: Drawn | None = None
+    places: list[int] = field(default_factory=list)  # of the sequences, those of `drawn`
+    kept: bool = False  # whether the drawn tokens are already where the next step finds them
+    scores: list[tuple[int, Scores, list[int]]] = field(default_factory=list)  # place, scores, tokens
+    states: Tensor | None = None  # float32 [N, D] on the host once the device is done
+    pooled: list[int] = field(default_factory=list)  # of the sequences, those of `states`
+
+    def known(self) -> list[SeqResult]:
+        """The results as far as they are known, one each."""
+        if self.results is None:
+            self.results = [SeqResult() for _ in range(self.num_seqs)]
+        return self.results
+
+    @property
+    def plain(self) -> bool:
+        """Whether drawn tokens are all that there is."""
+        only_tokens = self.drawn is None or self.drawn.plain
+        return only_tokens and self.results is None and not self.scores and self.states is None
+
+    def tokens(self) -> list[int | None]:
+        """The token of each sequence of a plain part, None where none was drawn."""
+        if self.drawn is None:
+            return [None] * self.num_seqs
+        tokens = self.drawn.told()
+        if len(tokens) == self.num_seqs:
+            return tokens
+        each: list[int | None] = [None] * self.num_seqs
+        for place, token in zip(self.places, tokens):
+            each[place] = token
+        return each
+
+    def read(self) -> list[SeqResult]:
+        """All results; the first call waits for the device."""
+        results = self.known()
+        if self.drawn is not None:
+            for place, chosen in zip(self.places, self.drawn.read()):
+                results[place].chosen = [chosen]
+        for place, scores, tokens in self.scores:
+            results[place].prompt_logprobs += scores.read(tokens)
+        if self.states is not None:
+            for place, row in zip(self.pooled, self.states.cpu().numpy()):
+                results[place].states = row
+        self.drawn, self.scores, self.states = None, [], None
+        return results
+
+
+class Launched:
+    """A step on its way."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """The errors that are known before the device is done, by place."""
+        errors, first = {}, 0
+        for part in self._parts:
+            for place, result in enumerate(part.results or ()):
+                if result.error is not None:
+                    errors[first + place] = result.error
+            first += part.num_seqs
+        return errors
+
+    def tokens(self) -> list[int | None] | None:
+        """The token of each sequence (None: it got none, -1: its logits are not finite), once the device has computed it.
+
+        None where `results` tells more than that.
+        """
+        if not all(part.plain for part in self._parts):
+            return None
+        return [token for part in self._parts for token in part.tokens()]
+
+    def results(self) -> list[SeqResult]:
+        """A result for every sequence, once the device has computed it."""
+        return [result for part in self._parts for result in part.read()]
 
 
 class Runner:
     """Runs steps on one model and its cache. What it computes depends on the steps and the cache alone."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn here."""
+        return True
 
     def __init__(
         self,
@@ -47,62 +149,158 @@ class Runner:
         sampler: Sampler,
         device: torch.device | str,
         guesser: Guesser | None = None,
+        *,
+        max_num_seqs: int = 512,
     ) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
-        self.device = device
+        self.device = torch.device(device)
         self.guesser = guesser
-        in_place = reads_in_place(cache, device, model.embedding.dtype, softcap=has_softcap(model.config))
-        self.graphs = DecodeGraphs(model, cache, device) if in_place else None
-        """Runs decode steps; None: every step is launched kernel by kernel."""
+        self._placer = Placer(device)
+        self._masks: Masks | None = None
+        self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """The token of each place that the last launched step sampled."""
+        self.graphs: StepGraphs | None = None
+        """Replays steps; None: every step is launched kernel by kernel."""
+        self._table: BlockTable | None = None
+        self._wipes = True
+        self._whole = True
+        """Whether the step runs at once, not in halves."""
+        if reads_in_place(cache, device, model.embedding.dtype, softcap=has_softcap(model.config)):
+            longest = min(cache.rope_len or model.config.max_seq_len, cache.num_pages * cache.block_size)
+            self._table = BlockTable(max_num_seqs, -(-longest // cache.block_size), self.device)
+            self.graphs = StepGraphs(model, cache, self._table.tensor, self._last, device, draws=self.samples)
+            self._wipes = False  # these kernels never read slots that no token was written to
+
+    def run(self, step: StepInput, masks: Masks | None = None) -> list[SeqResult]:
+        """A result for every sequence. Never raises for what a single sequence causes: its result carries the error."""
+        return self.launch(step, masks).results()
 
     @torch.inference_mode()
-    def run(self, step: StepInput) -> list[SeqResult]:
-        """A result for every sequence. Never raises for what a single sequence causes: its result carries the error."""
-        self.cache.wipe(step.fresh_pages)
+    def prepare(self) -> bool:
+        """Prepares later steps while there is no work (a CUDA graph more); False when nothing is left to prepare."""
+        return self.graphs is not None and self.graphs.capture_next()
+
+    def when_lost(self, say: Callable[[RankError], None]) -> None:
+        """See `Engine.when_lost`; one process loses no other."""
+
+    def close(self) -> None:
+        """Ends what runs beside this process: nothing."""
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput, masks: Masks | None = None) -> Launched:
+        """Starts a step; `Launched.results` waits for it. Errors as in `run`.
+
+        `masks`, where sequences have some, is asked for them when the forward pass is on its way: they may depend on the
+        tokens of the step before, which the host then reads.
+        """
+        self._masks, self.sampler.masks = masks, None
+        if self._wipes or self.guesser is not None:
+            self.cache.wipe(step.fresh_pages)
         if self.guesser is not None:
             self.guesser.cache.wipe(step.fresh_pages)
-        return self._halved(step) if step.num_seqs else []
+        self.sampler.seat(step.sampling)
+        parts = self._halved(step) if step.num_seqs else []
+        first = 0
+        for part in parts:  # only now: every part reads the tokens of the step before
+            if part.drawn is not None and not part.kept:
+                self._keep([first + place for place in part.places], part.drawn.tokens)
+            first += part.num_seqs
+        return Launched(parts)
 
-    def _halved(self, step: StepInput) -> list[SeqResult]:
+    def _keep(self, places: list[int], tokens: Tensor) -> None:
+        """Leaves sampled tokens where the next step finds them."""
+        first, count = places[0], len(places)
+        if places[-1] - first == count - 1:
+            self._last[first : first + count].copy_(tokens)
+        else:
+            self._last[self._placer.place({"places": np.array(places)})["places"]] = tokens
+
+    def _halved(self, step: StepInput) -> list[_Part]:
         """Runs the step; one that fails is run in halves, until the sequence that makes it fail is alone, or it fits.
 
         Writing the same keys again does no harm, and sequences of the half that works lose nothing.
         """
         try:
-            return self._run(step)
+            return [self._run(step)]
         except Exception as error:
+            if self._table is not None:
+                self._table.forget()
             if step.num_seqs == 1:
-                return [SeqResult(error=f"{type(error).__name__}: {error}")]
+                return [_Part(1, [SeqResult(error=f"{type(error).__name__}: {error}")])]
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
-        half = step.num_seqs // 2
-        return self._halved(step.part(0, half)) + self._halved(step.part(half, step.num_seqs))
+        half, before = step.num_seqs // 2, self._whole
+        self._whole = False  # a graph would leave its tokens where the other half reads those of the last step
+        try:
+            return self._halved(step.part(0, half)) + self._halved(step.part(half, step.num_seqs))
+        finally:
+            self._whole = before
 
-    def _run(self, step: StepInput) -> list[SeqResult]:
+    def _run(self, step: StepInput) -> _Part:
+        drawn = self._replayed(step)
+        if drawn is not None:
+            return _Part(step.num_seqs, None, drawn, step.sampled, kept=True)
         guesses = self._guesses(step)
-        x = self.forward(step.batch if guesses is None else _with_guesses(step, guesses))
-        results = [SeqResult(num_guessed=count) for count in step.num_guesses.tolist()]  # while the device computes
-        self._score_prompts(step, x, results)
         sampling = step.sampled
-        if not sampling:
-            return results
         parameters = step.sampling if len(sampling) == step.num_seqs else step.sampling.take(sampling)
-        if guesses is None:
-            if len(sampling) < len(x):
-                x = x[torch.from_numpy(step.batch.last_places()[sampling]).to(x.device)]
-            for place, chosen in zip(sampling, self.sampler.choose(self.model.head(x), parameters)):
-                results[place].chosen = [chosen]
-            return results
-        # Logits are needed after each sampling sequence's last token and after each of its guesses.
         last = step.batch.last_places()
+        arrays = {} if guesses is not None or not sampling else self.sampler.arrays(parameters)
+        if guesses is None and 0 < len(sampling) < len(step.batch.tokens):
+            # On a GPU a product of another number of rows may be another kernel, to be loaded: sizes are those of the graphs.
+            count = len(sampling) if self.graphs is None else padded(len(sampling))
+            arrays["last"] = np.pad(last[sampling], (0, count - len(sampling)), mode="edge")
+        x, on = self._forward(step.batch if guesses is None else _with_guesses(step, guesses), arrays)
+        part = _Part(step.num_seqs)
+        if step.any_guesses:
+            part.results = [SeqResult(num_guessed=count) for count in step.num_guesses.tolist()]
+        self._score_prompts(step, x, part)
+        self._pool(step, x, part)
+        if not sampling:
+            return part
+        if self._masks is not None and parameters.masked.any():
+            self._bring(self._masks)
+        if guesses is None:
+            x = x[on["last"]] if "last" in on else x
+            logits = self.model.head(x)[: len(sampling)]
+            part.drawn, part.places = self.sampler.draw(logits, parameters, on), sampling
+            return part
+        # Logits are needed after each sampling sequence's last token and after each of its guesses.
         places = [np.arange(last[place] - step.num_guesses[place], last[place] + 1) for place in sampling]
         logits = self.model.head(x[torch.from_numpy(np.concatenate(places)).to(x.device)])
         checked = verify(self.sampler, logits, parameters, [guesses[place] for place in sampling])
+        self.sampler.tally(parameters, [chosen[-1].token for chosen in checked])
         for place, chosen in zip(sampling, checked):
-            results[place].chosen = chosen
-        return results
+            part.known()[place].chosen = chosen
+        return part
+
+    def _replayed(self, step: StepInput) -> Drawn | None:
+        """The choices of a step that one graph runs to its end: one token of each sequence, no list of tokens to regard."""
+        batch, sampling = step.batch, step.sampling
+        if self.graphs is None or not self._whole or self.guesser is not None:
+            return None
+        if not len(batch.tokens) == batch.num_seqs == len(step.sampled) or step.scored or step.pooling.any():
+            return None
+        if sampling.any_touched or sampling.any_logprobs:
+            return None
+        key = self.graphs.choose(batch, "filtered" if sampling.any_filters else "plain")
+        if key is None or not key.draws:
+            return None
+        self._bring_table(batch)
+        tokens = self.graphs.drawn(key, batch, sampling)
+        return Drawn.of(tokens, tokens)
+
+    def _bring_table(self, batch: Batch) -> None:
+        assert self._table is not None, "graphs have a table"
+        changes = self._table.changes(batch.table)
+        if changes:
+            self._table.bring(self._placer.place(changes))
+
+    def _bring(self, masks: Masks) -> None:
+        """Places the masks of the step's sequences, once."""
+        if self.sampler.masks is None:
+            self.sampler.masks = self._placer.place({"masks": masks()})["masks"]
 
     def _guesses(self, step: StepInput) -> list[Guess] | None:
         """Each sequence's guesses; None when no sequence has any. The draft model computes its tokens in any case."""
@@ -115,28 +313,63 @@ class Runner:
             guesses = [Guess(tokens[end - count : end].tolist()) for end, count in zip(ends, step.num_guesses)]
         return guesses
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, D] of the batch's tokens."""
-        if self.graphs is not None and len(batch.tokens) == batch.num_seqs:
-            hidden = self.graphs.hidden(batch)
-            if hidden is not None:
-                return hidden
-        context = Paged(self.cache, batch, self.device)
-        return self.model.hidden(context.tokens, context)
+    def _forward(self, batch: Batch, more: Mapping[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Hidden states [T, D] of the batch's tokens, and the arrays `more` on the device."""
+        graphs = self.graphs
+        key = None if graphs is None else graphs.choose(batch)
+        arrays = dict(batch.arrays()) if key is None else {}
+        if self._table is not None:
+            arrays.pop("table", None)
+            if key is None and batch.lengths.max() > 1:  # one number for all such steps: kernels are compiled once
+                arrays |= {name: _longer(arrays[name], len(self._table.tensor)) for name in ("lengths", "ends")}
+            arrays |= self._table.changes(batch.table)
+        on = self._placer.place({**arrays, **more})
+        if self._table is not None:
+            self._table.bring(on)
+            if key is None:
+                on["table"] = self._table.tensor[: len(on["ends"])]
+        if graphs is not None and key is not None:
+            return graphs.hidden(key, batch), on
+        if (batch.sources >= 0).any():
+            on["tokens"] = known_tokens(on["tokens"], on["sources"], self._last)
+        context = Paged(self.cache, batch, self.device, on)
+        return self.model.hidden(context.tokens, context), on
 
-    def _score_prompts(self, step: StepInput, x: Tensor, results: Sequence[SeqResult]) -> None:
+    def _score_prompts(self, step: StepInput, x: Tensor, part: _Part) -> None:
         """Log-probabilities of the prompt tokens that follow the ones just computed, where they are asked for."""
         if not step.scored:
             return
         begins = step.batch.last_places() + 1 - step.batch.lengths
+        counts = step.batch.lengths - step.num_guesses  # guesses may follow the prompt's last token
         for place in step.scored:
             begin, count = int(begins[place]), int(step.score_counts[place])
-            own = step.batch.tokens[begin : begin + int(step.batch.lengths[place])].tolist()
+            own = step.batch.tokens[begin : begin + int(counts[place])].tolist()
             targets = own[1:] + [token for token in (int(step.next_tokens[place]),) if token >= 0]
             for start in range(0, len(targets), _SCORED):
                 some = targets[start : start + _SCORED]
                 logits = self.model.head(x[begin + start : begin + start + len(some)]).float()
-                results[place].prompt_logprobs += logprobs(logits, some, [count] * len(some))
+                index = self._placer.place({"targets": np.array(some)})["targets"]
+                scores = Scores.of(logits, index, [count] * len(some))
+                part.scores.append((place, scores, some))
+
+    def _pool(self, step: StepInput, x: Tensor, part: _Part) -> None:
+        """The sum of the normed hidden states of a sequence's tokens, or the last one, where it is asked for."""
+        part.pooled = np.flatnonzero(step.pooling).tolist()
+        if not part.pooled:
+            return
+        ends = step.batch.last_places() + 1 - step.num_guesses
+        counts = step.batch.lengths - step.num_guesses
+        rows = []
+        for place in part.pooled:
+            end, kind = int(ends[place]), int(step.pooling[place])
+            own = x[end - int(counts[place]) : end] if kind == 1 else x[end - 1 : end]
+            rows.append(self.model.norm(own).float().sum(0))
+        part.states = torch.stack(rows)
+
+
+def _longer(array: np.ndarray, length: int) -> np.ndarray:
+    """`array` and zeros up to `length`."""
+    return np.concatenate((array, np.zeros(length - len(array), dtype=array.dtype)))
 
 
 def _with_guesses(step: StepInput, guesses: Sequence[Guess]) -> Batch:
@@ -145,64 +378,3 @@ def _with_guesses(step: StepInput, guesses: Sequence[Guess]) -> Batch:
     for end, guess in zip(step.batch.last_places() + 1, guesses):
         tokens[end - len(guess.tokens) : end] = guess.tokens
     return replace(step.batch, tokens=tokens)
-
-
-def padded(num_seqs: int) -> int:
-    """The sequences of the graph that serves `num_seqs`: a power of 2 up to 8, then a multiple of 8 or of a sixteenth."""
-    above = 1 << (num_seqs - 1).bit_length()
-    step = max(8, above // 16)
-    return above if num_seqs <= 8 else -(-num_seqs // step) * step
-
-
-@dataclass
-class _Captured:
-    buffers: PagedBuffers
-    graph: torch.cuda.CUDAGraph
-    hidden: Tensor
-    tables: list[tuple[Tensor, Tensor]]  # the rotary tables it reads; the cache may replace its own
-
-
-class DecodeGraphs:
-    """Runs a model over sequences of one new token each by replaying captured passes, one for each padded number of them.
-
-    A decode step of a small model is hundreds of kernels of a few microseconds: launching them one by one takes longer
-    than they run. The paged kernels find their work on the device, so a graph depends on the number of sequences alone.
-    """
-
-    def __init__(self, model: Decoder, cache: KVCache, device: torch.device | str) -> None:
-        self._model, self._cache, self._device = model, cache, torch.device(device)
-        self._longest = min(model.config.max_seq_len, cache.num_pages * cache.block_size)
-        self._captured: dict[int, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._broken = False
-
-    def hidden(self, batch: Batch) -> Tensor | None:
-        """Hidden states [S, D], valid until the next call; None for a step that must run without a graph."""
-        count = padded(batch.num_seqs)
-        if self._broken or count > MOST_CAPTURED or batch.ends.max() > self._longest:
-            return None
-        if count not in self._captured and not self._capture(count):
-            return None
-        step = self._captured[count]
-        step.buffers.fill(batch)
-        step.graph.replay()
-        return step.hidden[: batch.num_seqs]
-
-    def _capture(self, count: int) -> bool:
-        buffers = PagedBuffers(self._cache, count, self._longest, self._device)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # compiles kernels and sets libraries up before the capture
-                self._model.hidden(buffers.tokens, buffers)
-            torch.cuda.current_stream().wait_stream(side)
-            buffers.forget()
-            with torch.cuda.graph(graph, pool=self._pool):
-                hidden = self._model.hidden(buffers.tokens, buffers)
-        except RuntimeError as error:
-            self._broken = True
-            say_once(f"decode steps run without CUDA graphs: {str(error).splitlines()[0]}")
-            return False
-        self._captured[count] = _Captured(buffers, graph, hidden, list(self._cache.tables.values()))
-        return True

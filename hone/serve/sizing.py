@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import psutil
@@ -12,6 +14,9 @@ from hone.base.figure import human_bytes
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import serve_bytes
 from hone.measure.machine import Machine
+from hone.model.config import ModelConfig
+from hone.serve import KV_POLICIES
+from hone.serve.kv_policies.policy import Kept, KVPolicy
 from hone.serve.spec import EngineSpec
 
 _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
@@ -24,12 +29,16 @@ takes a few hundred milliseconds at most. (vLLM: 256 to 1,024 sequences, 2,048 t
 SMALL_GPU_BYTES, SMALL_GPU_SEQS = 40 << 30, 256
 """Defaults of GPUs with less memory, which hold the caches of fewer sequences."""
 
+GPU_BLOCK_SIZE, CPU_BLOCK_SIZE = 64, 16
+"""Tokens in a page. On a GPU a block of keys that attention reads at once lies in one page, with one address."""
+
 CORE_SEQS, CORE_TOKENS = 32, 512
 """The same per CPU core, up to a GPU's: beyond that a step only takes longer."""
 
 
 def sized(spec: EngineSpec, machine: Machine) -> EngineSpec:
-    """`spec` with `max_num_seqs` and `max_num_batched_tokens` filled in for `machine.device`."""
+    """`spec` with `max_num_seqs`, `max_num_batched_tokens` and `block_size` filled in for `machine.device`."""
+    block_size = GPU_BLOCK_SIZE if machine.device.startswith("cuda") else CPU_BLOCK_SIZE
     if machine.device.startswith("cuda"):
         gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
         seqs = GPU_SEQS if gpu.memory_bytes >= SMALL_GPU_BYTES else SMALL_GPU_SEQS
@@ -39,7 +48,15 @@ def sized(spec: EngineSpec, machine: Machine) -> EngineSpec:
         tokens = min(CORE_TOKENS * machine.num_cores, GPU_TOKENS)
     tokens = spec.max_num_batched_tokens or max(tokens, spec.max_num_seqs or 0)
     seqs = spec.max_num_seqs or min(seqs, tokens)
-    return spec.model_copy(update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens})
+    sizes = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "block_size": spec.block_size or block_size}
+    return spec.model_copy(update=sizes)
+
+
+def kept_of(spec: EngineSpec, config: ModelConfig) -> Kept:
+    """What the KV policy of `spec` keeps of a sequence. Raises SpecError for a model with which it cannot work."""
+    policy = KV_POLICIES.read(spec.kv_policy or "full")
+    assert isinstance(policy, KVPolicy), "the table holds nothing else"
+    return policy.open(config)
 
 
 class Memory(NamedTuple):
@@ -133,3 +150,22 @@ def step_threads(spec: EngineSpec, num_params: int, num_tokens: int, available: 
     """CPU threads for a step of `num_tokens`: one where synchronization costs more than parallel work saves."""
     small = num_params <= _SMALL_PARAMS and 2 * num_params * num_tokens <= _SMALL_FLOPS
     return spec.num_threads or (1 if small else available)
+
+
+@contextmanager
+def threads_of(spec: EngineSpec, device: torch.device, num_params: int, num_tokens: int) -> Iterator[None]:
+    """Sets the CPU threads of a step of `num_tokens`, and restores the process's number afterwards.
+
+    Threads synchronize after every operation. In small steps that costs more than the parallel work saves, and a time
+    slice per operation when another process uses the core.
+    """
+    before = torch.get_num_threads()
+    wanted = step_threads(spec, num_params, num_tokens, before) if device.type == "cpu" else before
+    if wanted == before:
+        yield
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

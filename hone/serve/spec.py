@@ -5,14 +5,15 @@ Fields have vLLM's names where vLLM has the field.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from hone.base.errors import SpecError
-from hone.base.spec import Spec
+from hone.base.figure import byte_count
+from hone.base.spec import Quiet, Spec
 from hone.base.table import Choice, Technique
-from hone.serve import DRAFTERS
+from hone.serve import DRAFTERS, EVICTIONS, KV_POLICIES
+from hone.serve.kv_policies.policy import check_combination
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -30,8 +31,13 @@ class EngineSpec(Spec):
     }
 
     dtype: Dtype = Field("auto", description="Number format of the weights; auto keeps the folder's.")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = Field(
-        "auto", description="Number format of the KV cache; auto is that of the weights."
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights in place of the folder's, which may then have only a config.json; for measuring."
+    )  # fmt: skip
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "int8"] = Field(
+        "auto",
+        description="Number format of the KV cache; auto is that of the weights, or of the scales that the folder has for it. fp8 "
+        "(fp8_e4m3) and int8 have the folder's scales, or one for each token and head.",
     )
     sparsity: Literal["none", "2:4", "auto"] = Field(
         "none",
@@ -49,7 +55,9 @@ class EngineSpec(Spec):
         None, ge=1, description="Most tokens of one step, decode and prefill together; empty for the device's default."
     )
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output; empty for the model's own.")
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens in a page (block) of the KV cache.")
+    block_size: int = Field(
+        0, ge=0, le=1024, description="Tokens in a page (block) of the KV cache; 0: 64 on a GPU, 16 on a CPU."
+    )
     num_pages: int | None = Field(None, ge=1, description="Pages of the KV cache; empty to size it by bytes.")
     kv_cache_memory_bytes: int | None = Field(
         None, ge=1, description="Bytes of the KV cache; empty to size it by gpu_memory_utilization."
@@ -58,14 +66,51 @@ class EngineSpec(Spec):
         None, gt=0, le=1, description="Part of a GPU's memory for weights, activations and cache together (0.9); on a CPU the "
         "part of the free memory for the cache (0.3). The cache takes at most what max_num_seqs longest sequences fill."
     )  # fmt: skip
+    gpu_memory: Annotated[str | None, Quiet()] = Field(
+        None, description="Most memory of the GPU for weights, activations and cache together (20GiB, 20GB, 80%, bytes): layers that "
+        "do not fit stay in pinned host memory and are copied in every step. Empty: all layers stay on the device."
+    )  # fmt: skip
     enable_prefix_caching: bool = Field(True, description="Share the pages of equal prompt prefixes.")
-    batching: Literal["continuous", "static"] = Field(
-        "continuous", description="static: no request joins a running batch."
+    eviction: Annotated[Annotated[Technique, Choice(EVICTIONS)] | None, Quiet()] = Field(
+        None, description="Which cached pages are given out first when no other is free; empty is lru."
     )
+    kv_policy: Annotated[Annotated[Technique, Choice(KV_POLICIES)] | None, Quiet()] = Field(
+        None, description="Which of a sequence's own keys and values stay; empty is full."
+    )
+    batching: Literal["continuous", "dynamic", "static"] = Field(
+        "continuous",
+        description="Static, dynamic: no request joins a running batch; dynamic waits up to max_delay_s to fill it.",
+    )
+    max_delay_s: Annotated[float, Quiet()] = Field(
+        0.05,
+        ge=0,
+        description="Seconds that dynamic batching waits for more requests, from the oldest one's arrival on.",
+    )
+    async_scheduling: bool | None = Field(
+        None,
+        description="Launch a step before the tokens of the last one are read; empty: on a GPU without a drafter.",
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Processes that share every layer, one a GPU: some heads and columns each."
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="Stages that the layers are divided into, one after another."
+    )
+    distributed_timeout_seconds: int = Field(
+        120, ge=1, description="With several processes: seconds after which a step, or a process that is silent, counts as hanging."
+    )  # fmt: skip
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are rejected.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of a step; empty for one in small steps, where synchronization costs more than it saves."
     )  # fmt: skip
+
+    @field_validator("gpu_memory", mode="before")
+    @classmethod
+    def _amount(cls, value: Any) -> Any:
+        text = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        if isinstance(text, str) and not byte_count(text, 1e12):
+            raise ValueError(f"'{text}' is no memory at all")
+        return text
 
     @model_validator(mode="after")
     def _possible(self) -> EngineSpec:
@@ -74,9 +119,37 @@ class EngineSpec(Spec):
             raise ValueError(
                 f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}: some sequences would never be scheduled"
             )
-        if self.kv_cache_dtype in ("fp8", "int8"):
-            raise SpecError(
-                f"engine.kv_cache_dtype is {self.kv_cache_dtype}: the engine does not serve from 8-bit pages yet",
-                fix="use auto, float32, bfloat16 or float16",
+        check_combination(self)
+        if self.gpu_memory is not None:
+            self._check_gpu_memory()
+        if self.async_scheduling and (self.drafter is not None or self.draft is not None):
+            raise ValueError("async_scheduling and a drafter exclude each other: guesses follow tokens that are known")
+        if self.num_ranks > 1 and self.draft is not None:
+            raise ValueError("a draft model does not run on several ranks yet: leave engine.draft out")
+        if self.pipeline_parallel_size > 1 and (self.drafter is not None or self.async_scheduling):
+            raise ValueError(
+                "pipeline_parallel_size fills its stages with steps whose tokens are known: leave engine.drafter and "
+                "engine.async_scheduling out"
             )
         return self
+
+    def _check_gpu_memory(self) -> None:
+        if self.gpu_memory_utilization is not None:
+            raise ValueError("gpu_memory and gpu_memory_utilization are two limits of one memory: give one of them")
+        if self.num_ranks > 1:
+            raise ValueError(
+                "gpu_memory is for one GPU: several ranks divide the layers and keep all of them on their devices"
+            )
+        if self.draft is not None or (self.drafter is not None and "draft" in self.drafter.needs):
+            raise ValueError(
+                "gpu_memory and a draft model exclude each other so far: use engine.drafter prompt_lookup, or none"
+            )
+        if self.sparsity != "none":
+            raise ValueError(
+                "gpu_memory streams dense and quantized weights, not those of engine.sparsity: leave one of them out"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -131,10 +131,16 @@ class Serve(Stage):
                 timings = drive(engine, workload, self.concurrency, run)
             after = engine.stats()
             samples = _samples(engine, workload)
+            engine.close()
         write_jsonl(draft.folder / "samples.jsonl", samples)
         write_jsonl(draft.log / "requests.jsonl", [timing.row() for timing in timings])
-        if self.engine.drafter:
-            draft.did({"slot": "drafter", **self.engine.drafter.model_dump(mode="json")})
+        for slot, technique in (
+            ("drafter", self.engine.drafter),
+            ("eviction", self.engine.eviction),
+            ("KV policy", self.engine.kv_policy),
+        ):
+            if technique:
+                draft.did({"slot": slot, **technique.model_dump(mode="json")})
         counted = {name: after[name] - before.get(name, 0) for name in after}
         self._record(draft, timings, counted, serving, model.folder)
         draft.record("kv_cache_bytes", engine.cache_bytes, "B", note=engine.sizes)

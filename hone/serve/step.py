@@ -108,11 +108,13 @@ class Batch(Arrays):
     """The tokens of one forward pass, and where their keys and values go.
 
     Sequence s has `ends[s] - lengths[s]` tokens in the cache and `lengths[s]` new ones; its pages are
-    in `table[s]`, enough for both.
+    in `table[s]`, enough for both. Where a KV policy has dropped tokens, those in the cache are fewer than those before.
     """
 
     tokens: Int64
-    """[T]"""
+    """[T] 0 where the host does not know the token yet."""
+    sources: Int64
+    """[T] Place in the last launched step of the sequence whose sampled token this is; -1: `tokens` has it."""
     positions: Int64
     """[T] Place of each token in its sequence."""
     pages: Int64
@@ -128,9 +130,19 @@ class Batch(Arrays):
 
     @classmethod
     def of(
-        cls, tokens: Sequence[int], starts: Sequence[int], lengths: Sequence[int], table: np.ndarray, block_size: int
+        cls,
+        tokens: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        table: np.ndarray,
+        block_size: int,
+        sources: Sequence[int] | None = None,
+        dropped: Sequence[int] | None = None,
     ) -> Batch:
-        """The batch of sequences with `lengths` new tokens each after the `starts` that are in the cache."""
+        """The batch of sequences with `lengths` new tokens each after the `starts` that are in the cache.
+
+        `dropped` tokens of each were in the cache, too: they count in the positions.
+        """
         begins, counts = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         seqs = np.repeat(np.arange(len(counts)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -139,7 +151,8 @@ class Batch(Arrays):
         width = -(-int(ends.max(initial=0)) // block_size)
         return cls(
             tokens=np.asarray(tokens, dtype=np.int64),
-            positions=positions,
+            sources=np.full(len(seqs), -1) if sources is None else np.asarray(sources, dtype=np.int64),
+            positions=positions if dropped is None else positions + np.asarray(dropped, dtype=np.int64)[seqs],
             pages=table[seqs, positions // block_size].astype(np.int64),
             offsets=positions % block_size,
             lengths=counts.astype(np.int32),
@@ -149,29 +162,40 @@ class Batch(Arrays):
 
     @cached_property
     def flat(self) -> np.ndarray:
-        """int64 [5, S]: tokens, positions, pages, offsets and ends of a batch with one token a sequence."""
+        """int64 [6, S]: tokens, sources, positions, pages, offsets and ends of a batch with one token a sequence."""
         assert len(self.tokens) == self.num_seqs, "every sequence has one new token"
-        return np.stack([self.tokens, self.positions, self.pages, self.offsets, self.ends])
+        return np.stack([self.tokens, self.sources, self.positions, self.pages, self.offsets, self.ends])
 
-    def next(self, tokens: Sequence[int], starts: Sequence[int], table: np.ndarray | None, block_size: int) -> Batch:
-        """The same sequences with one more token each, at `starts`; `table` None when no sequence begins a page.
+    def next(
+        self,
+        tokens: Sequence[int],
+        sources: Sequence[int],
+        starts: Sequence[int],
+        table: np.ndarray | None,
+        block_size: int,
+        dropped: Sequence[int] | None = None,
+    ) -> Batch:
+        """The same sequences with one more token each, after `starts` in the cache; `table` None when none begins a page.
 
-        It runs before every decode step, while the device waits: it makes one array, and the fields are its rows.
+        It runs before every decode step: it makes one array, and the fields are its rows.
         """
         flat = self.flat.copy()
-        flat[0], flat[1] = tokens, starts
-        np.remainder(flat[1], block_size, out=flat[3])
-        np.add(flat[1], 1, out=flat[4])
+        flat[0], flat[1], flat[2] = tokens, sources, starts
+        np.remainder(flat[2], block_size, out=flat[4])
+        np.add(flat[2], 1, out=flat[5])
         if table is not None:
-            flat[2] = table[np.arange(len(table)), flat[1] // block_size]
+            flat[3] = table[np.arange(len(table)), flat[2] // block_size]
+        if dropped is not None:
+            flat[2] += np.asarray(dropped, dtype=np.int64)
         found = object.__new__(Batch)  # __init__ of a frozen dataclass takes several microseconds
         found.__dict__.update(
             tokens=flat[0],
-            positions=flat[1],
-            pages=flat[2],
-            offsets=flat[3],
+            sources=flat[1],
+            positions=flat[2],
+            pages=flat[3],
+            offsets=flat[4],
             lengths=self.lengths,
-            ends=flat[4].astype(np.int32),
+            ends=flat[5].astype(np.int32),
             table=self.table if table is None else table,
             flat=flat,
         )
@@ -197,6 +221,8 @@ class Sampling(Arrays):
     frequency_penalty: Float64
     repetition_penalty: Float64
     top_k: Int64
+    slot: Int64
+    """Row of the runner's table of token counts, for penalties; -1: none is needed."""
     logprobs: Int64
     """Alternatives to report; -1: not even the token's own log-probability."""
     seed: Int64
@@ -212,7 +238,9 @@ class Sampling(Arrays):
     bias_tokens: Int64
     bias_values: Float64
     history: Int64
-    """Prompt and output of sequences with penalties."""
+    """Prompt and output of sequences with penalties whose slot is new to them; later steps count what they sample."""
+    mask_row: Int64
+    """[S] The sequence's row in the step's masks of allowed tokens, which come later (`Runner.launch`); -1: it has none."""
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -242,13 +270,22 @@ class Sampling(Arrays):
         return bool(self.greedy.all() and (self.logprobs < 0).all() and not self.any_touched)
 
     @cached_property
+    def any_logprobs(self) -> bool:
+        return bool((self.logprobs >= 0).any())
+
+    @cached_property
+    def any_filters(self) -> bool:
+        """Whether a sequence that draws keeps only some tokens."""
+        return bool((((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)) & ~self.greedy).any())
+
+    @cached_property
     def any_touched(self) -> bool:
         return bool(self.touched.any())
 
     @cached_property
     def touched(self) -> np.ndarray:
-        """bool [S]: penalties, biases or bans change the logits."""
-        return self.penalized | self.biased | self.banning
+        """bool [S]: penalties, biases, bans or masks change the logits."""
+        return self.penalized | self.biased | self.banning | self.masked
 
     @property
     def penalized(self) -> np.ndarray:
@@ -259,6 +296,11 @@ class Sampling(Arrays):
     def banning(self) -> np.ndarray:
         """bool [S]: some tokens may not be chosen yet."""
         return (self.spans[:, 1] > self.spans[:, 0]) & (self.position < self.banned_below)
+
+    @property
+    def masked(self) -> np.ndarray:
+        """bool [S]: a mask says which tokens may be chosen."""
+        return self.mask_row >= 0
 
     @property
     def biased(self) -> np.ndarray:
@@ -290,6 +332,8 @@ class StepInput(Arrays):
     """[S] Alternatives to report beside each prompt token's log-probability; -1: prompts are not scored."""
     next_tokens: Int64
     """[S] The prompt token after the step's last one, -1 where there is none."""
+    pooling: Int64
+    """[S] What to keep of the hidden states of the sequence's tokens: 0 nothing, 1 their sum, 2 the last one."""
     fresh_pages: Int64
     """Pages that were given out for this step, to be wiped before use."""
 
@@ -317,9 +361,9 @@ class StepInput(Arrays):
         begins = np.concatenate(([0], np.cumsum(batch.lengths, dtype=np.int64)))
         reads = np.concatenate(([0], np.cumsum(self.draft_lengths, dtype=np.int64)))
         flat = slice(int(begins[first]), int(begins[last]))
-        own = {name: getattr(batch, name)[flat] for name in ("tokens", "positions", "pages", "offsets")}
+        own = {name: getattr(batch, name)[flat] for name in ("tokens", "sources", "positions", "pages", "offsets")}
         own |= {name: getattr(batch, name)[seqs] for name in ("lengths", "ends", "table")}
-        each = ("samples", "num_guesses", "draft_starts", "draft_lengths", "score_counts", "next_tokens")
+        each = ("samples", "num_guesses", "draft_starts", "draft_lengths", "score_counts", "next_tokens", "pooling")
         return replace(
             self,
             batch=Batch(**own),

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hone.serve.choosing import sampling_of
-from hone.serve.scheduler import Seq, Work
+from hone.serve.choosing import Slots, sampling_of
+from hone.serve.sequence import Seq, Work
 from hone.serve.step import NULL_PAGE, Batch, StepInput
+
+_POOLING = {None: 0, "mean": 1, "last": 2}
 
 
 class StepBuilder:
@@ -21,12 +23,16 @@ class StepBuilder:
         """By place in the step: the page list that the table holds, and how many of its pages."""
         self._last: tuple[list[Seq], list[Sequence[int]], StepInput] | None = None
         """Sequences, their page lists and the input of the last step, when it was one that `_decoded` can go on from."""
+        self._slots = Slots()
 
     def build(self, work: Sequence[Work], fresh: Sequence[int]) -> StepInput:
         """The input of a step of `work`; `fresh` pages are wiped before it. Changes no sequence."""
         seqs, pages = [item.seq for item in work], [item.seq.pages for item in work]
         decoding = all(
-            item.count == 1 and item.start >= item.seq.num_prompt and not item.num_guesses and not item.draft_count
+            item.samples
+            and item.count == 1
+            and item.start >= item.seq.num_prompt
+            and not (item.num_guesses or item.draft_count)
             for item in work
         )
         if decoding and self._last is not None and self._last[:2] == (seqs, pages):
@@ -37,12 +43,35 @@ class StepBuilder:
         self._last = (seqs, pages, step) if plain else None
         return step
 
+    def build_possible(
+        self, work: list[Work], fresh: Sequence[int]
+    ) -> tuple[StepInput, list[Work], list[tuple[Work, str]]]:
+        """The step's input, the work that it contains, and the work left out with the error in its sequence's state."""
+        try:
+            return self.build(work, fresh), work, []
+        except Exception:
+            broken = [(item, error) for item in work if (error := self._mistake(item)) is not None]
+            if not broken:
+                raise
+        bad = [item for item, _ in broken]
+        good = [item for item in work if item not in bad]
+        return self.build(good, fresh), good, broken
+
+    def _mistake(self, item: Work) -> str | None:
+        """The error of building a step of this item alone, None without one."""
+        try:
+            StepBuilder(self._block_size).build([item], ())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
     def _decoded(self, work: Sequence[Work], fresh: Sequence[int], last: StepInput) -> StepInput:
         """The next step of the same sequences, each with the one token it got: most of the last input still holds."""
-        starts, size, table = [item.start for item in work], self._block_size, None
+        starts, size, table = [item.start - item.seq.num_dropped for item in work], self._block_size, None
         if any(start % size == 0 for start in starts):  # a sequence begins a page
             table = self._tables([item.seq.pages for item in work], [start + 1 for start in starts])
-        batch = last.batch.next([item.seq.tokens[-1] for item in work], starts, table, size)
+        tokens, sources = _lasts(work)
+        batch = last.batch.next(tokens, sources, starts, table, size, _dropped(work))
         found = object.__new__(StepInput)  # `replace` takes several microseconds
         found.__dict__.update(last.__dict__)
         found.__dict__.update(batch=batch, sampling=last.sampling.later(), fresh_pages=np.array(fresh, dtype=np.int64))
@@ -51,16 +80,21 @@ class StepBuilder:
     def _built(self, work: Sequence[Work], fresh: Sequence[int]) -> StepInput:
         tokens: list[int] = []
         for item in work:
-            tokens += item.seq.tokens[item.start : item.start + item.count]
+            end = item.start + item.count
+            tokens += item.seq.tokens[item.start : end]
+            if end > len(item.seq.tokens):
+                tokens.append(0)  # in flight: the device has it
             if item.num_guesses:
                 tokens += item.guesses or [0] * item.num_guesses
-        starts = [item.start for item in work]
+        starts = [item.start - item.seq.num_dropped for item in work]
         lengths = [item.count + item.num_guesses for item in work]
         table = self._tables([item.seq.pages for item in work], [a + b for a, b in zip(starts, lengths)])
         drafts = [item.seq.tokens[item.draft_start : item.draft_start + item.draft_count] for item in work]
+        entries = [item.seq.entry for item in work]
+        self._slots.begin(entries)
         return StepInput(
-            batch=Batch.of(tokens, starts, lengths, table, self._block_size),
-            sampling=sampling_of([item.seq.entry for item in work]),
+            batch=Batch.of(tokens, starts, lengths, table, self._block_size, _sources(work, lengths), _dropped(work)),
+            sampling=sampling_of(entries, [item.seq.length for item in work], self._slots),
             samples=np.array([item.samples for item in work], dtype=np.bool_),
             num_guesses=np.array([item.num_guesses for item in work], dtype=np.int32),
             draft_starts=np.array([item.draft_start for item in work], dtype=np.int32),
@@ -68,6 +102,7 @@ class StepBuilder:
             draft_tokens=np.array([token for draft in drafts for token in draft], dtype=np.int64),
             score_counts=np.array([_score_count(item.seq) for item in work], dtype=np.int64),
             next_tokens=np.array([_next_token(item) for item in work], dtype=np.int64),
+            pooling=np.array([_POOLING[item.seq.request.pooling] for item in work], dtype=np.int64),
             fresh_pages=np.array(fresh, dtype=np.int64),
         )
 
@@ -91,9 +126,15 @@ class StepBuilder:
         return self._table[:count, :widest].copy()
 
 
+def _dropped(work: Sequence[Work]) -> list[int] | None:
+    """Tokens of each sequence that its KV policy has dropped; None where no sequence lacks any."""
+    dropped = [item.seq.num_dropped for item in work]
+    return dropped if any(dropped) else None
+
+
 def _score_count(seq: Seq) -> int:
     """Alternatives to report for its prompt's tokens; -1 when the prompt is not to be scored (any more)."""
-    if seq.prompt_logprobs is None or seq.num_output:
+    if seq.prompt_logprobs is None or seq.num_output or seq.num_in_flight:
         return -1
     return seq.request.params.prompt_logprobs or 0
 
@@ -102,3 +143,25 @@ def _next_token(item: Work) -> int:
     """The prompt token that follows the step's last one, -1 at the prompt's end."""
     end = item.start + item.count
     return item.seq.tokens[end] if end < item.seq.num_prompt else -1
+
+
+def _lasts(work: Sequence[Work]) -> tuple[list[int], list[int]]:
+    """The last token of each sequence, or 0 and its place in the last step when it is in flight."""
+    if not any(item.seq.num_in_flight for item in work):
+        return [item.seq.tokens[-1] for item in work], [-1] * len(work)
+    tokens, sources = [], []
+    for item in work:
+        flying = item.seq.num_in_flight
+        tokens.append(0 if flying else item.seq.tokens[-1])
+        sources.append(item.seq.place if flying else -1)
+    return tokens, sources
+
+
+def _sources(work: Sequence[Work], lengths: Sequence[int]) -> np.ndarray:
+    """int64 [T]: the place in the last step of a sequence whose last token is in flight, at that token; -1 elsewhere."""
+    sources = np.full(sum(lengths), -1, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    for place, item in enumerate(work):
+        if item.seq.num_in_flight and item.samples:
+            sources[ends[place] - 1] = item.seq.place
+    return sources

@@ -67,7 +67,19 @@ class FakeEngine:
         finish = "length" if len(made) >= request.params.max_tokens else None
         if finish:
             del self._rows[request.id]
-        return Output(request.id, tokens=made[-1:], finish=finish, num_prompt_tokens=len(request.prompt))
+        return Output(
+            request.id,
+            tokens=made[-1:],
+            finish=finish,
+            num_prompt_tokens=len(request.prompt),
+            num_output_tokens=len(made),
+        )
+
+    def idle(self) -> bool:
+        return False
+
+    def when_lost(self, say) -> None:
+        """It has one process."""
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self._rows), "aborted": self._aborted}
@@ -93,3 +105,36 @@ class FastEngine(FakeEngine):
 def build_fast(**options: object) -> tuple[FakeEngine, EngineFacts]:
     """For measuring what HTTP costs."""
     return FastEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=64)
+
+
+def build_wide(**options: object) -> tuple[FakeEngine, EngineFacts]:
+    """A context of any length, so that texts of megabytes are legal."""
+    return FakeEngine(), EngineFacts(max_model_len=2**30, vocab_size=100_000, max_num_seqs=4)
+
+
+def build_one(**options: object) -> tuple[FakeEngine, EngineFacts]:
+    """One sequence at a time: the second request waits."""
+    return FakeEngine(1), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=1)
+
+
+class SteadyEngine(FakeEngine):
+    """A step of a given time for any number of sequences, without a busy processor, as a GPU's; with text."""
+
+    def __init__(self) -> None:
+        super().__init__(4096)
+        self._step_s = float(os.environ.get("HONE_FAKE_STEP_MS", "18")) / 1000
+        self._due = 0.0
+
+    def step(self) -> list[Output]:
+        now = time.perf_counter()
+        self._due = max(self._due + self._step_s, now)  # as ahead as a GPU: what the loop costs hides behind the step
+        time.sleep(self._due - now)
+        outputs = [self._advance(request) for request in list(self._rows.values())]
+        for output in outputs:
+            output.text = " word"
+        return outputs
+
+
+def build_steady(**options: object) -> tuple[FakeEngine, EngineFacts]:
+    """For measuring the front at the pace of a GPU."""
+    return SteadyEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=4096)

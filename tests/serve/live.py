@@ -49,7 +49,7 @@ class LiveServer:
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
         timer.cancel()
-        found = re.search(r"http://[\w.]+:\d+", self.line)
+        found = re.search(r"https?://[\w.]+:\d+", self.line)
         if found is None:
             self.process.wait(60)
             raise RuntimeError(f"the server did not start: {self.errors()}")

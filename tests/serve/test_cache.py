@@ -93,9 +93,3 @@ def test_the_cache_may_have_fewer_bits_than_the_weights(dtype):
         exact = float(logits[len(PROMPTS[2]) + place - 1, token].detach())
         assert found.logprob == pytest.approx(exact, abs=0.1)
     assert done.logprobs[0].logprob != float(logits[len(PROMPTS[2]) - 1, done.tokens[0]].detach())
-
-
-@pytest.mark.parametrize("dtype", ["fp8", "int8"])
-def test_eight_bit_caches_are_refused(dtype):
-    with pytest.raises(SpecError, match=f"kv_cache_dtype is {dtype}"):
-        EngineSpec(kv_cache_dtype=dtype)

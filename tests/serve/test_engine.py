@@ -344,9 +344,9 @@ def test_threads_of_a_step_are_chosen_and_given_back(monkeypatch):
     seen = []
     for chosen in (None, 3):
         one = engine(MODEL, num_threads=chosen)
-        real = one.runner.run
+        real = one.runner.launch
         monkeypatch.setattr(
-            one.runner, "run", lambda work, real=real: seen.append(torch.get_num_threads()) or real(work)
+            one.runner, "launch", lambda work, real=real: seen.append(torch.get_num_threads()) or real(work)
         )
         one.generate([[1, 2]], greedy(1))
     assert seen == [1, 3]
@@ -393,7 +393,7 @@ def test_an_interrupted_generate_loses_nothing_of_others(monkeypatch):
     one = engine(MODEL)
     one.add(request("queued", PROMPTS[2], greedy(12)))
     one.add(request("aborted", PROMPTS[0], greedy(40)))
-    real, calls = one.runner.run, []
+    real, calls = one.runner.launch, []
 
     def run(work):
         calls.append(1)
@@ -402,7 +402,7 @@ def test_an_interrupted_generate_loses_nothing_of_others(monkeypatch):
             raise KeyboardInterrupt
         return real(work)
 
-    monkeypatch.setattr(one.runner, "run", run)
+    monkeypatch.setattr(one.runner, "launch", run)
     with pytest.raises(KeyboardInterrupt):
         one.generate(PROMPTS[:2], greedy(20))
     first = {output.request_id: output for output in one.step()}

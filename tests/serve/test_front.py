@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from hone.serve.http import front as module
+from hone.serve.http.edge.guard import ChunkWriter
 from hone.serve.http.front import Job, until_disconnect
 from hone.serve.http.metrics import ServerMetrics
+from hone.serve.http.processes.wire import Refused
 from hone.serve.http.protocol import ApiError, CompletionBody, parse_body
 from hone.serve.http.replies import CompletionReply, Labels, PromptTokens
-from hone.serve.http.worker import Refused
 from hone.serve.request import Output, Request
 
 
@@ -116,3 +117,13 @@ def test_until_disconnect():
         assert await until_disconnect(done(), stays) == 7
 
     asyncio.run(main())
+
+
+def test_an_empty_part_of_a_stream_is_no_chunk() -> None:
+    """A chunk without data ends a body: what followed would be read as the beginning of the next reply."""
+    sent: list[bytes] = []
+    transport = SimpleNamespace(is_closing=lambda: False, write=sent.append)
+    writer = ChunkWriter(SimpleNamespace(transport=transport, flow=SimpleNamespace(write_paused=False)))
+    for part in (b"data: 1\n\n", b"", b"x"):
+        writer.write(part)
+    assert sent == [b"9\r\ndata: 1\n\n\r\n", b"1\r\nx\r\n"]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.serve import SHAPES
+from hone.base.errors import SpecError
 from hone.cost.cache import keys_and_values
+from hone.cost.ranks import LINK_BYTES_PER_S, MESSAGE_S, Split
 from hone.cost.serving import (
     MOST_CAPTURED,
     Batching,
@@ -21,9 +27,16 @@ from hone.cost.serving import (
 )
 from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Machine
+from hone.model.decoder import build
+from hone.model.facts import CheckpointFacts
+from hone.model.shape import Shape
 from hone.serve import planning
 from hone.serve.engine import Engine
+from hone.serve.paging.cache import KVCache, cache_tensors
+from hone.serve.paging.compiled_step import why_not
+from hone.serve.planning import compiles_on, of_a_rank, serving_of
 from hone.serve.request import Request
+from hone.serve.spec import EngineSpec
 from tests.cost.h200 import LLAMA_8B, h200, row
 from tests.serve.small import VOCAB, decoder, engine, greedy
 
@@ -217,3 +230,55 @@ def test_a_run_is_the_sum_of_its_steps():
     run = serving_seconds(one, traffic, batching)
     assert run.value == pytest.approx(sum(step.repeats * one.step_seconds(step).value for step in steps), rel=0.01)
     assert "1 mixed steps" in run.formula and "3 decode steps" in run.formula
+
+
+def test_ranks_share_the_work_and_pay_for_their_exchanges():
+    """One rank's layers, and two sums a layer: less than a whole step, more than its part of one."""
+    config = SHAPES["llama3-8b"][0].config(128256, None, 0)
+    model = CheckpointFacts(
+        where="", config=config, dtype="bfloat16", weights_bytes=2 * config.num_params, tokenizer=None
+    )
+    times = {}
+    for size, stages in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
+        spec = EngineSpec(tensor_parallel_size=size, pipeline_parallel_size=stages, max_num_seqs=64)
+        part = of_a_rank(spec, model)
+        held = part.weights_bytes / model.weights_bytes
+        assert 1 / (size * stages) <= held < 1.15 / (size * stages)
+        one = serving_of(spec, part, h200())
+        times[size, stages] = one.step_seconds(decode(64)).value
+        assert (size * stages == 1) != ("link rates are not calibrated" in one.step_seconds(decode(64)).formula)
+    assert times[1, 1] / 2 < times[2, 1] < times[1, 1] and times[2, 1] / 2 < times[4, 1] < times[2, 1]
+    assert times[1, 2] > 0.9 * times[1, 1], "each stage reads its weights for every part of the sequences"
+    with pytest.raises(SpecError, match="num_heads 32 cannot be divided among 3"):
+        of_a_rank(EngineSpec(tensor_parallel_size=3), model)
+
+
+def test_small_sums_take_one_exchange_large_ones_a_ring():
+    gpus = Split(4, 1, "cuda")
+    assert gpus.all_reduce_s(8192) == pytest.approx(MESSAGE_S["cuda"] + 3 * 8192 / LINK_BYTES_PER_S["cuda"])
+    large = 1 << 26
+    assert gpus.all_reduce_s(large) == pytest.approx(6 * MESSAGE_S["cuda"] + 1.5 * large / LINK_BYTES_PER_S["cuda"])
+    assert Split(1, 2, "cuda").all_reduce_s(8192) == Split().gather_s(8192) == 0
+
+
+def test_a_compiled_step_on_a_cpu_reads_weights_and_pages_once():
+    machine = flat()
+    dense = Serving(LLAMA_8B, machine, "bfloat16", compiled=True)
+    weights = 2 * (LLAMA_8B.num_params - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size)
+    assert dense.step_seconds(decode(1)).value == pytest.approx(weights / 1e8, rel=0.01)
+    packed = replace(dense, read_bytes=weights / 4)
+    assert packed.step_seconds(decode(1)).value == pytest.approx(weights / 4 / 0.8 / 1e8, rel=0.03)
+    gathered = replace(dense, compiled=False)
+    assert dense.step_seconds(decode(33)) == gathered.step_seconds(decode(33)), "too many sequences"
+    assert dense.step_seconds(decode(8)).value < 1.4 * dense.step_seconds(decode(1)).value
+
+
+def test_which_models_a_cpu_compiles_is_what_the_engine_compiles():
+    machine = flat()
+    sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 96}
+    for more in ({}, {"head_dim": 16}, {"intermediate_size": 72}, {"family": "qwen3"}):
+        config = Shape(**{**sizes, **more}).config(97)
+        for dtype in ("float32", "bfloat16"):
+            model = build(config, dtype=getattr(torch, dtype))
+            cache = KVCache(cache_tensors(config), 4, 8, dtype=getattr(torch, dtype), rope_len=64)
+            assert compiles_on(machine, config, dtype) == (why_not(model, cache) is None), (more, dtype)

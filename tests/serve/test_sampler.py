@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hone.serve.choosing import Chooser, Entry, sampling_of
+from hone.serve.choosing import Chooser, Entry, Slots, sampling_of
 from hone.serve.request import SamplingParams
-from hone.serve.sampler import Sampler, logprobs, uniform
+from hone.serve.sampler import Chosen, Sampler, logprobs, uniform
 
 VOCAB = 50
 SAMPLER = Sampler(VOCAB)
@@ -65,7 +65,7 @@ def test_filters_keep_what_their_definitions_keep(seed, rows):
 def test_draws_follow_the_softmax():
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     entries = [entry(seed=seed, temperature=0.8) for seed in range(20_000)]
-    tokens = SAMPLER.draw(logits.expand(len(entries), -1), sampling_of(entries))
+    tokens = SAMPLER.draw(logits.expand(len(entries), -1), sampling_of(entries)).tokens
     expected = (logits[0] / 0.8).softmax(-1) * len(entries)
     often = expected >= 5
     counts = torch.bincount(tokens, minlength=VOCAB)
@@ -105,6 +105,7 @@ def test_counts_beyond_any_vocabulary_mean_all_of_it():
 def test_penalties_by_their_definitions(tokens, num_prompt):
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     one = entry(tokens, num_prompt, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
+    SAMPLER.seat(sampling_of([one]))
     found = SAMPLER.process(logits, sampling_of([one]))[0].tolist()
     for token, value in enumerate(logits[0].tolist()):
         if token in tokens:
@@ -112,6 +113,23 @@ def test_penalties_by_their_definitions(tokens, num_prompt):
         count = tokens[num_prompt:].count(token)
         value -= 0.25 * count + 0.5 * (count > 0)
         assert found[token] == pytest.approx(value, abs=1e-6)
+
+
+def test_counts_grow_by_what_is_drawn_as_if_counted_from_the_start():
+    """A slot is counted once, from the tokens known then; each draw adds its token."""
+    params = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3, "temperature": 0}
+    tokens, grown = [1, 2, 3], Sampler(VOCAB)
+    slots, one = Slots(), Entry(Chooser(SamplingParams(**params)), tokens, 3)
+    for turn in range(12):
+        logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(turn % 3))
+        others = [entry((5, 5, 6), 1, **params)] if turn % 4 == 3 else []  # comes and goes: its slot is given again
+        slots.begin([one, *others])
+        sampling = sampling_of([one, *others], slots=slots)
+        assert len(sampling.history) == (3 if turn == 0 else 0) + 3 * len(others)
+        found = grown.choose(logits[: len(sampling)], sampling)
+        again = Sampler(VOCAB).choose(logits[: len(sampling)], sampling_of([one, *others]))
+        assert found == again
+        tokens.append(found[0].token)
 
 
 def test_biases_bans_and_untouched_logits():
@@ -163,3 +181,65 @@ def test_logprobs_hold_the_best_and_the_token_itself():
         elif count:
             assert one.top[-1] == (token, one.logprob)
         assert [value for _, value in one.top] == sorted((value for _, value in one.top), reverse=True)
+
+
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+
+
+def penalized_steps(device: str, vocab: int, steps: int = 4) -> list[list[Chosen]]:
+    """Choices of some steps of entries with and without penalties, log-probabilities and biases; each takes its tokens."""
+    sampler, slots = Sampler(vocab, device), Slots()
+    entries = [
+        entry((1, 2, 2, 5), 2, temperature=0, logprobs=3, **PENALTIES),
+        entry(temperature=1.0, seed=3),
+        entry((4, 4), 2, temperature=0.8, seed=4, top_k=30, **PENALTIES),
+        entry(temperature=0, logprobs=0, logit_bias={7: 2.0}),
+        entry((3,), 1, temperature=0, logprobs=20, frequency_penalty=2.0),
+    ]
+    found = []
+    for step in range(steps):
+        if step == 2:
+            entries.append(entry((9, 9, 8), 1, temperature=0, **PENALTIES))
+        logits = torch.randn(len(entries), vocab, generator=torch.Generator().manual_seed(step)) * 3
+        logits = logits.to(device)
+        if step == 1:
+            logits[1, 6] = math.nan
+        slots.begin(entries)
+        found.append(sampler.choose(logits, sampling_of(entries, slots=slots)))
+        for one, chosen in zip(entries, found[-1]):
+            one.tokens.append(max(chosen.token, 0))
+    return found
+
+
+def test_counts_follow_what_is_chosen() -> None:
+    """The table of a step is what the tokens so far say, whoever joins."""
+    tokens = {0: [1, 2, 2, 5], 5: [9, 9, 8]}
+    for step, chosen in enumerate(penalized_steps("cpu", VOCAB)):
+        count = len(chosen)
+        logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(step)) * 3
+        for place in (0, 5)[: 1 + (count > 5)]:
+            before, row = tokens[place], logits[place].clone()
+            for token in set(before):
+                row[token] = row[token] / 1.3 if row[token] > 0 else row[token] * 1.3
+            for token in before[2 if place == 0 else 1 :]:
+                row[token] -= 0.4
+            for token in set(before[2 if place == 0 else 1 :]):
+                row[token] -= 0.7
+            assert chosen[place].token == int(row.argmax())
+            before.append(chosen[place].token)
+        assert chosen[1].finite == (step != 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("vocab", [VOCAB, 128_256])
+def test_a_gpu_chooses_what_a_cpu_chooses(vocab: int) -> None:
+    """Tables of counts, penalties and log-probabilities by kernels, beside torch's operations."""
+    for ours, theirs in zip(penalized_steps("cuda", vocab), penalized_steps("cpu", vocab)):
+        for one, other in zip(ours, theirs):
+            assert (one.token, one.finite) == (other.token, other.finite)
+            assert (one.logprob is None) == (other.logprob is None)
+            if one.logprob is not None and other.logprob is not None:
+                assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-3)
+                values = [[value for _, value in each.logprob.top] for each in (one, other)]
+                assert values[0] == pytest.approx(values[1], abs=1e-3)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hone.serve.paging.pages import PagePool
 from hone.serve.request import Request, SamplingParams
-from hone.serve.scheduler import Scheduler, Seq
+from hone.serve.scheduler import Scheduler
+from hone.serve.sequence import Seq
 
 
 def make(num_pages: int = 64, block_size: int = 4, **more) -> Scheduler:
@@ -45,12 +46,19 @@ def test_decode_rows_come_first_and_prefill_gets_the_rest():
     assert run_step(scheduler) == [("0", 1), ("1", 1)]
 
 
-def test_a_long_prompt_takes_its_share_and_what_others_leave():
-    scheduler = make()
-    scheduler.add(row(0, 40))
-    scheduler.add(row(1, 2))
-    scheduler.add(row(2, 40))
-    assert run_step(scheduler) == [("0", 5), ("1", 2), ("2", 9)]
+def test_a_long_prompt_takes_half_and_what_others_leave():
+    scheduler = make(max_num_batched_tokens=600, num_pages=1000)
+    for number, length in enumerate([2000, 2, 290]):
+        scheduler.add(row(number, length))
+    assert run_step(scheduler) == [("0", 308), ("1", 2), ("2", 290)]
+    assert run_step(scheduler) == [("1", 1), ("2", 1), ("0", 598)]
+
+
+def test_prompts_are_read_in_order_not_all_at_once_in_slivers():
+    scheduler = make(max_num_seqs=64, max_num_batched_tokens=8192, num_pages=100_000, block_size=16)
+    for number in range(8):
+        scheduler.add(row(number, 4096, output=1))
+    assert run_step(scheduler) == [("0", 4096), ("1", 2048), ("2", 1024), ("3", 512), ("4", 256), ("5", 256)]
 
 
 def test_places_and_pages_bound_who_is_admitted():

@@ -32,7 +32,7 @@ def test_free_memory_is_used_up_to_what_the_rows_can_fill():
     few = EngineSpec(max_num_seqs=2, block_size=16)
     assert cache_pages(few, 1000, CPU, 100) == 2 * 7
     free = psutil.virtual_memory().available
-    part = EngineSpec(max_num_seqs=1024, gpu_memory_utilization=0.01)
+    part = EngineSpec(max_num_seqs=1024, block_size=16, gpu_memory_utilization=0.01)
     pages = cache_pages(part, 10_000, CPU, 10**6)
     assert pages * 10_000 == pytest.approx(0.01 * free, rel=0.3)
     assert cache_pages(part, 10_000, CPU, 10**6, weights=free // 2) == pytest.approx(pages / 2, rel=0.3)
@@ -82,6 +82,7 @@ def machine(device: str = "cpu", cores: int = 2, gpu_bytes: int = 0) -> Machine:
 def test_sizes_come_from_the_device_unless_they_are_given():
     def sizes(where, **given):
         spec = sized(EngineSpec(**given), where)
+        assert spec.block_size == (64 if where.device.startswith("cuda") else 16)
         return spec.max_num_seqs, spec.max_num_batched_tokens
 
     assert sizes(machine("cuda", gpu_bytes=141 << 30)) == (512, 8192)
@@ -97,9 +98,9 @@ def test_sizes_come_from_the_device_unless_they_are_given():
 
 
 def test_a_gpus_cache_is_what_weights_and_work_leave_of_its_part():
-    gpu, many = Memory("cuda", 60_000_000, 100_000_000), EngineSpec(max_num_seqs=10**6)
+    gpu, many = Memory("cuda", 60_000_000, 100_000_000), EngineSpec(max_num_seqs=10**6, block_size=16)
     assert cache_pages(many, 1000, gpu, 512, work=5_000_000) == 44_999  # 60 free, 10 stay unused, 5 for a step
-    half = EngineSpec(max_num_seqs=10**6, gpu_memory_utilization=0.5)
+    half = EngineSpec(max_num_seqs=10**6, block_size=16, gpu_memory_utilization=0.5)
     assert cache_pages(half, 1000, gpu, 512) == 9_999
     with pytest.raises(FitError, match="gpu_memory_utilization"):
         cache_pages(half, 1000, gpu, 512, weights=20_000_000)

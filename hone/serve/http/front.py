@@ -10,18 +10,26 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import Response
 
+from hone.serve.http.chat_forms import Parsers
+from hone.serve.http.defaults import GenerationDefaults
+from hone.serve.http.edge.guard import ChunkWriter
 from hone.serve.http.metrics import ServerMetrics
+from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.link import EngineLink
+from hone.serve.http.processes.replicas import Replicas
+from hone.serve.http.processes.tallies import State, adopt
+from hone.serve.http.processes.token_events import TokenEvents
+from hone.serve.http.processes.wire import Refused
 from hone.serve.http.prompts import Prompts
 from hone.serve.http.protocol import AnyBody, ApiError, Body, GenerationBody, bounded, parse_body
 from hone.serve.http.replies import PING, Choice, Reply, dump, error_events
-from hone.serve.http.worker import EngineProcess, Refused
-from hone.serve.request import Output, Request
+from hone.serve.request import Output, Pooling, Request
 
 log = logging.getLogger("hone.serve")
 _PING_S = 15.0
@@ -38,22 +46,37 @@ class FrontSettings:
     api_key: str = ""
     max_queue: int = 1024
     max_body_bytes: int = 16 * 2**20
+    body_timeout_s: float = 60.0
     stall_s: float = 30.0
     metrics_prefix: str = ""
+    pooling: Pooling = "last"
+    parsers: Parsers = field(default_factory=Parsers)
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 class Front:
     """State shared by the routes: the engine's handle, the tokenizer, the limits, the metrics."""
 
-    def __init__(self, engine: EngineProcess, prompts: Prompts, settings: FrontSettings) -> None:
+    def __init__(
+        self,
+        engine: EngineLink | Replicas,
+        prompts: Prompts,
+        settings: FrontSettings,
+        board: Board | None = None,
+        index: int = 0,
+    ) -> None:
         self.engine = engine
+        self.board, self.index = board, index
         self.prompts = prompts
         self.settings = settings
-        self.metrics = ServerMetrics(settings.names[0], self.figures, settings.metrics_prefix)
+        self.metrics = ServerMetrics(settings.names[0], self.figures, settings.metrics_prefix, self._others, self._each)
+        if board is not None:
+            adopt(self.metrics.tallies, board.state(index))  # those of the front that was here before
         self.draining = False
         self.started_at = int(time.time())
         self._serial = 0
         self._named: set[str] = set()
+        self._reading: set[asyncio.Timeout] = set()
 
     # ---- requests in ------------------------------------------------------------------------------------------------
 
@@ -76,17 +99,42 @@ class Front:
         return body, self._warn(body)
 
     async def _raw(self, request: HttpRequest) -> bytes:
-        limit = self.settings.max_body_bytes
+        limit, seconds = self.settings.max_body_bytes, self.settings.body_timeout_s
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-            parts.append(part)
+        try:
+            async with asyncio.timeout(0 if self.draining else seconds) as timeout:
+                self._reading.add(timeout)
+                try:
+                    async for part in request.stream():
+                        size += len(part)
+                        if size > limit:
+                            raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+                        parts.append(part)
+                finally:
+                    self._reading.discard(timeout)
+        except TimeoutError:
+            if self.draining:
+                raise self.shutting_down() from None
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout") from None
         return b"".join(parts)
 
+    def drain(self) -> None:
+        """From now on no request begins: new, half-sent and queued ones get 503 and Retry-After; running ones finish."""
+        if self.draining:
+            return
+        self.draining = True
+        for timeout in self._reading:
+            timeout.reschedule(0)
+        self.engine.hand_back("the server is shutting down")
+
+    @staticmethod
+    def shutting_down() -> ApiError:
+        """The reply to a request that this server will not begin."""
+        return ApiError(503, "the server is shutting down", code="shutting_down", retry_s=5)
+
     def _warn(self, body: Body) -> dict[str, str]:
-        unknown = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:40] for name in body.unknown[:10]]
+        # An empty header value ends the connection: an empty name is shown as a question mark.
+        unknown = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:40] or "?" for name in body.unknown[:10]]
         if not unknown:
             return {}
         for name in unknown:
@@ -100,8 +148,9 @@ class Front:
         if not self.settings.api_key:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        wanted = self.settings.api_key.encode()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("utf8", "replace"), wanted):
+        given = key.strip().encode("latin-1", "replace")  # the header's bytes: clients send UTF-8, some Latin-1
+        wanted = {self.settings.api_key.encode(form, "xmlcharrefreplace") for form in ("utf8", "latin-1")}
+        if scheme.lower() != "bearer" or not sum(hmac.compare_digest(given, one) for one in wanted):
             raise ApiError(401, "wrong or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key")
 
     def request_id(self, request: HttpRequest, body: GenerationBody | None = None) -> str:
@@ -117,31 +166,54 @@ class Front:
         if count > capacity:
             raise ApiError(400, f"{count} sequences in one request; this server holds at most {capacity}", param="n")
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_s=5)
-        if self.engine.outstanding + count > capacity:
+            raise self.shutting_down()
+        outstanding = self.outstanding
+        if outstanding + count > capacity:
             self.metrics.rejected("queue_full")
             raise ApiError(
                 503,
-                f"the queue is full: {self.engine.outstanding} of {capacity} sequences are in progress",
+                f"the queue is full: {outstanding} of {capacity} sequences are in progress",
                 code="queue_full",
                 retry_s=self.retry_s,
             )
 
     @property
+    def outstanding(self) -> int:
+        """Sequences in progress, those of the server's other fronts included."""
+        return self.engine.outstanding if self.board is None else self.board.total()
+
+    @property
     def retry_s(self) -> int:
         """Seconds after which a rejected client may retry: one second per round of running sequences."""
-        return 1 + self.engine.outstanding // max(self.engine.facts.max_num_seqs, 1)
+        return 1 + self.outstanding // max(self.engine.facts.max_num_seqs, 1)
+
+    def next_id(self, request_id: str = "beam") -> str:
+        """An id for the engine that no other request has."""
+        self._serial += 1
+        return f"{self.index}.{self._serial}-{request_id}"
 
     def job(self, body: GenerationBody, reply: Reply, request_id: str, prompts: list[Request]) -> Job:
         """Submits `prompts` (one per choice of `reply`, without ids) to the engine."""
         for request in prompts:
-            self._serial += 1
-            request.id = f"{self._serial}-{request_id}"
+            request.id = self.next_id(request_id)
         job = Job(self, reply, prompts)
         self.metrics.choices.observe(body.n or 1)
         self.metrics.max_tokens.observe(prompts[0].params.max_tokens)
-        self.engine.submit(prompts, job.deliver)
+        self.engine.submit(prompts, job.deliver, job.streams if body.stream else ())
         return job
+
+    def _each(self) -> list[dict[str, float]]:
+        """The figures of each replica, where there are several."""
+        if not isinstance(self.engine, Replicas) or self.board is None:
+            return []
+        loads = map(self.board.outstanding, range(self.board.replicas))
+        return [{**stats, "requests_outstanding": load} for stats, load in zip(self.engine.each_stats, loads)]
+
+    def _others(self) -> Iterator[State]:
+        if self.board is not None:
+            for other in range(self.board.fronts):
+                if other != self.index:
+                    yield self.board.state(other)
 
     # ---- state out --------------------------------------------------------------------------------------------------
 
@@ -149,7 +221,7 @@ class Front:
         """The latest figures of the engine and of this object, for /metrics."""
         return {
             **self.engine.stats,
-            "requests_outstanding": self.engine.outstanding,
+            "requests_outstanding": self.outstanding,
             "steps": self.engine.steps,
             "last_step_age_seconds": self.engine.last_progress_s,
         }
@@ -160,19 +232,52 @@ class Job:
 
     def __init__(self, front: Front, reply: Reply, requests: list[Request]) -> None:
         self._front = front
-        self._reply = reply
+        self.reply = reply
         self._choices = {request.id: choice for request, choice in zip(requests, reply.choices, strict=True)}
         self._open = set(self._choices)
-        self._items: deque[Output | Refused] = deque()
+        self.waits: deque[Output | Refused] = deque()
+        """Outputs that this job's task has not taken yet."""
         self._wake = asyncio.Event()
+        self.writer: ChunkWriter | None = None
+        self._broken: Exception | None = None
         self._started = time.monotonic()
         self._timer: asyncio.TimerHandle
-        self._seen: dict[str, tuple[float, float]] = {}  # request id to the times of its first and its latest output
+        self.gaps = front.metrics.gaps
+        self.streams = [TokenEvents(self, choice) for choice in reply.choices]
 
     def deliver(self, item: Output | Refused) -> None:
         """Called by the engine's handle on the event loop."""
-        self._items.append(item)
+        if isinstance(item, Output) and item.finish is None and self.writes_at_once:
+            self._write(item)
+            return
+        self.waits.append(item)
         self._wake.set()
+
+    @property
+    def writes_at_once(self) -> bool:
+        """Whether events may go to the client now, and no earlier one waits."""
+        writer = self.writer
+        return writer is not None and not self.waits and self._broken is None and writer.ready
+
+    def write(self, data: bytes) -> None:
+        """Sends `data` to the client, if the stream still runs."""
+        if len(self.gaps) > 1000:
+            self._front.metrics.settle()
+        if self.writer is not None:
+            self.writer.write(data)
+
+    def _write(self, output: Output) -> None:
+        """Sends the events of an output at once, without waking this job's task, which costs more than the rest."""
+        try:
+            choice = self._choices[output.request_id]
+            self._measure(output, choice)
+            choice.take(output)
+            data = self.reply.events(choice, output)
+            if data and self.writer is not None:
+                self.writer.write(data)
+        except Exception as error:  # raised in the job's own task: this is the task of all requests
+            self._broken = error
+            self._wake.set()
 
     async def whole(self) -> bytes:
         """Waits for all choices; returns the response object as JSON. Raises ApiError if one of them fails."""
@@ -180,28 +285,32 @@ class Job:
             await self._wake.wait()
             for _ in self._take():
                 pass
-        if self._reply.num_logprobs > _THREAD_LOGPROBS:
-            return await asyncio.to_thread(lambda: dump(self._reply.whole()))
-        return dump(self._reply.whole())
+        if self.reply.num_logprobs > _THREAD_LOGPROBS:
+            return await asyncio.to_thread(lambda: dump(self.reply.whole()))
+        return dump(self.reply.whole())
 
-    async def events(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Yields every event when it arrives, then [DONE]; an error becomes an event."""
+    async def events(self, send: Callable[[bytes], Awaitable[None]], writer: ChunkWriter | None = None) -> None:
+        """Sends every event when it arrives, by `writer` at once or by `send`, then [DONE]; an error becomes an event."""
+        self.writer = writer
         self._ping_later()
         parts: list[bytes] = []
         try:
             while self._open:
                 await self._wake.wait()
-                idle = not self._items
+                if self._broken is not None:
+                    raise self._broken
+                idle = not self.waits
                 parts.clear()
                 for choice, output in self._take():
-                    parts.append(self._reply.events(choice, output))
+                    parts.append(self.reply.events(choice, output))
                 data = PING if idle else b"".join(parts)
                 if data:
                     await send(data)
-            parts = [self._reply.closing()]
+            parts = [self.reply.closing()]
         except ApiError as error:
             parts.append(error_events(error))
         finally:
+            self.writer = None
             self._timer.cancel()
         await send(b"".join(parts))
 
@@ -227,8 +336,8 @@ class Job:
         Raises ApiError for a failed choice.
         """
         self._wake.clear()
-        while self._items:
-            item = self._items.popleft()
+        while self.waits:
+            item = self.waits.popleft()
             if isinstance(item, Refused):
                 self._open.discard(item.request_id)
                 if item.status == 503:
@@ -249,14 +358,7 @@ class Job:
     def _measure(self, output: Output, choice: Choice) -> None:
         metrics, now = self._front.metrics, time.monotonic()
         if output.tokens:
-            metrics.generated_tokens.inc(len(output.tokens))
-            if output.request_id not in self._seen:
-                metrics.first_token_s.observe(now - self._started)
-                self._seen[output.request_id] = (now, now)
-            else:
-                first, last = self._seen[output.request_id]
-                metrics.between_tokens_s.observe(now - last)
-                self._seen[output.request_id] = (first, now)
+            self.count(choice, now, len(output.tokens))
         if output.finish is None:
             return
         count = len(choice.tokens) + len(output.tokens)
@@ -267,7 +369,18 @@ class Job:
         metrics.cached_tokens.inc(output.num_cached_tokens)
         metrics.output_size.observe(count)
         if count > 1:
-            metrics.per_token_s.observe((now - self._seen[output.request_id][0]) / (count - 1))
+            metrics.per_token_s.observe((now - choice.first_s) / (count - 1))
+
+    def count(self, choice: Choice, now: float, tokens: int = 1) -> None:
+        """Counts an output of `choice` with so many tokens."""
+        metrics = self._front.metrics
+        metrics.generated_tokens.inc(tokens)
+        if choice.last_s:
+            metrics.between_tokens_s.observe(now - choice.last_s)
+        else:
+            metrics.first_token_s.observe(now - self._started)
+            choice.first_s = now
+        choice.last_s = now
 
 
 class EventStream(Response):
@@ -281,12 +394,19 @@ class EventStream(Response):
         self._job = job
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        writer = ChunkWriter.of(scope)
+
         async def part(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            if writer is None:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            else:
+                writer.write(data)
+                if not writer.ready:
+                    await writer.drained()
 
         async def work() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._job.events(part)
+            await self._job.events(part, writer)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:

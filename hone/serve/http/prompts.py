@@ -2,80 +2,99 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
-from hone.base.errors import ArtifactError, HoneError, SpecError
-from hone.model.tokenizer import Tokenizer, load_tokenizer
+from hone.base.errors import HoneError
+from hone.model.tokenizer import Tokenizer
+from hone.serve.http.inputs import Prompt, check_ids, message_dicts
 from hone.serve.http.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
     GenerationBody,
     Message,
-    Prompt,
-    check_ids,
-    message_dicts,
 )
 from hone.serve.http.replies import PromptTokens
+from hone.serve.http.texts.longest import LengthBound
+from hone.serve.http.texts.pool import TextError, TextPool
 
-_THREAD_CHARS = 20_000  # longer texts are encoded in a thread, so that the event loop keeps streaming
+_SHORT_CHARS = 8_000
+"""Longer texts are encoded in another process (about 10 ms here): `tokenizers` holds the interpreter's lock."""
 _TEMPLATE_OWN = ("messages", "add_generation_prompt", "self")
 
 
-def read_tokenizer(folder: Path, chat_template: str) -> Tokenizer | None:
-    """The tokenizer of a model folder, None when it has no tokenizer.json; `chat_template` is a Jinja file or ''.
-
-    Raises SpecError for a template without a tokenizer, ArtifactError for a file that cannot be read.
-    """
-    if not (folder / "tokenizer.json").exists():
-        if chat_template:
-            raise SpecError(
-                f"chat_template is given, but {folder} has no tokenizer.json", fix="copy the tokenizer into the folder"
-            )
-        return None
-    tokenizer = load_tokenizer(folder)
-    if not chat_template:
-        return tokenizer
-    try:
-        return tokenizer.with_chat_template(Path(chat_template).read_text(encoding="utf8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(
-            f"cannot read the chat template {chat_template}: {error}", fix="give a Jinja text file"
-        ) from None
-
-
 class Prompts:
-    """Tokenizes for one model. Without a tokenizer only token ids are accepted."""
+    """Tokenizes for one model. Without a tokenizer only token ids are accepted.
 
-    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int) -> None:
+    Long texts and chat templates are the business of `texts`, other processes: neither may stop or end this one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        texts: TextPool | None = None,
+        max_output_tokens: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.max_output_tokens = max_output_tokens
+        self._texts = texts
+        self._bound = None if tokenizer is None else LengthBound(tokenizer)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
 
     async def of_completion(self, body: CompletionBody, prompts: list[Prompt]) -> list[PromptTokens]:
         """The `prompts` of a /v1/completions body as tokens, truncated as it asks. Raises ApiError 400."""
-        ready = [await self._encode(prompt, special=body.add_special_tokens) for prompt in prompts]
+        if body.truncate_prompt_tokens is None:
+            self._refuse_too_long(prompts, "prompt")
+        ready = await self._encode(prompts, special=body.add_special_tokens)
         for prompt in ready:
             self._truncate(prompt, body.truncate_prompt_tokens)
             if body.echo and not prompt.text and self.tokenizer is not None:
                 prompt.text = self.tokenizer.decode(prompt.ids)
         return ready
 
-    async def of_chat(self, body: ChatBody) -> PromptTokens:
-        """The prompt of a chat body, through the model's template. Raises ApiError 400."""
-        text = self.render(
+    async def of_inputs(
+        self, inputs: list[Prompt], special: bool, truncate: int | None, param: str
+    ) -> list[PromptTokens]:
+        """Texts or token ids as tokens, to be embedded. Raises ApiError 400, also for what does not fit the context."""
+        ready = []
+        if truncate is None:
+            self._refuse_too_long(inputs, param)
+        try:
+            encoded = await self._encode(inputs, special=special)
+        except ApiError as error:
+            raise ApiError(error.status, error.message, param=param, code=error.code) from None
+        for place, prompt in enumerate(encoded):
+            self._truncate(prompt, truncate)
+            if len(prompt.ids) > self.max_model_len:
+                raise ApiError(
+                    400,
+                    f"this model's maximum context length is {self.max_model_len} tokens, input {place} has "
+                    f"{len(prompt.ids)}: shorten it, or send truncate_prompt_tokens",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+            ready.append(prompt)
+        return ready
+
+    async def of_chat(self, body: ChatBody, tools: list[dict[str, Any]] | None = None) -> PromptTokens:
+        """The prompt of a chat body with `tools`, through the model's template. Raises ApiError 400."""
+        text = await self.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            variables={**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})},
         )
-        prompt = await self._encode(text, special=body.add_special_tokens)
+        if body.truncate_prompt_tokens is None:
+            self._refuse_too_long([text], "messages")
+        (prompt,) = await self._encode([text], special=body.add_special_tokens)
         self._truncate(prompt, body.truncate_prompt_tokens)
         return prompt
 
-    def render(
+    async def render(
         self,
         messages: list[Message],
         *,
@@ -98,7 +117,17 @@ class Prompts:
                 raise ApiError(400, f"chat_template_kwargs must not set '{name}'", param="chat_template_kwargs")
         opened = add_generation_prompt and not continue_final_message  # a turn is continued or a new one opened
         try:
-            text = tokenizer.chat(plain, add_generation_prompt=opened, **(variables or {}))
+            if self._texts is None:
+                text = tokenizer.chat(plain, add_generation_prompt=opened, **(variables or {}))
+            else:
+                text = await self._texts.render(plain, opened, variables or {})
+        except TextError as error:
+            raise ApiError(
+                400,
+                f"the chat template fails on these messages: {error}",
+                param="messages",
+                code="chat_template_failed",
+            ) from None
         except HoneError as error:
             raise ApiError(400, error.what, param="messages") from None
         except Exception as error:  # template and variables are not hone's code
@@ -125,20 +154,48 @@ class Prompts:
         return self.tokenizer
 
     async def encode_text(self, text: str, *, special: bool, param: str = "prompt") -> list[int]:
-        """Token ids of `text`. Raises ApiError 400 without a tokenizer or for ids the model does not have."""
-        tokenizer = self.need_tokenizer(param)
-        if len(text) > _THREAD_CHARS:
-            return await asyncio.to_thread(tokenizer.encode, text, special)
-        await asyncio.sleep(0)  # many prompts in one body must not block the event loop
-        return tokenizer.encode(text, special)
+        """Token ids of `text`. Raises ApiError 400 without a tokenizer or for a text that takes too long."""
+        return (await self._encode_texts([text], special=special, param=param))[0]
 
-    async def _encode(self, prompt: Prompt, *, special: bool) -> PromptTokens:
-        if not isinstance(prompt, str):
-            return PromptTokens(prompt)
-        ids = await self.encode_text(prompt, special=special)
-        if not ids:
-            raise ApiError(400, "the prompt is empty: there is no token to continue", param="prompt")
-        return PromptTokens(check_ids(ids, self.vocab_size, "prompt"), prompt)
+    async def _encode_texts(self, texts: list[str], *, special: bool, param: str) -> list[list[int]]:
+        tokenizer = self.need_tokenizer(param)
+        if self._texts is None or sum(map(len, texts)) <= _SHORT_CHARS:
+            return [tokenizer.encode(text, special) for text in texts]
+        try:
+            return await self._texts.encode(texts, special)
+        except TextError as error:
+            raise ApiError(
+                400, f"this text cannot be tokenized: {error}; send a shorter one", param=param, code="text_too_long"
+            ) from None
+
+    async def _encode(self, prompts: list[Prompt], *, special: bool) -> list[PromptTokens]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        found = iter(await self._encode_texts(texts, special=special, param="prompt") if texts else ())
+        ready = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                ids = next(found)
+                if not ids:
+                    raise ApiError(400, "the prompt is empty: there is no token to continue", param="prompt")
+                ready.append(PromptTokens(check_ids(ids, self.vocab_size, "prompt"), prompt))
+            else:
+                ready.append(PromptTokens(prompt))
+        return ready
+
+    def _refuse_too_long(self, prompts: list[Prompt], param: str) -> None:
+        """Raises ApiError 400 for a text that has too many characters for the context, however it is tokenized."""
+        if self._bound is None:
+            return
+        for prompt in prompts:
+            least = self._bound.least_tokens(prompt) if isinstance(prompt, str) else 0
+            if least > self.max_model_len:
+                raise ApiError(
+                    400,
+                    f"this model's maximum context length is {self.max_model_len} tokens, and a text of {len(prompt)} "
+                    f"characters has at least {least}: shorten it",
+                    param=param,
+                    code="context_length_exceeded",
+                )
 
     def _truncate(self, prompt: PromptTokens, limit: int | None) -> None:
         if limit is None:
@@ -168,8 +225,9 @@ class Prompts:
                 param=param,
                 code="context_length_exceeded",
             )
+        most = room if self.max_output_tokens is None else self.max_output_tokens
         if wanted is None:
-            return room if default is None else min(default, room)
+            return min(room, most) if default is None else min(default, room, most)
         if wanted < 0:
             raise ApiError(400, f"max_tokens must be at least 0, got {wanted}", param="max_tokens")
         if wanted > room:
@@ -179,4 +237,4 @@ class Prompts:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        return wanted
+        return min(wanted, most)

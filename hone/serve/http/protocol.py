@@ -7,16 +7,30 @@ support is an error; an unknown one is accepted and named in a header, as OpenAI
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hone.serve.request import SamplingParams
+from hone.serve.http.fields import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_TOOLS,
+    Bias,
+    Float,
+    Id,
+    Ids,
+    Int,
+    ResponseFormat,
+    Stops,
+    Structured,
+    Text,
+    Tool,
+    ToolChoice,
+    Words,
+)
+from hone.serve.request import Retention, SamplingParams
+from hone.serve.structured.spec import StructuredOutputs
 
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
-_MAX_STOPS = 16
-_MAX_LISTED = 1024
 _MESSAGE_CHARS = 400
 
 
@@ -54,35 +68,6 @@ def bounded(text: str, limit: int = _MESSAGE_CHARS) -> str:
     return text.encode("utf8", "replace").decode("utf8")
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, bool | str):
-        raise ValueError("must be a number")
-    return value
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            value.encode("utf8")
-        except UnicodeEncodeError:
-            raise ValueError("contains half of a surrogate pair, which is no character") from None
-    return value
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[FiniteFloat, BeforeValidator(_number)]
-Text = Annotated[str, BeforeValidator(_text)]
-Id = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**31)]
-Bias = Annotated[
-    dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[Float, Field(ge=-100, le=100)]], Field(max_length=_MAX_LISTED)
-]
-Stops = Annotated[list[Text], Field(fail_fast=True), Field(max_length=_MAX_STOPS), BeforeValidator(_as_list)]
-
-
 class Body(BaseModel):
     """A JSON body. Unknown fields are kept apart in `model_extra`."""
 
@@ -96,9 +81,9 @@ class Body(BaseModel):
         for name, harmless in self.refused.items():
             value = (self.model_extra or {}).get(name)
             if value is not None and not any(value == off and type(value) is type(off) for off in harmless):
-                raise ApiError(
-                    400, f"this server does not support '{name}'; leave it out", param=name, code="unsupported"
-                )
+                today = _RENAMED.get(name)
+                fix = f"it is now {today}" if today else "leave it out"
+                raise ApiError(400, f"this server does not support '{name}'; {fix}", param=name, code="unsupported")
 
     @property
     def unknown(self) -> list[str]:
@@ -115,22 +100,39 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+_RENAMED = {
+    "guided_json": 'structured_outputs: {"json": ...}',
+    "guided_regex": 'structured_outputs: {"regex": ...}',
+    "guided_choice": 'structured_outputs: {"choice": [...]}',
+    "guided_grammar": 'structured_outputs: {"grammar": ...}',
+    "guided_whitespace_pattern": 'structured_outputs: {"whitespace_pattern": ...}',
+    "regex": 'structured_outputs: {"regex": ...}',
+    "choice": 'structured_outputs: {"choice": [...]}',
+    "grammar": 'structured_outputs: {"grammar": ...}',
+    "json_schema": 'structured_outputs: {"json": ...}',
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+}
+"""Fields of earlier vLLM versions and of other servers, and what is sent here."""
+
+_OF_OTHER_SERVERS = (
+    # vLLM's and OpenAI's
+    *("guided_decoding_backend", "structural_tag", "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params"),
+    *("ec_transfer_params", "vllm_xargs", "thinking_token_budget", "truncation_side", "repetition_detection"),
+    "web_search_options",
+    # llama.cpp's, TGI's and SGLang's
+    *("typical_p", "typical", "tfs_z", "top_a", "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range"),
+    *("dynatemp_exponent", "dry_multiplier", "dry_base", "xtc_probability", "xtc_threshold", "samplers", "ebnf"),
+    *("min_new_tokens", "custom_logit_processor", "lora_path", "lora_name", "cfg_scale", "negative_prompt"),
+)
+
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    **dict.fromkeys(_RENAMED, ()),
+    **dict.fromkeys(_OF_OTHER_SERVERS, ()),
+    "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
-    "skip_special_tokens": (True,),
-    "length_penalty": (1.0, 1),
     "prompt_embeds": (),
-    "best_of": (),
-    "response_format": ({"type": "text"},),
 }
 
 
@@ -147,7 +149,16 @@ class GenerationBody(Body):
     min_p: Float | None = None
     seed: Int | None = None
     stop: Stops | None = None
-    stop_token_ids: Annotated[list[Id], Field(fail_fast=True), Field(max_length=_MAX_LISTED)] | None = None
+    stop_token_ids: Ids | None = None
+    allowed_token_ids: Annotated[list[Id], Field(fail_fast=True)] | None = None
+    bad_words: Words | None = None
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[Float, Field(ge=-10, le=10)] = 1.0
+    early_stopping: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -160,6 +171,7 @@ class GenerationBody(Body):
     truncate_prompt_tokens: Annotated[Int, Field(ge=-1)] | None = None
     priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[Text, Field(max_length=256)] | None = None
+    cache_retention: Annotated[list[Retention], Field(max_length=64)] = []
     request_id: Annotated[Text, Field(max_length=128)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -178,7 +190,19 @@ class GenerationBody(Body):
         """Most tokens to generate; max_completion_tokens has precedence over max_tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def sampling(self, *, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
+    @property
+    def copies(self) -> int:
+        """Continuations to generate of each prompt."""
+        return self.n or 1
+
+    def check_together(self) -> None:
+        """Raises ApiError 400 for fields that exclude each other."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs are not streamed: send stream: false", param="prompt_logprobs")
+
+    def sampling(
+        self, *, max_tokens: int, prompt_logprobs: int | None = None, form: StructuredOutputs | None = None
+    ) -> SamplingParams:
         """The engine's parameters. Raises ApiError that names the API's field for a value out of range."""
         values = {
             "max_tokens": max_tokens,
@@ -198,6 +222,10 @@ class GenerationBody(Body):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words,
+            "skip_special_tokens": self.skip_special_tokens,
+            "structured_outputs": form,
         }
         try:
             return SamplingParams.model_validate({name: value for name, value in values.items() if value is not None})
@@ -210,6 +238,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Any = None
     echo: bool = False
+    best_of: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
@@ -217,7 +246,22 @@ class CompletionBody(GenerationBody):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        return self.logprobs
+        return 0 if self.logprobs is None and self.copies > (self.n or 1) else self.logprobs  # best_of ranks by them
+
+    @property
+    def copies(self) -> int:
+        return max(self.best_of or 1, self.n or 1)
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ApiError(400, f"best_of is {self.best_of}, less than n, {self.n}", param="best_of")
+        if self.stream and self.copies > (self.n or 1):
+            raise ApiError(
+                400, "best_of ranks whole texts, which are not streamed: send stream: false", param="best_of"
+            )
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ApiError(400, "echo with logprobs has the prompt's already", param="prompt_logprobs")
 
 
 class Message(BaseModel):
@@ -238,11 +282,13 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_REFUSED,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none",),
         "chat_template": (),
@@ -251,7 +297,7 @@ class ChatBody(GenerationBody):
         "audio": (),
         "echo": (False,),
     }
-    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {"parallel_tool_calls", "prediction"}
+    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {"prediction"}
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -300,6 +346,8 @@ def parse_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     try:
         body = kind.model_validate(values)
         body.refuse_what_hone_lacks()
+        if isinstance(body, GenerationBody):
+            body.check_together()
     except ValidationError as error:
         raise from_validation(error) from None
     except RecursionError:
@@ -330,71 +378,3 @@ def from_validation(error: ValidationError) -> ApiError:
     if fields:
         message += f" (and {len(fields)} more wrong fields)"
     return ApiError(400, message, param=param or None)
-
-
-Prompt = str | list[int]
-
-
-def split_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
-    """The prompts in `prompt`: str, list[str], list[int] or list[list[int]]. Raises ApiError 400 for anything else."""
-    if isinstance(prompt, str):
-        return [_prompt_text(prompt, "prompt")]
-    if isinstance(prompt, list) and prompt:
-        if isinstance(prompt[0], str):
-            return [_prompt_text(item, f"prompt.{index}") for index, item in enumerate(prompt)]
-        if isinstance(prompt[0], list):
-            return [check_ids(item, vocab_size, f"prompt.{index}") for index, item in enumerate(prompt)]
-        return [check_ids(prompt, vocab_size, "prompt")]
-    raise ApiError(
-        400, "prompt must be a text, a list of texts, a list of token ids, or a list of such lists", param="prompt"
-    )
-
-
-def _prompt_text(value: Any, param: str) -> str:
-    if not isinstance(value, str):
-        raise ApiError(400, f"{param} must be a text like the others in the list", param=param)
-    try:
-        return str(_text(value))
-    except ValueError as error:
-        raise ApiError(400, f"{param} {error}", param=param) from None
-
-
-def check_ids(ids: Any, vocab_size: int, param: str) -> list[int]:
-    """`ids` when it is a non-empty list of token ids of this model. Raises ApiError 400 otherwise."""
-    if not isinstance(ids, list) or not ids:
-        raise ApiError(400, f"{param} must be a non-empty list of token ids", param=param)
-    for position, token in enumerate(ids):
-        if type(token) is not int:
-            raise ApiError(400, f"{param}.{position} must be a token id (an integer)", param=param)
-        if not 0 <= token < vocab_size:
-            shown = bounded(str(token), 40) if abs(token) < 10**40 else "a number of more than 40 digits"
-            raise ApiError(
-                400, f"{param}.{position} is token {shown}, the vocabulary has ids 0 to {vocab_size - 1}", param=param
-            )
-    return ids
-
-
-def message_dicts(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the chat template takes them: content parts joined to one text. Raises ApiError for other media."""
-    plain = []
-    for index, message in enumerate(messages):
-        param = f"messages.{index}.content"
-        content = message.content
-        if isinstance(content, list):
-            content = "".join(_part_text(part, param) for part in content)
-        elif content is None:
-            content = ""
-        elif not isinstance(content, str):
-            raise ApiError(400, f"{param} must be a text or a list of text parts", param=param)
-        plain.append({**(message.model_extra or {}), "role": message.role, "content": _prompt_text(content, param)})
-    return plain
-
-
-def _part_text(part: Any, param: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else None
-    shown = f"'{kind[:40]}'" if isinstance(kind, str) else "something else"
-    raise ApiError(400, f"{param} holds {shown}; this model reads text only", param=param, code="unsupported")

@@ -45,6 +45,9 @@ class Choice:
     stop_reason: str | int | None = None
     num_cached: int = 0
     begun: bool = False
+    first_s: float = 0.0
+    last_s: float = 0.0
+    """Times of its first and its latest token; 0 before."""
 
     def take(self, output: Output) -> None:
         """Adds one engine output."""
@@ -55,7 +58,7 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
         self.finish = output.finish
         self.stop_reason = output.stop_reason
-        self.num_cached = output.num_cached_tokens
+        self.num_cached = output.num_cached_tokens or self.num_cached
 
 
 def dump(value: Any) -> bytes:
@@ -153,6 +156,19 @@ def chat_logprobs(labels: Labels, scored: list[TokenLogprob]) -> dict[str, Any]:
     }
 
 
+def prompt_scores(labels: Labels, scored: list[TokenLogprob | None], count: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for every token but the first its `count` most likely ones and itself, by id."""
+    found: list[dict[str, Any] | None] = [None] * len(scored)
+    for place, one in enumerate(scored):
+        if one is None:
+            continue
+        entries = found[place] = {}
+        for rank, (token, logprob) in [*enumerate(one.top[:count], 1), (None, (one.token, one.logprob))]:
+            entry = {"logprob": floor(logprob), "rank": rank, "decoded_token": labels.text(token)}
+            entries.setdefault(str(token), entry)  # its own is ranked where it is among the most likely
+    return found
+
+
 class Reply:
     """One reply in progress: takes engine outputs, returns a whole object or a stream of events."""
 
@@ -203,6 +219,26 @@ class Reply:
         choice.begun = True
         return b"".join(self._chunk(part) for part in self._parts(choice, output, first))
 
+    def around(self, choice: Choice) -> tuple[bytes, bytes, bytes] | None:
+        """What is around the text, and around the token's id after it (if that is shown), in events of ordinary tokens.
+
+        None where such an event depends on more: on earlier ones, or on log-probabilities.
+        """
+        if self._usage_each or not self._is_regular:
+            return None
+        text, token = "\ufdd0", -1  # a noncharacter, and no token
+        (part,) = self._parts(choice, Output("", [token], text), False)
+        before, _, after = self._chunk(part).rpartition(f'"{text}"'.encode())
+        if not self._wants_ids:
+            return before, after, b""
+        between, _, after = after.rpartition(b"[%d]" % token)
+        return before, between + b"[", b"]" + after
+
+    @property
+    def _is_regular(self) -> bool:
+        """Whether events of tokens without log-probabilities differ in text and token only."""
+        return False
+
     def closing(self) -> bytes:
         """The end of a stream: usage if requested, then [DONE]."""
         if not self._include_usage:
@@ -234,13 +270,23 @@ class CompletionReply(Reply):
     def __init__(self, body: CompletionBody, labels: Labels, special: frozenset[int], **more: Any) -> None:
         super().__init__(body, **more)
         self._echo = body.echo
+        self._labels = labels
         self._logprobs = None if body.logprobs is None else [CompletionLogprobs(labels, special) for _ in self.choices]
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return self._json(choice, "".join(choice.text), choice.tokens, choice.logprobs, with_prompt=True)
+        value = self._json(choice, "".join(choice.text), choice.tokens, choice.logprobs, with_prompt=True)
+        if self._body.prompt_logprobs is not None:
+            value["prompt_logprobs"] = prompt_scores(
+                self._labels, choice.prompt_logprobs or [], self._body.prompt_logprobs
+            )
+        return value
 
     def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
         return [self._json(choice, output.text, output.tokens, output.logprobs, with_prompt=first)]
+
+    @property
+    def _is_regular(self) -> bool:
+        return self._logprobs is None
 
     def _json(
         self, choice: Choice, text: str, tokens: list[int], scored: list[TokenLogprob], *, with_prompt: bool
@@ -276,10 +322,16 @@ class ChatReply(Reply):
 
     def __init__(self, body: ChatBody, labels: Labels, **more: Any) -> None:
         super().__init__(body, **more)
+        self._all_labels = labels
         self._labels = labels if body.logprobs else None
 
     def whole(self) -> dict[str, Any]:
         value = super().whole()
+        if self._body.prompt_logprobs is not None:
+            first = self.choices[0]
+            value["prompt_logprobs"] = prompt_scores(
+                self._all_labels, first.prompt_logprobs or [], self._body.prompt_logprobs
+            )
         if self._wants_ids:
             value["prompt_token_ids"] = self._prompts[0].ids
         return value
@@ -287,6 +339,10 @@ class ChatReply(Reply):
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
         return self._json(choice, {"message": message}, choice.tokens, choice.logprobs, choice.finish)
+
+    @property
+    def _is_regular(self) -> bool:
+        return type(self) is ChatReply and self._labels is None
 
     def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
         parts = []

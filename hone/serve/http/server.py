@@ -6,52 +6,20 @@ import asyncio
 import contextlib
 import errno
 import os
-import signal
 import socket
-import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
-
-from pydantic import ConfigDict, Field
+from typing import TYPE_CHECKING
 
 from hone.base.errors import MachineError, MissingExtra
 from hone.base.run import Run
-from hone.base.spec import Spec
 from hone.model.folder import HUB, model_folder
-from hone.serve.http.worker import Build, EngineFacts, EngineLike, EngineProcess
+from hone.serve.http.spec import ServerSpec
+from hone.serve.http.worker import AFTER_DEATH, Build, EngineFacts, EngineLike, EngineProcess
 from hone.serve.spec import EngineSpec
 
 if TYPE_CHECKING:
-    import uvicorn
-
-    from hone.serve.http.front import Front
-
-API_KEY_VARIABLE = "HONE_API_KEY"
-
-
-class ServerSpec(Spec):
-    """How a model folder is served over HTTP."""
-
-    renamed: ClassVar[dict[str, str | None]] = {"draft": "engine.draft", "dtype": "engine.dtype"}
-
-    model_config = ConfigDict(coerce_numbers_to_str=True)  # --api_key=1234 is a text too
-
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every address of this machine.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 is any free port.")
-    api_key: str = Field(
-        "", description=f"Key clients must send; '' reads ${API_KEY_VARIABLE}, and without that, none."
-    )
-    served_model_name: str = Field("", description="Name of the model for clients; '' is the folder's name.")
-    chat_template: str = Field("", description="Jinja file to use in place of the model's own chat template.")
-    max_queue: int = Field(1024, ge=0, description="Sequences that may wait; more get 503 and Retry-After.")
-    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body.")
-    stall_s: float = Field(30.0, gt=0, description="Seconds without a finished step after which /health is 503.")
-    drain_s: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
-    metrics_prefix: str = Field(
-        "", pattern=r"^[a-z_]*$", description="Repeat every metric under this prefix too, e.g. vllm."
-    )
-    engine: EngineSpec = Field(EngineSpec(), description="The engine.")
+    pass
 
 
 def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> tuple[EngineLike, EngineFacts]:
@@ -67,6 +35,9 @@ def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> 
         max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size,
         max_num_seqs=engine.scheduler.max_num_seqs,
+        eos_ids=engine.eos_ids,
+        block_size=engine.pool.block_size,
+        num_pages=engine.pool.num_pages,
         sizes=engine.sizes,
     )
 
@@ -86,10 +57,23 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingExtra.of("the server", error.name or "fastapi", "serve") from None
-    spec = spec.model_copy(update={"served_model_name": spec.served_model_name or _name_of(folder)})
+    from hone.serve.http.chat_forms import Parsers
+
+    Parsers.open(
+        spec.tool_call_parser, spec.enable_auto_tool_choice, spec.reasoning_parser
+    )  # before the model is loaded
+    spec.tls()
+    spec = spec.model_copy(update={"served_model_name": spec.served_model_name or (_name_of(folder),)})
     folder = model_folder(folder)
-    with listen(spec.host, spec.port) as sock, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(folder, spec, run, sock, build))
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        if spec.processes.api_server_count == spec.processes.data_parallel_size == 1:
+            sock = stack.enter_context(listen(spec.host, spec.port))
+            asyncio.run(_serve(folder, spec, run, sock, build))
+            return
+        sockets = [
+            stack.enter_context(sock) for sock in listen_together(spec.host, spec.port, spec.processes.api_server_count)
+        ]
+        _supervise(folder, spec, run, sockets, build)
 
 
 def _name_of(folder: Path | str) -> str:
@@ -98,7 +82,16 @@ def _name_of(folder: Path | str) -> str:
     return text.removeprefix(HUB) if text.startswith(HUB) else Path(folder).resolve().name
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
+    """`count` sockets that share `host`:`port`: the kernel divides connections among them. Raises MachineError."""
+    if count == 1:
+        return [listen(host, port)]
+    with listen(host, port) as alone:  # refuses a port that another server listens on, also one that shares it
+        port = alone.getsockname()[1]
+    return [listen(host, port, shared=True) for _ in range(count)]
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A socket listening on `host`:`port`. Raises MachineError when that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -106,6 +99,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise MachineError(f"no address for host '{host}': {error.strerror}", fix="try --host=127.0.0.1") from None
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind(address)
         sock.listen(2048)
@@ -124,92 +119,46 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, build: Build) -> None:
-    import uvicorn
-
-    from hone.serve.http.app import build_app
-    from hone.serve.http.front import Front, FrontSettings
-    from hone.serve.http.prompts import Prompts, read_tokenizer
+    from hone.serve.http.processes.one_front import OneFront, Stopping
 
     started = time.monotonic()
-    tokenizer = read_tokenizer(folder, spec.chat_template)
-    if tokenizer is None:
-        run.say(f"{folder} has no tokenizer.json: prompts and replies are token ids only")
+    front = OneFront(folder, spec, run)
     options = {"folder": str(folder), "spec": spec.engine, "device": run.device, "max_queue": spec.max_queue}
     engine = await EngineProcess.start(build, options)
     if engine.facts.sizes:
         run.say(engine.facts.sizes)
-    try:
-        name = spec.served_model_name
-        settings = FrontSettings(
-            names=(name,),
-            api_key=spec.api_key or os.environ.get(API_KEY_VARIABLE, ""),
-            max_queue=spec.max_queue,
-            max_body_bytes=spec.max_body_bytes,
-            stall_s=spec.stall_s,
-            metrics_prefix=spec.metrics_prefix,
-        )
-        prompts = Prompts(tokenizer, vocab_size=engine.facts.vocab_size, max_model_len=engine.facts.max_model_len)
-        front = Front(engine, prompts, settings)
-        config = uvicorn.Config(
-            build_app(front),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=max(1, round(spec.drain_s)),
-        )
-        server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext  # uvicorn's handlers would exit before the engine stops
-        signals = _Signals(server, front)
-        signals.install()
-        engine.on_death = signals.drain
-        running = asyncio.create_task(server.serve(sockets=[sock]))
-        while not server.started and not running.done():
-            await asyncio.sleep(0.01)
-        if server.started:
-            print(_ready_line(name, sock, tokenizer is not None, time.monotonic() - started), flush=True)
-        await running
-    finally:
-        await engine.stop()
+
+    def ready(_: Stopping) -> None:
+        print(ready_line(spec, sock, front.tokenizer is not None, time.monotonic() - started), flush=True)
+
+    await front.run(engine, sock, ready)
     if engine.death is not None:
+        raise MachineError(engine.death, fix=AFTER_DEATH)
+
+
+def _supervise(folder: Path, spec: ServerSpec, run: Run, sockets: list[socket.socket], build: Build) -> None:
+    from hone.serve.http.processes.supervisor import Supervisor
+    from hone.serve.http.texts.opening import read_tokenizer
+
+    if not hasattr(os, "memfd_create"):
         raise MachineError(
-            engine.death,
-            fix="see its last lines above, then start the server again (smaller --engine.* if memory ran out)",
+            "several fronts or replicas share memory and a port in ways of Linux",
+            fix="leave api_server_count and data_parallel_size at 1",
         )
+    started, has_tokenizer = time.monotonic(), read_tokenizer(folder, spec.chat_template) is not None
+
+    def ready() -> None:
+        print(ready_line(spec, sockets[0], has_tokenizer, time.monotonic() - started), flush=True)
+
+    Supervisor(folder, spec, run, sockets, build).serve(ready)
 
 
-def _ready_line(name: str, sock: socket.socket, has_tokenizer: bool, seconds: float) -> str:
+def ready_line(spec: ServerSpec, sock: socket.socket, has_tokenizer: bool, seconds: float) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     prompt = '"Once upon a time"' if has_tokenizer else "[1, 2, 3]"
+    url = f"{'https' if spec.ssl_certfile else 'http'}://{host}:{port}"
     return (
-        f"serving {name} on http://{host}:{port} (ready in {seconds:.1f} s), try: curl http://{host}:{port}/v1/completions "
+        f"serving {', '.join(spec.served_model_name)} on {url} (ready in {seconds:.1f} s), try: curl {url}/v1/completions "
         f"-H 'Content-Type: application/json' -d '{{\"prompt\": {prompt}, \"max_tokens\": 32}}'"
     )
-
-
-class _Signals:
-    """Shutdown on signals: SIGTERM lets requests finish, Ctrl-C ends them, a second Ctrl-C does not wait for clients."""
-
-    def __init__(self, server: uvicorn.Server, front: Front) -> None:
-        self._server = server
-        self._front = front
-
-    def install(self) -> None:
-        """Installs handlers for SIGINT and SIGTERM on the running event loop (possible in the main thread only)."""
-        if threading.current_thread() is threading.main_thread():
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGINT, self.interrupt)
-            loop.add_signal_handler(signal.SIGTERM, self.drain)
-
-    def drain(self) -> None:
-        """Rejects new requests; running ones finish."""
-        self._front.draining = True
-        self._server.should_exit = True
-
-    def interrupt(self) -> None:
-        """Ends running requests with an error; at the second call, without waiting for their clients."""
-        if self._front.draining and self._server.should_exit:
-            self._server.force_exit = True
-        self._front.engine.fail_all("the server was stopped")
-        self.drain()

@@ -12,6 +12,7 @@ from hone.base.errors import FitError, SpecError
 from hone.base.figure import human_bytes
 from hone.cost.cache import CacheTensor, LayerCache, page_bytes
 from hone.model.config import ModelConfig
+from hone.serve.kv_policies.policy import Kept
 from hone.serve.step import NULL_PAGE
 
 
@@ -48,6 +49,10 @@ class KVCache:
     layers' tensors (a layer that uses another's has none); `dtype` is the dtype of those that declare none. `rope_len` is
     the sequence length of the rotary positions of its keys, where they depend on it: the longest that the engine serves,
     as in vLLM, because cached keys are never rotated again.
+
+    A cache of 8 bits (`dtype` float8_e4m3fn or int8) has scales, `scales[i]`: {"k_scale", "v_scale"}, float32, by which
+    the numbers of layer i are multiplied when they are read. They are [num_pages + 1, KV, block_size], one for each token
+    and head, computed when it is written; or [KV], those of `fixed_scales[i]`.
     """
 
     def __init__(
@@ -59,17 +64,24 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         rope_len: int | None = None,
+        kept: Kept | None = None,
+        fixed_scales: Sequence[tuple[Tensor, Tensor] | None] | None = None,
     ) -> None:
+        self.kept = kept or Kept()
+        """What layers attend to of each sequence, by its KV policy."""
         self.block_size = block_size
         self.rope_len = rope_len
         self.num_pages = num_pages
         self.dtype = dtype
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         """Rotary cosines and sines of every position so far; `Paged` fills and reads it."""
+        self.steps: dict[Any, Any] = {}
+        """Compiled decode steps over these pages by the model that they run (`hone.serve.paging.compiled_step`)."""
         self.layers: list[dict[str, Tensor]] = [{} for _ in declared]
         self._stores: list[Tensor] = []
         name = str(dtype).removeprefix("torch.")
-        needed = (num_pages + 1) * page_bytes(declared, block_size, name)
+        self.scales: list[dict[str, Tensor]] = [{} for _ in declared]
+        needed = (num_pages + 1) * page_bytes(declared, block_size, name, fixed_scales=fixed_scales is not None)
         alike: dict[tuple[tuple[int, ...], str], list[tuple[int, CacheTensor]]] = {}
         for layer, tensors in enumerate(declared):
             for one in tensors:
@@ -78,18 +90,31 @@ class KVCache:
         try:
             for (shape, kind), members in alike.items():
                 whole = (len(members), num_pages + 1, *shape[:-1], block_size, shape[-1])
-                # Not zeroed here: pages are wiped when allocated, and on a CPU untouched memory is not resident.
-                store = torch.empty(whole, dtype=getattr(torch, kind), device=device)
-                store[:, NULL_PAGE] = 0
-                self._stores.append(store)
+                store = self._store(whole, getattr(torch, kind), device)
+                scaled = any(one.scale_bytes(name) for _, one in members)
+                scales = self._store(whole[:-1], torch.float32, device) if scaled and fixed_scales is None else None
                 for place, (layer, one) in enumerate(members):
                     self.layers[layer][one.name] = store[place]
+                    if scales is not None:
+                        self.scales[layer][f"{one.name}_scale"] = scales[place]
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise FitError(
                 f"a KV cache of {num_pages} pages needs {human_bytes(needed)}, which cannot be allocated on {device}: "
                 f"{str(error).splitlines()[0]}",
                 fix="lower engine.kv_cache_memory_bytes or engine.num_pages, or use a smaller model or number format",
             ) from None
+
+        for layer, fixed in enumerate(fixed_scales or ()):
+            if fixed is not None:
+                self.scales[layer] = {"k_scale": fixed[0].to(device), "v_scale": fixed[1].to(device)}
+
+    def _store(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """A new tensor [layers, num_pages + 1, ...] whose null page is zero. The others are wiped when they are allocated,
+        and on a CPU untouched memory is not resident."""
+        store = torch.empty(shape, dtype=dtype, device=device)
+        _fill(store, [NULL_PAGE], 0.0)
+        self._stores.append(store)
+        return store
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +126,14 @@ class KVCache:
         Attention multiplies unwritten slots by a probability of zero, and zero times NaN would be NaN.
         """
         if len(pages):
-            index = torch.as_tensor(pages, device=self._stores[0].device)
             for store in self._stores:
-                store.index_fill_(1, index, value if store.is_floating_point() else 0)
+                _fill(store, pages, value)
+
+
+def _fill(store: Tensor, pages: Sequence[int], value: float) -> None:
+    """Fills pages of a store; integers take 0 for any value."""
+    index = torch.as_tensor(pages, device=store.device)
+    if store.dtype == torch.float8_e4m3fn:  # torch fills no float8: its bytes, of which 127 is not a number
+        store.view(torch.int8).index_fill_(1, index, 0 if value == 0 else 127)
+    else:
+        store.index_fill_(1, index, value if store.is_floating_point() else 0)

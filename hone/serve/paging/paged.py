@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,39 +10,62 @@ import torch
 from torch import Tensor
 
 from hone.model.context import Context
-from hone.ops import rope_write
+from hone.model.norm import RMSNorm
+from hone.ops import attend_shared, rope_write
 from hone.ops.dispatch import choose, locate
 from hone.ops.paged.api import (
     PagedPlan,
     attend_latent,
     attend_paged,
     attend_planned,
+    per_token,
     plan_sequences,
     runs_kernel,
     write_kv,
 )
 from hone.ops.paged.reference import Extras
+from hone.serve.device.placing import FixedInputs, Placer
 from hone.serve.paging.cache import KVCache
-from hone.serve.step import NULL_PAGE, Batch, layout
+from hone.serve.paging.compiled_step import compiled_step
+from hone.serve.paging.sharing import NONE_SHARED, Shared
+from hone.serve.step import Batch, Sampling
 
 
 class Paged(Context):
     """One forward pass over the T tokens of a `Batch`; their keys and values are written before attention reads them."""
 
     cached = True
+    _shared: Tensor | None = None
+    """int32 [3] on the device: `Shared` of a step of one new token a sequence, where it is worth reading those pages once."""
 
-    def __init__(self, cache: KVCache, batch: Batch, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        batch: Batch,
+        device: torch.device | str = "cpu",
+        on: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`on`: the batch's arrays on the device, by name, when they are there already."""
         super().__init__()
         self.cache = cache
         self.rope_len = cache.rope_len
         self._batch = batch
-        self._longest = int(batch.ends.max())
+        self._longest = int(batch.positions.max()) + 1
         self._most = int(batch.lengths.max())
         self._plan: PagedPlan | None = None
-        on = placed(batch, device)
+        on = Placer(device).place(dict(batch.arrays())) if on is None else on
         self.tokens, self.positions = on["tokens"], on["positions"]
         self._pages, self._offsets = on["pages"], on["offsets"]
         self._ends, self._lengths, self._table = on["ends"], on["lengths"], on["table"]
+
+    def run_layers(self, decoder: Any, x: Tensor) -> Tensor | None:
+        """On a CPU a step of one new token a sequence is one compiled call, for models that it covers."""
+        if x.device.type != "cpu" or self._most > 1:
+            return None
+        step = compiled_step(decoder, self.cache, len(x), self._longest)
+        if step is None:
+            return None
+        return step(x, (self.positions, self._pages, self._offsets, self._ends, self._table))
 
     def attend(
         self,
@@ -55,19 +79,26 @@ class Paged(Context):
         softcap: float | None = None,
     ) -> Tensor:
         k_pages, v_pages = self._kv(layer)
+        window, sink_tokens = self.cache.kept.view(window)
+        scales = self.cache.scales[layer]
         if k is not None and v is not None:  # else borrowed from `layer`, which has written them
-            write_kv(k.to(k_pages.dtype), v.to(v_pages.dtype), k_pages, v_pages, self._pages, self._offsets)
+            if not scales:
+                k, v = k.to(k_pages.dtype), v.to(v_pages.dtype)
+            write_kv(k, v, k_pages, v_pages, self._pages, self._offsets, **scales)
         if softcap is not None:
             if q.is_cuda:
                 runs_kernel(q, k_pages, v_pages, len(self._ends), softcap=True)  # says once that it does not, and why
-            extras = Extras(softcap=softcap)
-            return attend_planned(q, k_pages, v_pages, self._planned(q), scale=scale, window=window, extras=extras)
-        if q.is_cuda and runs_kernel(q, k_pages, v_pages, len(self._ends)):
+        elif q.is_cuda and runs_kernel(q, k_pages, v_pages, len(self._ends)):
+            if self._shared is not None and window is None and k_pages.dtype == q.dtype:
+                return attend_shared(q, k_pages, v_pages, self._table, self._ends, self._shared, scale=scale)
             lengths = None if self._most == 1 else self._lengths
             return attend_paged(
-                q, k_pages, v_pages, self._table, self._ends, lengths, scale=scale, window=window, max_query_len=self._most
+                q, k_pages, v_pages, self._table, self._ends, lengths, scale=scale, window=window, sink_tokens=sink_tokens,
+                max_query_len=self._most, k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
             )  # fmt: skip
-        return attend_planned(q, k_pages, v_pages, self._planned(q), scale=scale, window=window)
+        spread = {name: per_token(one, k_pages) for name, one in scales.items()}
+        extras = Extras(sink_tokens, softcap=softcap, **spread)
+        return attend_planned(q, k_pages, v_pages, self._planned(q), scale=scale, window=window, extras=extras)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:
         pages = self.cache.layers[layer]["latent"]
@@ -78,11 +109,26 @@ class Paged(Context):
         keys = pages.unsqueeze(1)
         return attend_planned(q, keys, keys, self._planned(q), scale=scale, extras=Extras(value_dim=value_dim))
 
-    def rotate_and_cache(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    def rotate_and_cache(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> bool:
         k_pages, v_pages = self._kv(layer)
         if not q.is_cuda or not runs_kernel(q, k_pages, v_pages, len(self._ends)):
             return False
-        rope_write(q, k, v, cos, sin, k_pages, v_pages, self._pages, self._offsets)
+        options: dict[str, Any] = dict(self.cache.scales[layer])
+        if norms is not None and type(norms[0]) is type(norms[1]) is RMSNorm and norms[0].eps == norms[1].eps:
+            options |= {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": norms[0].eps}
+        elif norms is not None:
+            q.copy_(norms[0](q))
+            k = norms[1](k)
+        rope_write(q, k, v, cos, sin, k_pages, v_pages, self._pages, self._offsets, **options)
         return True
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,60 +156,117 @@ class Paged(Context):
         return self._plan
 
 
-def placed(batch: Batch, device: torch.device | str) -> dict[str, Tensor]:
-    """The arrays of `batch` as tensors on `device`; a GPU gets one copy of all, from pinned memory, without waiting."""
-    if torch.device(device).type == "cpu":
-        return {name: torch.from_numpy(array) for name, array in batch.arrays()}
-    packed = batch.pack()
-    buffer = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
-    return {
-        name: buffer[begin:end].view(getattr(torch, dtype.name)).view(shape)
-        for name, begin, end, dtype, shape in layout(Batch, packed)
-    }
+class BlockTable:
+    """The pages of every place of a step, on a GPU: a step brings only the rows that changed since the last one."""
+
+    def __init__(self, num_seqs: int, num_pages: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(num_seqs, num_pages, dtype=torch.int32, device=device)
+        self._known = np.zeros((num_seqs, num_pages), dtype=np.int32)
+        self._last: np.ndarray | None = None
+
+    def changes(self, table: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays that `bring` needs on the device to hold `table` [S, P]; none when it holds it already."""
+        if table is self._last:
+            return {}
+        self._last = table
+        known = self._known[: len(table), : table.shape[1]]
+        rows = np.flatnonzero((known != table).any(1))
+        if not len(rows):
+            return {}
+        known[rows] = table[rows]
+        return {"table_rows": rows, "table_values": table[rows]}
+
+    def bring(self, on: Mapping[str, Tensor]) -> None:
+        """Writes the placed arrays of `changes`."""
+        if "table_rows" in on:
+            values = on["table_values"]
+            self.tensor[:, : values.shape[1]].index_copy_(0, on["table_rows"], values)
+
+    def forget(self) -> None:
+        """After a step that failed, perhaps before `bring`: the next one brings all its rows."""
+        self._last = None
+        self._known.fill(-1)
 
 
 class PagedBuffers(Paged):
-    """What a captured pass of `num_seqs` sequences of one new token each reads: tensors that stay where they are.
+    """What a captured pass of `num_tokens` tokens of `num_seqs` sequences reads: tensors that stay where they are.
 
-    A sequence that only pads has length 0; its keys go to the null page, which the kernels never read.
+    `num_seqs` None: one new token of each sequence. A sequence that only pads has length 0; keys of padding go to the null
+    page, which the kernels never read.
     """
 
-    def __init__(self, cache: KVCache, num_seqs: int, longest: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        table: Tensor,
+        num_tokens: int,
+        num_seqs: int | None,
+        longest: int,
+        device: torch.device,
+        *,
+        shared: bool = False,
+    ) -> None:
+        """`shared`: pages that sequences share are read once (`fill` is told which)."""
         Context.__init__(self)
         self.cache = cache
         self.rope_len = cache.rope_len
-        self._longest, self._most = longest, 1
-        self._host = torch.zeros(5, num_seqs, dtype=torch.int64).pin_memory()
-        self._flat = self._host.numpy()  # the same memory
-        self._filled = 0  # sequences of the last step
-        self._device = self._host.to(device)
-        self.tokens, self.positions, self._pages, self._offsets, self._ends = self._device
-        self._table = torch.zeros(num_seqs, -(-longest // cache.block_size), dtype=torch.int32, device=device)
-        self._copied = torch.cuda.Event()
-        self._known = np.zeros(self._table.shape, dtype=np.int32)  # what the device's table holds
-        self._last: np.ndarray | None = None  # the table that came last: steps that change none share it
+        self._longest, self._most = longest, 1 if num_seqs is None else num_tokens
+        seqs = num_seqs or num_tokens
+        sizes = {
+            "flat": ((5, num_tokens), np.int64),
+            "seeds": ((seqs,), np.int64),
+            "seqs": ((2, seqs), np.int32),
+            "top_k": ((seqs,), np.int32),
+            "numbers": ((3, seqs), np.float32),
+            "shared": ((3,), np.int32),
+        }
+        self._inputs = FixedInputs(sizes, device)
+        on = self._inputs.on
+        self.tokens, self._sources, self.positions, self._pages, self._offsets = on["flat"]
+        self._ends, self._lengths = on["seqs"]
+        self.seeds, self.top_k = on["seeds"], on["top_k"]
+        self.temperature, self.top_p, self.min_p = on["numbers"]
+        self._table = table[:seqs]
+        self._shared = on["shared"] if shared else None
 
     def forget(self) -> None:
         """Drops what a pass has derived from the buffers, so that the next one derives it again."""
         self._rotary.clear()
 
-    def fill(self, batch: Batch) -> None:
-        """Brings a step's sequences to the device."""
-        self._copied.synchronize()  # the host's side must not change under the last copy
-        count, width = batch.table.shape
-        self._flat[:, :count] = batch.flat
-        if count < self._filled:
-            self._flat[:, count : self._filled] = NULL_PAGE  # and position, offset and length 0
-        self._filled = count
-        self._device.copy_(self._host, non_blocking=True)
-        if batch.table is not self._last:
-            known = self._known[:count, :width]
-            if not np.array_equal(known, batch.table):
-                known[:] = batch.table
-                table = torch.from_numpy(batch.table).pin_memory()
-                self._table[:count, :width].copy_(table.to(self._table.device, non_blocking=True))
-            self._last = batch.table
-        self._copied.record()
+    def fill(self, batch: Batch, sampling: Sampling | None = None, shared: Shared = NONE_SHARED) -> None:
+        """Brings a step's arrays to the buffers, in one copy. `sampling`: how all its sequences draw."""
+        count, seqs = len(batch.tokens), batch.num_seqs
+        host = self._inputs.next()
+        flat, lengths = host["flat"], host["seqs"]
+        flat[0, :count], flat[1, :count], flat[2, :count] = batch.tokens, batch.sources, batch.positions
+        flat[3, :count], flat[4, :count] = batch.pages, batch.offsets
+        lengths[0, :seqs], lengths[1, :seqs] = batch.ends, batch.lengths
+        if count < flat.shape[1]:
+            flat[:, count:] = 0
+            flat[1, count:] = -1
+        if seqs < lengths.shape[1]:
+            lengths[:, seqs:] = 0
+        host["shared"][:] = shared
+        if sampling is not None:
+            numbers = host["numbers"]
+            host["seeds"][:seqs] = sampling.seed
+            host["top_k"][:seqs] = sampling.top_k
+            numbers[0, :seqs], numbers[1, :seqs], numbers[2, :seqs] = (
+                sampling.temperature,
+                sampling.top_p,
+                sampling.min_p,
+            )
+            numbers[0, seqs:] = 0
+        self._inputs.send()
+
+    def take(self, last: Tensor) -> None:
+        """Reads the tokens that the host did not know from `last` [places], the tokens of the last step."""
+        self.tokens.copy_(known_tokens(self.tokens, self._sources, last))
+
+
+def known_tokens(tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
+    """tokens [T] with those of `last` at `sources` where these are not -1."""
+    return torch.where(sources >= 0, last[sources.clamp(min=0)], tokens)
 
 
 def reads_in_place(

@@ -13,7 +13,7 @@ from hone.serve.speculation.drafter import Drafter, DraftSetting, Guess, Propose
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.serve.scheduler import Work
+    from hone.serve.sequence import Work
     from hone.serve.step import StepInput
 
 np = lazy("numpy")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hone.model.decoder import Decoder
     from hone.serve.paging.cache import KVCache
     from hone.serve.sampler import Chosen, Sampler
-    from hone.serve.scheduler import Work
+    from hone.serve.sequence import Work
     from hone.serve.step import Sampling, StepInput
 
 np = lazy("numpy")

@@ -11,7 +11,7 @@ from pydantic import Field
 from hone.serve.speculation.drafter import Drafter, DraftSetting, Proposer
 
 if TYPE_CHECKING:
-    from hone.serve.scheduler import Seq, Work
+    from hone.serve.sequence import Seq, Work
 
 
 class PromptLookup(Drafter):

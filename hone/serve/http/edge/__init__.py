@@ -1,0 +1,1 @@
+"""The side towards the network: connections with limits, TLS, requests of browsers."""

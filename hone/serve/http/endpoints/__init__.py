@@ -1,0 +1,1 @@
+"""Endpoints beyond plain generation, and ways to generate that take several requests of the engine."""

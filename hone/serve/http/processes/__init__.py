@@ -1,0 +1,1 @@
+"""What passes between processes: messages, tallies that are summed, token events, the fronts that share a port."""

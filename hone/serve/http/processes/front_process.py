@@ -1,0 +1,85 @@
+"""A front in a process of its own, beside others on the same port: what the supervisor starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hone.base.errors import HoneError
+from hone.base.run import Run
+from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.link import EngineLink
+from hone.serve.http.processes.one_front import OneFront, Stopping
+from hone.serve.http.processes.replicas import Replicas
+from hone.serve.http.processes.wire import EngineFacts
+from hone.serve.http.spec import ServerSpec
+from hone.serve.replicas.router import Router
+
+
+@dataclass
+class FrontOrder:
+    """What a front needs besides its sockets; `facts` has one entry for each replica of the engine."""
+
+    folder: str
+    spec: ServerSpec
+    index: int
+    facts: list[EngineFacts]
+    board: Board
+    device: str = "cpu"
+    quiet: bool = False
+
+
+def front_main(order: FrontOrder, listener: socket.socket, engines: list[socket.socket], parent: Connection) -> None:
+    """Entry of the process. Sends "ready" to `parent`, or the HoneError that it ends with; ends when `parent` does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # reaches the whole process group; the parent tells what to do
+    try:
+        asyncio.run(_front(order, listener, engines, parent))
+    except HoneError as error:
+        parent.send(error)
+        raise SystemExit(2) from None
+
+
+async def _front(order: FrontOrder, listener: socket.socket, engines: list[socket.socket], parent: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    front = OneFront(Path(order.folder), order.spec, Run(device=order.device, quiet=order.quiet))
+    links = [await EngineLink.connect(sock, facts) for sock, facts in zip(engines, order.facts, strict=True)]
+    engine: EngineLink | Replicas = links[0]
+    if len(links) > 1:
+        facts, spec = order.facts[0], order.spec
+        router = Router(
+            len(links),
+            order.board.outstanding,
+            block_size=facts.block_size,
+            max_keys=sum(one.num_pages for one in order.facts),
+            abs_threshold=spec.processes.balance_abs_threshold,
+            rel_threshold=spec.processes.balance_rel_threshold,
+        )
+        engine = Replicas(links, router, tells=order.board.fronts > 1)
+    engine.share(order.board, order.index)
+
+    def ready(stopping: Stopping) -> None:
+        def told() -> None:
+            try:
+                what = parent.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the parent was killed
+            if what == "drain":
+                stopping.drain()
+            elif what == "interrupt":
+                stopping.interrupt()
+            else:  # why an engine ended, whose connection is lost, too
+                for link in links:
+                    link.ended(what)
+
+        loop.add_reader(parent.fileno(), told)
+        parent.send("ready")
+
+    try:
+        await front.run(engine, listener, ready, order.board, order.index)
+    finally:
+        loop.remove_reader(parent.fileno())

@@ -1,0 +1,1 @@
+"""KV policies: which of a sequence's own keys and values stay in its pages."""

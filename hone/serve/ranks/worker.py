@@ -1,0 +1,106 @@
+"""A worker's process: it builds its part of the model, then runs every step that rank 0 sends, until rank 0 closes the socket.
+
+python -m hone.serve.ranks.worker STEPS PINGS     (numbers of two inherited sockets)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from hone.base.errors import HoneError
+from hone.serve.ranks.frames import Frames, Kind, unpickled
+from hone.serve.ranks.order import WorkerOrder
+
+if TYPE_CHECKING:
+    from hone.serve.runner import Runner
+
+
+class Worker:
+    """One worker: its two sockets, and how far it is."""
+
+    def __init__(self, steps: socket.socket, pings: socket.socket) -> None:
+        self._steps, self._pings = Frames(steps), Frames(pings)
+        self._begun = self._ended = 0
+        self._said = threading.Lock()
+
+    def main(self) -> None:
+        """Runs until rank 0 ends or closes the sockets. Never returns."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when the engine ends
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Thread(target=self._answer, daemon=True).start()
+        try:
+            self._run()
+        except EOFError:
+            os._exit(0)
+        except BaseException as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            text = " ".join(str(error).split())[:300]
+            with self._said:
+                self._pings.send(Kind.FAILED, f"{type(error).__name__}: {text}")
+            os._exit(1)
+
+    def _answer(self) -> None:
+        """Replies to pings while steps run; ends the process with rank 0, also in the middle of a step."""
+        while True:
+            try:
+                if not self._pings.socket.recv(4096):
+                    break
+                with self._said:
+                    self._pings.send(Kind.PING, (self._begun, self._ended))
+            except OSError:
+                break
+        os._exit(0)
+
+    def _run(self) -> None:
+        order: WorkerOrder = self._next(Kind.OPEN)
+        try:
+            from hone.serve.ranks.opening import open_worker
+
+            rank = open_worker(order)
+            self._steps.send(Kind.OPEN, rank.num_pages)
+            runner = rank.runner(self._next(Kind.PAGES))
+        except HoneError as error:
+            self._steps.send(Kind.FAILED, error)
+            raise EOFError from None
+        self._steps.send(Kind.PAGES, None)
+        self._loop(runner, replies=order.place.num_stages > 1 and order.place.last and order.place.tensor_rank == 0)
+
+    def _next(self, kind: Kind) -> Any:
+        found, data = self._steps.receive()
+        assert found == kind, f"rank 0 sent {found.name}, not {kind.name}"
+        return unpickled(data)
+
+    def _loop(self, runner: Runner, replies: bool) -> None:
+        import numpy as np
+
+        from hone.serve.step import StepInput
+
+        while True:
+            kind, data = self._steps.receive()
+            if kind == Kind.PREPARE:
+                runner.prepare()
+                continue
+            assert kind == Kind.STEP, f"rank 0 sent {kind.name}"
+            self._begun += 1
+            step = StepInput.unpack(np.frombuffer(data, dtype=np.uint8))
+            launched = runner.launch(step, lambda: self._next(Kind.MASKS))
+            if replies:
+                tokens = launched.tokens()
+                self._steps.send(Kind.STEP, (tokens, launched.results() if tokens is None else []))
+            self._ended += 1
+
+
+def main(steps: int, pings: int) -> None:
+    """The worker on two inherited sockets."""
+    Worker(socket.socket(fileno=steps), socket.socket(fileno=pings)).main()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

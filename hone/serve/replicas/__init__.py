@@ -1,0 +1,1 @@
+"""Data-parallel replicas of an engine: which of them takes a request."""

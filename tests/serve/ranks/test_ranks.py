@@ -1,0 +1,189 @@
+"""Engines on several processes give the tokens of one, share its sizes, and leave no process behind."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.base.errors import SpecError
+from hone.model import hf
+from hone.serve.engine import Engine
+from hone.serve.spec import EngineSpec
+from tests.forking import Ended, forking
+from tests.serve.ranks import forked
+from tests.serve.small import decoder
+
+GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+MIXED = [
+    {**GREEDY, "logprobs": 2},
+    {**GREEDY, "max_tokens": 9},
+    {
+        "max_tokens": 20,
+        "temperature": 1.0,
+        "seed": 5,
+        "ignore_eos": True,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+    },
+    {"max_tokens": 14, "temperature": 0.8, "top_p": 0.9, "seed": 1, "ignore_eos": True},
+    {**GREEDY, "max_tokens": 11, "allowed_token_ids": [3, 4, 5, 9, 10]},
+]
+LAYOUTS = [
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "async_scheduling": True},
+    {"tensor_parallel_size": 4},
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def call() -> Iterator[Any]:
+    with forking("tests.serve.ranks.forked:call") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    hf.save(decoder(tie_embeddings=False), path)
+    return path
+
+
+def result(ended: Ended) -> Any:
+    assert ended.returncode == 0, ended.stderr
+    return ended.result
+
+
+@pytest.fixture(scope="module")
+def alone(call, folder: Path) -> dict:
+    return result(call("write", folder, {}, MIXED))
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+def test_ranks_write_what_one_process_writes(call, folder: Path, alone: dict, spec: dict) -> None:
+    found = result(call("write", folder, spec, MIXED))
+    assert found["tokens"] == alone["tokens"]
+    assert found["scores"]["0"] == pytest.approx(alone["scores"]["0"], abs=1e-4)
+    assert found["workers"] == EngineSpec.read(spec).num_ranks - 1
+    assert (found["used"], found["left"]) == (0, [])
+
+
+def test_with_tied_embeddings_few_pages_and_guesses(call, tmp_path: Path) -> None:
+    """Preempted sequences are computed again on all ranks, and all accept the same guesses."""
+    hf.save(decoder(seed=3, num_layers=3, num_kv_heads=1), tmp_path / "model")
+    few = {"num_pages": 14, "max_num_batched_tokens": 16}
+    wanted = result(call("write", tmp_path / "model", {}, [GREEDY] * 4))
+    for spec in (
+        {"tensor_parallel_size": 2, **few, "drafter": {"kind": "prompt_lookup"}},
+        {"pipeline_parallel_size": 3, **few},
+    ):
+        assert result(call("write", tmp_path / "model", spec, [GREEDY] * 4))["tokens"] == wanted["tokens"]
+
+
+SCORED = [
+    {**GREEDY, "max_tokens": 28, "prompt_logprobs": 1, "pooling": "mean"},
+    {**GREEDY, "max_tokens": 0, "pooling": "last"},
+    {**GREEDY, "max_tokens": 0, "prompt_logprobs": 0, "pooling": "mean"},
+    {**GREEDY, "min_tokens": 3, "stop_token_ids": list(range(0, 61, 4)), "logit_bias": {7: 3.0}},
+]
+
+
+@pytest.mark.parametrize("spec", [
+    {"tensor_parallel_size": 2, "async_scheduling": True},
+    {"tensor_parallel_size": 2, "drafter": {"kind": "prompt_lookup", "min_ngram": 1}},
+    {"pipeline_parallel_size": 2},
+], ids=str)  # fmt: skip
+def test_scores_embeddings_and_ends_of_few_pages(call, folder: Path, spec: dict) -> None:
+    few = {"num_pages": 13, "max_num_batched_tokens": 12}
+    wanted = result(call("write", folder, {}, SCORED * 2))
+    found = result(call("write", folder, {**spec, **few}, SCORED * 2))
+    assert found["tokens"] == wanted["tokens"] and found["preemptions"] > 0
+    for kind, count in (("prompts", 4), ("pooled", 6)):
+        assert sorted(found[kind]) == sorted(wanted[kind]) and len(found[kind]) == count
+        for name, numbers in wanted[kind].items():
+            assert found[kind][name] == pytest.approx(numbers, abs=1e-3)
+
+
+def test_stages_have_a_step_each_under_way(call, folder: Path) -> None:
+    found = result(call("write", folder, {"pipeline_parallel_size": 2}, [GREEDY] * 4))
+    assert found["flying"] == 1  # beside the one whose results were just read
+    assert found["layers"] == [2, 0]  # pages for the layers of its stage alone
+
+
+def test_the_cache_is_sized_by_a_ranks_own_heads(call, folder: Path) -> None:
+    sizes = {"num_pages": None, "kv_cache_memory_bytes": 1 << 18}
+    pages = [
+        result(call("write", folder, {**sizes, **spec}, [GREEDY]))["pages"]
+        for spec in ({}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"pipeline_parallel_size": 2})
+    ]
+    # 2 key heads: ranks beyond them hold a copy each. (The null page counts too.)
+    assert [one + 1 for one in pages] == [256, 512, 512, 512]
+
+
+@pytest.mark.parametrize(
+    ("how", "spec", "says"),
+    [
+        ("killed", {"tensor_parallel_size": 2}, "RankError: rank 1 of 2 ended: killed by SIGKILL"),
+        ("killed", {"pipeline_parallel_size": 2}, r"RankError: rank 1 of 2 \(stage 1 of 2\) ended: killed by SIGKILL"),
+        ("stopped", {"tensor_parallel_size": 2}, "RankError: rank 1 of 2 does not answer for 1 s"),
+        ("broken", {"tensor_parallel_size": 2}, "RankError: rank 1 of 2 failed: ValueError"),
+        ("lead", {"tensor_parallel_size": 2}, "RankError: rank 0 failed: AttributeError"),
+    ],
+)
+def test_a_lost_rank_ends_all_with_one_error(call, folder: Path, how: str, spec: dict, says: str) -> None:
+    found = result(call("break_rank", folder, {**spec, "distributed_timeout_seconds": 1}, how))
+    assert re.match(says, found["said"][0]) and found["said"][1] == found["said"][0]
+    assert found["seconds"] < 8 and found["left"] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"tensor_parallel_size": 3}, "SpecError: layer 0: attention.num_heads 4 cannot be divided among 3"),
+        ({"pipeline_parallel_size": 3}, "SpecError: the 2 layers can be divided at 1 places"),
+        ({"tensor_parallel_size": 2, "num_pages": 10**9}, "FitError: 1000000000 pages"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_be_opened_leaves_no_process(call, folder: Path, spec: dict, says: str) -> None:
+    found = result(call("refuse", folder, spec))
+    assert found["said"].startswith(says) and found["left"] == []
+
+
+def test_a_closed_engine_makes_room_for_another(call, folder: Path) -> None:
+    said = result(call("reopen", folder, [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]))
+    assert said[0] == said[1] and said[2].startswith("SpecError: this process is in a torch.distributed group already")
+
+
+def test_workers_end_with_a_killed_rank_0(call, folder: Path) -> None:
+    ended = call("orphan", folder, {"tensor_parallel_size": 2})
+    assert ended.returncode == -9
+    deadline = time.monotonic() + 10
+    while forked.alive(int(ended.stderr.split()[-1])):
+        assert time.monotonic() < deadline, "the worker still runs"
+        time.sleep(0.02)
+
+
+def test_what_does_not_go_together_is_said() -> None:
+    with pytest.raises(SpecError, match="given model cannot be divided"):
+        Engine(decoder(), EngineSpec(tensor_parallel_size=2))
+    for fields in (
+        {"tensor_parallel_size": 2, "draft": "x"},
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+        {"pipeline_parallel_size": 2, "drafter": {"kind": "prompt_lookup"}},
+    ):
+        with pytest.raises(SpecError, match=r"engine\.draft|pipeline_parallel_size"):
+            EngineSpec.read(fields)
+
+
+@pytest.mark.parametrize("spec", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_random_weights_need_no_more_than_a_config(call, folder: Path, tmp_path: Path, spec: dict) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    found = result(call("write", tmp_path, {"load_format": "dummy", **spec}, [GREEDY] * 2))
+    assert [len(one) for one in found["tokens"].values()] == [12, 12]

@@ -1,0 +1,56 @@
+"""`hone serve` on several processes that it starts itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hone.model import hf
+from tests.serve.live import LiveServer
+from tests.serve.ranks.forked import alive
+from tests.serve.small import decoder, dense_greedy
+
+
+def workers(server: LiveServer) -> list[int]:
+    """The processes of ranks 1 and up: children of the engine's process."""
+    found = []
+    for engine in server.workers():
+        found += Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    return [int(one) for one in found if "hone.serve.ranks.worker" in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} still run"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_server_on_two_ranks_answers_and_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    model = decoder(tie_embeddings=False)
+    hf.save(model, tmp_path / "model")
+    server = LiveServer(tmp_path / "model", engine={"tensor_parallel_size": 2, "num_pages": 64})
+    (rank,) = workers(server)
+    body = {"prompt": [3, 4, 5], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    reply = server.post("/v1/completions", **body).json()
+    assert reply["choices"][0]["token_ids"] == dense_greedy(model, [3, 4, 5], 8)
+    os.kill(rank, signal.SIGKILL)  # while no request runs
+    assert server.process.wait(30) != 0
+    assert "rank 1 of 2 ended: killed by SIGKILL" in server.errors()
+    wait_until_gone([rank])
+    server.stop()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_all_ranks(tmp_path: Path) -> None:
+    hf.save(decoder(), tmp_path / "model")
+    server = LiveServer(tmp_path / "model", engine={"pipeline_parallel_size": 2, "num_pages": 64})
+    ranks = workers(server)
+    assert len(ranks) == 1 and server.post("/v1/completions", prompt=[1, 2], max_tokens=3).status_code == 200
+    assert server.stop() == 0
+    wait_until_gone(ranks)

@@ -1,0 +1,291 @@
+"""Several front processes on one port: limits and metrics over all, ends and restarts, aborts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from hone.base.errors import MachineError, SpecError
+from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.tallies import Counter, state_of
+from hone.serve.http.server import listen, listen_together
+from hone.serve.http.spec import ProcessesSpec, ServerSpec
+from tests.serve import fake_engine as fake
+from tests.serve.live import LiveServer
+
+COUNT = 2
+LONG = 90_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("fake")
+    (found / "config.json").write_text("{}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    live = LiveServer(
+        folder, "tests.serve.fake_engine:build", api_server_count=COUNT, max_queue=4, api_key="secret", drain_s=10
+    )
+    live.http.headers["authorization"] = "Bearer secret"
+    yield live
+    live.stop()
+
+
+def fronts(server: LiveServer) -> list[psutil.Process]:
+    """The front processes: those that listen on the port."""
+    port = int(server.url.rpartition(":")[2])
+    found = []
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(one.laddr.port == port and one.status == psutil.CONN_LISTEN for one in child.net_connections("tcp")):
+                found.append(child)
+    return found
+
+
+def stream(server: LiveServer, first: int = 40, count: int = LONG) -> socket.socket:
+    """A stream that has begun, on a connection of its own."""
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=30)
+    body = json.dumps({"prompt": [first], "max_tokens": count, "stream": True}).encode()
+    sock.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer secret\r\n"
+        + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    assert sock.recv(12) == b"HTTP/1.1 200"
+    return sock
+
+
+def metric(server: LiveServer, name: str) -> float:
+    """As `LiveServer.metric`, from whichever front a new connection reaches."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    rows = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rpartition(" ")[2]) for line in rows)
+
+
+def until(server: LiveServer, name: str, value: float) -> None:
+    deadline = time.monotonic() + 30
+    while metric(server, name) != value:
+        assert time.monotonic() < deadline, f"{name} is {metric(server, name)}, not {value}"
+        time.sleep(0.05)
+
+
+def test_connections_are_divided_and_metrics_are_summed(server: LiveServer):
+    assert len(fronts(server)) == COUNT
+    counts = ("hone:e2e_request_latency_seconds_count", "hone:request_generation_tokens_count")
+    before, done = metric(server, "hone:generation_tokens_total"), metric(server, counts[0])
+    for number in range(24):
+        reply = httpx.post(
+            f"{server.url}/v1/completions",
+            json={"prompt": [number + 20], "max_tokens": 2},
+            headers={"authorization": "Bearer secret"},
+            timeout=30,
+        )
+        assert reply.json()["choices"][0]["token_ids"] == [number + 21, number + 22]
+    until(server, "hone:generation_tokens_total", before + 48)
+    until(server, "hone:requests_outstanding", 0)
+    for name in counts:  # a front tells the others a moment after its reply
+        until(server, name, done + 24)
+    for _ in range(4):  # whichever front replies
+        assert [metric(server, name) for name in counts] == [done + 24] * 2
+
+
+def test_the_key_holds_at_every_front(server: LiveServer):
+    codes = {httpx.get(f"{server.url}/v1/models", timeout=30).status_code for _ in range(12)}
+    assert codes == {401}
+
+
+def test_the_queue_is_bounded_over_all_fronts(server: LiveServer):
+    """4 run and 4 may wait: of 24 requests at once on connections of their own exactly 8 are taken."""
+    codes: list[int] = []
+
+    def ask() -> None:
+        body = {"prompt": [60], "max_tokens": 300}
+        reply = httpx.post(
+            f"{server.url}/v1/completions", json=body, headers={"authorization": "Bearer secret"}, timeout=60
+        )
+        codes.append(reply.status_code)
+        if reply.status_code == 503:
+            assert reply.headers["retry-after"] and reply.json()["error"]["code"] == "queue_full"
+
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [200] * 8 + [503] * 16
+    until(server, "hone:requests_outstanding", 0)
+
+
+def test_a_disconnect_at_any_front_reaches_the_engine(server: LiveServer):
+    aborted = metric(server, "hone:aborted")
+    streams = [stream(server) for _ in range(4)]
+    until(server, "hone:requests_outstanding", 4)
+    for one in streams:
+        one.close()
+    until(server, "hone:requests_outstanding", 0)
+    until(server, "hone:aborted", aborted + 4)
+
+
+def test_a_front_that_is_killed_is_started_again(server: LiveServer):
+    streams = [stream(server) for _ in range(4)]
+    until(server, "hone:requests_outstanding", 4)
+    time.sleep(0.6)  # what was counted is published every 0.25 s
+    counted, victims = metric(server, "hone:http_replies_total"), fronts(server)
+    victim = max(victims, key=lambda one: len(one.net_connections("tcp")))  # it has a stream at least
+    ended = len([one for one in victim.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED])
+    victim.kill()
+    deadline = time.monotonic() + 60
+    while len(fronts(server)) < COUNT or victim.pid in {one.pid for one in fronts(server)}:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    until(server, "hone:requests_outstanding", 4 - min(ended, 4))  # the engine ended those of its streams
+    for _ in range(2 * COUNT):
+        assert metric(server, "hone:http_replies_total") >= counted  # counters do not go back
+    for one in streams:
+        one.close()
+    until(server, "hone:requests_outstanding", 0)
+    (line,) = [line for line in server.errors().splitlines() if line.startswith("warning: front")]
+    assert f"of {COUNT} ended: killed by SIGKILL; its connections ended with it, it is started again" in line
+
+
+def test_a_port_that_is_shared_is_in_use_for_others(server: LiveServer):
+    port = int(server.url.rpartition(":")[2])
+    for attempt in (lambda: listen("127.0.0.1", port), lambda: listen_together("127.0.0.1", port, 2)):
+        with pytest.raises(MachineError, match=f"port {port} of 127.0.0.1 is in use"):
+            attempt()
+
+
+def test_sigterm_drains_every_front(server: LiveServer):
+    """The last test of this server."""
+    lines: list[list[str]] = []
+
+    def read() -> None:
+        with httpx.stream(
+            "POST",
+            f"{server.url}/v1/completions",
+            json={"prompt": [50], "max_tokens": 400, "stream": True},
+            headers={"authorization": "Bearer secret"},
+            timeout=60,
+        ) as reply:
+            lines.append([line for line in reply.iter_lines() if line])
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until(server, "hone:requests_outstanding", 4)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert server.stop() == 0
+    for thread in threads:
+        thread.join()
+    assert [len(one) for one in lines] == [401] * 4 and {one[-1] for one in lines} == {"data: [DONE]"}
+    assert not psutil.wait_procs(children, timeout=15)[1]
+
+
+def test_the_end_of_the_engine_ends_all(folder: Path):
+    live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
+    with httpx.stream(
+        "POST",
+        f"{live.url}/v1/completions",
+        json={"prompt": [fake.KILLED], "max_tokens": 9, "stream": True},
+        timeout=60,
+    ) as reply:
+        lines = [line for line in reply.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and "the engine process ended: killed by SIGKILL" in lines[-2]
+    assert live.process.wait(30) == 1
+    found = live.errors()
+    live.stop()
+    assert found.count("error: the engine process ended: killed by SIGKILL") == 2  # when it happens, and at the end
+    assert "front" not in found
+
+
+@pytest.mark.slow
+def test_all_end_with_the_supervisor(folder: Path):
+    live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
+    children = psutil.Process(live.process.pid).children(recursive=True)
+    live.process.kill()
+    gone, alive = psutil.wait_procs(children, timeout=15)
+    live.stop()
+    assert len(gone) >= 3 and not alive
+
+
+def test_ctrl_c_ends_all(folder: Path):
+    """It reaches every process of the terminal."""
+    live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
+    with httpx.stream(
+        "POST", f"{live.url}/v1/completions", json={"prompt": [50], "max_tokens": LONG, "stream": True}, timeout=60
+    ) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        for process in [*psutil.Process(live.process.pid).children(recursive=True), live.process]:
+            process.send_signal(signal.SIGINT)
+        *_, error, done = lines
+    assert "the server was stopped" in error and done == "data: [DONE]"
+    assert live.process.wait(30) == 0
+    live.stop()
+
+
+def test_the_numbers_of_processes_have_vllms_names():
+    spec = ServerSpec().override({"api_server_count": "3", "processes.data_parallel_size": "2"})
+    assert (spec.processes.api_server_count, spec.processes.data_parallel_size) == (3, 2)
+    assert ServerSpec(data_parallel_size=2).processes == ProcessesSpec(data_parallel_size=2)
+    with pytest.raises(SpecError, match=r"processes\.api_server_count = 0"):
+        ServerSpec.read({"api_server_count": 0})
+
+
+def test_what_is_read_of_a_front_outlives_it():
+    board = Board(2, replicas=2)
+    board.count(0, 1, 5)
+    board.count(1, 0, 2)
+    board.count(1, 1, 3)
+    assert [board.outstanding(0), board.outstanding(1), board.total()] == [2, 8, 10]
+    counter = Counter("hone:x", "X.", ("a",))
+    counter.inc(3, ("one",))
+    board.publish(1, state_of([counter]))
+    board.leave(1)
+    assert board.total() == 5 and board.state(1) == {"hone:x": {("one",): [3.0]}}
+    assert board.state(0) == {}
+    board._memory[board._tallies(1) + 12] ^= 255  # as if it were being written
+    assert board.state(1) == {"hone:x": {("one",): [3.0]}}
+
+
+@pytest.mark.slow
+def test_a_front_that_hangs_stops_nobody(folder: Path):
+    live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
+    try:
+        streams = [stream(live) for _ in range(4)]
+        hung = max(fronts(live), key=lambda one: len(one.net_connections("tcp")))
+        hung.suspend()
+        steps = {read_steps(live, hung.pid) for _ in range(3)}
+        assert len(steps) > 1, "the engine stands still"
+        hung.resume()
+        for one in streams:
+            one.close()
+    finally:
+        live.stop()
+
+
+def read_steps(server: LiveServer, hung: int) -> float:
+    """The engine's steps, from a front that does not hang; connections that reach the other one get no reply."""
+    for _ in range(40):
+        try:
+            text = httpx.get(f"{server.url}/metrics", timeout=0.7).text
+        except httpx.TimeoutException:
+            continue
+        return float(
+            next(line for line in text.splitlines() if line.startswith("hone:steps_total{")).rpartition(" ")[2]
+        )
+    raise AssertionError("no front replies")
