@@ -13,32 +13,40 @@ from hone.measure.machine import describe
 FOLDER = Path(__file__).parent / "ledger"
 
 
-def append(benchmark: str, rows: list[dict[str, Any]], device: str = "cpu") -> Path:
-    """Adds `rows` to ledger/<benchmark>.jsonl, each with machine, versions and commit.
-
-    A row holds `figure`, `value`, `unit`, `n` and, where there is one, `peer`, `peer_value` and `ratio` (hone over peer);
-    `of_limit` is the fraction of the physical limit; `technique` ('slot/name') makes it appear in docs/techniques.md.
-    """
+def stamp_of(device: str = "cpu") -> dict[str, Any]:
+    """What a row says about where it was measured: time, commit, machine, versions of packages."""
     machine = describe(device).model_dump(mode="json")
     machine.pop("calibration", None)
     made = provenance()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": made["commit"],
+        "dirty": made["dirty"],
+        "machine": machine,
+        "packages": made["packages"],
+    }
+
+
+def append(
+    benchmark: str, rows: list[dict[str, Any]], device: str = "cpu", stamp: dict[str, Any] | None = None
+) -> Path:
+    """Adds `rows` to ledger/<benchmark>.jsonl, each with machine, versions and commit.
+
+    A row holds `figure`, `value`, `unit`, `n` and, where there is one, `peer`, `peer_value` and `ratio` (hone over peer);
+    `of_limit` is the fraction of the physical limit; `stamp` is of the machine that measured, if it was another one
+    (`stamp_of` there); `technique` ('slot/name') makes it appear in docs/techniques.md.
+    """
+    stamp = stamp or stamp_of(device)
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{benchmark}.jsonl"
     with open(path, "a", encoding="utf8") as file:
         for row in rows:
-            stamp = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "commit": made["commit"],
-                "dirty": made["dirty"],
-                "machine": machine,
-                "packages": made["packages"],
-            }
             file.write(json.dumps({"benchmark": benchmark, **row, **stamp}, ensure_ascii=False) + "\n")
     return path
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as an aligned text table of figure, hone, peer, ratio, fraction of the limit."""
+    """Rows as an aligned text table of figure, hone, peer, ratio, fraction of the limit (also the peer's, if one has it)."""
     cells = [["figure", "hone", "unit", "peer", "peer's", "ratio", "of limit"]]
     for row in rows:
         cells.append(
@@ -52,6 +60,9 @@ def table(rows: list[dict[str, Any]]) -> str:
                 _short(row.get("of_limit")),
             ]
         )
+    if any("peer_of_limit" in row for row in rows):
+        for line, more in zip(cells, ["peer's", *(_short(row.get("peer_of_limit")) for row in rows)]):
+            line.append(more)
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
 

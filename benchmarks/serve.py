@@ -4,13 +4,14 @@ On a CPU: one stream, and 16 requests at once, against `generate` one by one and
 (`--device cuda --shape llama3-8b`): start-up, decode at batch 1, 16 and 64 with and without CUDA graphs (of what reading
 weights and keys once would allow), prefill, 512 requests of 100..1024 tokens in and out, and memory against its forecast,
 each section within `--seconds` and printed as it ends. `--only decode peer` takes a minute; it needs neither network nor
-files. Rows go to benchmarks/ledger/serve.jsonl.
+files. Rows go to benchmarks/ledger/serve.jsonl. `--peer vllm`: benchmarks.serve_peer, hone and vLLM in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -416,4 +417,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if any(word.partition("=")[0] == "--peer" for word in sys.argv[1:]):
+        from benchmarks.serve_peer import main as beside
+
+        beside()
+    else:
+        main()

@@ -289,23 +289,37 @@ from benchmarks.train import SHAPES, random_batch
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.decoder import build
+from hone.cost.update import adamw
+from hone.measure.machine import describe
 from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.activation_checkpointing.sizes import fitted
 from hone.train.schedules.cosine import Cosine
 from hone.train.loop import Trainer
+from hone.train.work import Work, growth_bytes
 sizes, vocab = SHAPES["tiny"]
+name, share = sys.argv[1:]
+facts = sizes.model_copy(update={"num_layers": 9}).config(vocab).facts()
+work = Work(facts, 99, 16, 256, "float32", ACTIVATION_CHECKPOINTINGS.read("none").segments(9), adamw(facts), packed=False)
+room = float(share) * growth_bytes(work, "cpu").value
+options = {"memory_bytes": room} if float(share) else {}
+work = fitted(work, ACTIVATION_CHECKPOINTINGS.read({"kind": name, **options}), describe("cpu"))
 warm_up("cpu")
 times = []
 with Window("cpu") as window:
     model = build(sizes.model_copy(update={"num_layers": 9}).config(vocab))
-    trainer = Trainer(model, steps=99, schedule=Cosine(), activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(sys.argv[1]))
+    trainer = Trainer(model, steps=99, schedule=Cosine(), activation_checkpointing=work.segments)
     draw = np.random.default_rng(0)
-    for _ in range(6):
+    for _ in range(4):
         batch = random_batch(draw, vocab, 16, 256)
         begun = time.perf_counter()
         trainer.step(batch)
         times.append(time.perf_counter() - begun)
-print(json.dumps([window.memory_growth_bytes / 2**20, 16 * 256 / sorted(times[1:])[2]]))
+print(json.dumps([window.memory_growth_bytes / 2**20, 16 * 256 / sorted(times[1:])[1], growth_bytes(work, "cpu").value / 2**20]))
 """
+
+
+BUDGETS = {"optimal": "0.6", "memory_budget": "0.8"}
+"""Memory that these may use, in parts of what the training without recomputation is predicted to need."""
 
 
 def checkpointings() -> list[dict[str, Any]]:
@@ -313,13 +327,19 @@ def checkpointings() -> list[dict[str, Any]]:
     found = {}
     for name in ACTIVATION_CHECKPOINTINGS:
         done = subprocess.run(
-            [sys.executable, "-c", CHECKPOINTING_CHILD, name], capture_output=True, text=True, check=True
+            [sys.executable, "-c", CHECKPOINTING_CHILD, name, BUDGETS.get(name, "0")],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         found[name] = json.loads(done.stdout.splitlines()[-1])
     rows = []
-    for name, (mebibytes, rate) in found.items():
-        base = {"peer": "no recomputation", "technique": f"activation_checkpointing/{name}", "n": 5}
+    for name, (mebibytes, rate, predicted) in found.items():
+        base = {"peer": "no recomputation", "technique": f"activation_checkpointing/{name}", "n": 3}
         memory = {"figure": "training memory", "value": mebibytes, "unit": "MiB", "peer_value": found["none"][0]}
+        memory["note"] = f"predicted {predicted:.0f} MiB; 9 layers" + (
+            f", memory_bytes {BUDGETS[name]} of none's" if name in BUDGETS else ""
+        )
         speed = {"figure": "training rate", "value": rate, "unit": "tokens/s", "peer_value": found["none"][1]}
         rows += [{**base, **row, "ratio": row["value"] / row["peer_value"]} for row in (memory, speed)]
     return rows

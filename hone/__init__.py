@@ -62,7 +62,12 @@ avoid_undescribed_tiles()  # before anything multiplies: oneDNN reads its limit 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hone' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from hone.base.errors import without_models
+
+        raise (without_models(error) or error) from None
 
 
 def __dir__() -> list[str]:

@@ -240,6 +240,7 @@ def test_no_tokenizer(model):
         (["run", "recipes/tiny.yaml", "--from.data=x"], ["no stage 'from'"]),
         (["run", "recipes/tiny.yaml", "--redo=nothing", "--work=/tmp/none"], ["--redo=nothing", "train-base"]),
         (["data", "/nowhere/at/all", "--out=/tmp/x"], ["/nowhere/at/all"]),
+        (["data", "null", "--out=/tmp/x"], ["source null", "no such file"]),
         (["data", "a.txt", "", "--out=/tmp/x"], ["takes one SOURCE"]),
         (["report", "/nowhere"], ["/nowhere"]),
         (["show", "/nowhere"], ["/nowhere"]),

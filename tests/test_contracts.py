@@ -29,6 +29,7 @@ from hone.model.mixers import MIXERS
 from hone.model.shape import Shape
 from hone.serve import DRAFTERS
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, SCHEDULES
+from hone.train.activation_checkpointing.base import Sizes
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 
@@ -56,6 +57,10 @@ def required(cls: type[Technique]) -> dict:
         "examples": {"test": "examples.jsonl"},
         "mixtures": "mixtures.csv",
         "losses": "losses.csv",
+        "model": "judge",
+        "prompt": "{text}",
+        "path": "lid.176.ftz",
+        "fields": {"score": "number"},
     }
     return {name: plain[name] for name, field in cls.model_fields.items() if field.is_required()}
 
@@ -269,8 +274,11 @@ def test_a_schedule_stays_between_nothing_and_the_peak(name, steps):
 
 @pytest.mark.parametrize("name", [*ACTIVATION_CHECKPOINTINGS])
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 16, 33])
-def test_a_remat_policy_covers_every_layer_once(name, num_layers):
-    segments = ACTIVATION_CHECKPOINTINGS.read(name).segments(num_layers)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_remat_policy_covers_every_layer_once(name, num_layers, share):
+    """Whatever part of the activations fits the memory."""
+    sizes = Sizes.alike(num_layers, max(share * num_layers, 2.0))
+    segments = ACTIVATION_CHECKPOINTINGS.read(name).segments(num_layers, sizes)
     covered = [layer for segment in segments for layer in range(segment.start, segment.stop)]
     assert covered == list(range(num_layers))
 

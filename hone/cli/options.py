@@ -9,7 +9,7 @@ FLAGS = ("redo", "quiet", "help", "version", "plan")
 """Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
 """Options that do not change the result."""
-_VALUED = ("out", "work", "device", "executor", "workers")
+_VALUED = ("out", "work", "device", "executor", "workers", "mesh")
 MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
 """The role of the folder that is a verb's argument."""
 STAGE_OF = {"bench": "serve"}

@@ -19,7 +19,7 @@ from hone.cli.options import (
     only,
 )
 
-_OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "from.")
+_OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.")
 _OF_DATA = (*_OF_A_STAGE, "executor", "workers", "executor.")
 
 
@@ -27,6 +27,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     """Makes one artifact from a stage's fields and its parents' folders; with --plan prints the estimates instead."""
     from hone.base.artifact import Artifact
     from hone.base.errors import SpecError
+    from hone.base.spec import parse_scalar
     from hone.recipe import describe_artifact, plan_stage, stage_class
 
     verb = words[0]
@@ -45,7 +46,10 @@ def make(words: list[str], options: dict[str, str]) -> int:
                     fix="give all of them before the options: hone data SOURCE ... --out=FOLDER",
                 )
             several = all(words[1:]) and len(words) > 2
-            changes["source"] = json.dumps(words[1:], ensure_ascii=False) if several else need(words, "SOURCE")
+            one = "" if several else need(words, "SOURCE")
+            # A folder may be called null, 2024 or [drafts]: in a list it is a text.
+            listed = several or one[0] in "[{" or parse_scalar(one) != one
+            changes["source"] = json.dumps(words[1:], ensure_ascii=False) if listed else one
     elif len(words) > 1 or MAIN_ROLE[verb] not in inputs:
         inputs[MAIN_ROLE[verb]] = need(words, MAIN_ROLE[verb].upper())
     foreign = [name for name in changes if name in (*CIRCUMSTANCES, "work")]
@@ -56,7 +60,19 @@ def make(words: list[str], options: dict[str, str]) -> int:
     spec = cls.from_overrides(changes)
     spec.check_roles(inputs)
     parents = {role: Artifact.read(folder) for role, folder in inputs.items()}
-    run = calibrated(circumstances(options))
+    run = circumstances(options)
+    if "mesh" in options and "plan" not in options:
+        fix = f"add --plan, or start the ranks: torchrun --nproc-per-node=N -m hone {verb}"
+        raise SpecError("--mesh is for plans", fix=fix)
+    elsewhere = "x" in options.get("mesh", "")  # a data sheet is not measured
+    if (
+        verb != "data" and not elsewhere
+    ):  # its plan measures a sample, so that curation needs neither a calibration nor torch
+        run = calibrated(run)
+    if "mesh" in options:
+        from hone.cli.mesh import planned_run
+
+        run = planned_run(options["mesh"], run)
     if "plan" in options:
         from hone.cli.tables import show_plan
 

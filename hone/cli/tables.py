@@ -35,7 +35,8 @@ def show_plan(rows: Sequence[Planned], run: Run) -> int:
     console = Console(highlight=False, quiet=not run.mesh.leads)
     memory = human_bytes(machine.memory_bytes)
     ranks = f"{machine.num_ranks} ranks " if machine.num_ranks > 1 else ""
-    console.print(f"{ranks}on {machine.processor}, {machine.num_cores} cores, {memory} of memory\n", markup=False)
+    cores = "" if machine.elsewhere else f", {machine.num_cores} cores"
+    console.print(f"{ranks}on {machine.processor}{cores}, {memory} of memory\n", markup=False)
     console.print(table)
     if any(estimate.bound for row in rows if row.plan for estimate in row.plan.estimates.values()):
         console.print("\n\u2265: a limit of the hardware; no rate was measured for it")

@@ -1,0 +1,217 @@
+"""Data-parallel training on several ranks: every technique beside torch's DDP and FSDP2 around the same decoder, in one run.
+
+    python -m benchmarks.train_ranks [--ranks 2] [--rounds 3]                       # gloo, the small shape, float32
+    python -m benchmarks.train_ranks --device cuda --ranks 4 --shape llama3-8b --batch 2 --seq-len 8192 --precision bf16
+
+One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. Memory is
+what rank 0's weights, optimizer state and gradients take between two steps and at the peak (GPUs only), beside the estimate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks import ledger
+from benchmarks.train import SHAPES
+from hone.base.mesh import Mesh
+from hone.data.load import Batch
+from hone.measure.machine import describe
+from hone.model.context import Causal
+from hone.model.decoder import Decoder, build
+from hone.ops import linear_cross_entropy
+from hone.train import DATA_PARALLEL
+from hone.train.activation_checkpointing import KeepAll
+from hone.train.optimizers.adamw import AdamW
+from hone.train.parallelism import Parallelism
+from hone.train.precision import TORCH_NAMES, compute_dtype
+from hone.train.schedules.cosine import Cosine
+from hone.train.work import Work, growth_bytes, step_seconds
+
+PEERS = {"ddp": "torch DDP", "zero3": "torch FSDP2"}
+
+
+def main() -> None:
+    """Starts the ranks, prints the table, adds it to the ledger; under torchrun does one rank's part."""
+    arguments = _arguments()
+    if arguments.out is not None:
+        _work(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        command += ["-m", "benchmarks.train_ranks", *sys.argv[1:], f"--out={out}"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        rows = json.loads(out.read_text())
+    print(ledger.table(rows))
+    if not arguments.no_ledger:
+        print(ledger.append("train", rows, arguments.device))
+
+
+def _work(arguments: argparse.Namespace) -> None:
+    """One rank: every training in turn; rank 0 writes the rows."""
+    mesh = Mesh.from_environment()
+    device = mesh.place(arguments.device)
+    if arguments.device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads()))
+    shape, vocab = SHAPES[arguments.shape]
+    drawn = np.random.default_rng(mesh.rank)
+    tokens = drawn.integers(0, vocab, (arguments.batch, arguments.seq_len + 1))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.zeros((arguments.batch, arguments.seq_len), np.int32))
+    best: dict[str, float] = {}
+    peak: dict[str, int] = {}
+    with mesh.together():
+        for number in range(arguments.rounds):
+            for name in [*DATA_PARALLEL, *PEERS.values()]:
+                step = _made(name, shape.config(vocab), mesh, device, arguments, batch)
+                step()  # the optimizer's state, and the first transfers
+                mesh.gather(None)
+                started = time.perf_counter()
+                for _ in range(arguments.steps):
+                    step()
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                    peak[name] = torch.cuda.max_memory_allocated()
+                seconds = max(mesh.gather(time.perf_counter() - started)) / arguments.steps
+                best[name] = min(best.get(name, seconds), seconds)
+                del step
+                if device.startswith("cuda"):
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+            if mesh.leads:
+                print(f"round {number + 1}: {best}", flush=True)
+        rows = _rows(best, peak, shape.config(vocab).facts(), arguments) if mesh.leads else []
+    if mesh.leads:
+        arguments.out.write_text(json.dumps(rows))
+
+
+def _made(
+    name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch
+) -> Callable[[], Any]:
+    """A training from random weights; the result does one step of it."""
+    model = build(config, device=device)
+    if name in DATA_PARALLEL:
+        shared = Parallelism(data_parallel=_technique(name, mesh.world_size))
+        ranks = shared.ranks(mesh, device)
+        trainer = shared.data_parallel.trainer()(
+            model, steps=1000, schedule=Cosine(warmup=2), optimizer=AdamW(), precision=arguments.precision, ranks=ranks
+        )
+        return lambda: trainer.step(batch)
+    return _peer(name, model, device, arguments, batch)
+
+
+def _technique(name: str, num_ranks: int) -> Any:
+    """The technique `name` with its defaults; where its result depends on the ranks, for as many as there are."""
+    lossy = {} if DATA_PARALLEL[name].exact else {"num_workers": num_ranks}
+    return DATA_PARALLEL.read({"kind": name, **lossy})
+
+
+class Loss(nn.Module):
+    """The mean loss of a decoder, as a module that torch's wrappers take."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.decoder.hidden(tokens, Causal(tokens))
+        return linear_cross_entropy(self.decoder.head_input(x), self.decoder.head_weight, targets)
+
+
+def _peer(name: str, model: Decoder, device: str, arguments: argparse.Namespace, batch: Batch) -> Callable[[], Any]:
+    """One step of torch's own data parallelism, with its fused AdamW and clipping."""
+    dtype = compute_dtype(arguments.precision)
+    whole: nn.Module = Loss(model)
+    if name == "torch DDP":
+        whole = nn.parallel.DistributedDataParallel(whole.to(dtype), gradient_as_bucket_view=True)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        grid = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mesh=grid, mp_policy=policy)
+        fully_shard(whole, mesh=grid, mp_policy=policy)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, fused=device.startswith("cuda"), foreach=None)
+    tokens, targets = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.targets))
+
+    def step() -> float:
+        loss = whole(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _rows(best: dict[str, float], peak: dict[str, int], facts: Any, arguments: argparse.Namespace) -> list[dict]:
+    """A row for the rate of every technique, beside torch's where it has it, and on GPUs one for its peak memory."""
+    rows, machine = [], describe(arguments.device).model_copy(update={"num_ranks": arguments.ranks})
+    tokens = arguments.ranks * arguments.batch * arguments.seq_len
+    what = f"{arguments.shape} on {arguments.ranks} ranks, {arguments.precision}, {arguments.batch} x {arguments.seq_len} each"
+    for name in DATA_PARALLEL:
+        divided = _technique(name, arguments.ranks).divided(arguments.ranks)
+        work = Work(
+            facts, 1, arguments.ranks * arguments.batch, arguments.seq_len, TORCH_NAMES[arguments.precision],
+            KeepAll().segments(facts.num_layers), AdamW().cost(facts, "float32", arguments.device), packed=False,
+            divided=divided,
+        )  # fmt: skip
+        predicted, grown = step_seconds(work, machine), growth_bytes(work, arguments.device).value
+        peer = PEERS.get(name)
+        row = {"figure": f"{what}: {name}", "value": tokens / best[name], "unit": "tokens/s", "n": arguments.rounds}
+        row |= {"technique": f"data parallelism/{name}"}
+        row |= {
+            "note": f"{best[name]:.4g} s a step, predicted {predicted.value:.4g} s; memory predicted {grown:.4g} B; load {os.getloadavg()[0]:.1f}"
+        }
+        if peer:
+            row |= {"peer": peer, "peer_value": tokens / best[peer], "ratio": best[peer] / best[name]}
+        rows.append(row)
+        if name in peak:
+            more = {"peer": peer, "peer_value": peak[peer] / 2**30, "ratio": peak[name] / peak[peer]} if peer else {}
+            note = f"predicted {grown / 2**30:.4g} GiB"
+            rows.append(
+                {
+                    "figure": f"{what}: {name}, peak memory",
+                    "value": peak[name] / 2**30,
+                    "unit": "GiB",
+                    "n": 1,
+                    "note": note,
+                    **more,
+                }
+            )
+    return rows
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", default="tiny", choices=SHAPES)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--batch", type=int, default=8, help="sequences of one rank")
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-ledger", action="store_true")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Plans for ranks that are not there: `--plan --mesh=1024xH200`."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.base.errors import SpecError
+from hone.cli.dispatch import main
+from hone.cli.mesh import planned_run
+from hone.cli.options import circumstances
+from hone.cost.ranks import LINK_BYTES_PER_S, NETWORK_BYTES_PER_S, Transfers
+from tests.train.conftest import write_data
+
+TRILLION = [
+    "--model.num_layers=128", "--model.hidden_size=25600", "--model.num_heads=160", "--model.num_kv_heads=160",
+    "--model.head_dim=160", "--model.intermediate_size=68352", "--model.max_seq_len=2048", "--seq_len=2048",
+    "--batch_size=256", "--gradient_accumulation_steps=32", "--steps=10", "--precision=bf16",
+    "--activation_checkpointing={kind: every_nth, n: 1}", "--parallelism.data_parallel=zero1",
+    "--parallelism.tensor_parallel_degree=8", "--parallelism.pipeline_parallel_degree=16",
+    "--parallelism.pipeline_parallel_schedule=interleaved",
+]  # fmt: skip
+
+
+def test_a_trillion_parameters_on_1024_gpus(tmp_path, capsys):
+    """8 data-parallel x 16 pipeline x 8 tensor-parallel ranks: memory, bubble, transfers and MFU of every pipeline rank."""
+    data = write_data(tmp_path / "data")
+    assert main(["train", str(data), "--plan", "--mesh=1024xH200", *TRILLION]) == 0
+    said = capsys.readouterr().out
+    assert "1024 ranks on NVIDIA H200 SXM, 131.3 GiB of memory" in said and "cores" not in said
+    # (p - 1) / (v n + p - 1) of arXiv:2104.04473 with p 16, v 2 and n 32, and the ends of the model.
+    bubble = float(said.partition("bubble ")[2].partition("%")[0])
+    assert abs(bubble - 100 * 15 / (2 * 32 + 15)) < 2
+    assert "between stages (link rates are not calibrated)" in said and "MFU" in said
+    ranks = [line for line in said.splitlines() if line.strip().partition(" ")[0].isdigit() and " M " in line]
+    assert len(ranks) == 16 and "0-3 64-67" in ranks[0] and "60-63 124-127" in ranks[15]
+
+
+def test_ranks_of_this_machine_and_errors(tmp_path, capsys):
+    data = write_data(tmp_path / "data")
+    small = ["--batch_size=8", "--seq_len=32", "--steps=3", "--model.num_layers=2"]
+    assert main(["train", str(data), "--plan", "--mesh=4", *small]) in (0, 2)  # as its memory allows
+    assert "4 ranks on" in capsys.readouterr().out
+    assert main(["train", str(data), f"--out={tmp_path}/x", "--mesh=4", *small]) == 2
+    assert "add --plan" in capsys.readouterr().err
+    for wrong in ("0", "many", "8xB9000", "8x", "x8", "-3"):
+        with pytest.raises(SpecError, match="is no number of ranks"):
+            planned_run(wrong, circumstances({}))
+
+
+def test_groups_larger_than_a_machine_exchange_over_the_network():
+    times, num_bytes = Transfers("cuda", stride=8), 1e9
+    inside = Transfers("cuda").seconds("all_gather", 8, num_bytes)
+    assert inside == pytest.approx(7 / 8 * num_bytes / LINK_BYTES_PER_S["cuda"], rel=0.01)
+    assert times.seconds("all_gather", 8, num_bytes) == pytest.approx(7 / 8 * num_bytes / NETWORK_BYTES_PER_S, rel=0.01)
+    near, far = (Transfers("cuda").seconds("all_reduce", 2, num_bytes, apart) for apart in (1, 8))
+    assert far / near == pytest.approx(LINK_BYTES_PER_S["cuda"] / NETWORK_BYTES_PER_S, rel=0.01)
