@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -46,14 +47,29 @@ def logits_of(folder: Path) -> torch.Tensor:
         return load(folder)(TOKENS)
 
 
+def loaded(folder: Path) -> torch.nn.Module:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def logits_from(model: torch.nn.Module) -> torch.Tensor:
-    """The logits of a loader's model. Where a processor has AVX512-BF16, bitsandbytes rounds what it multiplies to
-    bfloat16; without that kernel it dequantizes and multiplies in float32, the arithmetic that is compared here."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
     with torch.no_grad():
         return model(TOKENS).logits.float()
+
+
+def bound_of_4_bits(dequantized: torch.nn.Module) -> float:
+    """Largest difference of logits between bitsandbytes' products of 4-bit weights and those of `dequantized`, its weights in float32.
+
+    On a CPU with AVX512-BF16 it rounds inputs, scales and outputs to bfloat16: up to as much as the whole model in bfloat16
+    differs, three times over. On others it dequantizes and multiplies in float32.
+    """
+    from bitsandbytes.functional import has_avx512bf16
+
+    exact = logits_from(dequantized)
+    if not has_avx512bf16():
+        return EXACT * exact.abs().max().item()
+    return 3 * (logits_from(deepcopy(dequantized).bfloat16()) - exact).abs().max().item()
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,8 +80,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_its_loader_computes_the_same_logits(form: str, family: str, family_folder, compress) -> None:
-    import transformers
-
     step, packages, bound = FORMATS[form]
     for package in packages:
         pytest.importorskip(package)
@@ -73,11 +87,13 @@ def test_its_loader_computes_the_same_logits(form: str, family: str, family_fold
     made = compress(source, step)
     assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
     ours, whole = logits_of(made.folder), logits_of(source)
-    model = transformers.AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    if form == "llm_int8":  # it rounds its inputs too
-        assert (logits_from(model) - ours).abs().max() <= 0.1 * whole.abs().max()
-        model = model.dequantize()
+    model = loaded(made.folder)
     theirs = logits_from(model)
+    if "bitsandbytes" in packages:  # its own products round inputs; its dequantized weights are hone's
+        dequantized = loaded(made.folder).dequantize(dtype=torch.float32)
+        rounded = 0.1 * whole.abs().max() if form == "llm_int8" else bound_of_4_bits(dequantized)
+        assert (ours - theirs).abs().max() <= rounded
+        theirs = logits_from(dequantized)
     assert (ours - theirs).abs().max() <= bound * whole.abs().max()
     assert (ours - whole).abs().max() > 1e-3 * whole.abs().max(), "nothing was compressed"
 
@@ -114,15 +130,29 @@ def test_modules_that_stay_dense_are_named_for_every_loader(form: str, family_fo
 
 
 @pytest.mark.slow
+def test_which_kernel_of_bitsandbytes_multiplies_4_bits_here(family_folder, compress, record_property) -> None:
+    """Where the CPU has AVX512-BF16, a first pass packs the weights for a kernel in bfloat16; elsewhere they stay as stored."""
+    for package in FORMATS["nf4"][1]:
+        pytest.importorskip(package)
+    from bitsandbytes.functional import has_avx512bf16
+    from bitsandbytes.nn import Linear4bit
+
+    model = loaded(compress(family_folder("llama", **SIZES), FORMATS["nf4"][0]).folder)
+    logits_from(model)
+    states = [module.weight.quant_state for module in model.modules() if isinstance(module, Linear4bit)]
+    packed = {bool(getattr(state, "packing_format_for_cpu", False)) for state in states}
+    record_property("kernel", "bfloat16" if packed == {True} else "float32")
+    assert packed == {bool(has_avx512bf16())}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8-block", "nf4-double"])
 def test_transformers_leaves_the_same_modules_dense(form: str, family_folder, compress) -> None:
-    import transformers
-
     for package in FORMATS[form][1]:
         pytest.importorskip(package)
     made = compress(family_folder("llama", **SIZES), FORMATS[form][0], ignore=["lm_head", r"layers\.1\.", "o_proj"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    theirs = logits_from(model)
+    model = loaded(made.folder)
+    theirs = logits_from(model.dequantize(dtype=torch.float32) if form == "nf4-double" else model)
     ours = logits_of(made.folder)
     assert (ours - theirs).abs().max() <= EXACT * ours.abs().max()
 
@@ -174,7 +204,6 @@ class Asymmetric(IntegerQuantizer):
 def test_zero_points_and_scattered_groups_mean_the_same_to_gptqmodel(
     layout: str, desc_act: bool, family_folder, compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import transformers
 
     monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "asymmetric": f"{__name__}:Asymmetric"})
     source = family_folder("llama", **SIZES)
@@ -187,8 +216,7 @@ def test_zero_points_and_scattered_groups_mean_the_same_to_gptqmodel(
     )
     for package in FORMATS[layout][1]:
         pytest.importorskip(package)
-    model = transformers.AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    theirs = logits_from(model)
+    theirs = logits_from(loaded(made.folder))
     assert (ours - theirs).abs().max() <= FLOAT16 * whole.abs().max()
 
 
@@ -212,7 +240,7 @@ def test_a_folder_that_transformers_wrote_with_bitsandbytes(options: dict, famil
     )
     model.save_pretrained(tmp_path / "theirs")
     ours = logits_of(tmp_path / "theirs")
-    model = model.dequantize(dtype=torch.float32) if "load_in_8bit" in options else model
+    model = model.dequantize(dtype=torch.float32)
     assert (logits_from(model) - ours).abs().max() <= EXACT * ours.abs().max()
     save(load(tmp_path / "theirs"), tmp_path / "again")
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "again")
