@@ -21,6 +21,9 @@ SHAPE = Shape(
     hidden_size=48, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=96, max_seq_len=128, norm_eps=1e-5
 )
 """Small enough that a training step takes milliseconds."""
+STEADY = {"eps": 1e-5}
+"""AdamW's options where weights are compared to 2e-6. It divides a gradient by its size plus eps: with the default of 1e-8 the
+rounding of sums in another order, about 1e-9 here and other on every kind of CPU, moves the smallest gradients' weights by more."""
 
 
 def write_data(folder: Path, num_documents: int = 120, seed: int = 0) -> Path:

@@ -22,10 +22,16 @@ from hone.train.loop import Ranks, Trainer, validate
 from hone.train.parallelism import Parallelism
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
-from tests.train.conftest import SHAPE
+from tests.train.conftest import SHAPE, STEADY
 
 BATCH, SEQ, STEPS = 8, 32, 3
-OPTIONS = {"adamw": {}, "muon": {}, "adafactor": {}, "lion": {}, "adamw_8bit": {"min_elements": 1024}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": STEADY,
+    "muon": STEADY,
+    "adafactor": {},
+    "lion": {},
+    "adamw_8bit": {**STEADY, "min_elements": 1024},
+}
 
 
 def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
@@ -51,7 +57,7 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
         shared.decoder(model, ranks, SEQ),
         steps=STEPS,
         schedule=Cosine(warmup=1),
-        optimizer=OPTIMIZERS.read({"kind": name, "lr": 1e-3, **OPTIONS[name], **setting.get("options", {})}),
+        optimizer=OPTIMIZERS.read({"kind": name, "lr": 1e-3, **OPTIONS[name]}),
         precision=setting.get("precision", "fp32"),
         gradient_accumulation_steps=setting.get("gradient_accumulation_steps", 1),
         activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(setting.get("activation_checkpointing", "none")),

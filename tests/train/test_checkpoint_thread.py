@@ -21,7 +21,7 @@ from hone.model.hf import load
 from hone.train.checkpoint import Checkpoints
 from hone.train.stage import Train
 from tests.ranked import together
-from tests.train.conftest import SHAPE, content_after_kills
+from tests.train.conftest import SHAPE, STEADY, content_after_kills
 from tests.train.ranks import made
 
 SPEC = {
@@ -31,7 +31,7 @@ SPEC = {
     "steps": 9,
     "validation": {"sequences": 7},
     "checkpoint": {"interval": 2, "async_mode": "async"},
-    "optimizer": {"lr": 1e-3},
+    "optimizer": {"lr": 1e-3, **STEADY},
 }
 
 

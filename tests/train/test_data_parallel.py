@@ -22,8 +22,8 @@ from hone.train.checkpoint import Checkpoints
 from hone.train.data_parallel.flat import ALIGN, Flat
 from hone.train.stage import Train
 from tests.ranked import together
-from tests.train.conftest import SHAPE
-from tests.train.ranks import failing, made, trained
+from tests.train.conftest import SHAPE, STEADY
+from tests.train.ranks import STEPS, failing, made, trained
 
 HSDP = {"kind": "zero3", "data_parallel_replicate_degree": 2}
 TECHNIQUES = ["ddp", "zero1", "zero2", "zero3"]
@@ -50,6 +50,18 @@ def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
 
 def weights_of(folder: Path, number: int, num_ranks: int) -> list[dict[str, torch.Tensor]]:
     return [torch.load(folder / f"{number}-{num_ranks}-{rank}.pt") for rank in range(num_ranks)]
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], optimizer: str) -> None:
+    """Within 2e-6. Where the rounding of a sum decides between two values, Lion's sign or an 8-bit code, one weight in ten
+    thousand may be apart by more, by up to a step a step; in 8 bits all are apart by what a code's neighbour is."""
+    apart = torch.cat([(ours[name] - whole).abs().flatten() for name, whole in theirs.items()])
+    if optimizer in ("lion", "adamw_8bit"):
+        far = apart > (2e-4 if optimizer == "adamw_8bit" else 2e-6)
+        assert far.double().mean() <= 1e-4 and apart.max() <= STEPS * 2e-3, optimizer
+    else:
+        for name, whole in theirs.items():
+            assert (ours[name] - whole).abs().max() <= 2e-6, f"{optimizer} {name}"
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +91,10 @@ def test_it_trains_as_one_process_does(technique, num_ranks, alone, data_folder,
         for ours, theirs in zip(found, losses, strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-6, atol=2e-6)
     for number, theirs in enumerate(weights):
-        bound = 2e-6 if SETTINGS[number].get("optimizer") != "adamw_8bit" else 2e-4  # a code may fall to its neighbour
         ranks = weights_of(tmp_path, number, num_ranks)
-        for name, whole in theirs.items():
+        for name in theirs:
             assert all(torch.equal(one[name], ranks[0][name]) for one in ranks), f"ranks differ: {name}"
-            assert (ranks[0][name] - whole).abs().max() <= bound, f"{SETTINGS[number]} {name}"
+        assert_same_weights(ranks[0], theirs, SETTINGS[number].get("optimizer", "adamw"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -120,8 +131,7 @@ def test_every_layout_reads_the_checkpoints_of_every_other(optimizer, data_folde
         settings = [{**base, "read": str(folder)} for folder in written]
         for number, steps in enumerate(on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)[0]):
             assert len(steps) == 1 and steps[0] == pytest.approx(last, rel=2e-5)
-            for name, one in weights_of(tmp_path, number, num_ranks)[0].items():
-                assert (one - final[name]).abs().max() <= (2e-4 if optimizer == "adamw_8bit" else 5e-6), name
+            assert_same_weights(weights_of(tmp_path, number, num_ranks)[0], final, optimizer)
 
 
 def test_a_checkpoint_of_ranks_has_each_element_once(data_folder, tmp_path):
@@ -148,7 +158,7 @@ SPEC = {
     "steps": 9,
     "validation": {"interval": 4, "sequences": 7},
     "checkpoint": {"interval": 3},
-    "optimizer": {"lr": 1e-3},
+    "optimizer": {"lr": 1e-3, **STEADY},
     "parallelism": {"data_parallel": "zero3"},
 }
 

@@ -26,11 +26,10 @@ SETTINGS: list[dict[str, Any]] = [
     {**DEEP, "precision": "bf16", "activation_checkpointing": {"kind": "every_nth", "n": 2}},
     {**DEEP, "uneven": True, "masked": True, "optimizer": "muon"},
     {**DEEP, "tied": True},
-    {**DEEP, "gradient_accumulation_steps": 4, "options": {"eps": 1e-6}},
+    {**DEEP, "gradient_accumulation_steps": 4},
     {
         **DEEP,
         "gradient_accumulation_steps": 4,
-        "options": {"eps": 1e-6},
         "tied": True,
         "uneven": True,
         "validate": True,
@@ -75,9 +74,15 @@ FEW = [(name, 0) for name in SCHEDULES] + [
     [(2, FEW), (4, [("zb_v", 0), ("dualpipe", 3)]), pytest.param(4, FEW, marks=pytest.mark.slow)],
 )
 def test_it_trains_as_one_process_does(num_ranks, chosen, alone, data_folder, tmp_path):
-    """To the bit; the gradients of DualPipe's two copies of a stage and of a tied embedding are added in another order."""
+    """To the bit; the gradients of DualPipe's two copies of a stage and of a tied embedding are added in another order,
+    in bfloat16 if they have that: each step of lr 1e-3 is then off by up to 2^-8."""
     settings = [{**SETTINGS[number], **piped(num_ranks, name)} for name, number in chosen]
-    bounds = [2e-6 if name == "dualpipe" or SETTINGS[number].get("tied") else 0.0 for name, number in chosen]
+    bounds = [
+        (1e-5 if "precision" in SETTINGS[number] else 2e-6)
+        if name == "dualpipe" or SETTINGS[number].get("tied")
+        else 0.0
+        for name, number in chosen
+    ]
     check(num_ranks, settings, bounds, [number for _, number in chosen], alone, data_folder, tmp_path)
 
 
@@ -104,22 +109,24 @@ def test_products_with_other_axes_train_as_one_process_does(num_ranks, alone, da
 
 
 def check(num_ranks, settings, bounds, numbers, alone, data_folder, tmp_path) -> None:
-    """That each of `settings` gives the losses and weights of setting `numbers[i]` in one process, within `bounds[i]`."""
+    """That each of `settings` gives the losses and weights of setting `numbers[i]` in one process, within `bounds[i]`: absolute
+    differences, to which bfloat16 adds a rounding of each weight and, of a sum of many, an eighth of one."""
     losses, weights = alone
     every = on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)
     assert all(one == every[0] for one in every), "ranks differ in losses"
     for at, (setting, bound, number) in enumerate(zip(settings, bounds, numbers, strict=True)):
+        rounding = torch.finfo(torch.bfloat16).eps if bound and "precision" in setting else 0.0
         for ours, theirs in zip(every[0][at], losses[number], strict=True):
             torch.testing.assert_close(
                 torch.tensor(ours),
                 torch.tensor(theirs),
-                rtol=bound,
+                rtol=bound + rounding / 8,
                 atol=bound,
                 msg=lambda said, one=setting: f"{one}: {said}",
             )
         for one in weights_of(tmp_path, at, num_ranks):
             for key, whole in weights[number].items():
-                assert (one[key] - whole).abs().max() <= bound, f"{setting} {key}"
+                assert ((one[key] - whole).abs() <= bound + rounding * whole.abs()).all(), f"{setting} {key}"
 
 
 def test_every_layout_reads_the_checkpoints_of_every_other(data_folder, tmp_path):
@@ -130,7 +137,7 @@ def test_every_layout_reads_the_checkpoints_of_every_other(data_folder, tmp_path
         (4, piped(2, "1f1b", tensor_parallel_degree=2)),
         (2, {"data_parallel": "zero3"}),
     ]
-    common = {"gradient_accumulation_steps": 4, "options": {"eps": 1e-6}}
+    common = {"gradient_accumulation_steps": 4}
     written = [tmp_path / f"from{number}" for number in range(len(layouts))]
     for (num_ranks, layout), folder in zip(layouts, written, strict=True):
         setting = {**layout, **common, "until": 2, "write": str(folder)}
