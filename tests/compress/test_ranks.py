@@ -56,18 +56,25 @@ def figures(folder: Path) -> dict[str, float]:
     return {row["name"]: row["value"] for row in json.loads((folder / "hone.json").read_text())["figures"]}
 
 
-def assert_alike(one: Path, other: Path) -> None:
-    """The same tensors but for codes at the edge between two, and figures within what they change."""
+def assert_alike(one: Path, other: Path, *, rounded: bool = False) -> None:
+    """The same tensors but for codes at the edge between two, and figures within what they change.
+
+    Where inputs are `rounded`, too, such a code moves some of them by a whole step, and with them what later layers are
+    calibrated with: there only the first layer's tensors are compared, the others by the figures.
+    """
     first, second = tensors(one), tensors(other)
     assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(second[name], tensor, rtol=2e-3, atol=1e-6, msg=name)
+    compared = [name for name in first if not rounded or ".layers.0." in name]
+    assert compared
+    for name in compared:
+        if first[name].is_floating_point():
+            torch.testing.assert_close(second[name], first[name], rtol=2e-3, atol=1e-6, msg=name)
         else:
-            codes = [part.contiguous().view(torch.uint8) for part in (tensor, second[name])]
-            assert (codes[0] != codes[1]).float().mean() < 5e-3, name
+            codes = [part[name].contiguous().view(torch.uint8) for part in (first, second)]
+            assert (codes[0] != codes[1]).float().mean() < (2e-2 if rounded else 5e-3), name
     for name in ("relative_output_error", "relative_weight_error", "kl_to_dense", "perplexity_ratio"):
-        assert figures(other)[name] == pytest.approx(figures(one)[name], rel=5e-3), name
+        wanted = pytest.approx(figures(one)[name], rel=5e-2 if rounded else 5e-3)
+        assert figures(other)[name] == wanted, name
 
 
 @pytest.mark.slow
@@ -93,7 +100,7 @@ def test_ranks_make_what_one_process_makes(
         out = tmp_path / f"compress-{count}"
         found = ranked(count, spec, tiny_llama, out)
         assert len(found) == count and set(found) == {found[0]} and isinstance(found[0], str), found
-        assert_alike(tmp_path / "compress-1", out)
+        assert_alike(tmp_path / "compress-1", out, rounded=any("activations" in step for step in steps))
         assert figures(out)["num_ranks"] == count
     again = ranked(counts[-1], spec, tiny_llama, tmp_path / "again" / "compress-2")
     assert again == found, "equal runs make equal bytes"

@@ -173,7 +173,8 @@ def sparse_linear(x: Tensor, weight: Sparse24, bias: Tensor | None = None, *, ba
         assert weight.masks is not None
         return _sparse_op(x, weight.values, weight.masks, bias)
     if chosen == "torch" and x.numel():
-        out = F.linear(x.reshape(-1, columns), weight.library, bias)
+        # cuSPARSELt writes a column after the other; what follows reads rows, as a dense product gives them.
+        out = F.linear(x.reshape(-1, columns), weight.library, bias).contiguous()
         return out.view(*x.shape[:-1], features)
     return F.linear(x, weight.dense(), bias)
 
