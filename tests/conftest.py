@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import shutil
+import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -31,6 +35,20 @@ else:  # how long an example takes says something of the machine, nothing of hon
     settings.load_profile("hone")
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that limit the vector extensions that libraries use."""
+
+
+def _cpu_key() -> str:
+    """Of what a compiled kernel is for: the processor's extensions, their limits and torch's version."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else [platform.processor()]
+    flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))} or set(lines)
+    limits = [os.environ.get(name, "") for name in CPU_LIMITS]
+    return hashlib.sha256("\n".join([*sorted(flags), *limits, version("torch")]).encode()).hexdigest()[:12]
+
+
+# Kernels that inductor compiled for another CPU, kept in a temporary folder that outlived it, would end a test by a signal.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor-{_cpu_key()}"))
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -50,6 +68,37 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(folder)
             whole.touch()
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says on what the outcome of a test with rounded numbers or compiled kernels may depend."""
+    import numpy
+    import torch
+
+    machine = describe()
+    kernels = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
+    try:
+        from bitsandbytes.functional import has_avx512bf16
+
+        kernels.append(f"bitsandbytes {'bfloat16' if has_avx512bf16() else 'float32'}")
+    except ImportError:
+        pass
+    try:
+        from llvmlite.binding import get_host_cpu_name
+
+        kernels.append(f"numba {get_host_cpu_name()}")
+    except ImportError:
+        pass
+    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if name in os.environ]
+    blas = (
+        numpy.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {}).get("name", "its BLAS not said")
+    )
+    terminalreporter.write_sep("=", "machine")
+    terminalreporter.write_line(
+        f"{machine.processor}, {os.cpu_count()} cores, {machine.memory_bytes / 2**30:.0f} GiB; "
+        f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__} ({blas})"
+    )
+    terminalreporter.write_line(f"kernels: {', '.join([*kernels, *limits])}")
 
 
 @pytest.fixture(scope="session", autouse=True)
