@@ -204,7 +204,6 @@ class Asymmetric(IntegerQuantizer):
 def test_zero_points_and_scattered_groups_mean_the_same_to_gptqmodel(
     layout: str, desc_act: bool, family_folder, compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-
     monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "asymmetric": f"{__name__}:Asymmetric"})
     source = family_folder("llama", **SIZES)
     made = compress(source, {"kind": "asymmetric", "layout": layout, "desc_act": desc_act})

@@ -53,8 +53,8 @@ def weights_of(folder: Path, number: int, num_ranks: int) -> list[dict[str, torc
 
 
 def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], optimizer: str) -> None:
-    """Within 2e-6. Where the rounding of a sum decides between two values, Lion's sign or an 8-bit code, one weight in ten
-    thousand may be apart by more, by up to a step a step; in 8 bits all are apart by what a code's neighbour is."""
+    """Within 2e-6, and 2e-4 in 8 bits, where a code may fall to its neighbour. One weight in ten thousand may be apart by more,
+    up to two learning rates a step: where the rounding of a sum decides Lion's sign, or a code among the smallest."""
     apart = torch.cat([(ours[name] - whole).abs().flatten() for name, whole in theirs.items()])
     if optimizer in ("lion", "adamw_8bit"):
         far = apart > (2e-4 if optimizer == "adamw_8bit" else 2e-6)

@@ -173,7 +173,7 @@ def sparse_linear(x: Tensor, weight: Sparse24, bias: Tensor | None = None, *, ba
         assert weight.masks is not None
         return _sparse_op(x, weight.values, weight.masks, bias)
     if chosen == "torch" and x.numel():
-        # cuSPARSELt writes a column after the other; what follows reads rows, as a dense product gives them.
+        # cuSPARSELt's result is column-major; the kernels that read it want contiguous rows, as a dense product gives them.
         out = F.linear(x.reshape(-1, columns), weight.library, bias).contiguous()
         return out.view(*x.shape[:-1], features)
     return F.linear(x, weight.dense(), bias)
