@@ -8,8 +8,10 @@ from typing import Any
 from numba import cfunc, types
 from numba.extending import register_jitable
 
+from hone.measure.compilers import compile_without_collections
 from hone.ops.cpu import vectors as v
 from hone.ops.cpu.family import FIELDS, KINDS, WEIGHTS, Family
+from hone.ops.cpu.names import jitable, named
 from hone.ops.linear.cpu_codes import codes_tile, quantizer, unpack_row
 from hone.ops.linear.cpu_tiles import dense_tile, score_tile
 from hone.ops.linear.cpu_weights import ROWS
@@ -81,7 +83,8 @@ def interpreter(
                 if spins > _SPINS:
                     v.give_way()
 
-    found = FunctionType(run.__code__, globals() | parts, "run", None, run.__closure__)
+    compile_without_collections()
+    found = named(FunctionType(run.__code__, globals() | parts, "run", None, run.__closure__))
     return cfunc(types.void(types.intp), cache=True, error_model="numpy")(found)
 
 
@@ -92,7 +95,7 @@ def _operand_store(family: Family) -> Any:
 def _moves(family: Family) -> Any:
     load, store, operand = v.vector_load(family.stored), v.vector_store(family.stored), _operand_store(family)
 
-    @register_jitable
+    @jitable
     def moves(kind, args, row):  # type: ignore[no-untyped-def]
         source, out = v.get_i64(args, 0), v.get_i64(args, 2)
         source_at, out_at = row * v.get_i64(args, 1), row * v.get_i64(args, 3)
@@ -120,7 +123,7 @@ def _inverse_rms(x, at, size, eps):  # type: ignore[no-untyped-def]
 def _norm(family: Family) -> Any:
     operand = _operand_store(family)
 
-    @register_jitable
+    @jitable
     def norm(args, row):  # type: ignore[no-untyped-def]
         x, weight, out, size = v.get_i64(args, 0), v.get_i64(args, 2), v.get_i64(args, 4), v.get_i64(args, 6)
         at, out_at = row * v.get_i64(args, 1), row * v.get_i64(args, 5)
@@ -134,7 +137,7 @@ def _norm(family: Family) -> Any:
 def _gate(family: Family) -> Any:
     operand = _operand_store(family)
 
-    @register_jitable
+    @jitable
     def gate(args, unit):  # type: ignore[no-untyped-def]
         both, out, width, chunk = v.get_i64(args, 0), v.get_i64(args, 2), v.get_i64(args, 4), v.get_i64(args, 5)
         parts = (width + chunk - 1) // chunk
@@ -152,7 +155,7 @@ def _gate(family: Family) -> Any:
 def _unpack(family: Family) -> Any:
     row, size = unpack_row(family.stored), v.BYTES[family.stored]
 
-    @register_jitable
+    @jitable
     def unpack(args, unit):  # type: ignore[no-untyped-def]
         data, out, features, columns = v.get_i64(args, 0), v.get_i64(args, 2), v.get_i64(args, 4), v.get_i64(args, 5)
         scales, scale_stride, group = v.get_i64(args, 6), v.get_i64(args, 7), v.get_i64(args, 8)
@@ -167,7 +170,7 @@ def _unpack(family: Family) -> Any:
 def _quantize(family: Family) -> Any:
     one_row = quantizer("bf16" if family.pairs else "f32", family.isa)
 
-    @register_jitable
+    @jitable
     def quantize(args, row):  # type: ignore[no-untyped-def]
         one_row(
             v.get_i64(args, 0),
@@ -182,7 +185,7 @@ def _quantize(family: Family) -> Any:
 def _rope(family: Family) -> Any:
     operand, store = _operand_store(family), v.vector_store(family.stored)
 
-    @register_jitable
+    @jitable
     def rope(args, row, header):  # type: ignore[no-untyped-def]
         qkv, q = v.get_i64(args, 0), v.get_i64(args, 2)
         at, q_at = row * v.get_i64(args, 1), row * v.get_i64(args, 3)
@@ -242,7 +245,7 @@ def _attend(family: Family, groups: tuple[int, ...]) -> Any:
         for count in HEADS
     )  # fmt: skip
 
-    @register_jitable
+    @jitable
     def attend(args, unit, header, scratch):  # type: ignore[no-untyped-def]
         q, heads, kv_heads, dim = v.get_i64(args, 0), v.get_i64(args, 2), v.get_i64(args, 3), v.get_i64(args, 4)
         row, kv_head = unit // kv_heads, unit % kv_heads
@@ -299,7 +302,7 @@ def _products(family: Family, weights: tuple[str, ...]) -> Any:
         _product(family, family.stored if name == "dense" else name) if name in weights else _nothing for name in WEIGHTS
     )  # fmt: skip
 
-    @register_jitable
+    @jitable
     def products(args, rows, unit, scratch):  # type: ignore[no-untyped-def]
         stored = v.get_i64(args, 0)
         if stored == 0:
@@ -340,7 +343,7 @@ def _product(family: Family, stored: str) -> Any:
     together = {count: _together(stored, count) for count in HEADS}
     rows1, rows2, rows4, rows8 = (together[count] for count in HEADS)
 
-    @register_jitable
+    @jitable
     def product(args, rows, unit, scratch):  # type: ignore[no-untyped-def]
         data, stride, features, chunk = (
             v.get_i64(args, 1), v.get_i64(args, 2), v.get_i64(args, 3), v.get_i64(args, 4)
@@ -397,14 +400,14 @@ def _tile(family: Family, stored: str, count: int) -> Any:
     if stored in WEIGHTS[1:]:
         codes = codes_tile(stored, _together(stored, count), count, family.isa)
 
-        @register_jitable
+        @jitable
         def tile(w, stride, x, x_stride, columns, begin, end, scales, scale_stride, group, state):  # type: ignore[no-untyped-def]
             codes(w, stride, x, x_stride, x + 2 * columns, begin, end, scales, scale_stride, group, state)
 
         return tile
     dense = dense_tile(stored, count, pairs=family.pairs)
 
-    @register_jitable
+    @jitable
     def tile(w, stride, x, x_stride, columns, begin, end, scales, scale_stride, group, state):  # type: ignore[no-untyped-def]
         dense(w, stride, x, x_stride, begin, end, state)
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from hone.ops.cpu import vectors as v
+from hone.ops.cpu.names import jitable
 from hone.ops.cpu.vectors import (
     BYTES,
     F32,
@@ -101,7 +102,7 @@ def quantizer(stored: str, isa: str) -> Any:
     """
     round_block, load = _round_block(stored, isa), v.vector_load(stored)
 
-    @register_jitable
+    @jitable
     def quantize(x, at, columns, out):  # type: ignore[no-untyped-def]
         zero = v.broadcast(0.0)
         high, poison = zero, zero

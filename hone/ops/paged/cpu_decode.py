@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from hone.ops.cpu import vectors as v
+from hone.ops.cpu.names import jitable
 from hone.ops.cpu.vectors import BYTES, F32, FLOATS, I64, constant, fma, loaded, pointer, splat, widened
 
 KEYS = 256
@@ -74,7 +75,7 @@ def attend_heads(stored: str, count: int, tile: Any, store: Any) -> Any:
     mix = weighted_sum(stored, count)
     size = BYTES[stored]
 
-    @register_jitable
+    @jitable
     def attend(q, q_stride, k_pages, v_pages, page_stride, table, begin, end, page_size, dim, scale, out, scratch):  # type: ignore[no-untyped-def]
         """q, out: the first of the heads. k_pages, v_pages: this KV head's part of page 0. table int32: the sequence's pages."""
         scores = scratch
