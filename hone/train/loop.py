@@ -19,6 +19,7 @@ from hone.base.errors import HoneError
 from hone.base.mesh import Mesh
 from hone.data.load import IGNORE, Batch, Feed, PackedTokens
 from hone.data.mix.sources import Joined
+from hone.measure.compilers import keep_kernels_apart
 from hone.model.context import Context
 from hone.model.decoder import Decoder
 from hone.parallel.grid import Grid
@@ -154,6 +155,7 @@ class Trainer:
         self.tokens = 0
         self.device = next(model.parameters()).device
         if compile:
+            keep_kernels_apart()
             for layer in model.layers:
                 layer.compile(dynamic=False)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+
 import pytest
 
 pytest.importorskip("numba")
 
+from hone.data.text import compiled
 from hone.data.text.compiled import allocating, entry, inlined, kernel
 
 
@@ -29,7 +33,31 @@ def _all(number):
 
 
 def test_inner_functions_work_in_kernels_and_outside():
-    compiled = entry(_all)
-    assert compiled(20) == _all(20) == 41
-    assert len(compiled.signatures) == 1
+    all_of = entry(_all)
+    assert all_of(20) == _all(20) == 41
+    assert len(all_of.signatures) == 1
     assert _twice(4) == 8 and _more(1) == 2 and _listed(1) == [1]
+
+
+def test_what_was_compiled_from_another_files_old_text_is_not_taken(tmp_path, monkeypatch):
+    """Numba itself looks at the caller's file alone; what a kernel imports is part of its key here."""
+    package = tmp_path / "kernels" / "room"
+    package.mkdir(parents=True)
+    (package / "outer.py").write_text(
+        "from hone.data.text.compiled import entry\nfrom kernels.room.inner import add\n"
+        "@entry\ndef total(n):\n    return add(n)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    found = []
+    for more in (1, 1, 2):
+        (package / "inner.py").write_text(
+            f"from hone.data.text.compiled import kernel\n@kernel\ndef add(n):\n    return n + {more}\n"
+        )
+        for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
+            del sys.modules[name]
+        for kept in (compiled.sources_digest, compiled._text_and_imports):
+            kept.cache_clear()
+        total = import_module("kernels.room.outer").total
+        found.append((total(1), sum(total.stats.cache_hits.values())))
+    assert found == [(2, 0), (2, 1), (3, 0)]
