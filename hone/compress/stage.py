@@ -89,10 +89,12 @@ class Compress(Stage):
     )
     targets: tuple[str, ...] = Field(
         (r"\.layers\.",),
-        description="Regular expressions; a linear is compressed if one of them is found in its checkpoint name.",
+        description="Regular expressions; a linear is compressed if one of them is found in its checkpoint name. 're:EXPRESSION' "
+        "begins at the name's start, as in vLLM and compressed-tensors.",
     )
     ignore: tuple[str, ...] = Field(
-        ("lm_head",), description="Regular expressions; a linear is left unchanged if one of them is found in its name."
+        ("lm_head",),
+        description="Regular expressions, as those of targets; a linear is left unchanged if one of them is found in its name.",
     )
     num_sequences: int = Field(128, gt=0, description="Calibration sequences.")
     seq_len: int = Field(0, ge=0, description="Tokens of one sequence; 0: the model's context, up to 512.")
@@ -149,7 +151,7 @@ class Compress(Stage):
                 raise ValueError(f"{step.kind} reads the weights of the given model: it must be the first step")
         for pattern in (*self.targets, *self.ignore):
             try:
-                re.compile(pattern)
+                re.compile(pattern.removeprefix("re:"))
             except re.error as error:
                 raise ValueError(f"'{pattern}' is not a regular expression: {error}") from None
         return self

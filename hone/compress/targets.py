@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,16 +46,17 @@ def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
 
 
 def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -> tuple[tuple[Linear, ...], ...]:
-    """Per layer, the linears to compress: matched by one of `targets` and by none of `ignore` (regular expressions).
+    """Per layer, the linears to compress: matched by one of `targets` and by none of `ignore` (see `matches`).
 
-    Raises SpecError when there is none, or when one is matched only in part.
+    Raises SpecError when there is none, when one is matched only in part, and for a pattern that matches nothing of the model.
     """
-    chosen, names = [], []
+    chosen: list[tuple[Linear, ...]] = []
+    names: list[str] = []
     for index in range(config.num_layers):
         here = []
         for linear in linears(config, index):
             names += [name for name, _ in linear.modules]
-            taken = [name for name, _ in linear.modules if _found(targets, name) and not _found(ignore, name)]
+            taken = [name for name, _ in linear.modules if _any(targets, name) and not _any(ignore, name)]
             if taken and linear.experts is not None:
                 raise SpecError(
                     f"layer {index}: {linear.path} holds one matrix per expert, which no step supports yet",
@@ -69,11 +71,44 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
                     fix="these are one matrix: target or ignore them together",
                 )
         chosen.append(tuple(here))
+    for field, patterns in (("targets", targets), ("ignore", ignore)):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in (*names, *_NEVER_COMPRESSED)):
+                raise SpecError(
+                    f"{field}: '{pattern}' matches none of the model's linears",
+                    fix=f"names look like {', '.join(_nearest(pattern, names))}; a pattern is a regular expression found anywhere in "
+                    "a name, or from its start as 're:.*down_proj'",
+                )
     if not any(chosen):
         raise SpecError(
             f"targets {list(targets)} without {list(ignore)} name no linear", fix=f"names look like {names[0]}"
         )
     return tuple(chosen)
+
+
+_NEVER_COMPRESSED = ("lm_head", "model.embed_tokens")
+"""What recipes name although no step compresses it."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a regular expression is found anywhere in `name`; after 're:' it begins with it, as in compressed-tensors and vLLM."""
+    whole = pattern.removeprefix("re:")
+    return bool(re.search(pattern, name) if whole == pattern else re.match(whole, name))
+
+
+def _any(patterns: Sequence[str], name: str) -> bool:
+    return any(matches(pattern, name) for pattern in patterns)
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """Up to three names, one of each kind, that are most like a pattern."""
+    kinds = {re.sub(r"\d+", "0", name): name for name in reversed(names)}
+    wanted = re.sub(r"[^\w.]", "", pattern.removeprefix("re:")).rpartition(".")[2]
+
+    def likeness(name: str) -> float:
+        return difflib.SequenceMatcher(None, wanted, name.rpartition(".")[2]).ratio()
+
+    return sorted(kinds.values(), key=likeness, reverse=True)[:3]
 
 
 def check_modules(linear: Linear, scheme: Scheme) -> None:
@@ -96,7 +131,3 @@ def check_modules(linear: Linear, scheme: Scheme) -> None:
                 f"{linear.modules[-1][0]}",
                 fix="use a block height that divides them, groups, or one scale per row",
             )
-
-
-def _found(patterns: Sequence[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)

@@ -108,7 +108,12 @@ SPECS: dict[str, tuple[dict, str]] = {
     "a text that is none": ({"steps": [GPTQ], "calibration_text": "BINARY"}, "not UTF-8"),
     "too long sequences": ({"steps": [GPTQ], "seq_len": 4096}, "longer than the model's context"),
     "a pattern that is none": ({"steps": [INT4], "targets": ["("]}, "not a regular expression"),
-    "targets that match nothing": ({"steps": [INT4], "targets": ["transformer.h"]}, "name no linear"),
+    "targets that match nothing": ({"steps": [INT4], "targets": ["transformer.h"]}, "targets: .* matches none of the"),
+    "a name that is misspelled": (
+        {"steps": [INT4], "ignore": ["re:.*dwn_proj"]},
+        "ignore: 're:\\.\\*dwn_proj' matches none",
+    ),
+    "all that is targeted ignored": ({"steps": [INT4], "targets": ["mlp"], "ignore": ["_proj"]}, "name no linear"),
     "half of a fused matrix": ({"steps": [INT4], "ignore": ["q_proj"]}, "target or ignore them together|leave out"),
     "AWQ with three bits": ({"steps": [{**INT4, "bits": 3, "layout": "awq"}]}, "awq"),
     "one byte for four bits": ({"steps": [{**INT4, "layout": "int-quantized"}]}, "int-quantized stores 8 bits"),

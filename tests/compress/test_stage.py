@@ -132,7 +132,7 @@ def test_calibration_tokens_may_come_from_a_data_artifact(tiny_llama: Path, tmp_
         ({"steps": [{**INT4, "group_size": 24}]}, "group_size 24 does not divide the 64", "16, 32, 64"),
         ({"steps": [GPTQ4]}, "gptq needs hessian", "calibration_text"),
         ({"steps": [INT4], "targets": ["q_proj"]}, "leave out", "together"),
-        ({"steps": [INT4], "targets": ["nowhere"]}, "name no linear", "model.layers.0"),
+        ({"steps": [INT4], "targets": ["nowhere"]}, "matches none", "model.layers.0"),
         ({"steps": [GPTQ4], "calibration_text": "/nowhere.txt"}, "/nowhere.txt", "text file"),
         ({"steps": [GPTQ4], "calibration_text": __file__, "seq_len": 4096}, "longer than the model's context", "512"),
         ({"steps": [{**INT4, "layout": "int-quantized"}]}, "int-quantized stores 8 bits", "pack-quantized"),
