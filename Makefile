@@ -2,7 +2,8 @@
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
+# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process that a test starts would compile all of hone again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
 
 .PHONY: demo test test-slow test-all lint clean
 

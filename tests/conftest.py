@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import os
 import platform
 import shutil
-import tempfile
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from filelock import FileLock
 from hone.base.run import Run
 from hone.measure.calibrate import _GRADIENT_SHAPES, _SHAPES
 from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate, keep_calibration
+from hone.measure.compilers import LIMITS, keep_kernels_apart
 from hone.measure.machine import describe, identity
 from hone.recipe import Recipe
 
@@ -35,20 +34,7 @@ else:  # how long an example takes says something of the machine, nothing of hon
     settings.load_profile("hone")
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS")
-"""Environment variables that limit the vector extensions that libraries use."""
-
-
-def _cpu_key() -> str:
-    """Of what a compiled kernel is for: the processor's extensions, their limits and torch's version."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else [platform.processor()]
-    flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))} or set(lines)
-    limits = [os.environ.get(name, "") for name in CPU_LIMITS]
-    return hashlib.sha256("\n".join([*sorted(flags), *limits, version("torch")]).encode()).hexdigest()[:12]
-
-
-# Kernels that inductor compiled for another CPU, kept in a temporary folder that outlived it, would end a test by a signal.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor-{_cpu_key()}"))
+keep_kernels_apart()
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -67,7 +53,35 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             folder.mkdir()
             make(folder)
             whole.touch()
+    _SHARED[folder] = _files(folder)
     return folder
+
+
+_SHARED: dict[Path, set] = {}
+"""What is in every folder that `made_once` gave this process."""
+
+
+def _files(folder: Path) -> set:
+    return {(path, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection looks at what tests make, not at the million objects of their imports each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def apart() -> Iterator[None]:
+    """What one file of tests leaves changes nothing for the next: folders that tests share are as they were made, and garbage
+    collection does not visit imports and session fixtures of the files before."""
+    yield
+    for folder, files in _SHARED.items():
+        _SHARED[folder] = _files(folder)
+        changed = sorted({str(path) for path, *_ in files ^ _SHARED[folder]})
+        assert not changed, f"a test of this file, or of another worker's, changed what tests share: {changed}"
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -89,7 +103,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         kernels.append(f"numba {get_host_cpu_name()}")
     except ImportError:
         pass
-    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if name in os.environ]
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
     blas = (
         numpy.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {}).get("name", "its BLAS not said")
     )
@@ -194,7 +208,13 @@ MINI = {
     },
     "eval.max_tokens": "2000",
 }
-SERVE = {"num_requests": "6", "prompt_tokens": "[4, 12]", "output_tokens": "[4, 12]", "shared_prefix": "16"}
+SERVE = {
+    "num_requests": "6",
+    "prompt_tokens": "[4, 12]",
+    "output_tokens": "[4, 12]",
+    "shared_prefix": "16",
+    "engine.max_model_len": "48",  # what the samples are as long as
+}
 
 
 def mini_recipe(source: Path) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,10 @@ def test_serving_changes_no_sampled_text(artifacts):
     assert len(texts) == 1 and all(json.loads(line)["text"] for line in texts.pop().splitlines())
 
 
-def test_a_second_run_makes_nothing(mini_line, mini_source):
+def test_a_second_run_makes_nothing(mini_line, mini_source, tmp_path):
     made = []
-    mini_recipe(mini_source).run(mini_line / "work", Run(quiet=True), watch=lambda *row: made.append(row[-1]))
+    home = shutil.copytree(mini_line, tmp_path / "home")
+    mini_recipe(mini_source).run(home / "work", Run(quiet=True), watch=lambda *row: made.append(row[-1]))
     assert made and not any(made)
 
 

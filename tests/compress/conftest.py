@@ -59,7 +59,7 @@ def stories(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     text = (shared_data / "lm_text" / "tinystories-200K.txt").read_text(encoding="utf8")
     calibration = folder / "calibration.txt"
     calibration.write_text(text[: len(text) // 2], encoding="utf8")
-    ids = torch.tensor(load_tokenizer(model).encode(text[-len(text) // 3 :]))
+    ids = torch.tensor(load_tokenizer(model).encode(text[-len(text) // 8 :]))
     return model, calibration, ids[: len(ids) // 256 * 256].view(-1, 256)
 
 

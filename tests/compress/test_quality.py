@@ -14,7 +14,7 @@ SHARED = {"bits": 4, "group_size": 32, "uneven": "nearest"}
 
 def test_gptq_beats_round_to_nearest_on_a_real_model(stories: tuple, compress) -> None:
     model, calibration, rows = stories
-    options = {"num_sequences": 48, "seq_len": 256, "calibration_text": str(calibration)}
+    options = {"num_sequences": 40, "seq_len": 128, "calibration_text": str(calibration)}
     found = {"dense": perplexity(model, rows)}
     for name, step in {
         "rtn": {"kind": "rtn", **SHARED},
@@ -35,7 +35,7 @@ def test_gptq_beats_round_to_nearest_on_a_real_model(stories: tuple, compress) -
 @pytest.mark.parametrize("bits", [2, 3])
 def test_the_gap_grows_with_fewer_bits(bits: int, stories: tuple, compress) -> None:
     model, calibration, rows = stories
-    options = {"num_sequences": 48, "seq_len": 256, "calibration_text": str(calibration)}
+    options = {"num_sequences": 40, "seq_len": 128, "calibration_text": str(calibration)}
     found = {}
     for kind in ("rtn", "gptq"):
         step = {"kind": kind, "scale": "search", **SHARED, "bits": bits}

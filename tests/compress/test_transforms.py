@@ -200,7 +200,7 @@ def test_awq_beats_rounding_on_a_real_model(stories, compress) -> None:
     """At least a fifth of the loss that rounding causes is gone."""
     model, text, rows = stories
     step = {"kind": "rtn", "bits": 4, "group_size": 32, "uneven": "nearest"}
-    options = {"calibration_text": str(text), "num_sequences": 64, "seq_len": 256}
+    options = {"calibration_text": str(text), "num_sequences": 40, "seq_len": 128}
     dense = perplexity(model, rows)
     plain = perplexity(compress(model, step, name="plain", **options).folder, rows)
     better = perplexity(compress(model, {"kind": "awq"}, step, name="awq", **options).folder, rows)

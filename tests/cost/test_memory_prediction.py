@@ -35,7 +35,7 @@ def data(tmp_path_factory) -> Path:
     (folder / "tokens").mkdir(parents=True)
     byte_tokenizer().save_pretrained(folder)
     random, splits = np.random.default_rng(0), {}
-    for split, count in (("train", 200_000), ("val", 20_000)):
+    for split, count in (("train", 200_000), ("val", 10_000)):
         starts = np.unique(np.append(np.cumsum(random.integers(50, 1500, count // 50)).clip(max=count), (0, count)))
         tokens = random.integers(1, 256, count).astype("<u2")
         tokens[starts[1:] - 1] = 0

@@ -1,10 +1,14 @@
-"""Child process of test_stage: makes a data set and dies at the n-th rename below its folder, or at the commit."""
+"""Child processes that make a data set and die: at the n-th rename below its folder, at the commit, or after some tasks."""
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import signal
+import threading
+import time
+from typing import Any
 
 import hone.data.filters
 import hone.data.langid
@@ -12,6 +16,8 @@ import hone.data.tokens.fast
 import hone.data.tokens.tokenizer
 import hone.data.work  # noqa: F401
 from hone.base.run import Run
+from hone.data import annotate
+from hone.data.dedup import joining
 from hone.data.stage import Data
 
 
@@ -43,3 +49,22 @@ def data(out: str, source: str, kill_at: int, where: str) -> int:
     spec = Data.read({"source": source, "tokenizer": {"vocab_size": 400}, "filters": ["length", "gopher_quality"]})
     spec.make(out, run=Run(quiet=True))
     return count
+
+
+def stage(
+    out: str, spec: dict[str, Any], executor: dict[str, Any], manifests: str, growth: int, pause_s: float
+) -> None:
+    """Makes `spec` of small tasks; dies `pause_s` after `growth` files more than at first were seen at the pattern `manifests`."""
+    annotate.TASK_BYTES, joining.SORT_KEYS = 1000, 60
+    before = {*glob.glob(manifests)}
+
+    def kill() -> None:
+        seen = before
+        while len(seen) < len(before) + growth:
+            time.sleep(0.01)
+            seen = seen | {name for name in glob.glob(manifests) if not name.endswith("tmp")}
+        time.sleep(pause_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    Data.read(spec).make(out, run=Run(quiet=True, executor=executor))

@@ -85,23 +85,25 @@ def test_personal_data_equals_the_plain_count(text):
 
 def real_texts(folder) -> list[str]:
     rows = gzip.decompress((folder / "langid" / "lingua-sentences-75x1000.jsonl.gz").read_bytes()).decode().splitlines()
-    texts = [" ".join(json.loads(row)["text"] for row in rows[at : at + 20]) for at in range(0, len(rows), 400)]
+    texts = [
+        " ".join(json.loads(row)["text"] for row in rows[at : at + 20]) for at in range(0, len(rows), 1000)
+    ]  # each language
     book = gzip.decompress((folder / "books" / "en-dracula.txt.gz").read_bytes()).decode("utf8", "replace")
     code = gzip.decompress((folder / "code" / "permissive-code.jsonl.gz").read_bytes()).decode().splitlines()
-    texts += [book[at : at + 6000] for at in range(0, 300_000, 6000)]
-    texts += [json.loads(row)["text"][:8000] for row in code[::10]]
+    texts += [book[at : at + 6000] for at in range(0, 60_000, 6000)]
+    texts += [json.loads(row)["text"][:8000] for row in code[::30]]
     return [normalize(text) for text in texts]
 
 
 def test_signals_of_real_text_equal_the_plain_count(shared_data):
     texts = real_texts(shared_data)
-    assert len(texts) > 200
+    assert len(texts) > 90
     check(texts)
 
 
 def test_a_long_document_equals_the_plain_count(shared_data):
     book = (shared_data / "books" / "en-war-and-peace.txt.gz").read_bytes()
-    check([normalize(gzip.decompress(book).decode("utf8", "replace"))[:1_200_000]])
+    check([normalize(gzip.decompress(book).decode("utf8", "replace"))[:400_000]])
 
 
 @pytest.mark.slow

@@ -10,10 +10,12 @@ aligned. About 4 s a kernel.
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +36,7 @@ _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: ptxas' report, the machine code's listing, and what a test asks of them."""
+    """One compiled kernel: ptxas' report, the machine code, and what a test asks of them."""
 
     shared: int
     num_warps: int
@@ -43,7 +45,7 @@ class Compiled:
     stack_bytes: int
     report: str = field(repr=False)
     ptx: str = field(repr=False)
-    sass: str = field(repr=False)
+    cubin: bytes = field(repr=False)
     ttgir: str = field(repr=False)
 
     @property
@@ -55,6 +57,14 @@ class Compiled:
     def clean(self) -> bool:
         """No spills, no serialized wgmma, and shared memory that a block can have."""
         return self.spill_bytes == 0 and not self.serialized and self.shared <= SHARED_LIMIT
+
+    @cached_property
+    def sass(self) -> str:
+        """The machine code's listing."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            return _run("cuobjdump", "-sass", file.name)
 
     @cached_property
     def instructions(self) -> list[str]:
@@ -136,22 +146,24 @@ def _compile(
         for i, (name, kind) in enumerate(types.items())
         if str(kind).startswith("*") or name in set(divisible)
     }
-    made = triton.compile(
-        source(kernel, types, constexprs=dict(constexprs), attrs=aligned),
-        target=HOPPER,
-        options={"num_warps": 4, **options},
-    )
-    return examined(made)
+    printed = io.StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(printed):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        made = triton.compile(
+            source(kernel, types, constexprs=dict(constexprs), attrs=aligned),
+            target=HOPPER,
+            options={"num_warps": 4, **options},
+        )
+    return _examined(made, printed.getvalue())
 
 
-def examined(made: Any) -> Compiled:
-    """The record of what `triton.compile` returned."""
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin, again = (Path(folder) / name for name in ("k.ptx", "k.cubin", "again.cubin"))
-        ptx.write_text(made.asm["ptx"])
-        cubin.write_bytes(made.asm["cubin"])
-        report = _run("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(again))
-        sass = _run("cuobjdump", "-sass", str(cubin))
+def _examined(made: Any, report: str) -> Compiled:
+    """The record of what `triton.compile` returned and ptxas printed: nothing where Triton's cache had the kernel."""
+    if "registers" not in report:
+        with tempfile.TemporaryDirectory() as folder:
+            ptx, cubin = (Path(folder) / name for name in ("k.ptx", "k.cubin"))
+            ptx.write_text(made.asm["ptx"])
+            report = _run("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin))
     numbers = {
         what: sum(map(int, re.findall(rf"(\d+) bytes {what}", report)))
         for what in ("stack frame", "spill stores", "spill loads")
@@ -165,7 +177,7 @@ def examined(made: Any) -> Compiled:
         stack_bytes=numbers["stack frame"],
         report=report,
         ptx=made.asm["ptx"],
-        sass=sass,
+        cubin=made.asm["cubin"],
         ttgir=made.asm["ttgir"],
     )
 

@@ -10,6 +10,8 @@ bfloat16 is silently wrong there. Keep shapes tiny.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,9 +27,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @pytest.fixture(autouse=True)
-    def scalars_are_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Lets a kernel's loop run to a number it was given: the interpreter keeps numbers in arrays of one element, which
-        NumPy 2.4 no longer turns into integers."""
+    def interpreter_of_today(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Two repairs of the interpreter.
+
+        A kernel's loop may run to a number it was given: the interpreter keeps numbers in arrays of one element, which
+        NumPy 2.4 no longer turns into integers. And the language is patched once a test: the interpreter does it again
+        for every call of a device function, `tl.sum` included, which is most of its time.
+        """
+        from triton import language
         from triton.runtime import interpreter
 
         patch = interpreter._patch_lang_tensor
@@ -37,3 +44,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+        scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+        monkeypatch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+        yield
+        scope.restore()

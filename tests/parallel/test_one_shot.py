@@ -8,7 +8,6 @@ import torch
 from hone.parallel.group import Group, Pipe
 from hone.parallel.one_shot import OneShot
 from hone.parallel.place import Place
-from tests.forking import forking
 from tests.parallel import on_ranks
 
 triton = pytest.importorskip("triton")
@@ -50,18 +49,12 @@ def test_places_of_a_grid() -> None:
 
 
 def test_ranks_add_and_join_in_their_order() -> None:
-    with forking("tests.parallel.on_ranks:collectives") as call:
-        ended = call(4)
-    assert ended.returncode == 0, ended.stderr
-    for found in ended.result:
+    for found in on_ranks.collectives(4):
         assert found == on_ranks.expected(4)
 
 
 def test_a_pipe_keeps_the_order() -> None:
-    with forking("tests.parallel.on_ranks:piped") as call:
-        ended = call(20)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.result[1] == [float(step) for step in range(20)]
+    assert on_ranks.piped(20)[1] == [float(step) for step in range(20)]
     assert Pipe(Place())._KEPT < 20
 
 

@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
+plain = functools.partial(httpx.Client, timeout=60, verify=False)
+"""A client with connections of its own that reads no certificates: that takes longer than most requests."""
+
+
+@functools.cache
+def starter() -> socket.socket:
+    """The process that servers are forked from (tests.serve.starter); it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.Popen([sys.executable, "-m", "tests.serve.starter"], cwd=ROOT, env=environment, stdin=theirs)
+    theirs.close()
+    return ours
+
+
+class Started:
+    """A forked server, as a `subprocess.Popen`."""
+
+    def __init__(self, code: str, imports: list[str], environment: dict[str, str], stderr: IO[str]) -> None:
+        ends, told = os.pipe()
+        output, stdout = os.pipe()
+        call = {"code": code, "imports": imports, "environment": environment}
+        socket.send_fds(starter(), [json.dumps(call).encode()], [stdout, stderr.fileno(), told])
+        os.close(stdout)
+        os.close(told)
+        self.stdout = os.fdopen(output)
+        self._ends = os.fdopen(ends)
+        self.pid = int(self._ends.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._read(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._read(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("the server", timeout or 0)
+        return code
+
+    def _read(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._ends], [], [], timeout)[0]:
+            self.returncode = int(self._ends.readline())
+            self._ends.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class LiveServer:
-    """`hone serve` on a free port. `build` is the "module:function" that makes the engine, by default the real one."""
+    """`hone serve` on a free port. `build` is the "module:function" that makes the engine, by default the real one.
 
-    def __init__(self, folder: Path, build: str = "hone.serve.http.server:build_engine", **fields: Any) -> None:
+    Its processes are forked from ones that have imported everything; with `anew` all begin as those of users.
+    """
+
+    def __init__(
+        self, folder: Path, build: str = "hone.serve.http.server:build_engine", *, anew: bool = False, **fields: Any
+    ) -> None:
         module, _, name = build.partition(":")
         code = (
             f"from {module} import {name} as build\n"
@@ -36,17 +95,16 @@ class LiveServer:
         )
         self._log = tempfile.TemporaryFile("w+", encoding="utf8")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HONE_API_KEY": ""}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+        self.process: Any
+        if anew:
+            command = [sys.executable, "-c", code]
+            pipes = {"stdout": subprocess.PIPE, "stderr": self._log, "text": True}
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+        else:
+            imports = [module if module.startswith("tests") else "hone.serve.engine"]
+            self.process = Started(code, imports, environment, self._log)
         timer = threading.Timer(_START_S, self.process.kill)
         timer.start()
-        assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
         timer.cancel()
         found = re.search(r"https?://[\w.]+:\d+", self.line)
@@ -54,7 +112,7 @@ class LiveServer:
             self.process.wait(60)
             raise RuntimeError(f"the server did not start: {self.errors()}")
         self.url = found[0]
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.http = httpx.Client(base_url=self.url, timeout=120, verify=False)
 
     def errors(self) -> str:
         """What the server wrote to standard error."""
@@ -83,9 +141,7 @@ class LiveServer:
             found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         except FileNotFoundError:
             return []
-        return [
-            int(one) for one in found if "spawn_main" in Path(f"/proc/{one}/cmdline").read_text().replace("\0", " ")
-        ]
+        return [int(one) for one in found if re.search("spawn_main|tests.serve.starter", _command(one))]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Ends the server by a signal, if it still runs; its exit code."""
@@ -100,6 +156,9 @@ class LiveServer:
             self.process.kill()
             raise
         finally:
-            assert self.process.stdout is not None
             self.process.stdout.close()
             self._log.close()
+
+
+def _command(pid: str) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")

@@ -58,7 +58,7 @@ def texts(one: Engine, work: list[tuple[list[int], SamplingParams, int]]) -> dic
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     work=st.lists(
         st.tuples(

@@ -222,18 +222,18 @@ def check(seed: int) -> Engine:
     return one
 
 
-SEEDS = range(47, 77)
+SEEDS = (47, 48, 49, 50, 51, 54, 56, 68, 70, 71, 74, 76)
+"""Few that hold everything: the test below says what."""
 
 
-@pytest.mark.parametrize("first", SEEDS[::6])
-def test_company_changes_nothing(first: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_company_changes_nothing(seed: int) -> None:
     pytest.importorskip("llguidance")
-    for seed in range(first, first + 6):
-        check(seed)
+    check(seed)
 
 
 def test_the_mixes_hold_what_they_are_for() -> None:
-    """Among the seeds above are all policies, drafters and caches, with and without steps ahead."""
+    """Among the seeds above are all models, policies, drafters, evictions and caches, with and without steps ahead."""
     specs = [spec_of(random.Random(seed)) for seed in SEEDS]
     seen = {(meant["kv_cache_dtype"], free["async_scheduling"]) for _, meant, free in specs}
     assert {(dtype, ahead) for dtype in ("auto", "fp8", "int8") for ahead in (False, True)} <= seen
@@ -244,6 +244,10 @@ def test_the_mixes_hold_what_they_are_for() -> None:
     assert {free["drafter"]["kind"] for *_, free in specs if "drafter" in free} == {"prompt_lookup", "draft_model"}
     assert {(free["batching"], free["async_scheduling"]) for *_, free in specs} >= {
         (batching, True) for batching in ("continuous", "static", "dynamic")
+    }
+    assert {free["eviction"] for *_, free in specs} == set(EVICTIONS)
+    assert {(name, meant["kv_cache_dtype"] == "auto") for name, meant, _ in specs} == {
+        (name, plain) for name in MODELS for plain in (False, True)
     }
 
 

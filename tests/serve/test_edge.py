@@ -168,7 +168,7 @@ def test_connections_are_limited(server: LiveServer):
 def test_garbage_does_not_end_the_server(server: LiveServer):
     for data in (
         b"\0\xff\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01",
         b"PUT / HTTP/1.1\r\n" * 9 + b"\r\n",
     ):

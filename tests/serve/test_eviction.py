@@ -142,7 +142,7 @@ class EvictionMachine(RuleBasedStateMachine):
 def test_pages_are_given_out_as_a_naive_list_says(kind: str) -> None:
     machine = type(f"Machine_{kind}", (EvictionMachine,), {"kind": kind})
     case = machine.TestCase
-    case.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
     case().runTest()
 
 

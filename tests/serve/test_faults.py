@@ -37,7 +37,7 @@ def fresh(folder: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LiveServer]:
-    live = LiveServer(folder, FAKE, stall_s=0.6, max_queue=8)
+    live = LiveServer(folder, FAKE, anew=True, stall_s=0.6, max_queue=8)
     yield live
     live.stop()
 

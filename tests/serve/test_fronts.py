@@ -21,7 +21,7 @@ from hone.serve.http.processes.tallies import Counter, state_of
 from hone.serve.http.server import listen, listen_together
 from hone.serve.http.spec import ProcessesSpec, ServerSpec
 from tests.serve import fake_engine as fake
-from tests.serve.live import LiveServer
+from tests.serve.live import LiveServer, plain
 
 COUNT = 2
 LONG = 90_000
@@ -37,7 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LiveServer]:
     live = LiveServer(
-        folder, "tests.serve.fake_engine:build", api_server_count=COUNT, max_queue=4, api_key="secret", drain_s=10
+        folder,
+        "tests.serve.fake_engine:build",
+        anew=True,
+        api_server_count=COUNT,
+        max_queue=4,
+        api_key="secret",
+        drain_s=10,
     )
     live.http.headers["authorization"] = "Bearer secret"
     yield live
@@ -71,7 +77,8 @@ def stream(server: LiveServer, first: int = 40, count: int = LONG) -> socket.soc
 
 def metric(server: LiveServer, name: str) -> float:
     """As `LiveServer.metric`, from whichever front a new connection reaches."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    with plain() as client:
+        text = client.get(f"{server.url}/metrics").text
     rows = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     return sum(float(line.rpartition(" ")[2]) for line in rows)
 
@@ -88,12 +95,8 @@ def test_connections_are_divided_and_metrics_are_summed(server: LiveServer):
     counts = ("hone:e2e_request_latency_seconds_count", "hone:request_generation_tokens_count")
     before, done = metric(server, "hone:generation_tokens_total"), metric(server, counts[0])
     for number in range(24):
-        reply = httpx.post(
-            f"{server.url}/v1/completions",
-            json={"prompt": [number + 20], "max_tokens": 2},
-            headers={"authorization": "Bearer secret"},
-            timeout=30,
-        )
+        with plain(headers={"authorization": "Bearer secret"}) as client:
+            reply = client.post(f"{server.url}/v1/completions", json={"prompt": [number + 20], "max_tokens": 2})
         assert reply.json()["choices"][0]["token_ids"] == [number + 21, number + 22]
     until(server, "hone:generation_tokens_total", before + 48)
     until(server, "hone:requests_outstanding", 0)
@@ -104,8 +107,9 @@ def test_connections_are_divided_and_metrics_are_summed(server: LiveServer):
 
 
 def test_the_key_holds_at_every_front(server: LiveServer):
-    codes = {httpx.get(f"{server.url}/v1/models", timeout=30).status_code for _ in range(12)}
-    assert codes == {401}
+    for _ in range(12):
+        with plain() as client:
+            assert client.get(f"{server.url}/v1/models").status_code == 401
 
 
 def test_the_queue_is_bounded_over_all_fronts(server: LiveServer):
@@ -114,9 +118,8 @@ def test_the_queue_is_bounded_over_all_fronts(server: LiveServer):
 
     def ask() -> None:
         body = {"prompt": [60], "max_tokens": 300}
-        reply = httpx.post(
-            f"{server.url}/v1/completions", json=body, headers={"authorization": "Bearer secret"}, timeout=60
-        )
+        with plain(headers={"authorization": "Bearer secret"}) as client:
+            reply = client.post(f"{server.url}/v1/completions", json=body)
         codes.append(reply.status_code)
         if reply.status_code == 503:
             assert reply.headers["retry-after"] and reply.json()["error"]["code"] == "queue_full"
@@ -174,13 +177,11 @@ def test_sigterm_drains_every_front(server: LiveServer):
     lines: list[list[str]] = []
 
     def read() -> None:
-        with httpx.stream(
-            "POST",
-            f"{server.url}/v1/completions",
-            json={"prompt": [50], "max_tokens": 400, "stream": True},
-            headers={"authorization": "Bearer secret"},
-            timeout=60,
-        ) as reply:
+        body = {"prompt": [50], "max_tokens": 400, "stream": True}
+        with (
+            plain(headers={"authorization": "Bearer secret"}) as client,
+            client.stream("POST", f"{server.url}/v1/completions", json=body) as reply,
+        ):
             lines.append([line for line in reply.iter_lines() if line])
 
     threads = [threading.Thread(target=read) for _ in range(4)]
@@ -197,12 +198,8 @@ def test_sigterm_drains_every_front(server: LiveServer):
 
 def test_the_end_of_the_engine_ends_all(folder: Path):
     live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
-    with httpx.stream(
-        "POST",
-        f"{live.url}/v1/completions",
-        json={"prompt": [fake.KILLED], "max_tokens": 9, "stream": True},
-        timeout=60,
-    ) as reply:
+    body = {"prompt": [fake.KILLED], "max_tokens": 9, "stream": True}
+    with live.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and "the engine process ended: killed by SIGKILL" in lines[-2]
     assert live.process.wait(30) == 1
@@ -225,9 +222,8 @@ def test_all_end_with_the_supervisor(folder: Path):
 def test_ctrl_c_ends_all(folder: Path):
     """It reaches every process of the terminal."""
     live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
-    with httpx.stream(
-        "POST", f"{live.url}/v1/completions", json={"prompt": [50], "max_tokens": LONG, "stream": True}, timeout=60
-    ) as reply:
+    body = {"prompt": [50], "max_tokens": LONG, "stream": True}
+    with live.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = (line for line in reply.iter_lines() if line)
         next(lines)
         for process in [*psutil.Process(live.process.pid).children(recursive=True), live.process]:
@@ -282,7 +278,8 @@ def read_steps(server: LiveServer, hung: int) -> float:
     """The engine's steps, from a front that does not hang; connections that reach the other one get no reply."""
     for _ in range(40):
         try:
-            text = httpx.get(f"{server.url}/metrics", timeout=0.7).text
+            with plain(timeout=0.7) as client:
+                text = client.get(f"{server.url}/metrics").text
         except httpx.TimeoutException:
             continue
         return float(

@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "the quick brown"}]
 
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path) -> Iterator[LiveServer]:
-    live = LiveServer(tiny_llama, served_model_name="tiny", metrics_prefix="vllm", max_body_bytes=200_000)
+    live = LiveServer(tiny_llama, anew=True, served_model_name="tiny", metrics_prefix="vllm", max_body_bytes=200_000)
     yield live
     live.stop()
 
@@ -347,7 +347,7 @@ def mutate(generator: random.Random) -> tuple[str, bytes, str]:
 @pytest.mark.slow
 def test_no_malformed_request_gets_a_5xx(server: LiveServer):
     generator = random.Random(20261121)
-    requests = [mutate(generator) for _ in range(2000)]
+    requests = [mutate(generator) for _ in range(800)]
     counts: dict[int, int] = {}
 
     async def one(client: httpx.AsyncClient, limit: asyncio.Semaphore, path: str, raw: bytes, kind: str) -> None:
@@ -366,8 +366,8 @@ def test_no_malformed_request_gets_a_5xx(server: LiveServer):
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # pytest plugins may own this thread's event loop
         pool.submit(asyncio.run, main()).result()
-    assert sum(counts.values()) == 2000
-    assert counts[400] > 800 and counts[200] > 100, counts  # the generator reaches both sides of the checks
+    assert sum(counts.values()) == 800
+    assert counts[400] > 320 and counts[200] > 40, counts  # the generator reaches both sides of the checks
     assert server.http.get("/health").status_code == 200
     assert "Traceback" not in server.errors()
     server.wait_for("hone:requests_outstanding", 0)

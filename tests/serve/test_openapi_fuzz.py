@@ -137,13 +137,13 @@ def test_every_endpoint_is_drawn_from():
 
 @pytest.mark.parametrize("path", sorted(BODIES))
 def test_bodies_of_the_document(server: LiveServer, path: str):
-    attack(server, path, 40)
+    attack(server, path, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(BODIES))
 def test_many_bodies_of_the_document(server: LiveServer, path: str):
-    attack(server, path, 500)
+    attack(server, path, 150)
     server.wait_for("hone:requests_outstanding", 0)
     server.wait_for("hone:pages_used", 0)
     assert server.http.get("/health").json()["status"] == "ok" and "Traceback" not in server.errors()

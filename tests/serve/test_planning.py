@@ -135,7 +135,7 @@ def measured_steps(one: Engine, traffic: Traffic) -> list[tuple[int, tuple[tuple
     return steps
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 25), st.integers(1, 9)), min_size=1, max_size=8),
     shared=st.sampled_from([0, 9]),

@@ -22,7 +22,7 @@ from hone.serve.replicas.router import Router
 from hone.serve.replicas.shares import share_of
 from hone.serve.request import SamplingParams
 from hone.serve.spec import EngineSpec
-from tests.serve.live import LiveServer
+from tests.serve.live import LiveServer, plain
 from tests.serve.small import VOCAB, decoder
 
 BLOCK = 16
@@ -197,13 +197,15 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def each(server: LiveServer, name: str) -> list[float]:
     """A figure of both replicas."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    with plain() as client:
+        text = client.get(f"{server.url}/metrics").text
     found = dict(re.findall(rf'^hone:replica_{name}{{.*replica="(\d)"}} (\S+)$', text, re.M))
     return [float(found.get(place, 0)) for place in "01"]
 
 
 def complete(server: LiveServer, **body) -> list[int]:
-    reply = httpx.post(f"{server.url}/v1/completions", json={"temperature": 0, "ignore_eos": True, **body}, timeout=60)
+    with plain() as client:
+        reply = client.post(f"{server.url}/v1/completions", json={"temperature": 0, "ignore_eos": True, **body})
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"][0]["token_ids"]
 
@@ -265,8 +267,7 @@ def test_load_is_divided(fakes: LiveServer):
 def test_the_end_of_one_replica_ends_all(fakes: LiveServer):
     """The last test of this fakes."""
     url = fakes.url
-    engines = [child for child in psutil.Process(fakes.process.pid).children() if not child.net_connections("tcp")]
-    engines = [child for child in engines if "spawn_main" in " ".join(child.cmdline())]
+    engines = [child for child in map(psutil.Process, fakes.workers()) if not child.net_connections("tcp")]
     assert len(engines) == 2
     body = {"prompt": prompt(5), "max_tokens": 5000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:

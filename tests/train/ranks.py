@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -16,7 +17,9 @@ from hone.base.mesh import Mesh
 from hone.base.run import Run
 from hone.data.load import PackedTokens
 from hone.model.decoder import build
-from hone.train import ACTIVATION_CHECKPOINTINGS, OPTIMIZERS
+from hone.model.feed_forwards import FEED_FORWARDS
+from hone.model.mixers import MIXERS
+from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OPTIMIZERS, PIPELINE_SCHEDULES
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Ranks, Trainer, validate
 from hone.train.parallelism import Parallelism
@@ -24,7 +27,21 @@ from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE, STEADY
 
-BATCH, SEQ, STEPS = 8, 32, 3
+# What a rank would import on its way: ranks are forked from this process, which imports it once for all.
+for _table, _names in (
+    (OPTIMIZERS, [*OPTIMIZERS]),
+    (ACTIVATION_CHECKPOINTINGS, [*ACTIVATION_CHECKPOINTINGS]),
+    (DATA_PARALLEL, [*DATA_PARALLEL]),
+    (PIPELINE_SCHEDULES, [*PIPELINE_SCHEDULES]),
+    (MIXERS, ["attention", "mla", "shared_kv", "sliding_window"]),
+    (FEED_FORWARDS, ["swiglu"]),
+):
+    for _name in _names:
+        _table[_name]
+for _module in ("hone.data.mix.reading", "hone.train.result", "hone.train.student", "torch.utils.tensorboard"):
+    importlib.import_module(_module)
+
+BATCH, SEQ, STEPS = 8, 32, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": STEADY,
     "muon": STEADY,
@@ -55,7 +72,7 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
         }
     return shared.data_parallel.trainer()(
         shared.decoder(model, ranks, SEQ),
-        steps=STEPS,
+        steps=setting.get("steps", STEPS),
         schedule=Cosine(warmup=1),
         optimizer=OPTIMIZERS.read({"kind": name, "lr": 1e-3, **OPTIONS[name]}),
         precision=setting.get("precision", "fp32"),
@@ -90,7 +107,7 @@ def trained(folder: str, out: str, settings: list[dict[str, Any]]) -> list[list]
             if checkpoints is not None:
                 one.restore(*checkpoints.newest())
             steps = []
-            while one.done < setting.get("until", STEPS):
+            while one.done < setting.get("until", one.steps):
                 step = one.step(batch(data, one.ranks, one.done, uneven=setting.get("uneven", False)))
                 steps.append([step.loss, step.grad_norm, step.tokens])
             if setting.get("validate"):

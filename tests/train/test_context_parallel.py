@@ -32,7 +32,7 @@ DYNAMIC = {"kind": "attention", "rope": ROPE}
 """Frequencies that depend on the length of the whole sequence."""
 LATENT = {"kind": "mla", "latent_dim": 24, "rope_dim": 8, "head_dim": 12, "value_dim": 16}
 SETTINGS: list[dict[str, Any]] = [
-    {"validate": True},
+    {"model": {"num_layers": 2}, "validate": True},
     {"uneven": True, "gradient_accumulation_steps": 2, "activation_checkpointing": "sqrt"},
     {
         "model": {
@@ -40,7 +40,7 @@ SETTINGS: list[dict[str, Any]] = [
         },
         "optimizer": "muon",
     },
-    {"activation_checkpointing": "selective"},
+    {"model": {"num_layers": 2}, "activation_checkpointing": "selective"},
 ]
 HSDP = {"kind": "zero3", "data_parallel_replicate_degree": 2}
 
@@ -53,13 +53,18 @@ def alone(data_folder, tmp_path_factory) -> tuple[list, list[dict[str, torch.Ten
     return losses, [weights_of(folder, number, 1)[0] for number in range(len(SETTINGS))]
 
 
-LAYOUTS = {
-    "cp2": (2, 2, [("ring", "ddp"), ("all_gather", "zero1"), ("ulysses", "zero3")]),
-    "dp2xcp2": (4, 2, [("ring", "zero3"), ("all_gather", HSDP), ("ulysses", "zero1")]),
-    "cp4": (4, 4, [("ring", "zero2"), ("all_gather", "ddp"), ("ulysses", "ddp")]),
-    "dp2xcp4": (8, 4, [("ring", HSDP), ("all_gather", "zero2"), ("ulysses", "zero3")]),
+LAYOUTS: dict[str, tuple[int, int, list[tuple[str, Any, tuple[int, ...]]]]] = {
+    "cp2": (
+        2,
+        2,
+        [("ring", "ddp", (0, 1, 2, 3)), ("all_gather", "zero1", (0, 1, 2, 3)), ("ulysses", "zero3", (0, 1, 2, 3))],
+    ),
+    "dp2xcp2": (4, 2, [("ring", "zero3", (1,)), ("all_gather", HSDP, (2, 3)), ("ulysses", "zero1", (0, 1))]),
+    "cp4": (4, 4, [("ring", "zero2", (1, 2)), ("all_gather", "ddp", (2, 3)), ("ulysses", "ddp", (0, 2))]),
+    "dp2xcp4": (8, 4, [("ring", HSDP, (0, 2)), ("all_gather", "zero2", (1,)), ("ulysses", "zero3", (3,))]),
 }
-"""Ranks, those that share a sequence, and the techniques on them."""
+"""Ranks, those that share a sequence, and the techniques on them with the places of their settings: two ranks have all of them,
+more ranks each setting and each technique, and all mixers with each technique where four ranks share them."""
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["sequence", "plain"])
@@ -68,7 +73,7 @@ def test_it_trains_beside_tensor_parallelism(tokens, alone, data_folder, tmp_pat
     degrees = {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "enable_sequence_parallel": tokens}
     settings = [
         {**SETTINGS[0], "parallelism": {**degrees, "context_parallel": technique, "data_parallel": data}}
-        for technique, data in LAYOUTS["cp2"][2]
+        for technique, data, _ in LAYOUTS["cp2"][2]
     ]
     for found in on_ranks(4, trained, str(data_folder), str(tmp_path), settings):
         for ours in found:
@@ -84,17 +89,17 @@ def test_it_trains_beside_tensor_parallelism(tokens, alone, data_folder, tmp_pat
 @pytest.mark.parametrize("layout", ["cp2", "dp2xcp2", "cp4", pytest.param("dp2xcp4", marks=pytest.mark.slow)])
 def test_it_trains_as_one_process_does(layout, alone, data_folder, tmp_path):
     (num_ranks, degree, layouts), (losses, weights) = LAYOUTS[layout], alone
-    places = range(len(SETTINGS))
-    chosen = [(layout, place) for layout in range(3) for place in places if num_ranks == 2 or place != layout]
+    places = [place for *_, those in layouts for place in those]
     settings = [
         {**SETTINGS[place], "context_parallel": technique, "context_parallel_degree": degree, "data_parallel": data}
-        for (technique, data), place in [(layouts[layout], place) for layout, place in chosen]
+        for technique, data, those in layouts
+        for place in those
     ]
     for found in on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings):
-        for ours, (_, place) in zip(found, chosen, strict=True):
+        for ours, place in zip(found, places, strict=True):
             for mine, theirs in zip(ours, losses[place], strict=True):
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=2e-6, atol=2e-6)
-    for number, (setting, (_, place)) in enumerate(zip(settings, chosen, strict=True)):
+    for number, (setting, place) in enumerate(zip(settings, places, strict=True)):
         ranks = weights_of(tmp_path, number, num_ranks)
         for name, whole in weights[place].items():
             assert all(torch.equal(one[name], ranks[0][name]) for one in ranks), f"ranks differ: {name}"
@@ -105,9 +110,9 @@ def test_checkpoints_do_not_know_of_it(data_folder, tmp_path):
     """One written by ranks that share sequences is read by one process, and the other way round."""
     ring = {"context_parallel": "ring", "context_parallel_degree": 2, "data_parallel": "zero2"}
     first, second = str(tmp_path / "shared"), str(tmp_path / "one")
-    on_ranks(4, trained, str(data_folder), str(tmp_path), [{**ring, "until": 2, "write": first}])
+    on_ranks(4, trained, str(data_folder), str(tmp_path), [{**ring, "until": 1, "write": first}])
     [[*whole]] = on_ranks(
-        1, trained, str(data_folder), str(tmp_path), [{}, {"read": first}, {"until": 2, "write": second}]
+        1, trained, str(data_folder), str(tmp_path), [{}, {"read": first}, {"until": 1, "write": second}]
     )
     final = weights_of(tmp_path, 0, 1)[0]
     settings = [{**ring, "context_parallel": "ulysses", "read": folder} for folder in (first, second)]
@@ -122,9 +127,9 @@ SPEC = {
     "model": SHAPE.model_dump(),
     "batch_size": 4,
     "seq_len": 32,
-    "steps": 6,
-    "validation": {"interval": 4, "sequences": 7},
-    "checkpoint": {"interval": 3},
+    "steps": 4,
+    "validation": {"interval": 3, "sequences": 7},
+    "checkpoint": {"interval": 2},
     "optimizer": {"lr": 1e-3, **STEADY},
     "parallelism": {"data_parallel": "zero3", "context_parallel_degree": 2, "context_parallel": "all_gather"},
 }
@@ -134,7 +139,7 @@ def test_the_stage_on_ranks_that_share_sequences(data_folder, tmp_path):
     """A rank is killed, and another layout ends with the figures of one process."""
     alone = {**SPEC, "parallelism": {}}
     one = Train.read(alone).make(tmp_path / "one", {"data": Artifact.read(data_folder)}, Run(quiet=True))
-    ended = together(4, made, SPEC, str(data_folder), str(tmp_path / "two"), 4)
+    ended = together(4, made, SPEC, str(data_folder), str(tmp_path / "two"), 3)
     assert ended[1].returncode == -signal.SIGKILL
     assert all("lost" in ended[rank].result for rank in (0, 2, 3))
     on_ranks(2, made, {**SPEC, "parallelism": {"context_parallel_degree": 2}}, str(data_folder), str(tmp_path / "two"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,22 @@ from tests.train.ranks import STEPS, failing, made, trained
 
 HSDP = {"kind": "zero3", "data_parallel_replicate_degree": 2}
 TECHNIQUES = ["ddp", "zero1", "zero2", "zero3"]
+TWO: dict[str, Any] = {"model": {"num_layers": 2}}
 SETTINGS: list[dict[str, Any]] = [
     {"optimizer": "adamw"},
-    {"optimizer": "muon", "gradient_accumulation_steps": 2},
-    {"optimizer": "adamw_8bit"},
-    {"optimizer": "adafactor"},
-    {"optimizer": "lion"},
-    {"uneven": True, "gradient_accumulation_steps": 2},
-    {"masked": True, "optimizer": "muon"},
+    {**TWO, "optimizer": "muon", "gradient_accumulation_steps": 2},
+    {**TWO, "optimizer": "adamw_8bit"},
+    {**TWO, "optimizer": "adafactor"},
+    {**TWO, "optimizer": "lion"},
+    {**TWO, "uneven": True, "gradient_accumulation_steps": 2},
+    {**TWO, "masked": True, "optimizer": "muon"},
     {"activation_checkpointing": "sqrt"},
     {"activation_checkpointing": "selective"},
     {"activation_checkpointing": {"kind": "offload", "recompute": True}},
     {"activation_checkpointing": {"kind": "every_nth", "n": 2}, "gradient_accumulation_steps": 2},
 ]
+DIVIDED = (2, 3, 5, 6, 10)
+"""Places of the settings for more than two ranks: those whose state, masks, counts or recomputed layers are cut in other places."""
 
 
 def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
@@ -84,24 +88,25 @@ def alone(data_folder, tmp_path_factory) -> tuple[list, list[dict[str, torch.Ten
 )
 def test_it_trains_as_one_process_does(technique, num_ranks, alone, data_folder, tmp_path):
     losses, weights = alone
-    settings = [{**one, "data_parallel": technique} for one in SETTINGS]
+    places = range(len(SETTINGS)) if num_ranks == 2 else DIVIDED
+    settings = [{**SETTINGS[place], "data_parallel": technique} for place in places]
     if num_ranks > 4:  # micro-batches of 8 sequences on 8 ranks
         settings = [{**one, "gradient_accumulation_steps": 1} for one in settings]
     for found in on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings):
-        for ours, theirs in zip(found, losses, strict=True):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-6, atol=2e-6)
-    for number, theirs in enumerate(weights):
+        for ours, place in zip(found, places, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses[place]), rtol=2e-6, atol=2e-6)
+    for number, place in enumerate(places):
         ranks = weights_of(tmp_path, number, num_ranks)
-        for name in theirs:
+        for name in weights[place]:
             assert all(torch.equal(one[name], ranks[0][name]) for one in ranks), f"ranks differ: {name}"
-        assert_same_weights(ranks[0], theirs, SETTINGS[number].get("optimizer", "adamw"))
+        assert_same_weights(ranks[0], weights[place], SETTINGS[place].get("optimizer", "adamw"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_half_precision_all_techniques_give_the_same_bits(precision, data_folder, tmp_path):
     """The sums are of the same float32 numbers, and two of them have one order."""
     settings = [
-        {"data_parallel": name, "precision": precision, "gradient_accumulation_steps": parts}
+        {**TWO, "data_parallel": name, "precision": precision, "gradient_accumulation_steps": parts}
         for parts in (1, 2)
         for name in TECHNIQUES
     ]
@@ -117,25 +122,42 @@ def test_in_half_precision_all_techniques_give_the_same_bits(precision, data_fol
     assert all(abs(one[0] - other[0]) < 1e-2 for steps in found for one, other in zip(steps, found[0], strict=True))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "muon", pytest.param("adafactor", marks=pytest.mark.slow)])
-def test_every_layout_reads_the_checkpoints_of_every_other(optimizer, data_folder, tmp_path):
+def handed_over(
+    layouts: list[tuple[int, dict[str, Any]]], pairs: list[tuple[int, int]], data: Path, folder: Path
+) -> Iterator[tuple[list[list[float]], dict[str, torch.Tensor]]]:
+    """The steps and the weights of layout 0, which is one process, through all steps; then those of each of `pairs` (reader,
+    writer) of layouts, of which the writer made all steps but the last. Layouts on equally many ranks start together."""
+    kept = [str(folder / f"from{number}") for number in range(len(layouts))]
+    settings = [{**layout, "until": STEPS - 1, "write": into} for (_, layout), into in zip(layouts, kept, strict=True)]
+    sizes = sorted({num_ranks for num_ranks, _ in layouts})
+    for size in sizes:
+        mine = [setting for setting, (num_ranks, _) in zip(settings, layouts, strict=True) if num_ranks == size]
+        on_ranks(size, trained, str(data), str(folder), mine)
+    [[whole]] = on_ranks(1, trained, str(data), str(folder), [layouts[0][1]])
+    yield whole, weights_of(folder, 0, 1)[0]
+    for size in sizes:
+        settings = [
+            {**layouts[reader][1], "read": kept[writer]} for reader, writer in pairs if layouts[reader][0] == size
+        ]
+        for number, steps in enumerate(on_ranks(size, trained, str(data), str(folder), settings)[0]):
+            yield steps, weights_of(folder, number, size)[0]
+
+
+@pytest.mark.parametrize(("optimizer", "apart"), [("adamw_8bit", 0), ("muon", 1), ("adafactor", 2)])
+def test_every_layout_reads_the_checkpoints_of_every_other(optimizer, apart, data_folder, tmp_path):
+    """Every pair of layouts under one of the optimizers, every layout under each of them."""
     layouts = [(1, "ddp"), (2, "ddp"), (2, "zero1"), (2, "zero3"), (4, "zero2"), (4, HSDP)]
-    written = [tmp_path / f"from{number}" for number in range(len(layouts))]
-    for (num_ranks, technique), folder in zip(layouts, written, strict=True):
-        setting = {"data_parallel": technique, "optimizer": optimizer, "until": 2, "write": str(folder)}
-        on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), [setting])
-    [[*whole]] = on_ranks(1, trained, str(data_folder), str(tmp_path), [{"optimizer": optimizer}])
-    last, final = whole[0][-1], weights_of(tmp_path, 0, 1)[0]
-    for num_ranks, technique in layouts:
-        base = {"data_parallel": technique, "optimizer": optimizer}
-        settings = [{**base, "read": str(folder)} for folder in written]
-        for number, steps in enumerate(on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)[0]):
-            assert len(steps) == 1 and steps[0] == pytest.approx(last, rel=2e-5)
-            assert_same_weights(weights_of(tmp_path, number, num_ranks)[0], final, optimizer)
+    chosen = [(num_ranks, {**TWO, "data_parallel": one, "optimizer": optimizer}) for num_ranks, one in layouts]
+    pairs = [(one, other) for one in range(6) for other in range(6) if (one - other) % 3 == apart]
+    (whole, final), *found = handed_over(chosen, pairs, data_folder, tmp_path)
+    assert len(found) == len(pairs)
+    for steps, weights in found:
+        assert len(steps) == 1 and steps[0] == pytest.approx(whole[-1], rel=2e-5)
+        assert_same_weights(weights, final, optimizer)
 
 
 def test_a_checkpoint_of_ranks_has_each_element_once(data_folder, tmp_path):
-    setting = {"data_parallel": HSDP, "until": 1, "write": str(tmp_path / "kept")}
+    setting = {**TWO, "data_parallel": HSDP, "until": 1, "write": str(tmp_path / "kept")}
     on_ranks(4, trained, str(data_folder), str(tmp_path), [setting])
     stored, numbers = Checkpoints(tmp_path / "kept").newest()
     weights = weights_of(tmp_path, 0, 4)[0]
@@ -155,9 +177,9 @@ SPEC = {
     "model": SHAPE.model_dump(),
     "batch_size": 4,
     "seq_len": 32,
-    "steps": 9,
-    "validation": {"interval": 4, "sequences": 7},
-    "checkpoint": {"interval": 3},
+    "steps": 5,
+    "validation": {"interval": 3, "sequences": 7},
+    "checkpoint": {"interval": 2},
     "optimizer": {"lr": 1e-3, **STEADY},
     "parallelism": {"data_parallel": "zero3"},
 }
@@ -165,7 +187,7 @@ SPEC = {
 
 def test_the_stage_on_ranks_makes_the_folder_and_a_killed_one_resumes_on_others(data_folder, tmp_path):
     one = Train.read(SPEC).make(tmp_path / "one", {"data": Artifact.read(data_folder)}, Run(quiet=True))
-    ended = together(2, made, SPEC, str(data_folder), str(tmp_path / "two"), 5)
+    ended = together(2, made, SPEC, str(data_folder), str(tmp_path / "two"), 3)
     assert ended[1].returncode == -signal.SIGKILL
     assert "rank 0 lost" in ended[0].result and "the stage resumes" in ended[0].result
     again = on_ranks(

@@ -20,7 +20,6 @@ from tests.ranked import together
 from tests.train.conftest import SHAPE
 from tests.train.lossy_ranks import SHAPES, STEPS, gradients, summed
 from tests.train.ranks import BATCH, SEQ, made, trained, trainer
-from tests.train.ranks import STEPS as TRAINED
 from tests.train.test_data_parallel import on_ranks, weights_of
 
 ALGORITHMS = ("ring", "halving", "doubling", "tree")
@@ -81,18 +80,22 @@ def test_compressed_sums_are_as_defined(num_ranks):
                 torch.testing.assert_close(torch.tensor(algorithm[0][0][step][name]), whole, atol=1e-6, rtol=1e-6)
 
 
+SHORT: dict[str, Any] = {"model": {"num_layers": 2}, "steps": 3}
+"""A step more than one period of the outer steps, which ends with a second one."""
+
+
 def alone(data: PackedTokens, num_workers: int, every: int, lr: float, momentum: float) -> dict[str, torch.Tensor]:
     """Weights after all steps of workers that are trained one after the other, with torch's SGD as the outer step."""
-    workers = [trainer(data, Mesh(), {}) for _ in range(num_workers)]
+    workers = [trainer(data, Mesh(), SHORT) for _ in range(num_workers)]
     common = {name: part.detach().clone() for name, part in workers[0].model.named_parameters()}
     options = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
     outer = torch.optim.SGD(common.values(), **options)
     each = BATCH // num_workers
-    for step in range(TRAINED):
+    for step in range(SHORT["steps"]):
         for number, worker in enumerate(workers):
             rows = np.arange(step * BATCH + number * each, step * BATCH + (number + 1) * each)
             worker.step(data.sequences(rows, SEQ, 0))
-        if (step + 1) % every and step + 1 < TRAINED:
+        if (step + 1) % every and step + 1 < SHORT["steps"]:
             continue
         with torch.no_grad():
             models = [dict(worker.model.named_parameters()) for worker in workers]
@@ -122,7 +125,7 @@ def test_local_steps_are_those_of_workers_in_one_process_and_resume_bit_by_bit(n
     for number, kind in enumerate(resumed):
         folder = str(tmp_path / f"kept{number}")
         settings += [{"data_parallel": kind, "until": 2, "write": folder}, {"data_parallel": kind, "read": folder}]
-    on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)
+    on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), [{**SHORT, **one} for one in settings])
     torch.set_num_threads(1)
     for number, (kind, outer) in enumerate(LOCAL):
         theirs = alone(PackedTokens(data_folder), num_ranks, kind["sync_every"], *outer)
@@ -140,8 +143,8 @@ SPEC = {
     "model": SHAPE.model_dump(),
     "batch_size": 4,
     "seq_len": 32,
-    "steps": 6,
-    "validation": {"interval": 4, "sequences": 7},
+    "steps": 4,
+    "validation": {"interval": 2, "sequences": 7},
     "checkpoint": {"interval": 2},
     "optimizer": {"lr": 1e-3},
     "parallelism": {"data_parallel": {"kind": "diloco", "sync_every": 2}},
@@ -162,7 +165,7 @@ def test_what_does_not_work_is_said(data_folder):
     def read(kind: Any, **others: Any) -> Train:
         return Train.read({**SPEC, **others, "parallelism": {"data_parallel": kind}})
 
-    with pytest.raises(SpecError, match=r"validation\.interval 4 is no multiple of the 3 steps"):
+    with pytest.raises(SpecError, match=r"validation\.interval 2 is no multiple of the 3 steps"):
         read({"kind": "local_sgd", "sync_every": 3})
     with pytest.raises(SpecError, match="powersgd works in bf16, fp32, not in fp16"):
         read("powersgd", precision="fp16")

@@ -285,17 +285,18 @@ def test_a_gradient_that_ceases_moves_nothing_far():
 
 @pytest.mark.slow
 def test_8_bits_end_where_32_do(tmp_path):
-    """Over four seeds, on text that is read once: where a model fits its text by heart, the order of additions alone, which
-    differs between processors, moves where it ends by several percent. Here one seed's ratio varies by 1.6 % (nine seeds)."""
+    """On text that is read once: where a model fits its text by heart, the order of additions alone, which differs between
+    processors, moves where it ends by several percent. With one layer and this rate a seed's ratio varies by 0.1 % (six seeds),
+    with four layers and a rate of 1e-2 by 1.6 %."""
     folder = write_data(tmp_path / "data-long", num_documents=2000)
     data, val = PackedTokens(folder), PackedTokens(folder, "val")
     found: dict[type, list[float]] = {AdamW: [], AdamW8bit: []}
-    for seed in range(1, 5):
-        for optimizer in (AdamW(lr=1e-2), AdamW8bit(lr=1e-2, min_elements=0, quantize_embedding=True)):
-            trainer = make(data, optimizer, steps=200, seed=seed)
+    for seed in (1, 2):
+        for optimizer in (AdamW(lr=4e-3), AdamW8bit(lr=4e-3, min_elements=0, quantize_embedding=True)):
+            trainer = make(data, optimizer, steps=200, seed=seed, shape=SHAPE.model_copy(update={"num_layers": 1}))
             fit(trainer, data, batch_size=8, seq_len=64)
             found[type(optimizer)].append(validate(trainer.model, val, batch_size=8, seq_len=64))
-    assert mean(found[AdamW8bit]) < 1.03 * mean(found[AdamW]), found
+    assert mean(found[AdamW8bit]) < 1.01 * mean(found[AdamW]), found
     assert max(found[AdamW]) < 0.2
 
 

@@ -18,22 +18,19 @@ from hone.model.hf import load
 from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.ranks import failing, made, trained
-from tests.train.test_data_parallel import SPEC, on_ranks, weights_of
+from tests.train.test_data_parallel import SPEC, handed_over, on_ranks, weights_of
 
+PARTS = {"model": {"num_layers": 4, "tie_embeddings": False}, "gradient_accumulation_steps": 4}
+"""As few layers as 4 stages take, and as few micro-batches as DualPipe takes on 2 ranks."""
 DEEP = {"model": {"num_layers": 8, "tie_embeddings": False}, "gradient_accumulation_steps": 8}
+"""The same on 4 ranks."""
 SETTINGS: list[dict[str, Any]] = [
-    {**DEEP, "validate": True},
+    {**PARTS, "validate": True},
     {**DEEP, "precision": "bf16", "activation_checkpointing": {"kind": "every_nth", "n": 2}},
-    {**DEEP, "uneven": True, "masked": True, "optimizer": "muon"},
-    {**DEEP, "tied": True},
-    {**DEEP, "gradient_accumulation_steps": 4},
-    {
-        **DEEP,
-        "gradient_accumulation_steps": 4,
-        "tied": True,
-        "uneven": True,
-        "validate": True,
-    },
+    {**PARTS, "uneven": True, "masked": True, "optimizer": "muon"},
+    {**PARTS, "tied": True},
+    {**PARTS},
+    {**PARTS, "tied": True, "uneven": True, "validate": True},
 ]
 SCHEDULES = [
     "naive",
@@ -56,34 +53,66 @@ def piped(degree: int, schedule: Any, **others: Any) -> dict[str, Any]:
     }
 
 
+def of_one_process(settings, data_folder, folder) -> tuple[list, list[dict[str, torch.Tensor]]]:
+    """Losses and weights of one process, for every setting."""
+    [losses] = on_ranks(1, trained, str(data_folder), str(folder), settings)
+    return losses, [weights_of(folder, number, 1)[0] for number in range(len(settings))]
+
+
 @pytest.fixture(scope="module")
 def alone(data_folder, tmp_path_factory) -> tuple[list, list[dict[str, torch.Tensor]]]:
-    """Losses and weights of one process, for every setting."""
-    folder = tmp_path_factory.mktemp("alone")
-    [losses] = on_ranks(1, trained, str(data_folder), str(folder), SETTINGS)
-    return losses, [weights_of(folder, number, 1)[0] for number in range(len(SETTINGS))]
+    return of_one_process(SETTINGS, data_folder, tmp_path_factory.mktemp("alone"))
 
 
 FEW = [(name, 0) for name in SCHEDULES] + [
-    (name, number) for name in ("1f1b", "zb_v", "dualpipe") for number in (1, 2, 3)
+    *(
+        ("1f1b", 2),
+        ("1f1b", 3),
+        ("zb_v", 1),
+        ("zb_v", 2),
+        ("zb_v", 3),
+        ("dualpipe", 1),
+        ("dualpipe", 2),
+        ("dualpipe", 3),
+    )
 ]
+"""On 2 ranks each schedule, and one of each family in the other settings; bfloat16, which takes longest, in the two that defer
+gradients or add them in another order. On 4, where stages have two neighbours, every schedule and every setting once or twice."""
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "chosen"),
-    [(2, FEW), (4, [("zb_v", 0), ("dualpipe", 3)]), pytest.param(4, FEW, marks=pytest.mark.slow)],
+    [
+        (2, FEW),
+        (4, [("zb_v", 0), ("dualpipe", 3)]),
+        pytest.param(
+            4,
+            [
+                *(("naive", 0), ("gpipe", 3), ("1f1b", 2), ("interleaved", 3), ("breadth_first", 2)),
+                *(("zb_h1", 0), ("zb_h2", 2), ("zb_v", 1), ("dualpipe", 2), ("dualpipe_v", 3)),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["2", "4-few", "4"],
 )
-def test_it_trains_as_one_process_does(num_ranks, chosen, alone, data_folder, tmp_path):
+def test_it_trains_as_one_process_does(num_ranks, chosen, request, data_folder, tmp_path):
     """To the bit; the gradients of DualPipe's two copies of a stage and of a tied embedding are added in another order,
     in bfloat16 if they have that: each step of lr 1e-3 is then off by up to 2^-8."""
-    settings = [{**SETTINGS[number], **piped(num_ranks, name)} for name, number in chosen]
+    numbers = [number for _, number in chosen]
+    if num_ranks == 2:
+        settings, alone = SETTINGS, request.getfixturevalue("alone")
+    else:
+        settings = [{**one, **DEEP} for one in SETTINGS[: max(numbers) + 1]]
+        alone = of_one_process(settings, data_folder, tmp_path)
     bounds = [
-        (1e-5 if "precision" in SETTINGS[number] else 2e-6)
-        if name == "dualpipe" or SETTINGS[number].get("tied")
+        (1e-5 if "precision" in settings[number] else 2e-6)
+        if name == "dualpipe" or settings[number].get("tied")
         else 0.0
         for name, number in chosen
     ]
-    check(num_ranks, settings, bounds, [number for _, number in chosen], alone, data_folder, tmp_path)
+    settings = [{**settings[number], **piped(num_ranks, name)} for name, number in chosen]
+    check(num_ranks, settings, bounds, numbers, alone, data_folder, tmp_path)
 
 
 PRODUCTS: dict[int, list[tuple[dict[str, Any], int]]] = {
@@ -137,19 +166,14 @@ def test_every_layout_reads_the_checkpoints_of_every_other(data_folder, tmp_path
         (4, piped(2, "1f1b", tensor_parallel_degree=2)),
         (2, {"data_parallel": "zero3"}),
     ]
-    common = {"gradient_accumulation_steps": 4}
-    written = [tmp_path / f"from{number}" for number in range(len(layouts))]
-    for (num_ranks, layout), folder in zip(layouts, written, strict=True):
-        setting = {**layout, **common, "until": 2, "write": str(folder)}
-        on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), [setting])
-    [whole] = on_ranks(1, trained, str(data_folder), str(tmp_path), [common])
-    last, final = whole[0][-1], weights_of(tmp_path, 0, 1)[0]
-    for num_ranks, layout in layouts:
-        settings = [{**layout, **common, "read": str(folder)} for folder in written]
-        for number, steps in enumerate(on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)[0]):
-            assert len(steps) == 1 and steps[0] == pytest.approx(last, rel=4e-6)
-            for name, one in weights_of(tmp_path, number, num_ranks)[0].items():
-                assert (one - final[name]).abs().max() <= 4e-6, name
+    layouts = [(num_ranks, {**layout, "gradient_accumulation_steps": 4}) for num_ranks, layout in layouts]
+    pairs = [((writer + way) % 5, writer) for writer in range(5) for way in (1, 2)]  # every two meet once
+    (whole, final), *found = handed_over(layouts, pairs, data_folder, tmp_path)
+    assert len(found) == len(pairs)
+    for steps, weights in found:
+        assert len(steps) == 1 and steps[0] == pytest.approx(whole[-1], rel=4e-6)
+        for name, one in weights.items():
+            assert (one - final[name]).abs().max() <= 4e-6, name
 
 
 LAYOUT = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "zb_v"}
@@ -160,7 +184,7 @@ def test_the_stage_trains_is_killed_and_resumes_on_others(data_folder, tmp_path)
     one = Train.read({**base, "parallelism": {}}).make(
         tmp_path / "one", {"data": Artifact.read(data_folder)}, Run(quiet=True)
     )
-    ended = together(2, made, {**base, "parallelism": LAYOUT}, str(data_folder), str(tmp_path / "two"), 5)
+    ended = together(2, made, {**base, "parallelism": LAYOUT}, str(data_folder), str(tmp_path / "two"), 3)
     assert ended[1].returncode == -signal.SIGKILL
     assert "lost" in ended[0].result and "the stage resumes" in ended[0].result
     spec = {**base, "parallelism": {**LAYOUT, "data_parallel": "zero1"}}

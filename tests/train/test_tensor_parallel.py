@@ -25,29 +25,38 @@ from hone.train.stage import Train
 from hone.train.tensor_parallel.decoder import check_tensor_parallel, cuts_of
 from tests.train.conftest import SHAPE
 from tests.train.ranks import made, trained
-from tests.train.test_data_parallel import HSDP, SPEC, on_ranks, weights_of
+from tests.train.test_data_parallel import HSDP, SPEC, handed_over, on_ranks, weights_of
 
 TP2 = {"tensor_parallel_degree": 2}
 PLAIN = {**TP2, "enable_sequence_parallel": False}
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"tied": True, "uneven": True, "gradient_accumulation_steps": 2},
-    {"optimizer": "muon", "gradient_accumulation_steps": 2},
+    {"model": {"num_layers": 2}, "tied": True, "uneven": True, "gradient_accumulation_steps": 2},
+    {"model": {"num_layers": 2}, "optimizer": "muon", "gradient_accumulation_steps": 2},
     {"masked": True, "activation_checkpointing": "sqrt"},
     {"activation_checkpointing": "selective"},
     {"activation_checkpointing": "offload"},
 ]
 
 
-def with_layout(number: int) -> list[dict[str, Any]]:
-    """The settings in the layouts that so many ranks have."""
-    layouts: list[dict[str, Any]] = {
-        2: [{"parallelism": TP2}, {"parallelism": PLAIN}],
-        4: [{"parallelism": PLAIN, "data_parallel": "zero2"}, {"parallelism": TP2, "data_parallel": "zero3"}],
-        8: [{"parallelism": TP2, "data_parallel": one} for one in ("ddp", "zero1", HSDP, "zero3")],
+def with_layout(number: int) -> list[tuple[int, dict[str, Any]]]:
+    """The settings, by their places, in the layouts that so many ranks have. On 2 ranks each setting is in each layout; on more,
+    where a rank's part is also divided over other ranks, each data parallelism has what it divides: counts, matrices, masks."""
+    layouts: list[tuple[dict[str, Any], tuple[int, ...]]] = {
+        2: [({"parallelism": TP2}, tuple(range(6))), ({"parallelism": PLAIN}, tuple(range(6)))],
+        4: [
+            ({"parallelism": PLAIN, "data_parallel": "zero2"}, (1, 2, 3)),
+            ({"parallelism": TP2, "data_parallel": "zero3"}, (1, 2, 3, 4, 5)),
+        ],
+        8: [
+            ({"parallelism": TP2, "data_parallel": "ddp"}, (1,)),
+            ({"parallelism": TP2, "data_parallel": "zero1"}, (2,)),
+            ({"parallelism": TP2, "data_parallel": HSDP}, (1, 2, 3)),
+            ({"parallelism": TP2, "data_parallel": "zero3"}, (2, 4)),
+        ],
     }[number]
-    settings = [{**one, **layout} for layout in layouts for one in SETTINGS]
-    return [{**one, "gradient_accumulation_steps": 1} for one in settings] if number == 8 else settings
+    settings = [(place, {**SETTINGS[place], **layout}) for layout, places in layouts for place in places]
+    return [(place, {**one, "gradient_accumulation_steps": 1}) for place, one in settings] if number == 8 else settings
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +70,14 @@ def alone(data_folder, tmp_path_factory) -> tuple[list, list[dict[str, torch.Ten
 @pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_it_trains_as_one_process_does(num_ranks, alone, data_folder, tmp_path):
     losses, weights = alone
-    settings = with_layout(num_ranks)
-    every = on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)
+    chosen = with_layout(num_ranks)
+    every = on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), [setting for _, setting in chosen])
     assert all(one == every[0] for one in every), "ranks differ in losses"
-    for number, setting in enumerate(settings):
-        ours, theirs = torch.tensor(every[0][number]), torch.tensor(losses[number % len(SETTINGS)])
+    for number, (place, setting) in enumerate(chosen):
+        ours, theirs = torch.tensor(every[0][number]), torch.tensor(losses[place])
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6, msg=lambda said, one=setting: f"{one}: {said}")
         ranks = weights_of(tmp_path, number, num_ranks)
-        for name, whole in weights[number % len(SETTINGS)].items():
+        for name, whole in weights[place].items():
             assert all(torch.equal(one[name], ranks[0][name]) for one in ranks), f"{setting}: ranks differ: {name}"
             assert (ranks[0][name] - whole).abs().max() <= 2e-6, f"{setting} {name}"
 
@@ -80,19 +89,14 @@ def test_every_layout_reads_the_checkpoints_of_every_other(data_folder, tmp_path
         (4, {"parallelism": {"tensor_parallel_degree": 4}}),
         (4, {"parallelism": TP2, "data_parallel": "zero1"}),
     ]
-    four = {"model": {"num_kv_heads": 4}}
-    written = [tmp_path / f"from{number}" for number in range(len(layouts))]
-    for (num_ranks, layout), folder in zip(layouts, written, strict=True):
-        setting = {**layout, **four, "until": 2, "write": str(folder)}
-        on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), [setting])
-    [whole] = on_ranks(1, trained, str(data_folder), str(tmp_path), [four])
-    last, final = whole[0][-1], weights_of(tmp_path, 0, 1)[0]
-    for num_ranks, layout in layouts:
-        settings = [{**layout, **four, "read": str(folder)} for folder in written]
-        for number, steps in enumerate(on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)[0]):
-            assert len(steps) == 1 and steps[0] == pytest.approx(last, rel=2e-6)
-            for name, one in weights_of(tmp_path, number, num_ranks)[0].items():
-                assert (one - final[name]).abs().max() <= 2e-6, name
+    layouts = [(num_ranks, {**layout, "model": {"num_layers": 2, "num_kv_heads": 4}}) for num_ranks, layout in layouts]
+    pairs = [((writer + way) % 4, writer) for writer in range(4) for way in (1, 2)]  # every two meet
+    (whole, final), *found = handed_over(layouts, pairs, data_folder, tmp_path)
+    assert len(found) == len(pairs)
+    for steps, weights in found:
+        assert len(steps) == 1 and steps[0] == pytest.approx(whole[-1], rel=2e-6)
+        for name, one in weights.items():
+            assert (one - final[name]).abs().max() <= 2e-6, name
 
 
 def test_the_stage_writes_the_whole_model(data_folder, tmp_path):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -92,57 +89,6 @@ def test_utilization_by_its_convention(tmp_path):
     assert watch.mfu(1000.0) == pytest.approx((6 * weights + attention) * 1000 / 1e12, rel=2e-3)
     watch.close()
     assert Watch(tmp_path, tmp_path, device="cpu").mfu(1000.0) is None
-
-
-MEASURE = """
-import json, sys
-import numpy as np
-from hone.data.load import Batch
-from hone.measure.warm import warm_up
-from hone.measure.window import Window
-from hone.model.decoder import build
-from hone.model.shape import Shape
-from hone.train import ACTIVATION_CHECKPOINTINGS
-from hone.train.schedules.cosine import Cosine
-from hone.train.loop import Trainer
-from hone.cost.update import adamw
-from hone.train.precision import TORCH_NAMES
-from hone.train.work import Work, growth_bytes
-rows, parts, precision, policy = json.loads(sys.argv[1])
-warm_up("cpu")
-draw = np.random.default_rng(0)
-with Window("cpu") as window:
-    model = build(Shape().config(2048))
-    trainer = Trainer(
-        model, steps=9, schedule=Cosine(), precision=precision, gradient_accumulation_steps=parts,
-        activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(policy),
-    )
-    for _ in range(2):  # the second has gradients and the states of the first
-        tokens = draw.integers(0, 2048, (rows, 256))
-        trainer.step(Batch(tokens, tokens, np.repeat([[0, 1]], 128, 1).repeat(rows, 0).astype(np.int32)))
-facts = model.config.facts()
-work = Work(facts, 3, rows, 256, TORCH_NAMES[precision], trainer.segments, adamw(facts), parts)
-predicted = window.start_memory_bytes + growth_bytes(work, "cpu").value
-print(json.dumps([predicted, window.peak_memory_bytes, window.start_memory_bytes]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        (8, 1, "fp32", "none"),
-        (24, 4, "fp32", "none"),
-        (24, 1, "fp32", "every_nth"),
-        (16, 1, "bf16", "none"),
-    ],
-)
-def test_peak_memory_is_predicted_within_a_fifth(case):
-    """In a process of its own: what other tests left in the heap would be filled first."""
-    done = subprocess.run([sys.executable, "-c", MEASURE, json.dumps(case)], capture_output=True, text=True, check=True)
-    predicted, measured, start = json.loads(done.stdout)
-    assert measured > start
-    assert predicted == pytest.approx(measured, rel=0.2)
 
 
 def test_sqrt_keeps_less_than_every_second_layer_of_a_deep_stack():

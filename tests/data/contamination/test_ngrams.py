@@ -76,7 +76,7 @@ ALPHABET = [
 TEXT = st.lists(st.sampled_from(ALPHABET), max_size=14).map(" ".join)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.lists(TEXT, min_size=1, max_size=5), st.lists(TEXT, min_size=1, max_size=6), st.integers(2, 5))
 def test_as_plain_python(tmp_path_factory, examples, texts, size):
     folder = tmp_path_factory.mktemp("sets")
@@ -130,7 +130,8 @@ def test_every_injected_example_is_found_and_none_else(sets, shared_data, tmp_pa
         home = draw.randrange(len(clean))
         texts.append(f"{clean[home][:200]}\n{shouted}!\n{clean[home][-200:]}")
     spec = NGrams(evaluations=(str(sets),), num_samples=5)
-    oracle, before = held(wanted, texts), held(wanted, clean)
+    oracle = held(wanted, texts)
+    before = {number for documents in oracle.values() for number in documents if number < len(clean)}
     found = spec.contaminated(Memory(texts), np.ones(len(texts), bool), tmp_path)
     assert found.dropped[len(clean) :].all()
     assert reported(spec, found) == {
@@ -138,7 +139,7 @@ def test_every_injected_example_is_found_and_none_else(sets, shared_data, tmp_pa
     }
     assert set(injected) <= set(oracle)
     # The books are clean but for what they truly share with a set, here counted by plain Python.
-    assert set(np.flatnonzero(found.dropped[: len(clean)]).tolist()) == set().union(*before.values())
+    assert set(np.flatnonzero(found.dropped[: len(clean)]).tolist()) == before
     assert (
         len(found.warnings) == 1
         and "have fewer than 8 words and are not searched for: arc_easy.jsonl 61" in found.warnings[0]

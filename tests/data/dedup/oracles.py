@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import unicodedata
@@ -37,6 +38,7 @@ TAILS = "ะาำๅະາຳຽ\uaab1\uaaba\uaabd\uff9e\uff9f"
 LEADS = "เแโใไເແໂໃໄ\u19b5\u19b6\u19b7\u19ba\uaab5\uaab6\uaab9\uaabb\uaabc"
 
 
+@functools.cache
 def kind(char: str) -> str:
     """The part that a character has in words, from its Unicode name and category."""
     category = unicodedata.category(char)
@@ -66,18 +68,25 @@ def goes_on(before: str, now: str, cluster: bool) -> bool:
     return cluster and (now == "tail" or (now == "alone" and before in ("lead", "stack")))
 
 
+@functools.cache
+def small(char: str) -> str:
+    """A letter in lower case by itself; another character as it is."""
+    return char.lower()[0].replace("ς", "σ") if WORD.match(char) else char
+
+
 def words(text: str) -> list[str]:
     """The words of `text`, each letter in lower case by itself; clusters in scripts without spaces."""
+    if text.isascii():  # without marks and clusters
+        return WORD.findall(text.lower())
     found: list[str] = []
     before = ""  # the kind of the character before, in a word
     for char in text:
         now = kind(char) if ord(char) < 0x34000 else ""
-        small = char.lower()[0].replace("ς", "σ") if WORD.match(char) else char
         inside = bool(before) and goes_on(before, now, kind(found[-1][0]) in CLUSTERS)
         if not now or (now in ("mark", "stack") and not inside):
             before = ""
             continue
-        found[-1:] = [found[-1] + small] if inside else [*found[-1:], small]
+        found[-1:] = [found[-1] + small(char)] if inside else [*found[-1:], small(char)]
         before = now
     return found
 

@@ -109,20 +109,30 @@ def test_exact_keeps_the_newest_and_chains_join_clusters(tmp_path):
     assert sum(one["cluster"] == row["id"] for one in signals) == 4
 
 
-@pytest.mark.parametrize("kind", ["exact", "minhash", "simhash"])
-def test_what_an_earlier_artifact_has_is_dropped_and_counted_apart(tmp_path, kind):
-    write(tmp_path / "old", [{"text": story(i, 1200)} for i in range(8)])
-    old = make(tmp_path / "old", tmp_path / "first", [kind])
+KINDS = ("exact", "minhash", "simhash")
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory) -> Artifact:
+    """Eight stories that nothing of any kind is dropped from."""
+    folder = tmp_path_factory.mktemp("earlier")
+    write(folder / "old", [{"text": story(i, 1200)} for i in range(8)])
+    return make(folder / "old", folder / "first", list(KINDS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_earlier_artifact_has_is_dropped_and_counted_apart(earlier, tmp_path, kind):
     new = [{"text": story(i, 1200)} for i in (3, 5, 20, 21, 21, 3)]
     write(tmp_path / "new", new)
-    given = [{"kind": kind, "against": [str(old.folder)]}]
+    given = [{"kind": kind, "against": [str(earlier.folder)]}]
     made = make(tmp_path / "new", tmp_path / "second", given)
     rows = kept(made)
     assert sorted(row["text"] for row in rows) == sorted([story(20, 1200), story(21, 1200)])
     step = json.loads((made.folder / "stats.json").read_text())["steps"][-1]
     reason = {"exact": "exact_duplicate", "minhash": "near_duplicate", "simhash": "near_duplicate_fingerprint"}[kind]
     assert {name: row["documents"] for name, row in step["reasons"].items()} == {f"{reason}_of_earlier": 3, reason: 1}
-    there = {row["text"]: row["id"] for row in kept(old)}
+    there = {row["text"]: row["id"] for row in kept(earlier)}
+    assert len(there) == 8
     signals = parquet.read_table(made.folder / "signals").to_pylist()
     gone = [row for row in signals if row["reason"] == f"{reason}_of_earlier"]
     assert sorted(row["cluster"] for row in gone) == sorted(there[story(i, 1200)] for i in (3, 3, 5))

@@ -75,19 +75,19 @@ def edited(spec, texts: list[str], tmp_path, **columns) -> tuple[list[str], dict
     return corpus.after(cuts), spec.figures(corpus, cuts, tmp_path)
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=TEXTS, marks=st.booleans(), cite=st.booleans())
-def test_c4_lines_are_those_of_plain_python(tmp_path_factory, text, marks, cite):
+@settings(max_examples=60)
+@given(texts=st.lists(TEXTS, max_size=4), marks=st.booleans(), cite=st.booleans())
+def test_c4_lines_are_those_of_plain_python(tmp_path_factory, texts, marks, cite):
     spec = C4Lines(filter_no_terminal_punct=marks, remove_citations=cite, min_left_bytes=0)
-    left, _ = edited(spec, [text], tmp_path_factory.mktemp("state"))
-    assert full(left[0].split("\n")) == full(c4(text, spec))
+    left, _ = edited(spec, texts, tmp_path_factory.mktemp("state"))
+    assert [full(text.split("\n")) for text in left] == [full(c4(text, spec)) for text in texts]
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=TEXTS)
-def test_refinedweb_lines_are_those_of_plain_python(tmp_path_factory, text):
-    left, _ = edited(RefinedWebLines(min_left_bytes=0), [text], tmp_path_factory.mktemp("state"))
-    assert full(left[0].split("\n")) == full(refinedweb(text))
+@settings(max_examples=60)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_refinedweb_lines_are_those_of_plain_python(tmp_path_factory, texts):
+    left, _ = edited(RefinedWebLines(min_left_bytes=0), texts, tmp_path_factory.mktemp("state"))
+    assert [full(text.split("\n")) for text in left] == [full(refinedweb(text)) for text in texts]
 
 
 def test_c4_agrees_with_datatrove(tmp_path):

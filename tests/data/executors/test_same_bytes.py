@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +15,7 @@ from hone.data import annotate
 from hone.data.dedup import joining
 from hone.data.stage import Data
 from tests.data.stories import story
+from tests.forking import forking
 
 NOTICE = "This notice stands below all of them, it says nothing, and it is longer than a hundred bytes so that both edits see it."
 
@@ -89,40 +85,25 @@ def test_a_limit_ends_at_the_same_document(source, tmp_path):
     assert one.content == two.content and 100_000 < one.figures["input_bytes"].value <= 120_000
 
 
-STAGE = textwrap.dedent("""
-    import json, sys
-    from hone.base.run import Run
-    from hone.data import annotate
-    from hone.data.dedup import joining
-    from hone.data.stage import Data
-
-    annotate.TASK_BYTES = 1000
-    joining.SORT_KEYS = 60
-    source, out, spec, executor = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
-    Data.read({"source": source, **spec}).make(out, run=Run(quiet=True, executor=executor))
-""")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", [{"kind": "serial"}, {"kind": "processes", "workers": 2}], ids=str)
-def test_killed_at_ten_random_moments_it_ends_with_the_same_bytes(serial, source, tmp_path, executor):
+@pytest.mark.parametrize(
+    ("executor", "kills"),
+    [({"kind": "serial"}, 5), ({"kind": "processes", "workers": 2}, 3)],
+    ids=["serial", "processes"],
+)
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(serial, source, tmp_path, executor, kills):
+    """Each run goes on where the one before was killed, a few tasks further; a fast one may end before its kill."""
     draw = random.Random(11)
     out = tmp_path / "data-text"
-    command = [sys.executable, "-c", STAGE, str(source), str(out), json.dumps(SPEC), json.dumps(executor)]
-    kills = 0
-    while kills < 10 and not out.exists():
-        process = subprocess.Popen(command, start_new_session=True)
-        begun = time.monotonic()
-        there = out.with_name(out.name + ".partial") / "state" / "read"
-        while process.poll() is None and not there.exists() and not out.exists():  # what comes before leaves no trace
-            time.sleep(0.02)
-        time.sleep(draw.uniform(0, 0.5 + 0.3 * kills))
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)  # its workers end by themselves
-            kills += 1
-        process.wait()
-        assert time.monotonic() - begun < 300
-    assert kills >= 3
+    manifests = f"{out}.partial/state/*/*.done"
+    ends = []
+    with forking("tests.data.killed:stage") as run_killed:
+        while len(ends) < kills and not out.exists():
+            arguments = (manifests, draw.randint(1, 5), draw.uniform(0, 0.01))
+            ended = run_killed(out, {"source": source, **SPEC}, executor, *arguments)
+            assert ended.returncode in (0, -signal.SIGKILL), ended.stderr  # its workers end by themselves
+            ends.append(ended.returncode)
+    assert ends.count(-signal.SIGKILL) >= 2
     made = make(source, out, executor)
     assert made.content == serial.content
     made.verify()

@@ -30,8 +30,8 @@ from hone.data.readers.listing import list_source
 from hone.data.stage import Data
 from hone.data.work import Models, careful, read, read_task
 from tests.data.executors.test_deaths import Deadly, square, tasks
-from tests.data.executors.test_same_bytes import STAGE
 from tests.data.stories import story
+from tests.forking import forking
 
 IDENTIFIER = IDENTIFIERS.read("hone")
 
@@ -275,8 +275,9 @@ def test_a_stage_on_machines_that_share_no_disk(serial, source, tmp_path, apart,
 
 @pytest.mark.slow
 def test_a_limit_ends_at_the_same_document(source, tmp_path):
+    """On one machine here; without a store, test_same_bytes has it of processes."""
     given = {"source": str(source / "text"), "tokenizer": {"vocab_size": 400}, "max_bytes": 60_000}
-    executor = {"kind": "processes", "workers": 2, "store": f"file://{tmp_path}/bucket"}
+    executor = {"kind": "serial", "store": f"file://{tmp_path}/bucket"}
     one = Data.read(given).make(tmp_path / "one", run=Run(quiet=True))
     two = Data.read(given).make(tmp_path / "two", run=Run(quiet=True, executor=executor))
     assert one.content == two.content
@@ -284,9 +285,11 @@ def test_a_limit_ends_at_the_same_document(source, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "executor", [{"kind": "serial"}, {"kind": "processes", "workers": 2}], ids=lambda row: row["kind"]
+    ("executor", "moments"),
+    [({"kind": "serial"}, (1, 11, 28)), ({"kind": "processes", "workers": 2}, (5, 19))],
+    ids=["serial", "processes"],
 )
-def test_a_stage_goes_on_where_its_machine_was_lost(serial, source, tmp_path, executor):
+def test_a_stage_goes_on_where_its_machine_was_lost(serial, source, tmp_path, executor, moments):
     """Killed at growing numbers of finished tasks, its disk gone each time: what was done is done, the bytes are the same."""
     bucket = tmp_path / "bucket"
     executor = {**executor, "store": f"file://{bucket}"}
@@ -296,39 +299,28 @@ def test_a_stage_goes_on_where_its_machine_was_lost(serial, source, tmp_path, ex
             path.name: path.stat().st_mtime_ns for path in bucket.glob("*/tasks/*") if not path.name.endswith("tmp")
         }
 
-    for number, wanted in enumerate((1, 5, 11, 19, 28)):
-        out = tmp_path / f"machine-{number}" / "data-text"
-        command = [
-            sys.executable,
-            "-c",
-            STAGE,
-            str(source / "text"),
-            str(out),
-            json.dumps(spec(source)),
-            json.dumps(executor),
-        ]
-        before = kept()
-        process = subprocess.Popen(command)
-        begun = time.monotonic()
-        while process.poll() is None and len(kept()) < wanted:
-            time.sleep(0.02)
-            assert time.monotonic() - begun < 300
-        assert process.poll() is None, "it ended before it could be killed"
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        time.sleep(1)  # its workers notice
-        assert before.items() <= kept().items()
-        shutil.rmtree(out.parent)
+    with forking("tests.data.killed:stage") as run_killed:
+        for number, wanted in enumerate(moments):
+            out = tmp_path / f"machine-{number}" / "data-text"
+            before = kept()
+            growth = max(wanted - len(before), 1)
+            ended = run_killed(out, spec(source), executor, f"{bucket}/*/tasks/*", growth, 0.0)
+            assert ended.returncode == -signal.SIGKILL, ended.stderr
+            if executor["kind"] == "processes":
+                time.sleep(1)  # its workers notice
+            assert before.items() <= kept().items()
+            shutil.rmtree(out.parent)
     before = kept()
     made = Data.read(spec(source)).make(tmp_path / "last" / "data-text", run=Run(quiet=True, executor=executor))
-    assert made.content == serial.content and len(before) >= 28 and before.items() <= kept().items()
+    assert made.content == serial.content and len(before) >= moments[-1] and before.items() <= kept().items()
     made.verify()
 
 
 @pytest.mark.slow
 def test_an_edited_input_and_a_redo_take_nothing_from_the_store(source, tmp_path):
     """Same spec, same names, same sizes: what the store holds is of the text before."""
-    shutil.copytree(source / "text", tmp_path / "text")
+    (tmp_path / "text").mkdir()
+    shutil.copy(source / "text" / "0.jsonl", tmp_path / "text")
     path = tmp_path / "text" / "0.jsonl"
     given, bucket = {"source": str(tmp_path / "text"), "tokenizer": {"vocab_size": 400}}, tmp_path / "bucket"
     executor = {"kind": "serial", "store": f"file://{bucket}"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import tokenizers
@@ -16,13 +18,12 @@ from hone.data.stage import Data
 
 @pytest.fixture(scope="module")
 def made(mini_source, tmp_path_factory):
+    source = shutil.copytree(mini_source, tmp_path_factory.mktemp("copied") / "source")
     for name, text in (("stories", "once upon a time there was a fox. "), ("notes", "buy milk and bread, then rest. ")):
-        (mini_source / name).mkdir(exist_ok=True)
+        (source / name).mkdir()
         for number in range(12):
-            (mini_source / name / f"{number}.txt").write_text(
-                "".join(f"{number} {n} {text}" for n in range(3 + number))
-            )
-    spec = {"source": str(mini_source), "tokenizer": {"vocab_size": 400}, "filters": ["length"], "dedups": ["exact"]}
+            (source / name / f"{number}.txt").write_text("".join(f"{number} {n} {text}" for n in range(3 + number)))
+    spec = {"source": str(source), "tokenizer": {"vocab_size": 400}, "filters": ["length"], "dedups": ["exact"]}
     return Data.read({**spec, "validation_fraction": 0.2}).make(
         tmp_path_factory.mktemp("line") / "data-real", {}, Run(quiet=True)
     )

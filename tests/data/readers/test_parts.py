@@ -191,12 +191,14 @@ def test_the_stage_writes_the_same_documents_and_tokens_whatever_the_parts(tmp_p
     made = {}
     for size in (1 << 30, 3000, 9973):
         monkeypatch.setattr(parts_module, "PART_BYTES", size)
-        for executor in ({"kind": "serial"}, {"kind": "processes", "workers": 2}):
+        # Many parts, some of them of one row, are what workers share.
+        others = [{"kind": "processes", "workers": 2}] if size == 3000 else []
+        for executor in ({"kind": "serial"}, *others):
             out = tmp_path / f"{size}-{executor['kind']}" / "data-text"
             made[size, executor["kind"]] = Data.read({"source": str(source), **spec}).make(
                 out, run=Run(quiet=True, executor=executor)
             )
-        assert made[size, "serial"].content == made[size, "processes"].content
+    assert made[3000, "serial"].content == made[3000, "processes"].content
     first = made[1 << 30, "serial"]
     for artifact in made.values():
         for name in ("tokenizer.json", "tokens/train.bin", "tokens/train.starts.npy", "sample.jsonl", "dropped.jsonl"):

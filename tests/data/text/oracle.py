@@ -23,14 +23,13 @@ THINGS = {
 EDGE = ".,;:!?\"'()[]{}<>*`"
 TERMINAL = tuple(".!?‼⁇⁈⁉։؟۔।॥።။፧។៕᠃᠉。．｡！？﹒﹖﹗")
 SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]”’]*+(?=\s|\Z)|[‼⁇⁈⁉։؟۔।॥።။፧។៕᠃᠉。．｡！？﹒﹖﹗]")
-TERMINAL = tuple(".!?‼⁇⁈⁉։؟۔।॥။።፧។៕᠃᠉。．｡！？﹒﹖﹗")
 QUANTITY = re.compile(r"\W*[0-9][0-9.,]*[kmb]?")
 CITATION = re.compile(r"(\[[0-9]*\]|\[edit\])+\Z")
 
 
 def lower(text: str) -> str:
     """Lower case one code point for one."""
-    return "".join(char.lower()[0] for char in text)
+    return text.lower() if text.isascii() else "".join(char.lower()[0] for char in text)
 
 
 def bare(word: str) -> str:

@@ -22,11 +22,11 @@ def run(case: Case, *, decode: int = 0, prefill: int = 0, programs: int = 5, swa
     return out
 
 
-ROWS = [40, 3, 17, 0, 64]
+ROWS = [20, 3, 0, 33]
 
 
-@pytest.mark.parametrize("programs", [1, 3, 7, 40])
-@pytest.mark.parametrize("swap", [False, True])
+# With 24 programs a part is less than a block, and a row has five of them; where parts end does not depend on `swap`.
+@pytest.mark.parametrize(("programs", "swap"), [(1, False), (3, True), (7, False), (24, True)])
 def test_decode_is_cut_anywhere(programs, swap):
     case = Case(ROWS, groups=3, page_size=16)
     assert distance(run(case, decode=1, programs=programs, swap=swap), case.expected()) < 1e-6
@@ -47,25 +47,27 @@ def test_decode_is_cut_anywhere(programs, swap):
     ],
 )
 def test_decode_options(options):
-    case = Case([100, 3, 17, 64], **{"page_size": 16, **options})
+    case = Case([50, 3, 17], **{"page_size": 16, **options})
     assert distance(run(case, decode=1), case.expected()) < 1e-6
 
 
 def test_decode_of_a_few_tokens_a_row():
-    case = Case([40, 3, 17, 64], [3, 1, 2, 3], page_size=16, groups=3, window=20)
+    case = Case([40, 3, 17], [3, 1, 2], page_size=16, groups=3, window=20)
     assert distance(run(case, decode=3), case.expected()) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 9, "sink_tokens": 5}])
-@pytest.mark.parametrize("page_dtype", [torch.float8_e4m3fn, torch.int8])
+# int8 without a window is what small values have.
+@pytest.mark.parametrize(
+    ("page_dtype", "options"), [(torch.float8_e4m3fn, {}), (torch.int8, {"window": 9, "sink_tokens": 5})]
+)
 def test_pages_of_8_bits(page_dtype, options):
-    case = Case([40, 3, 17, 64], [3, 1, 17, 20], page_size=16, page_dtype=page_dtype, **options)
+    case = Case([40, 3, 9, 33], [3, 1, 9, 10], page_size=16, page_dtype=page_dtype, **options)
     assert distance(run(case, decode=3, prefill=4), case.expected()) < 2e-3
 
 
 def test_small_values_keep_their_precision():
     """float16 holds weights times scales, and scales of such values are far below its smallest number."""
-    case = Case([40, 3, 17, 64], [3, 1, 17, 20], page_size=16, page_dtype=torch.int8)
+    case = Case([40, 3, 9, 33], [3, 1, 9, 10], page_size=16, page_dtype=torch.int8)
     case.scales[1].mul_(1e-7)
     assert distance(run(case, decode=3, prefill=4), case.expected()) < 2e-3
 
@@ -78,15 +80,15 @@ def test_a_sink_may_be_switched_off():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 9}, {"window": 40, "sink_tokens": 5}, {"sinks": True}, {"page_size": 3, "groups": 3}, {"head_dim": 24}],
+    [{}, {"window": 9}, {"window": 20, "sink_tokens": 5}, {"sinks": True}, {"page_size": 3, "groups": 3}, {"head_dim": 24}],
 )  # fmt: skip
 def test_prefill(options):
-    case = Case([40, 3, 17, 64, 5], [40, 3, 2, 20, 1], **{"page_size": 16, **options})
+    case = Case([20, 3, 17, 40, 5], [20, 3, 2, 10, 1], **{"page_size": 16, **options})
     assert distance(run(case, prefill=1), case.expected()) < 1e-6
 
 
 def test_decode_and_prefill_share_the_rows():
-    case = Case([40, 3, 17, 64, 5], [40, 1, 2, 20, 1], page_size=16)
+    case = Case([20, 3, 17, 40, 5], [20, 1, 2, 10, 1], page_size=16)
     out = run(case, decode=2)
     short = torch.tensor([count <= 2 for count in case.counts for _ in range(count)])
     assert out[short].isfinite().all() and out[~short].isnan().all()

@@ -16,9 +16,13 @@ from hone.ops import (
     sample,
     token_logprobs,
 )
+from hone.ops.sample import triton_kernels as kernels
+from hone.ops.sample.api import floor_shape
 from hone.ops.sample.noise import noise_keys
+from hone.ops.sample.reference import filter_logits
 from tests.ops.agree import agree
 
+HEATS = [0.0, 0.5, 1.3, 2.0, 0.0, 1.0]
 MIXED = {
     "top_k": [0, 1, 3, 300, 7, 50],
     "top_p": [1.0, 0.5, 0.2, 0.0, 0.99, 0.7],
@@ -26,10 +30,33 @@ MIXED = {
 }
 
 
+def assert_kept(logits: torch.Tensor, heat: float, options: dict) -> None:
+    """The kernel's threshold keeps exactly the tokens that sorting keeps, whatever is drawn of them."""
+    rows, vocab = logits.shape
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options
+    given = {name: value if isinstance(value, list) else [value] * rows for name, value in given.items()}
+    columns = [torch.tensor(value, dtype=torch.int32 if name == "top_k" else None) for name, value in given.items()]
+    on, floors = {name.upper(): name in options for name in given}, torch.full((rows,), float("nan"))
+    kernels.floors[(rows,)](
+        logits, torch.full((rows,), heat), *columns, floors, logits.stride(0), vocab, **on,
+        BLOCK=floor_shape(vocab).block, STAGES=1,
+    )  # fmt: skip
+    wanted = filter_logits(logits.float(), [heat] * rows, given["min_p"], given["top_k"], given["top_p"])
+    scaled = logits.float() * torch.tensor(heat).reciprocal()
+    assert torch.equal((scaled >= floors[:, None]) & (scaled > -float("inf")), wanted > -float("inf"))
+
+
+@pytest.mark.parametrize("heat", [1.0, HEATS])
+def test_draws_without_filters(heat: float | list[float]) -> None:
+    logits = torch.randn(6, 300) * 3
+    for seed in range(3):
+        keys = noise_keys(range(seed, seed + 6), range(6))
+        agree(lambda backend, k=keys: [sample(logits, heat, keys=k, backend=backend)])
+
+
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        ({}, torch.float32),
         ({"top_k": 5}, torch.float32),
         ({"top_p": 0.9}, torch.float32),
         ({"min_p": 0.05}, torch.float32),
@@ -40,10 +67,9 @@ MIXED = {
 def test_sample(options: dict, dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 300) * 3).to(dtype)
     logits[:, 7] = logits[:, 9]  # equal values stay or go together
-    for seed in range(3):
-        keys = noise_keys(range(seed, seed + 6), range(6))
-        for heat in (1.0, [0.0, 0.5, 1.3, 2.0, 0.0, 1.0]):
-            agree(lambda backend, h=heat, k=keys: [sample(logits, h, **options, keys=k, backend=backend)])
+    assert_kept(logits, 1.3, options)
+    keys = noise_keys(range(6), range(6))
+    agree(lambda backend: [sample(logits, HEATS, **options, keys=keys, backend=backend)])
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(1, torch.float32), (300, torch.float16), (9000, torch.float32)])
@@ -107,10 +133,11 @@ def test_thresholds_of_wild_rows() -> None:
             torch.randn(40).half().float() * 8,
         )
     )  # fmt: skip
-    for seed in range(3):
-        keys = noise_keys(range(seed, seed + 6), range(6))
-        for options in ({"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.5, "min_p": 0.01}, {"top_p": 0.0}):
-            agree(lambda backend, o=options, k=keys: [sample(rows, 0.9, **o, keys=k, backend=backend)])
+    every = {"top_k": 20, "top_p": 0.5, "min_p": 0.01}
+    for options in ({"top_k": 3}, {"top_p": 0.6}, every, {"top_p": 0.0}):
+        assert_kept(rows, 0.9, options)
+    keys = noise_keys(range(6), range(6))
+    agree(lambda backend: [sample(rows, 0.9, **every, keys=keys, backend=backend)])
 
 
 def test_penalties_and_counts() -> None:

@@ -34,7 +34,6 @@ MIXED = [
     {**GREEDY, "max_tokens": 11, "allowed_token_ids": [3, 4, 5, 9, 10]},
 ]
 LAYOUTS = [
-    {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 2, "async_scheduling": True},
     {"tensor_parallel_size": 4},
     {"pipeline_parallel_size": 2},
@@ -94,15 +93,19 @@ SCORED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def scored(call, folder: Path) -> dict:
+    return result(call("write", folder, {}, SCORED * 2))
+
+
 @pytest.mark.parametrize("spec", [
     {"tensor_parallel_size": 2, "async_scheduling": True},
     {"tensor_parallel_size": 2, "drafter": {"kind": "prompt_lookup", "min_ngram": 1}},
     {"pipeline_parallel_size": 2},
 ], ids=str)  # fmt: skip
-def test_scores_embeddings_and_ends_of_few_pages(call, folder: Path, spec: dict) -> None:
+def test_scores_embeddings_and_ends_of_few_pages(call, folder: Path, scored: dict, spec: dict) -> None:
     few = {"num_pages": 13, "max_num_batched_tokens": 12}
-    wanted = result(call("write", folder, {}, SCORED * 2))
-    found = result(call("write", folder, {**spec, **few}, SCORED * 2))
+    wanted, found = scored, result(call("write", folder, {**spec, **few}, SCORED * 2))
     assert found["tokens"] == wanted["tokens"] and found["preemptions"] > 0
     for kind, count in (("prompts", 4), ("pooled", 6)):
         assert sorted(found[kind]) == sorted(wanted[kind]) and len(found[kind]) == count

@@ -34,7 +34,7 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_a_server_on_two_ranks_answers_and_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     model = decoder(tie_embeddings=False)
     hf.save(model, tmp_path / "model")
-    server = LiveServer(tmp_path / "model", engine={"tensor_parallel_size": 2, "num_pages": 64})
+    server = LiveServer(tmp_path / "model", anew=True, engine={"tensor_parallel_size": 2, "num_pages": 64})
     (rank,) = workers(server)
     body = {"prompt": [3, 4, 5], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     reply = server.post("/v1/completions", **body).json()
@@ -49,7 +49,7 @@ def test_a_server_on_two_ranks_answers_and_names_the_rank_that_was_killed(tmp_pa
 @pytest.mark.slow
 def test_sigterm_ends_all_ranks(tmp_path: Path) -> None:
     hf.save(decoder(), tmp_path / "model")
-    server = LiveServer(tmp_path / "model", engine={"pipeline_parallel_size": 2, "num_pages": 64})
+    server = LiveServer(tmp_path / "model", anew=True, engine={"pipeline_parallel_size": 2, "num_pages": 64})
     ranks = workers(server)
     assert len(ranks) == 1 and server.post("/v1/completions", prompt=[1, 2], max_tokens=3).status_code == 200
     assert server.stop() == 0

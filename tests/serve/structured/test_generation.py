@@ -78,15 +78,20 @@ SCHEMAS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
-@pytest.mark.parametrize("heat", [0.0, 1.0, 5.0])
-def test_json_matches_its_schema(engine: Engine, schema: Any, heat: float) -> None:
-    spec = form(json_schema=schema)
-    for seed in range(3):
-        engine.add(Request(f"j{seed}", [5, 6, 7 + seed], params(spec, seed, temperature=heat)))
-    for outputs in drain(engine).values():
-        assert outputs[-1].finish == "stop"
-        jsonschema.validate(json.loads(text_of(outputs)), schema)
+def test_json_matches_its_schema(engine: Engine) -> None:
+    asked: dict[str, Any] = {}
+    for place, schema in enumerate(SCHEMAS):
+        for heat in (0.0, 1.0, 5.0):
+            for seed in range(3):
+                name = f"schema {place}, {heat}, {seed}"
+                asked[name] = schema
+                spec = form(json_schema=schema)
+                engine.add(Request(name, [5, 6, 7 + seed], params(spec, seed, temperature=heat)))
+    found = drain(engine)
+    assert set(found) == set(asked)
+    for name, outputs in found.items():
+        assert outputs[-1].finish == "stop", name
+        jsonschema.validate(json.loads(text_of(outputs)), asked[name])
 
 
 def test_blanks_are_as_the_request_says(engine: Engine) -> None:
@@ -125,14 +130,17 @@ def schemas() -> st.SearchStrategy[Any]:
     return st.recursive(leaf, wider, max_leaves=5)
 
 
-@settings(max_examples=40, deadline=None)
-@given(schemas(), st.integers(0, 1000))
-def test_any_schema(engine: Engine, schema: Any, seed: int) -> None:
-    spec = form(json_schema=json.dumps(schema))
-    engine.add(Request("any", [seed % 300], params(spec, seed, max_tokens=480)))
-    (outputs,) = drain(engine).values()
-    assert outputs[-1].finish == "stop"
-    jsonschema.validate(json.loads(text_of(outputs)), schema)
+@settings(max_examples=10, deadline=None)
+@given(st.lists(schemas(), min_size=1, max_size=6), st.integers(0, 1000))
+def test_any_schema(engine: Engine, drawn: list[Any], seed: int) -> None:
+    for place, schema in enumerate(drawn):
+        spec = form(json_schema=json.dumps(schema))
+        engine.add(Request(str(place), [(seed + place) % 300], params(spec, seed, max_tokens=480)))
+    found = drain(engine)
+    for place, schema in enumerate(drawn):
+        outputs = found[str(place)]
+        assert outputs[-1].finish == "stop"
+        jsonschema.validate(json.loads(text_of(outputs)), schema)
 
 
 def test_the_other_kinds(engine: Engine) -> None:

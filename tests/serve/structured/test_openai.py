@@ -35,6 +35,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
 ]
 MODEL = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 300, "temperature": 2.0}
+SHORT = {**MODEL, "max_completion_tokens": 30}
+"""For replies that nothing ends but the limit."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_openai_parses_what_it_asked_for(client: openai.OpenAI) -> None:
     schema = {**Home.model_json_schema(), "additionalProperties": False}
     schema["properties"]["floors"]["maxItems"] = 4
     form = {"type": "json_schema", "json_schema": {"name": "home", "schema": schema, "strict": True}}
-    for seed in range(3):
+    for seed in (1, 2):
         reply = client.chat.completions.create(**MODEL, response_format=form, seed=seed, n=2, extra_body=WITHOUT_BLANKS)
         for choice in reply.choices:
             assert choice.finish_reason == "stop"
@@ -85,7 +87,7 @@ def test_openai_parses_what_it_asked_for(client: openai.OpenAI) -> None:
     )
     assert text == reply.choices[0].message.content
     anything = client.chat.completions.create(
-        **MODEL, response_format={"type": "json_object"}, seed=1, extra_body=WITHOUT_BLANKS
+        **SHORT, response_format={"type": "json_object"}, seed=1, extra_body=WITHOUT_BLANKS
     ).choices[0]
     assert anything.message.content.startswith("{")
     if anything.finish_reason == "stop":
@@ -192,7 +194,7 @@ def check(name: str, arguments: str) -> None:
     jsonschema.validate(json.loads(arguments), schemas[name])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_forced_calls(client: openai.OpenAI, seed: int) -> None:
     asked = {**MODEL, "tools": TOOLS, "seed": seed, "extra_body": WITHOUT_BLANKS}
     named = {"type": "function", "function": {"name": "weather"}}
@@ -215,14 +217,14 @@ def test_calls_that_the_model_chooses(client: openai.OpenAI) -> None:
     assert "<tool_call>" in plain.message.content and plain.message.tool_calls is None
     with pytest.raises(openai.BadRequestError, match="one form"):
         client.chat.completions.create(**asked, tools=TOOLS)
-    free = client.chat.completions.create(**MODEL, tools=TOOLS, seed=4, extra_body=WITHOUT_BLANKS).choices[0]
-    parts = streamed(client, **MODEL, tools=TOOLS, seed=4, extra_body=WITHOUT_BLANKS)
+    free = client.chat.completions.create(**SHORT, tools=TOOLS, seed=4, extra_body=WITHOUT_BLANKS).choices[0]
+    parts = streamed(client, **SHORT, tools=TOOLS, seed=4, extra_body=WITHOUT_BLANKS)
     assert free.message.content == parts["content"] and not parts["calls"]
-    off = client.chat.completions.create(**MODEL, tools=TOOLS, tool_choice="none", seed=4, extra_body=WITHOUT_BLANKS)
+    off = client.chat.completions.create(**SHORT, tools=TOOLS, tool_choice="none", seed=4, extra_body=WITHOUT_BLANKS)
     assert (
         off.usage.prompt_tokens
         < client.chat.completions.create(
-            **MODEL, tools=TOOLS, tool_choice="auto", seed=4, extra_body=WITHOUT_BLANKS
+            **SHORT, tools=TOOLS, tool_choice="auto", seed=4, extra_body=WITHOUT_BLANKS
         ).usage.prompt_tokens
     )  # the template shows tools
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -238,7 +240,7 @@ def test_calls_that_the_model_chooses(client: openai.OpenAI) -> None:
 def test_reasoning_is_kept_apart(client: openai.OpenAI) -> None:
     thinking = {"chat_template_kwargs": {"thinks": True}}
     bias = {"27": 9, "15": 6}  # '<' and '/'
-    asked = {**MODEL, "seed": 5, "max_completion_tokens": 200, "extra_body": thinking, "logit_bias": bias}
+    asked = {**MODEL, "seed": 5, "max_completion_tokens": 60, "extra_body": thinking, "logit_bias": bias}
     whole = client.chat.completions.create(**asked).choices[0]
     parts = streamed(client, **asked)
     message = whole.message
@@ -256,7 +258,7 @@ def test_prompt_logprobs_and_best_of(client: openai.OpenAI) -> None:
     asked = {"model": "tiny", "prompt": "the quick", "max_tokens": 6, "seed": 2, "temperature": 1.5}
     echoed = client.completions.create(**asked, echo=True, logprobs=3).choices[0].logprobs
     given = client.completions.create(**asked, extra_body={"prompt_logprobs": 3}).choices[0].prompt_logprobs
-    chat = client.chat.completions.create(**MODEL, extra_body={"prompt_logprobs": 0})
+    chat = client.chat.completions.create(**SHORT, extra_body={"prompt_logprobs": 0})
     assert given[0] is None and len(given) < len(echoed.tokens)
     for place, entries in enumerate(given[1:], 1):
         assert echoed.token_logprobs[place] in [one["logprob"] for one in entries.values()]

@@ -1,4 +1,7 @@
-"""One thousand random JSON schemas, a random model, hot sampling, sixteen at once: every output is valid JSON of its schema."""
+"""Random JSON schemas, a random model, hot sampling, sixteen at once: every output is valid JSON of its schema.
+
+Three hundred of them; with all thousand (`thousand(1000)`) it ran once for benchmarks/ledger/serve.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +114,8 @@ def test_fifty_schemas(tiny_llama: Path):
 
 
 @pytest.mark.slow
-def test_a_thousand_schemas(tiny_llama: Path, capsys):
-    ends = check(tiny_llama, thousand(1000))
+def test_three_hundred_schemas(tiny_llama: Path, capsys):
+    ends = check(tiny_llama, thousand(300))
     with capsys.disabled():
-        print(f"\n1000 schemas: {ends['stop']} outputs ended and are valid, {dict(ends)}")
-    assert ends["stop"] == 1000
+        print(f"\n300 schemas: {ends['stop']} outputs ended and are valid, {dict(ends)}")
+    assert ends["stop"] == 300
