@@ -19,7 +19,7 @@ from hone.compress.statistics import STATISTICS
 from hone.compress.targets import Linear, linears
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
-from hone.model.folder import ADAPTER, copy_tokenizer, weights_bytes
+from hone.model.folder import ADAPTER, copy_companions, weights_bytes
 from hone.model.hf import Checkpoint, config_values
 from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
@@ -78,7 +78,7 @@ def quantization_config(
 def describe(
     draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None, *, adapted: bool = False
 ) -> None:
-    """Writes config.json with the quantization and whether there is an adapter, generation_config.json and the tokenizer."""
+    """Writes config.json with the quantization and whether there is an adapter, and copies what lies beside the weights."""
     values = checkpoint.values
     if quantization is not None and quantization["quant_method"] == "low_rank":
         values = config_values(checkpoint.config, checkpoint.dtype, quantization)
@@ -86,11 +86,7 @@ def describe(
     if quantization is not None:
         values["quantization_config"] = quantization
     write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
-    generation = checkpoint.folder / "generation_config.json"
-    if generation.exists():
-        write_atomic(draft.folder / generation.name, generation.read_bytes())
-    if (checkpoint.folder / "tokenizer.json").exists():
-        copy_tokenizer(checkpoint.folder, draft.folder)
+    copy_companions(checkpoint.folder, draft.folder)
 
 
 def techniques(

@@ -260,6 +260,11 @@ class Compress(Stage):
         samples = mesh.from_leader(lambda: self._samples(plan, checkpoint, parents))
         if samples is not None and -(-len(samples.tokens) // self.batch_size) < mesh.world_size:
             run.say(f"there are fewer batches of {self.batch_size} sequences than ranks: lower batch_size to use all")
+        fitted = [linear.columns for linears in plan.targets for linear in linears if self._fits_hessian]
+        for line in (
+            () if samples is None else calibration.shortage(samples, self.num_sequences, max(fitted, default=0))
+        ):
+            run.say(line)
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
         mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
@@ -349,6 +354,11 @@ class Compress(Stage):
     def calibrated_steps(self) -> tuple[Step, ...]:
         """The steps that work on layers, with calibration inputs if there are any."""
         return (*self.layer_steps, *((self.kv_cache,) if self.kv_cache is not None else ()))
+
+    @property
+    def _fits_hessian(self) -> bool:
+        """Whether a step fits weights to second moments of their inputs."""
+        return any("hessian" in step.needs for step in self.layer_steps)
 
     @property
     def rotation(self) -> Rotation | None:

@@ -27,8 +27,18 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tokenizer.model",
 )
+_ABOUT_WEIGHTS = {CONFIG, "hone.json", "adapter_config.json", "quantize_config.json", "quant_config.json"}
+"""Files that say what the weights beside them are: whoever writes other weights writes them anew, or they would be wrong."""
+_COMPANIONS = re.compile(
+    r"(?!\.)(?!.*\.index\.json$).*\.(json|jinja|model|tiktoken|txt|md|rst|py)|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^.]*",
+    re.I,
+)
+"""Names of files that are no weights and that a model is not whole without: tokenizer, templates, licence, its own code."""
+_TEMPLATES = "additional_chat_templates"
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_FILES = (
+    "*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.md", "*.py", "LICEN?E*", "NOTICE*", "USE_POLICY*"
+)  # fmt: skip
 
 
 def model_folder(where: Path | str) -> Path:
@@ -169,3 +179,18 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).exists() and source.resolve() != folder.resolve():
             shutil.copyfile(source / name, folder / name)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies what lies beside the weights in the model folder `source` to another model made of it.
+
+    That is the tokenizer in whatever form, chat templates, generation defaults, licence and notices, and the model's own code.
+    README.md, the card of the model that was given, becomes README.base.md.
+    """
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in _ABOUT_WEIGHTS and _COMPANIONS.fullmatch(path.name):
+            name = "README.base.md" if path.name.lower() == "readme.md" else path.name
+            shutil.copyfile(path, folder / name)
+    for path in sorted((source / _TEMPLATES).glob("*.jinja")):
+        (folder / _TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / _TEMPLATES / path.name)

@@ -114,3 +114,21 @@ def test_loading_never_unpacks_a_matrix(family_folder, compress) -> None:
             expected += module.out_features * (columns // 2 + module.in_features // 32 * 2)
     assert held == expected
     assert largest.bytes <= 320 * 64 * 4, "only the embedding may be a large floating tensor"
+
+
+def test_what_is_no_weight_travels(family_folder, compress, tmp_path) -> None:
+    """Also of a model whose tokenizer is SentencePiece's alone; what describes the old weights stays behind."""
+    given = shutil.copytree(family_folder("llama"), tmp_path / "given")
+    (given / "tokenizer.json").rename(given / "tokenizer.model")
+    wanted = {"LICENSE": "free", "USE_POLICY.md": "kindly", "qwen.tiktoken": "YQ== 0", "modeling_own.py": "pass"}
+    wanted["additional_chat_templates/tools.jinja"] = "{{ tools }}"
+    left = {"quantize_config.json": "{}", ".gitattributes": "*", "model.safetensors.index.json.old": "{}", "x.bin": "0"}
+    for name, text in {**wanted, **left, "README.md": "# Given"}.items():
+        (given / name).parent.mkdir(exist_ok=True)
+        (given / name).write_text(text)
+    made = compress(given, FORMATS["int8-channel"])
+    for name, text in {**wanted, "README.base.md": "# Given"}.items():
+        assert (made.folder / name).read_text() == text
+    assert (made.folder / "tokenizer.model").read_bytes() == (given / "tokenizer.model").read_bytes()
+    assert not any((made.folder / name).exists() for name in (*left, "README.md", "tokenizer.json"))
+    made.verify()

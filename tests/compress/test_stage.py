@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -275,3 +276,27 @@ def test_a_device_that_is_not_there_is_refused(tiny_llama: Path, tmp_path: Path)
         Compress.read({"steps": [INT4]}).make(
             tmp_path / "compress-x", {"model": Artifact.read(tiny_llama)}, Run(device="cuda", quiet=True)
         )
+
+
+def test_too_little_calibration_is_said_with_what_is_needed(tiny_llama: Path, tmp_path: Path, capsys) -> None:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 120)
+    spec = {"calibration_text": str(text), "seq_len": 32, "check_sequences": 0}
+    parents = {"model": Artifact.read(tiny_llama)}
+
+    def said(step: dict, **more) -> str:
+        Compress.read({"steps": [step], **spec, **more}).make(
+            tmp_path / f"compress-{len(more)}-{step['kind']}", parents, Run()
+        )
+        return capsys.readouterr().err
+
+    short = said(GPTQ4)
+    assert re.search(r"source has \d+ sequences of 32 tokens, 128 were asked for", short)
+    assert "the widest matrix has 160 input features: below 640 tokens (num_sequences=20)" not in short
+    few = said(GPTQ4, num_sequences=4)
+    assert (
+        "calibrated with 128 tokens, the widest matrix has 160 input features: below 640 tokens (num_sequences=20)"
+        in few
+    )
+    assert "were asked for" not in few
+    assert "input features" not in said(INT4, num_sequences=4)  # rounding fits nothing
