@@ -13,10 +13,15 @@ import numpy as np
 from hone.base.durable import sha256
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.load import PackedTokens
+from hone.data.readers.formats.kinds import UNKNOWN, kind_of
 from hone.model.tokenizer import load_tokenizer
 
 _TOKENS_PER_FEATURE = 4
 """With a third of it GPTQ at 3 bits was worse than rounding without text, with 5.3 better (the reference model, 1,536 features)."""
+
+
+_PLAIN = {"text", "code", "tex", UNKNOWN}
+"""Formats that are text as they stand."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,13 @@ def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int, num_
 
 
 def text_bytes(path: Path) -> int:
-    """Size of a calibration text. Raises SpecError when it cannot be read."""
+    """Size of a calibration text. Raises SpecError when it cannot be read, or is no plain text: markup is not what a model reads."""
+    kind = kind_of(path.name)
+    if kind is not None and (kind[1] or kind[0] not in _PLAIN):
+        raise SpecError(
+            f"calibration_text {path} is {' in '.join(filter(None, kind))}, and is read as it stands: plain text alone",
+            fix="read it with `hone data FILE --tokenizer.path=MODEL --out=DATA`, and calibrate with that: --from.data=DATA",
+        )
     try:
         return path.stat().st_size
     except OSError as error:
@@ -71,24 +82,29 @@ def from_text(
 ) -> Calibration:
     """Windows of `seq_len` tokens of the text in `path`, drawn without overlap, and `num_spare` others.
 
-    Raises SpecError when the text is missing, no UTF-8 or shorter than one window.
+    Each begins with the token that the tokenizer puts before a text, if any: models expect it there, and give it keys and
+    activations like those of no other token. Raises SpecError when the text is missing, no UTF-8 or shorter than one window.
     """
+    text_bytes(path)
     try:
         text = path.read_text(encoding="utf8")
     except OSError as error:
         raise SpecError(f"calibration_text {path}: {error.strerror}", fix="name a text file") from None
     except UnicodeDecodeError as error:
         raise SpecError(f"calibration_text {path} is not UTF-8: {error}", fix="name a text file") from None
-    ids = np.asarray(load_tokenizer(model).encode(text), np.int64)
-    windows = len(ids) // seq_len
+    tokenizer = load_tokenizer(model)
+    ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
+    start = np.array(tokenizer.start_ids[: seq_len - 1], np.int64)
+    own = seq_len - len(start)
+    windows = len(ids) // own
     if windows < 1:
         raise SpecError(
-            f"calibration_text {path} has {len(ids)} tokens, one sequence needs {seq_len}",
+            f"calibration_text {path} has {len(ids)} tokens, one sequence needs {own}",
             fix="give a longer text, or lower seq_len",
         )
     # Raw PCG64 output is equal in every numpy version; that of Generator.permutation is not guaranteed to be.
     order = np.argsort(np.random.PCG64(seed).random_raw(windows), kind="stable")
-    cut = ids[: windows * seq_len].reshape(windows, seq_len)
+    cut = np.hstack([np.tile(start, (windows, 1)), ids[: windows * own].reshape(windows, own)])
     tokens, others = (
         cut[np.sort(part)] for part in (order[:num_sequences], order[num_sequences : num_sequences + num_spare])
     )

@@ -7,6 +7,8 @@ import json
 import re
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,12 @@ class Tokenizer:
             return bytes(_BYTE_OF.get(letter, 0x3F) for letter in text)
         byte = _BYTE_TOKEN.fullmatch(text)
         return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
+
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """What `encode` puts before a text: usually the token that begins a sequence, or nothing."""
+        found = self.core.encode("a")
+        return tuple(number for number, _ in takewhile(itemgetter(1), zip(found.ids, found.special_tokens_mask)))
 
     @property
     def special_ids(self) -> frozenset[int]:
