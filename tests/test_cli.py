@@ -245,7 +245,7 @@ def test_no_tokenizer(model):
         (["report", "/nowhere"], ["/nowhere"]),
         (["show", "/nowhere"], ["/nowhere"]),
         (["schema", "tarin"], ["did you mean 'train'"]),
-        (["techniques", "quantiser"], ["quantizer"]),
+        (["techniques", "quantiser"], ["did you mean 'quantizer'"]),
         (["eval", "tests"], ["--out"]),
         (["train", "tests", "--out=/tmp/x", "--device=cuda:77"], ["cuda:77"]),
         (["compress", "tests", "--steps=rtn", "--out=/proc/x"], []),

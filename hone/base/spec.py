@@ -303,9 +303,15 @@ def read_yaml(path: Path) -> Any:
         IsADirectoryError,
         RecursionError,
     ) as error:  # ValueError: invalid UTF-8 or date
-        raise SpecError(
-            f"{path} is not a YAML file: {str(error).splitlines()[0]}", fix="correct the file at that place"
-        ) from None
+        raise SpecError(f"{path} is not a YAML file: {_where(error)}", fix="correct the file at that place") from None
+
+
+def _where(error: Exception) -> str:
+    """What an error of YAML says, with its line and column, counted from 1."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return str(error).splitlines()[0]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 class _Twice(yaml.YAMLError):

@@ -118,7 +118,10 @@ class Stage(Spec):
         """Raises SpecError unless every required role is in `given` and every given role is one of the stage's."""
         for role, required in self.roles.items():
             if required and not any(role == self._role(name) for name in given):
-                raise SpecError(f"{self.stage} needs the input '{role}'", fix=f"add {role}: NAME OR FOLDER")
+                raise SpecError(
+                    f"{self.stage} needs the input '{role}'",
+                    fix=f"give --from.{role}=FOLDER, or in a recipe from: {{{role}: NAME}}",
+                )
         for role in given:
             if self._role(role) not in self.roles:
                 raise SpecError(

@@ -250,7 +250,9 @@ def describe(wanted: str | None) -> list[str]:
     if wanted and wanted not in tables and not named:
         known = [*tables, *(name for table in tables.values() for name in table)]
         more = f"; without torch (pip install 'hone-llm[models]') not: {', '.join(left_out)}" if left_out else ""
-        raise SpecError(f"unknown slot or technique '{wanted}'", fix=f"known: {', '.join(known)}{more}")
+        raise SpecError(
+            f"unknown slot or technique '{wanted}'", fix=f"{did_you_mean(wanted, known)}known: {', '.join(known)}{more}"
+        )
     lines = []
     for slot, table in named or tables.items():
         for name in [*table, *table.installed()]:

@@ -25,7 +25,7 @@ def show_plan(rows: Sequence[Planned], run: Run) -> int:
     machine = machine_of(run)
     table = Table(box=None, pad_edge=False, show_footer=len(rows) > 1, header_style="bold", footer_style="bold")
     totals = totals_of(rows)
-    table.add_column("stage", footer="total")
+    table.add_column("stage", footer="total", overflow="fold")
     for name, title in _COLUMNS.items():
         table.add_column(title, footer=_cell(name, totals.get(name)), justify="right", no_wrap=True)
     table.add_column("")

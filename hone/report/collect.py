@@ -117,6 +117,8 @@ def collect(folder: Path | str) -> Line:
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         hint = did_you_mean(folder.name, beside, f"{folder.parent}/{{}}")
+        if (where := Path("work") / folder).is_dir():  # the folder that `hone run` fills by default
+            hint = f"did you mean '{where}'? "
         raise ArtifactError(f"no folder {folder}", fix=f"{hint}check the path")
     rows: list[Row] = []
     problems: list[tuple[str, str]] = []

@@ -175,6 +175,13 @@ def test_a_date_that_is_none_is_no_traceback(tmp_path):
         read_yaml(path)
 
 
+def test_an_error_of_yaml_has_its_line(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("line: x\nstages:\n  - stage: data\n   name: y\n")
+    with pytest.raises(SpecError, match="line 4, column 4: "):
+        read_yaml(path)
+
+
 def test_defaults_are_shown_as_they_are_typed():
     class Defaults(Spec):
         none: int | None = None

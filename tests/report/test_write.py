@@ -207,13 +207,17 @@ def test_a_parent_made_again_is_said(copy, tmp_path: Path) -> None:
     assert "an earlier one" in page.text
 
 
-def test_nothing_to_report(tmp_path: Path) -> None:
+def test_nothing_to_report(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(ArtifactError, match="no folder") as missing:
         build(tmp_path / "tinny")
     assert "check the path" in str(missing.value)
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ArtifactError, match="did you mean"):
         build(tmp_path / "tinny")
+    (tmp_path / "work" / "line").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match="did you mean 'work/line'"):
+        build("line")
     with pytest.raises(ArtifactError, match="nothing to report"):
         build(tmp_path / "tiny")
     (tmp_path / "tiny" / "data-x").mkdir()
