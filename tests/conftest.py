@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def apart() -> Iterator[None]:
+def shared_folders_stay() -> Iterator[None]:
     """What one file of tests leaves changes nothing for the next: folders that tests share are as they were made, and garbage
     collection does not visit imports and session fixtures of the files before."""
     yield

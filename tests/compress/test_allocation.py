@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,10 +228,17 @@ def test_misuse_is_named(fields: dict, error: type, words: str, family_folder, c
 
 @pytest.mark.slow
 def test_mixed_bits_beat_the_same_bits_for_all_on_a_real_model(stories, compress) -> None:
+    """Between 3 and 4 bits for all the loss lies a tenth of the way or more below the straight line from one to the other."""
     model, text, rows = stories
-    options = {"calibration_text": str(text), "num_sequences": 64, "seq_len": 256}
-    step = {"kind": "gptq", "bits": 3, "group_size": 32, "uneven": "nearest"}
-    uniform = compress(model, step, name="uniform", **options)
-    mixed = compress(model, step, name="mixed", allocation={"kind": "kl", "bits_per_weight": 3.5}, **options)
-    assert mixed.figures["model_bytes"].value <= uniform.figures["model_bytes"].value * 1.001
-    assert perplexity(mixed.folder, rows) < perplexity(uniform.folder, rows)
+    options = {"calibration_text": str(text), "num_sequences": 40, "seq_len": 128}
+    step = {"kind": "rtn", "group_size": 32, "uneven": "nearest"}
+
+    def bytes_and_loss(name: str, bits: int, **more) -> tuple[float, float]:
+        made = compress(model, {**step, "bits": bits}, name=name, **options, **more)
+        return made.figures["model_bytes"].value, math.log(perplexity(made.folder, rows))
+
+    (small, worst), (large, best) = bytes_and_loss("3", 3), bytes_and_loss("4", 4)
+    size, loss = bytes_and_loss("mixed", 3, allocation={"kind": "kl", "bits_per_weight": 3.8})
+    assert small < size < large
+    line = worst + (best - worst) * (size - small) / (large - small)
+    assert loss < line - 0.1 * (worst - best)
