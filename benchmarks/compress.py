@@ -1,6 +1,7 @@
 """Compression: GPTQ against round to nearest in quality, seconds and memory, on a real model or on a random one of a given shape.
 
 python -m benchmarks.compress --model FOLDER --text FILE [--tokens-text FILE]   perplexity on text outside the calibration
+python -m benchmarks.compress --model FOLDER --text FILE --amounts 1,8,32       divergence by the number of calibration sequences
 python -m benchmarks.compress --shape llama3-8b --layers 2 --device cuda        seconds a layer; output error on random weights
 """
 
@@ -57,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch)
         inputs = _inputs(arguments, folder)
-        rows = _quantized(inputs, folder, arguments)
+        rows = (_amounts if arguments.amounts else _quantized)(inputs, folder, arguments)
         print(ledger.table(rows))
         if not arguments.no_ledger:
             print(ledger.append("compress", rows, arguments.device))
@@ -77,6 +78,27 @@ def _quantized(inputs: Inputs, folder: Path, arguments: argparse.Namespace) -> l
     return _rows(results, inputs.model, arguments)
 
 
+def _amounts(inputs: Inputs, folder: Path, arguments: argparse.Namespace) -> list[dict]:
+    """Rows of GPTQ's divergence from the given model, a row an amount of calibration, beside round to nearest with searched scales."""
+    step = {"bits": arguments.bits, "group_size": arguments.group_size, "uneven": "nearest"}
+    inputs = inputs._replace(held_out=None)  # the divergence is measured by the stage itself
+    widest = Checkpoint(inputs.model).config.linears(0)["feed_forward.down"].in_features
+    rows = []
+    for amount in map(int, arguments.amounts.split(",")):
+        given = argparse.Namespace(**{**vars(arguments), "num_sequences": amount})
+        rtn, gptq = (
+            _measure(one, one["kind"], inputs, folder, given)["kl_to_dense"]
+            for one in ({"kind": "rtn", "scale": "search", **step}, {"kind": "gptq", **step})
+        )
+        tokens = f"{amount} x {arguments.seq_len} tokens, {amount * arguments.seq_len / widest:.2g} a feature of the widest matrix"
+        label = f"{inputs.model.name}, int{arguments.bits} g{arguments.group_size}, {tokens}"
+        row = {"figure": f"divergence from the given model ({label})", "value": gptq, "unit": "nats/token", "n": 1}
+        peer = {"peer": "hone rtn searched", "peer_value": rtn, "ratio": gptq / rtn}
+        rows.append({**row, "technique": "quantizer/gptq", **peer})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="model folder")
@@ -87,6 +109,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--num-sequences", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--amounts", help="numbers of calibration sequences to compare, as 1,8,32")
+    parser.add_argument("--check-sequences", type=int, default=8, help="sequences that the divergence is measured on")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scratch", type=Path, help="folder for temporary models; default: the system's")
@@ -143,6 +167,7 @@ def _measure(
             "num_sequences": arguments.num_sequences,
             "seq_len": min(arguments.seq_len, longest),
             "batch_size": arguments.batch_size,
+            "check_sequences": arguments.check_sequences,
             "calibration_text": None if text is None else str(text),
         }
     )

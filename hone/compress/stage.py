@@ -260,11 +260,11 @@ class Compress(Stage):
         samples = mesh.from_leader(lambda: self._samples(plan, checkpoint, parents))
         if samples is not None and -(-len(samples.tokens) // self.batch_size) < mesh.world_size:
             run.say(f"there are fewer batches of {self.batch_size} sequences than ranks: lower batch_size to use all")
-        fitted = [linear.columns for linears in plan.targets for linear in linears if self._fits_hessian]
-        for line in (
-            () if samples is None else calibration.shortage(samples, self.num_sequences, max(fitted, default=0))
-        ):
-            run.say(line)
+        if samples is not None:
+            columns = [linear.columns for linears in plan.targets for linear in linears]
+            widest = max(columns, default=0) if self._fits_hessian else 0
+            for line in calibration.shortage(samples, self.num_sequences, widest):
+                run.say(line)
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
         mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs

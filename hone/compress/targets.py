@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hone.base.errors import SpecError
+from hone.base.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -76,8 +75,8 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
             if not any(matches(pattern, name) for name in (*names, *_NEVER_COMPRESSED)):
                 raise SpecError(
                     f"{field}: '{pattern}' matches none of the model's linears",
-                    fix=f"names look like {', '.join(_nearest(pattern, names))}; a pattern is a regular expression found anywhere in "
-                    "a name, or from its start as 're:.*down_proj'",
+                    fix=f"names look like {_like(pattern, names)}; a pattern is a regular expression found anywhere in a name, or "
+                    "from its start as 're:.*down_proj'",
                 )
     if not any(chosen):
         raise SpecError(
@@ -100,15 +99,11 @@ def _any(patterns: Sequence[str], name: str) -> bool:
     return any(matches(pattern, name) for pattern in patterns)
 
 
-def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
-    """Up to three names, one of each kind, that are most like a pattern."""
-    kinds = {re.sub(r"\d+", "0", name): name for name in reversed(names)}
-    wanted = re.sub(r"[^\w.]", "", pattern.removeprefix("re:")).rpartition(".")[2]
-
-    def likeness(name: str) -> float:
-        return difflib.SequenceMatcher(None, wanted, name.rpartition(".")[2]).ratio()
-
-    return sorted(kinds.values(), key=likeness, reverse=True)[:3]
+def _like(pattern: str, names: Sequence[str]) -> str:
+    """The first name whose last part is what a pattern probably misspells, or the first of all."""
+    lasts = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = nearest(re.sub(r"[^\w.]", "", pattern.removeprefix("re:")).rpartition(".")[2], lasts)
+    return names[0] if near is None else lasts[near]
 
 
 def check_modules(linear: Linear, scheme: Scheme) -> None:

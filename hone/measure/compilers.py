@@ -1,12 +1,15 @@
-"""Manners of the compilers of kernels: whose cache they read, and that they run without garbage collection."""
+"""Manners of the compilers of kernels: what keys their caches, and that they run without garbage collection."""
 
 from __future__ import annotations
 
+import ast
 import gc
 import hashlib
 import os
 import platform
+import sys
 import tempfile
+import threading
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -43,24 +46,55 @@ def compile_without_collections() -> None:
     from numba.core import event
 
     class Pause(event.Listener):
-        """Counts the compiler's locks, of which one is inside another."""
+        """Counts who holds the compiler's lock, or waits for it; one thread does so several times, one inside another."""
 
         def __init__(self) -> None:
+            self._counting = threading.Lock()
             self._held = 0
             self._was_on = False
 
         def on_start(self, event: object) -> None:
-            if not self._held:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._held += 1
+            with self._counting:
+                if not self._held:
+                    self._was_on = gc.isenabled()
+                    gc.disable()
+                self._held += 1
 
         def on_end(self, event: object) -> None:
-            self._held -= 1
-            if not self._held and self._was_on:
-                gc.enable()
+            with self._counting:
+                self._held -= 1
+                if not self._held and self._was_on:
+                    gc.enable()
 
     event.register("numba:compiler_lock", Pause())
+
+
+@cache
+def sources_digest(module: str) -> str:
+    """A hash of the texts of an imported module and of all it imports from its own room, directly or not: part of the key of what
+    numba keeps of it, since numba looks at the file of the outermost function alone."""
+    room = ".".join(module.split(".")[:2])
+    texts: dict[str, bytes] = {}
+    names = {module}
+    while names:
+        name = names.pop()
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and name not in texts and f"{name}.".startswith(f"{room}."):
+            texts[name], imported = _text_and_imports(file)
+            names |= imported
+    return hashlib.sha256(b"".join(texts[name] for name in sorted(texts))).hexdigest()
+
+
+@cache
+def _text_and_imports(file: str) -> tuple[bytes, frozenset[str]]:
+    """The text of a file and the names that it may import, modules among them."""
+    text, names = Path(file).read_bytes(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {one.name for one in node.names}
+    return text, frozenset(names)
 
 
 def _key() -> str:

@@ -159,7 +159,7 @@ def _special(tokenizer: Tokenizer, model: dict[str, Any]) -> dict[str, Any]:
     if unknown is not None:
         found["unknown_token_id"] = unknown
     ids = tokenizer.encode("a")
-    found["add_bos_token"] = tokenizer.bos_id is not None and ids[0] == tokenizer.bos_id
+    found["add_bos_token"] = tokenizer.bos_id is not None and tokenizer.bos_id in tokenizer.start_ids
     found["add_eos_token"] = len(ids) > 1 and ids[-1] in tokenizer.eos_ids
     named = {f"tokenizer.ggml.{name}": value for name, value in found.items()}
     return named if tokenizer.chat_template is None else named | {"tokenizer.chat_template": tokenizer.chat_template}

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import sys
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from numba import njit
 from numba.extending import register_jitable
 
-from hone.measure.compilers import compile_without_collections
+from hone.measure.compilers import compile_without_collections, sources_digest
 
 _INNER: dict[str, Any] = {"boundscheck": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
@@ -32,33 +27,6 @@ def entry(function: Callable) -> Any:
     kept = compiled._cache._cache_file
     kept._source_stamp = (kept._source_stamp, sources_digest(function.__module__))
     return compiled
-
-
-@cache
-def sources_digest(module: str) -> str:
-    """A hash of the texts of a module and of all it imports from its own room, directly or not."""
-    room = ".".join(module.split(".")[:2])
-    texts: dict[str, bytes] = {}
-    names = {module}
-    while names:
-        name = names.pop()
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file and name not in texts and f"{name}.".startswith(f"{room}."):
-            texts[name], imported = _text_and_imports(file)
-            names |= imported
-    return hashlib.sha256(b"".join(texts[name] for name in sorted(texts))).hexdigest()
-
-
-@cache
-def _text_and_imports(file: str) -> tuple[bytes, frozenset[str]]:
-    """The text of a file and the names that it may import, modules among them."""
-    text, names = Path(file).read_bytes(), set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {one.name for one in node.names}
-    return text, frozenset(names)
 
 
 allocating = register_jitable(**_INNER)

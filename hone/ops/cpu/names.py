@@ -18,9 +18,9 @@ def jitable(function: Any) -> Any:
     return register_jitable(named(function))
 
 
-def named(function: Any, *more: Any) -> Any:
-    """`function`, with a digest of what it closes over, and of `more`, at the end of its qualified name."""
-    function.__qualname__ += "_" + hashlib.sha256(_said((function, *more)).encode()).hexdigest()[:16]
+def named(function: Any) -> Any:
+    """`function`, with a digest of what it closes over at the end of its qualified name."""
+    function.__qualname__ += "_" + hashlib.sha256(_said(function).encode()).hexdigest()[:16]
     return function
 
 

@@ -9,15 +9,14 @@ Legend: S rows (sequences with one new token each), N and K output and input fea
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hone.measure.compilers import sources_digest
 from hone.ops.cpu.family import FIELDS, HEADER, KINDS, WEIGHTS, Family
 from hone.ops.cpu.threads import run_on_threads
 from hone.ops.linear.cpu_weights import CpuWeight, quantized_bytes
@@ -245,17 +244,9 @@ def compiled(family: Family, kinds: tuple[str, ...], weights: tuple[str, ...], g
     """The address of an interpreter of programs, as `interpreter` makes it: compiled once a machine, then read from disk."""
     from hone.ops.cpu.interpreter import interpreter
 
-    function = interpreter(family, kinds, weights, groups, _sources())
+    function = interpreter(family, kinds, weights, groups, sources_digest(interpreter.__module__))
     _COMPILED.append(function)  # it would free its code
     return int(function.address)
 
 
 _COMPILED: list[Any] = []
-
-
-@cache
-def _sources() -> str:
-    """A hash of the kernels' files: numba looks only at the file of the outermost function to see what has changed."""
-    ops = Path(__file__).parents[1]
-    files = [*sorted(ops.glob("cpu/*.py")), *sorted(ops.glob("*/cpu_*.py"))]
-    return hashlib.sha256(b"".join(one.read_bytes() for one in files)).hexdigest()

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("numba")
 
-from hone.data.text import compiled
 from hone.data.text.compiled import allocating, entry, inlined, kernel
+from hone.measure import compilers
 
 
 @kernel
@@ -56,7 +56,7 @@ def test_what_was_compiled_from_another_files_old_text_is_not_taken(tmp_path, mo
         )
         for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
             del sys.modules[name]
-        for kept in (compiled.sources_digest, compiled._text_and_imports):
+        for kept in (compilers.sources_digest, compilers._text_and_imports):
             kept.cache_clear()
         total = import_module("kernels.room.outer").total
         found.append((total(1), sum(total.stats.cache_hits.values())))

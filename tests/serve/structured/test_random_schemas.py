@@ -1,6 +1,6 @@
 """Random JSON schemas, a random model, hot sampling, sixteen at once: every output is valid JSON of its schema.
 
-Three hundred of them; with all thousand (`thousand(1000)`) it ran once for benchmarks/ledger/serve.jsonl.
+Three hundred of them; with all thousand (`random_schemas(1000)`) it ran once for benchmarks/ledger/serve.jsonl.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def schema_of(rng: random.Random, depth: int = 3) -> Any:
     return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
 
 
-def thousand(count: int) -> list[Any]:
+def random_schemas(count: int) -> list[Any]:
     """Different schemas; those with a reference have its target."""
     rng, found = random.Random(12), {}
     while len(found) < count:
@@ -109,13 +109,13 @@ def check(folder: Path, schemas: list[Any]) -> Counter[str]:
 
 
 def test_fifty_schemas(tiny_llama: Path):
-    ends = check(tiny_llama, thousand(50))
+    ends = check(tiny_llama, random_schemas(50))
     assert ends["stop"] == 50
 
 
 @pytest.mark.slow
 def test_three_hundred_schemas(tiny_llama: Path, capsys):
-    ends = check(tiny_llama, thousand(300))
+    ends = check(tiny_llama, random_schemas(300))
     with capsys.disabled():
         print(f"\n300 schemas: {ends['stop']} outputs ended and are valid, {dict(ends)}")
     assert ends["stop"] == 300
